@@ -1,0 +1,42 @@
+# kvkit's chores. A fresh machine needs Python 3.11 or later and this file: `make demo`, `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PINS := constraints/tested.txt
+OUT ?= .gpu
+
+.PHONY: demo test bench check paper gpu clean
+
+$(VENV)/demo.stamp: pyproject.toml $(PINS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[demo]'
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(PINS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[dev,paper]'
+	touch $@ $(VENV)/demo.stamp
+
+demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from disk
+	$(BIN)/kvkit demo
+
+test: $(VENV)/dev.stamp check  ## everything that CI runs
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp  ## style, types, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_floors.py
+
+bench: $(VENV)/dev.stamp  ## ratios against the roof and the peers; results in benchmarks/results/
+	$(BIN)/python -m benchmarks.run
+
+paper: $(VENV)/dev.stamp  ## paper/build/kvkit.pdf, every figure from benchmarks/results/
+	$(BIN)/python paper/build.py
+
+gpu:  ## GPU tests and benchmarks with the Python at hand; results in $(OUT)
+	OUT=$(OUT) $(PYTHON) benchmarks/gpu.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache paper/build

@@ -1,0 +1,57 @@
+"""The machine and the versions that a result was measured with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("kvkit", "torch", "triton", "numba", "numpy", "xxhash", "fsspec", "zarr", "transformers")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, None if it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe() -> dict[str, Any]:
+    """Machine and versions, as results carry them."""
+    return {
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "gpu": gpu_name(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        },
+        "versions": {"python": platform.python_version()}
+        | {p: version_of(p) for p in PACKAGES if version_of(p)},
+    }
+
+
+def slug() -> str:
+    """A file name for this kind of machine: its GPU, or its CPU and cores."""
+    name = gpu_name() or f"{cpu_name()} {os.cpu_count()} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+def gpu_name() -> str | None:
+    """The first GPU's name, None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

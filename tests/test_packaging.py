@@ -1,0 +1,99 @@
+"""What is built is what is in the tree, and nothing of ours shadows another package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def tracked(*folders: str) -> set[str]:
+    """Python and data files of the library, as they are called once installed."""
+    names = set()
+    for folder, installed in (
+        (f, {"kernels": "kvkit/kernels", "adapters": "kvkit/adapters"}.get(f, f)) for f in folders
+    ):
+        for file in (ROOT / folder).rglob("*"):
+            inside = file.relative_to(ROOT / folder)
+            linked = folder == "kvkit" and inside.parts[0] in ("kernels", "adapters")
+            if file.is_file() and not linked and file.suffix in (".py", ".json", ".typed"):
+                names.add(f"{installed}/{inside.as_posix()}")
+    return names
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_wheel_holds_the_tree(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    assert names == tracked("kvkit", "kernels", "adapters")
+
+
+def test_the_sdist_holds_the_tree_and_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "--outdir",
+        str(tmp_path / "again"),
+    ]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (again,) = (tmp_path / "again").glob("*.whl")
+    (wheel,) = built.glob("*.whl")
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_installed_wheel_works_away_from_the_tree(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    target = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    script = "import kvkit, kvkit.cache, kvkit.kernels.launch, kvkit.adapters.smollm2; print(kvkit.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(target), "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(target))
+
+
+@pytest.mark.parametrize("folder", [".", "kvkit"])
+def test_hugging_face_kernels_imports_beside_kvkit(folder: str) -> None:
+    script = (
+        "import kvkit.kernels.launch, kernels, transformers;"
+        "assert 'site-packages' in kernels.__file__, kernels.__file__; print('beside')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT / folder, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "beside\n", done.stderr
+
+
+@pytest.mark.parametrize("package", ["jax", "triton", "vllm", "transformers", "zarr"])
+def test_importing_kvkit_leaves_engines_alone(package: str) -> None:
+    script = f"import sys, kvkit, kvkit.cache, kvkit.config; print({package!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
