@@ -1,0 +1,195 @@
+"""A folder of records is a valid Zarr v3 array: zarr-python and zarrs read what kvkit wrote as raw bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvkit import record as records
+from kvkit.chunks import chunk_keys
+from kvkit.layout import KVLayout, LayerGroup, Namespace
+from kvkit.record import CODECS, Damage, RecordError, RecordFormat
+
+zarr = pytest.importorskip("zarr")
+
+PIPELINES = {"zarr-python": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
+try:
+    import zarrs  # noqa: F401 - importing it registers the pipeline
+except ImportError:
+    pass
+else:
+    PIPELINES["zarrs"] = "zarrs.ZarrsCodecPipeline"
+
+CHUNKS = 3
+TOKENS = 16
+DTYPES = ("float32", "float16", "bfloat16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2")
+AS_BYTES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+GROUPS = {dtype: LayerGroup((0, 2, 4), 3, 8, 8, dtype, 4) for dtype in DTYPES}
+GROUPS["mla"] = LayerGroup((0, 1), 1, 576, 0, "bfloat16", 16)
+GROUPS["132"] = LayerGroup((0, 1), 1, 132, 0, "uint8", 16)
+GROUPS["opaque"] = LayerGroup((0, 1), 3, 8, 8, "float32", 8, page_bytes=3 * 8 * 16 * 4)
+
+
+@pytest.fixture(params=PIPELINES)
+def pipeline(request: pytest.FixtureRequest) -> Iterator[str]:
+    # strict: without it zarrs hands what it cannot do to zarr-python
+    with zarr.config.set({"codec_pipeline.path": PIPELINES[request.param], "codec_pipeline.strict": True}):
+        yield request.param
+
+
+def format_of(group: LayerGroup) -> RecordFormat:
+    layout = KVLayout((group,))
+    namespace = Namespace("m", layout.fingerprint(), group.dtype, salt="secret salt", chunk_tokens=TOKENS)
+    return RecordFormat.of(layout, 0, namespace)
+
+
+def stored_dtype(group: LayerGroup) -> np.dtype[Any]:
+    return np.dtype("uint8" if group.opaque else AS_BYTES.get(group.dtype, group.dtype))
+
+
+def write_store(root: Path, form: RecordFormat, codec: str) -> dict[bytes, npt.NDArray[Any]]:
+    """Put `CHUNKS` records where a file tier would; what they hold, by key: [L, H, T, C]."""
+    random = np.random.default_rng(0)
+    array = root / form.array
+    array.mkdir(parents=True)
+    (array / "zarr.json").write_bytes(records.zarr_metadata(form, codec))
+    tokens = np.arange(CHUNKS * TOKENS, dtype=np.int32)
+    parent = form.digest
+    held = {}
+    for i, key in enumerate(chunk_keys(tokens, TOKENS, form.digest)):
+        record = np.full(form.record_bytes, 0xA5, np.uint8)
+        size = form.layers_end - form.header_bytes
+        # small integers: no NaN in any float, so that equal means equal
+        values = random.integers(0, 50, size // stored_dtype(form.group).itemsize)
+        values = values.astype(stored_dtype(form.group))
+        records.payload(form, record)[:] = values.view(np.uint8)
+        records.seal(form, record, parent, key, tokens[i * TOKENS : (i + 1) * TOKENS])
+        if codec != "none":
+            packed = np.zeros(2 * form.record_bytes, np.uint8)
+            record = packed[: records.compress(form, record, codec, packed)]
+        (root / form.name(key)).write_bytes(record.tobytes())
+        held[key] = values.reshape(form.shape)
+        parent = key
+    return held
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_zarr_reads_a_folder_of_records(tmp_path: Path, pipeline: str, group: LayerGroup, codec: str) -> None:
+    form = format_of(group)
+    held = write_store(tmp_path, form, codec)
+    z = zarr.open_array(tmp_path / form.array, mode="r")
+    assert z.shape == (2**16, 2**46, *form.shape)
+    assert z.dtype == stored_dtype(group)
+    assert (z.shards, z.chunks) == ((1, 1, *form.shape), (1, 1, 1, *form.shape[1:]))
+    attributes = z.attrs["kvkit"]
+    assert (attributes["dtype"], attributes["codec"]) == (group.dtype, codec)
+    assert attributes["layers"] == list(group.layers)
+    assert attributes["opaque"] is group.opaque
+
+    for key, values in held.items():
+        high, low = records.coordinates(key)
+        assert (z[high, low] == values).all()
+        for layer in range(form.shape[0]):
+            assert (z[high, low, layer] == values[layer]).all()
+        assert (z[high, low, -1, 1:] == values[-1, 1:]).all()
+        assert (z[high, low, 0, :, 1:2, 2:7] == values[0, :, 1:2, 2:7]).all()
+        missing = z[high ^ 1, low]
+        assert missing.shape == form.shape
+        assert not missing.any()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_zarr_json_is_strict_v3(group: LayerGroup, codec: str) -> None:
+    from zarr.core.metadata import ArrayV3Metadata
+
+    form = format_of(group)
+    raw = records.zarr_metadata(form, codec)
+    document = json.loads(raw)
+    assert set(document) == {
+        *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding"),
+        *("fill_value", "codecs", "attributes", "dimension_names"),
+    }
+    assert len(document["dimension_names"]) == len(document["shape"]) == 6
+    parsed = ArrayV3Metadata.from_dict(document)
+    written = parsed.to_dict()
+    assert ArrayV3Metadata.from_dict(written) == parsed
+    again = json.loads(json.dumps(written))
+    (shards,) = again["codecs"]
+    inner = shards["configuration"]["codecs"]
+    assert with_defaults(inner) == with_defaults(document["codecs"][0]["configuration"]["codecs"])
+    for field in sorted(set(document) - {"codecs"}):
+        assert again[field] == json.loads(raw)[field], field
+    if codec == "bitshuffle-zstd":  # blosc shuffles items of this width
+        assert inner[-1]["configuration"]["typesize"] == stored_dtype(group).itemsize
+
+
+def with_defaults(codecs: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """zarr-python leaves out or adds an empty configuration."""
+    return [(codec["name"], codec.get("configuration", {})) for codec in codecs]
+
+
+def test_the_salt_is_not_in_the_store(tmp_path: Path) -> None:
+    form = format_of(GROUPS["uint8"])
+    write_store(tmp_path, form, "none")
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert b"secret salt" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_chunk_that_zarr_wrote_is_no_record(tmp_path: Path, pipeline: str, codec: str) -> None:
+    """It lacks the header: a miss, never an error, and never its KV."""
+    form = format_of(GROUPS["float32"])
+    held = write_store(tmp_path, form, codec)
+    key, values = next(iter(held.items()))
+    z = zarr.open_array(tmp_path / form.array, mode="r+")
+    high, low = records.coordinates(key)
+    z[high, low] = values + 1
+    assert (z[high, low] == values + 1).all()
+
+    data = (tmp_path / form.name(key)).read_bytes()
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    padded = data.ljust(form.record_bytes, b"\0")[: form.record_bytes]
+    for record in (data, padded):
+        damage = records.verify(form, record, form.digest, key, tokens)
+        assert damage == (Damage.TRUNCATED if len(record) < form.header_bytes else Damage.HEADER)
+        for read in (records.read_header, records.check):
+            with pytest.raises(RecordError, match="not a kvkit record"):
+                read(record)
+        out = np.zeros(form.record_bytes, np.uint8)
+        assert records.decompress(form, record, "zstd", out) == Damage.HEADER
+
+
+def test_zarr_finds_a_damaged_index(tmp_path: Path) -> None:
+    """The trailer's crc32c is the one of the specification."""
+    form = format_of(GROUPS["float32"])
+    key = next(iter(write_store(tmp_path, form, "none")))
+    path = tmp_path / form.name(key)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    z = zarr.open_array(tmp_path / form.array, mode="r")
+    with pytest.raises(ValueError, match="checksum"):
+        z[records.coordinates(key)]
+
+
+def test_groups_of_layers_are_arrays_side_by_side(tmp_path: Path, pipeline: str) -> None:
+    first = GROUPS["float32"]
+    second = replace(first, layers=(1, 3), kv_heads=1, dtype="float16")
+    layout = KVLayout((first, second))
+    namespace = Namespace("m", layout.fingerprint(), "float32", chunk_tokens=TOKENS)
+    forms = [RecordFormat.of(layout, i, namespace) for i in (0, 1)]
+    assert [form.array.rsplit("/")[-1] for form in forms] == ["0", "1"]
+    for form in forms:
+        for key, values in write_store(tmp_path, form, "none").items():
+            z = zarr.open_array(tmp_path / form.array, mode="r")
+            assert (z[records.coordinates(key)] == values).all()
