@@ -1,0 +1,114 @@
+"""What to move from where to where: frozen plans, made by pure functions and carried out by `kvkit.cache`.
+
+A chunk of a model with G layer groups is G records, so residency is asked in records and planned in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvkit.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Chunks [start, stop) of a sequence, at `tier`."""
+
+    tier: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievePlan:
+    """The leading run that can be had: consecutive segments from chunk 0 on, out of `wanted` chunks."""
+
+    wanted: int
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """Length of the leading run."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more is wanted."""
+        return self.chunks >= self.wanted
+
+    def by_tier(self) -> dict[str, int]:
+        """Chunks per tier, in the order of first use."""
+        counts: dict[str, int] = {}
+        for segment in self.segments:
+            counts[segment.tier] = counts.get(segment.tier, 0) + segment.stop - segment.start
+        return counts
+
+
+def extend(plan: RetrievePlan, tier: str, run: int) -> RetrievePlan:
+    """`plan` with the `run` chunks that `tier` holds from the plan's end on; never past what is wanted."""
+    start = plan.chunks
+    stop = min(start + run, plan.wanted)
+    if stop <= start:
+        return plan
+    if plan.segments and plan.segments[-1].tier == tier:
+        last = Segment(tier, plan.segments[-1].start, stop)
+        return RetrievePlan(plan.wanted, (*plan.segments[:-1], last))
+    return RetrievePlan(plan.wanted, (*plan.segments, Segment(tier, start, stop)))
+
+
+def clip(plan: RetrievePlan, chunks: int) -> RetrievePlan:
+    """The part of `plan` before chunk `chunks`."""
+    kept = tuple(Segment(s.tier, s.start, min(s.stop, chunks)) for s in plan.segments if s.start < chunks)
+    return RetrievePlan(plan.wanted, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Segments to put, per target tier in the policy's order."""
+
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """The first chunk that any tier needs."""
+        return min((s.start for s in self.segments), default=0)
+
+    @property
+    def stop(self) -> int:
+        """One past the last chunk that any tier needs."""
+        return max((s.stop for s in self.segments), default=0)
+
+    def targets(self, chunk: int) -> tuple[str, ...]:
+        """The tiers that need `chunk`."""
+        return tuple(s.tier for s in self.segments if s.start <= chunk < s.stop)
+
+
+def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> StorePlan:
+    """Put chunks [0, `chunks`) into every tier of `policy.store_to`, past the leading run it holds already.
+
+    `resident` is that run, in chunks, by tier; a tier that is not in it holds nothing.
+    """
+    return StorePlan(
+        tuple(
+            Segment(tier, resident.get(tier, 0), chunks)
+            for tier in policy.store_to
+            if resident.get(tier, 0) < chunks
+        )
+    )
+
+
+def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:
+    """Put what was loaded into every tier of `policy.write_back_to`.
+
+    Only the `validated` leading run counts. A tier gets nothing that came from itself, and nothing is taken
+    from `near` tiers: those whose records already are in this host's memory, or arrive there anyway.
+    """
+    return StorePlan(
+        tuple(
+            Segment(target, s.start, min(s.stop, validated))
+            for target in policy.write_back_to
+            for s in plan.segments
+            if s.tier != target and s.tier not in near and s.start < validated
+        )
+    )

@@ -1,0 +1,49 @@
+"""What goes where: the tiers to retrieve from, to store to and to write back to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+
+class PolicyError(ValueError):
+    """A policy names a tier that does not exist. The message names the setting, the value and the choices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Where records are sought, stored and copied, by tier name.
+
+    Args:
+        retrieve_from: sought in this order; a later tier goes on where an earlier one's run ended.
+        store_to: finished chunks are put into all of these.
+        write_back_to: chunks that were loaded, and verified, from another tier are put into these.
+    """
+
+    retrieve_from: tuple[str, ...]
+    store_to: tuple[str, ...]
+    write_back_to: tuple[str, ...] = ()
+
+    @staticmethod
+    def default(tiers: Iterable[str]) -> Policy:
+        """Retrieve from and store to all tiers, in the order given; write back to the first."""
+        names = tuple(tiers)
+        return Policy(retrieve_from=names, store_to=names, write_back_to=names[:1])
+
+
+def check(policy: Policy, tiers: Collection[str]) -> Policy:
+    """`policy`, if every tier that it names is one of `tiers`, once per setting.
+
+    Raises:
+        PolicyError: otherwise.
+    """
+    for setting in ("retrieve_from", "store_to", "write_back_to"):
+        names = getattr(policy, setting)
+        for name in names:
+            if name not in tiers:
+                raise PolicyError(
+                    f"{setting}={name!r}: no such tier; the tiers are {', '.join(tiers) or 'none'}"
+                )
+        if len(set(names)) != len(names):
+            raise PolicyError(f"{setting}={names!r}: a tier is named twice")
+    return policy

@@ -1,0 +1,105 @@
+"""Plans: a leading run without gaps, stores of what is missing, write-back of what was validated alone."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkit.plan import RetrievePlan, Segment, StorePlan, clip, extend, plan_store, plan_write_back
+from kvkit.policy import Policy
+
+NAMES = ("memory", "disk", "nfs", "s3")
+tiers = st.sampled_from(NAMES)
+subsets = st.lists(tiers, unique=True).map(tuple)
+runs = st.lists(st.tuples(tiers, st.integers(-2, 6)))
+policies = st.builds(Policy, retrieve_from=subsets, store_to=subsets, write_back_to=subsets)
+
+
+def sources(plan: RetrievePlan) -> list[str]:
+    """The tier of every chunk of the run."""
+    return [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
+
+
+def build(wanted: int, found: list[tuple[str, int]]) -> RetrievePlan:
+    plan = RetrievePlan(wanted)
+    for tier, run in found:
+        plan = extend(plan, tier, run)
+    return plan
+
+
+plans = st.builds(build, st.integers(0, 20), runs)
+
+
+@given(st.integers(0, 20), runs)
+def test_a_retrieve_plan_is_the_leading_run(wanted: int, found: list[tuple[str, int]]) -> None:
+    plan = build(wanted, found)
+    expected = [tier for tier, run in found for _ in range(run)][:wanted]
+    assert sources(plan) == expected
+    assert plan.chunks == len(expected)
+    assert plan.complete == (len(expected) == wanted)
+    assert plan.by_tier() == {tier: expected.count(tier) for tier in dict.fromkeys(expected)}
+    assert list(plan.by_tier()) == list(dict.fromkeys(expected))
+    assert_consecutive(plan)
+
+
+def assert_consecutive(plan: RetrievePlan) -> None:
+    stop = 0
+    for i, segment in enumerate(plan.segments):
+        assert segment.start == stop < segment.stop <= plan.wanted
+        assert i == 0 or segment.tier != plan.segments[i - 1].tier
+        stop = segment.stop
+
+
+@given(plans, st.integers(-1, 25))
+def test_clip_keeps_the_part_before(plan: RetrievePlan, chunks: int) -> None:
+    clipped = clip(plan, chunks)
+    assert sources(clipped) == sources(plan)[: max(chunks, 0)]
+    assert clipped.wanted == plan.wanted
+    assert_consecutive(clipped)
+    assert clip(clipped, chunks) == clipped
+
+
+def puts(plan: StorePlan, chunks: int) -> list[tuple[str, int]]:
+    """Every (tier, chunk) of the plan, in its own order; each at most once."""
+    found = [(s.tier, chunk) for s in plan.segments for chunk in range(s.start, s.stop)]
+    assert len(set(found)) == len(found)
+    assert all(s.start < s.stop for s in plan.segments)
+    for chunk in range(-1, chunks + 2):
+        assert sorted(plan.targets(chunk)) == sorted(tier for tier, at in found if at == chunk)
+    assert plan.start == min((chunk for _, chunk in found), default=0)
+    assert plan.stop == max((chunk + 1 for _, chunk in found), default=0)
+    return found
+
+
+@given(st.integers(0, 12), policies, st.dictionaries(tiers, st.integers(0, 15)))
+def test_a_store_plan_covers_what_is_missing(chunks: int, policy: Policy, resident: dict[str, int]) -> None:
+    plan = plan_store(chunks, policy, resident)
+    assert puts(plan, chunks) == [
+        (tier, chunk) for tier in policy.store_to for chunk in range(resident.get(tier, 0), chunks)
+    ]
+
+
+@given(plans, st.integers(-1, 22), policies, st.sets(tiers))
+def test_write_back_takes_validated_chunks_of_far_tiers_to_others(
+    plan: RetrievePlan, validated: int, policy: Policy, near: set[str]
+) -> None:
+    copies = set(puts(plan_write_back(plan, validated, policy, near), plan.wanted))
+    for target, chunk in copies:
+        source = sources(plan)[chunk]
+        assert chunk < validated
+        assert source != target
+        assert source not in near
+        assert target in policy.write_back_to
+    assert copies == {
+        (target, chunk)
+        for target in policy.write_back_to
+        for chunk, source in enumerate(sources(plan))
+        if chunk < validated and source != target and source not in near
+    }
+
+
+def test_empty_plans_want_nothing() -> None:
+    assert RetrievePlan(0).complete
+    assert not RetrievePlan(1).complete
+    assert StorePlan().targets(0) == ()
+    assert extend(RetrievePlan(4, (Segment("disk", 0, 4),)), "nfs", 3).by_tier() == {"disk": 4}
