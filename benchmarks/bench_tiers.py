@@ -1,0 +1,248 @@
+"""Tiers against bare system calls with as many threads, and against fsspec."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from kvkit.staging import Lease, Staging, release_all
+from kvkit.testing import record_names
+from kvkit.tiers.base import default_threads
+from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.objects import ObjectTier
+from timing import interleaved, ratio
+
+RECORDS = 32
+MIB = 1 << 20
+THREADS = default_threads()
+
+
+class Fixture:
+    """Slots that were touched and filled, a folder on the disk of the repository, and threads."""
+
+    def __init__(self, root: Path, record_bytes: int, records: int) -> None:
+        self.root = root
+        self.names = record_names(records)
+        self.paths = [str(root / name) for name in self.names]
+        self.record_bytes = record_bytes
+        self.staging = Staging(record_bytes, records)
+        assert self.staging.ready.wait(300)
+        self.leases = self.staging.acquire(records, 0, at_least=records)
+        rng = np.random.default_rng(0)
+        for lease in self.leases:
+            lease.array[:] = rng.integers(0, 256, len(lease.array), np.uint8)
+            lease.used = record_bytes
+        self.tier = ObjectTier(str(root), threads=THREADS)
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def move(self, start: Callable[[Sequence[str], Sequence[Lease], Any], None]) -> None:
+        """One batch through the tier, until the last record completes."""
+        left = len(self.names)
+        lock, finished = threading.Lock(), threading.Event()
+
+        def on_complete(name: str, error: BaseException | None) -> None:
+            nonlocal left
+            assert error is None
+            with lock:
+                left -= 1
+                if left == 0:
+                    finished.set()
+
+        start(self.names, self.leases, on_complete)
+        assert finished.wait(300)
+
+    def bare(self, move: Callable[[str, memoryview], None]) -> None:
+        """The same batch by threads that do nothing else."""
+
+        def part(first: int) -> None:
+            for i in range(first, len(self.paths), THREADS):
+                move(self.paths[i], self.leases[i].buffer[: self.record_bytes])
+
+        list(self.pool.map(part, range(THREADS)))
+
+    def forget(self) -> None:
+        """Have the page cache drop the files, so that the next read is cold."""
+        for path in self.paths:
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+    def close(self) -> None:
+        self.tier.close()
+        self.pool.shutdown()
+        release_all(self.leases)
+        self.staging.close()
+        shutil.rmtree(self.root)
+
+
+@pytest.fixture(params=[2 * MIB, 6 * MIB], ids=["2MiB", "6MiB"])
+def fixture(request: Any, benchmark: Any, pytestconfig: pytest.Config) -> Iterator[Fixture]:
+    root = pytestconfig.rootpath / ".benchmarks" / f"tiers-{os.getpid()}"
+    size, records = (request.param, RECORDS) if benchmark.enabled else (request.param >> 7, 8)
+    root.mkdir(parents=True)
+    fixture = Fixture(root, size, records)
+    benchmark.extra_info.update(file_system=file_system(root.parent), threads=THREADS, records=records)
+    yield fixture
+    fixture.close()
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    holders = [(len(point), kind) for point, kind in mounts if path.resolve().is_relative_to(point)]
+    return max(holders)[1]
+
+
+def read_bare(path: str, buffer: memoryview) -> None:
+    file = os.open(path, os.O_RDONLY)
+    done = 0
+    while done < len(buffer):
+        done += os.preadv(file, [buffer[done:]], done)
+    os.close(file)
+
+
+def write_bare(path: str, data: memoryview) -> None:
+    temporary = path + ".tmp"
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    done = 0
+    while done < len(data):
+        done += os.pwritev(file, [data[done:]], done)
+    os.close(file)
+    os.rename(temporary, path)
+
+
+def nothing() -> None: ...
+
+
+def compare(
+    benchmark: Any,
+    ours: Callable[[], object],
+    other: Callable[[], object],
+    against: str,
+    rounds: int,
+    before: Callable[[], object] = nothing,
+) -> None:
+    """Time of `ours` over that of `other`, from calls that take turns. `before` each call is not timed."""
+    warmup = 2
+    benchmark.pedantic(ours, setup=before, rounds=rounds if benchmark.enabled else 1)
+    times: dict[str, list[float]] = {"ours": [], "other": []}
+
+    def timed(name: str, function: Callable[[], object]) -> Callable[[], None]:
+        def call() -> None:
+            before()
+            began = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - began)
+
+        return call
+
+    calls = {"ours": timed("ours", ours), "other": timed("other", other)}
+    interleaved(calls, rounds if benchmark.enabled else 1, warmup)
+    found = ratio({name: taken[warmup:] for name, taken in times.items()}, "ours", "other")
+    benchmark.extra_info.update(ratio_min=found["min"], ratio_median=found["median"], against=against)
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_read(benchmark: Any, fixture: Fixture, cache: str) -> None:
+    fixture.move(fixture.tier.put)
+    for lease in fixture.leases:
+        lease.array[:] = 0
+    compare(
+        benchmark,
+        lambda: fixture.move(fixture.tier.get),
+        lambda: fixture.bare(read_bare),
+        "open, preadv, close in as many threads",
+        30 if cache == "warm" else 12,
+        fixture.forget if cache == "cold" else nothing,
+    )
+    assert all(lease.array.any() for lease in fixture.leases)
+
+
+@pytest.mark.parametrize("cache", ["warm", "cold"])
+def test_read_against_fsspec(benchmark: Any, fixture: Fixture, cache: str) -> None:
+    fixture.move(fixture.tier.put)
+    local = LocalFileSystem()
+    compare(
+        benchmark,
+        lambda: fixture.move(fixture.tier.get),
+        lambda: local.cat(fixture.paths),
+        "fsspec LocalFileSystem.cat",
+        12 if cache == "warm" else 6,
+        fixture.forget if cache == "cold" else nothing,
+    )
+
+
+def test_write(benchmark: Any, fixture: Fixture) -> None:
+    folder = Path(fixture.paths[0]).parent
+    folder.mkdir(parents=True)
+
+    def remove() -> None:
+        fixture.tier.delete(fixture.names)
+
+    compare(
+        benchmark,
+        lambda: fixture.move(fixture.tier.put),
+        lambda: fixture.bare(write_bare),
+        "open, pwritev, close, rename in as many threads",
+        20,
+        remove,
+    )
+    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(p).name for p in fixture.paths)
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[MemoryTier, list[str], Staging]]:
+    count = 512
+    staging = Staging(4096, count + 1)
+    names = record_names(count)
+    tier = MemoryTier(staging, count * staging.slot_bytes)
+    leases = staging.acquire(count, 0, at_least=count)
+    tier.put(names, leases, lambda name, error: None)
+    release_all(leases)
+    yield tier, names, staging
+    tier.close()
+    staging.close()
+
+
+def test_memory_run(benchmark: Any, memory: tuple[MemoryTier, list[str], Staging]) -> None:
+    tier, names, _ = memory
+    held = dict.fromkeys(names)
+    assert tier.run(names) == len(names)
+    compare(
+        benchmark,
+        lambda: tier.run(names),
+        lambda: [name in held for name in names],
+        f"{len(names)} look-ups in a dict",
+        200,
+    )
+    benchmark.extra_info["records"] = len(names)
+
+
+def test_memory_borrow(benchmark: Any, memory: tuple[MemoryTier, list[str], Staging]) -> None:
+    tier, names, staging = memory
+    (lease,) = staging.acquire(1, 0)
+
+    def borrow() -> None:
+        for name in names:
+            lent = tier.borrow(name)
+            assert lent is not None
+            lent.release()
+
+    def share() -> None:
+        for _ in names:
+            lease.share().release()
+
+    compare(benchmark, borrow, share, f"{len(names)} shares of one slot", 100)
+    lease.release()
+    benchmark.extra_info["records"] = len(names)

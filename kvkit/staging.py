@@ -1,0 +1,239 @@
+"""Staging memory: fixed-size slots of one arena, leased and returned; waiting has a deadline."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+PAGE_BYTES = mmap.PAGESIZE
+_PREFAULT_BYTES = 8 << 20
+
+
+class StagingError(ValueError):
+    """A size is impossible, or a lease is used after its release."""
+
+
+class StagingTimeout(TimeoutError):
+    """No slot came free before the deadline."""
+
+
+class Lease:
+    """One reference to a slot. The slot returns to the arena when its last reference is released.
+
+    A context manager: leaving it releases. Reading and writing `array` or `buffer` is safe until then.
+
+    Attributes:
+        slot: index of the slot.
+        array: its memory, uint8 [slot_bytes].
+        buffer: the same memory as a memoryview.
+    """
+
+    __slots__ = ("_released", "_staging", "array", "buffer", "slot")
+
+    def __init__(self, staging: Staging, slot: int) -> None:
+        self._staging = staging
+        self._released = False
+        self.slot = slot
+        self.array = staging.arrays[slot]
+        self.buffer = staging.buffers[slot]
+
+    @property
+    def used(self) -> int:
+        """Bytes of the slot that hold a record; the same for every reference to the slot."""
+        return self._staging.used[self.slot]
+
+    @used.setter
+    def used(self, size: int) -> None:
+        self._staging.used[self.slot] = size
+
+    @property
+    def record(self) -> npt.NDArray[np.uint8]:
+        """The first `used` bytes of the slot."""
+        return self.array[: self.used]
+
+    def share(self) -> Lease:
+        """Another reference to the same slot, to be released on its own."""
+        return self._staging._share(self)
+
+    def release(self) -> None:
+        """Give this reference back.
+
+        Raises:
+            StagingError: it was given back before.
+        """
+        self._staging._release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._released:
+            self.release()
+
+
+def release_all(leases: Iterable[Lease]) -> None:
+    """Release every one of `leases`."""
+    for lease in leases:
+        lease.release()
+
+
+class Staging:
+    """An arena of `slots` slots of `slot_bytes` bytes (rounded up to whole pages). Thread-safe.
+
+    Start-up is instant: a background thread touches the pages, and pins them where CUDA is there.
+
+    Raises:
+        StagingError: a size is below 1.
+    """
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        if slot_bytes < 1 or slots < 1:
+            raise StagingError(f"slot_bytes={slot_bytes}, slots={slots}: want at least 1 of each")
+        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.slots = slots
+        self._memory = mmap.mmap(-1, self.slot_bytes * slots)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = memoryview(self._memory)
+        size = self.slot_bytes
+        self.buffers = [whole[i * size : (i + 1) * size] for i in range(slots)]
+        self.arrays = [np.frombuffer(buffer, np.uint8) for buffer in self.buffers]
+        self.used = [0] * slots
+        self._references = [0] * slots
+        self._free = deque(range(slots))
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._pinned: list[int] = []
+        self.ready = threading.Event()
+        self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
+        self._toucher.start()
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        with self._changed:
+            return len(self._free)
+
+    def acquire(self, at_most: int, timeout_s: float, at_least: int = 1) -> list[Lease]:
+        """Lease `at_least` to `at_most` slots; waits only for the least, first come first served.
+
+        A caller that never waits while it holds leases cannot deadlock with others: take what is given,
+        use it, release it, ask again.
+
+        Raises:
+            StagingTimeout: fewer than `at_least` came free within `timeout_s` seconds.
+            StagingError: the arena is closed or smaller than `at_least`, or `at_most` is below that.
+        """
+        if not 1 <= at_least <= min(at_most, self.slots):
+            raise StagingError(
+                f"at_least={at_least}, at_most={at_most}: want 1 <= at_least <= at_most, "
+                f"and no more than the {self.slots} slots of the arena"
+            )
+        deadline = time.monotonic() + timeout_s
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while not self._closed and (self._waiting[0] is not ticket or len(self._free) < at_least):
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise StagingTimeout(
+                            f"{at_least} of {self.slots} slots did not come free within {timeout_s} s"
+                        )
+                    self._changed.wait(left)
+                if self._closed:
+                    raise StagingError("the staging arena is closed")
+                leases = []
+                for _ in range(min(at_most, len(self._free))):
+                    slot = self._free.popleft()
+                    self._references[slot] = 1
+                    self.used[slot] = 0
+                    leases.append(Lease(self, slot))
+                return leases
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def check_integrity(self) -> None:
+        """Prove that no slot is lost or counted twice.
+
+        Raises:
+            AssertionError: one is. This is a defect in kvkit.
+        """
+        with self._changed:
+            free = set(self._free)
+            assert len(free) == len(self._free), "a slot is free twice"
+            for slot, references in enumerate(self._references):
+                assert references >= 0, f"slot {slot} has {references} references"
+                assert (references == 0) == (slot in free), (
+                    f"slot {slot}: {references} references, free: {slot in free}"
+                )
+
+    def close(self) -> None:
+        """Refuse new leases and wake those who wait. The memory lives until its last view is gone."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._toucher.join()
+        if self._pinned:
+            import torch
+
+            for address in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            self._pinned.clear()
+
+    def _share(self, lease: Lease) -> Lease:
+        with self._changed:
+            if lease._released:
+                raise StagingError(f"slot {lease.slot}: shared after its release")
+            self._references[lease.slot] += 1
+            return Lease(self, lease.slot)
+
+    def _release(self, lease: Lease) -> None:
+        with self._changed:
+            if lease._released:
+                raise StagingError(f"slot {lease.slot}: released twice")
+            lease._released = True
+            self._references[lease.slot] -= 1
+            if self._references[lease.slot] == 0:
+                self._free.appendleft(lease.slot)  # the slot used last is the one in cache
+                self._changed.notify_all()
+
+    def _touch(self) -> None:
+        """Fault the arena in, piece by piece: the first touch of a page costs more than a copy of it."""
+        populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
+        total = self.slot_bytes * self.slots
+        for start in range(0, total, _PREFAULT_BYTES):
+            if self._closed:
+                break
+            try:
+                self._memory.madvise(populate, start, min(_PREFAULT_BYTES, total - start))
+            except OSError:  # a kernel before 5.14: pages come in on first use
+                break
+        self._pin()
+        self.ready.set()
+
+    def _pin(self) -> None:
+        import sys
+
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available() or self._closed:
+            return
+        address = self.arrays[0].ctypes.data
+        error = torch.cuda.cudart().cudaHostRegister(address, self.slot_bytes * self.slots, 0)
+        if int(error) == 0:
+            self._pinned.append(address)
+        else:
+            log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)

@@ -1,0 +1,116 @@
+"""The memory tier: records stay in the staging slots they were packed or read into; nothing is copied."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+from kvkit import eviction
+from kvkit.staging import Lease, Staging
+from kvkit.tiers.base import ObjectTooLarge, OnComplete, Tier, TierError, TierFull, complete
+
+
+class MemoryTier(Tier):
+    """Records in slots of `staging`, least recently used let go first.
+
+    A put keeps a share of the slot, `borrow` lends it out. A record counts as a whole slot. Slots that are on
+    loan may be let go: their memory returns when the last share does, so the arena must have more slots than
+    this tier (`capacity_bytes` below the arena's), or nothing is left to read into.
+
+    Raises:
+        ValueError: the capacity is below one slot, or leaves no slot for staging.
+    """
+
+    near = True
+
+    def __init__(self, staging: Staging, capacity_bytes: int, name: str = "memory") -> None:
+        slots = capacity_bytes // staging.slot_bytes
+        if not 1 <= slots < staging.slots:
+            raise ValueError(
+                f"tier {name!r}: capacity_bytes={capacity_bytes} is {slots} slots of {staging.slot_bytes} "
+                f"bytes; want at least 1 and fewer than the {staging.slots} of the staging arena"
+            )
+        self.name = name
+        self._slot_bytes = staging.slot_bytes
+        self._state = eviction.LruState(capacity_bytes)
+        self._leases: dict[str, Lease] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self, names: Sequence[str]) -> int:
+        with self._lock:
+            held = self._leases
+            count = 0
+            for name in names:
+                if name not in held:
+                    break
+                count += 1
+            # the head of a chain is worth most: without it the rest cannot be used
+            eviction.touch(self._state, reversed(names[:count]))
+            return count
+
+    def borrow(self, name: str) -> Lease | None:
+        with self._lock:
+            lease = self._leases.get(name)
+            return None if lease is None else lease.share()
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            target = lease.share()
+            error: OSError | None = None
+            source = self.borrow(name)
+            if source is None:
+                error = FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+            else:
+                with source:
+                    if source.used > len(target.buffer):
+                        error = ObjectTooLarge(f"{name}: {source.used} bytes do not fit the slot")
+                    else:
+                        target.array[: source.used] = source.record
+                        target.used = source.used
+            complete(on_complete, name, target, error)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            complete(on_complete, name, lease.share(), self._keep(name, lease))
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with self._lock:
+                eviction.remove(self._state, name)
+                lease = self._leases.pop(name, None)
+            if lease is not None:
+                lease.release()
+
+    def size(self, name: str) -> int | None:
+        with self._lock:
+            lease = self._leases.get(name)
+            return None if lease is None else lease.used
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        with self._lock:
+            found = [(name, lease.used) for name, lease in self._leases.items()]
+        yield from found
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            leases = list(self._leases.values())
+            self._leases.clear()
+            self._state = eviction.LruState(self._state.capacity_bytes)
+        for lease in leases:
+            lease.release()
+
+    def _keep(self, name: str, lease: Lease) -> TierError | None:
+        with self._lock:
+            if self._closed:
+                return TierError(f"tier {self.name!r} is closed")
+            victims = eviction.add(self._state, name, self._slot_bytes)
+            if victims is None:
+                return TierFull(f"tier {self.name!r}: {name} does not fit")
+            released = [self._leases.pop(victim) for victim in victims]
+            if name not in self._leases:
+                self._leases[name] = lease.share()
+        for old in released:
+            old.release()
+        return None

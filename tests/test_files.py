@@ -1,0 +1,336 @@
+"""Folders of objects: what restarts, kills, full disks and other processes do to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkit.staging import Staging
+from kvkit.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
+from kvkit.tiers.base import TierError
+from kvkit.tiers.files import TEMPORARY, Folder
+from kvkit.tiers.objects import ObjectTier
+
+NAMES = record_names(4)
+ARRAY = os.path.dirname(NAMES[0])
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
+    staging = Staging(SLOT_BYTES, SLOTS)
+    yield staging
+    staging.check_integrity()
+    assert staging.free == SLOTS
+    staging.close()
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def python(program: str, *arguments: object) -> subprocess.Popen[str]:
+    """A Python process running `program`, whose stdin and stdout are pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def await_line(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+
+def test_a_restart_finds_what_was_written(tmp_path: Path, staging: Staging) -> None:
+    tier = ObjectTier(str(tmp_path))
+    for size, name in enumerate(NAMES, 100):
+        put(tier, staging, [name], size)
+    tier.describe(ARRAY, b"{}")
+    tier.close()
+    assert files_below(tmp_path) == sorted([*NAMES, f"{ARRAY}/zarr.json"])
+    reopened = ObjectTier(f"file://{tmp_path}")
+    assert list(reopened.scan()) == list(zip(NAMES, range(100, 104), strict=True))
+    for name in NAMES:
+        (tmp_path / name).unlink()
+    assert reopened.run(NAMES) == 4, "what the scan found is known without another look at the disk"
+    assert all(isinstance(found, FileNotFoundError) for found in get(reopened, staging, NAMES))
+    assert reopened.run(NAMES) == 0
+    reopened.close()
+
+
+def test_a_restart_lets_the_oldest_go_first(tmp_path: Path, staging: Staging) -> None:
+    tier = ObjectTier(str(tmp_path))
+    put(tier, staging, NAMES[:3])
+    tier.close()
+    for age, name in zip([1, 3, 2], NAMES, strict=False):
+        os.utime(tmp_path / name, ns=(0, 10**18 - age * 10**9))
+    tier = ObjectTier(str(tmp_path), capacity_bytes=3 * SLOT_BYTES)
+    put(tier, staging, NAMES[3:])
+    assert [tier.size(name) is not None for name in NAMES] == [True, False, True, True]
+    tier.close()
+
+
+def test_foreign_files_are_left_alone(tmp_path: Path, staging: Staging) -> None:
+    foreign = [
+        "README",
+        f"{ARRAY}/notes.txt",
+        f"{ARRAY}/c.1.2",
+        f"{ARRAY}/xc.1.2.0.0.0.0",
+        "not hex/0/c.1.2.0.0.0.0",
+        "abc/group/c.1.2.0.0.0.0",
+        "abc/c.1.2.0.0.0.0",
+        f"not hex/0/{TEMPORARY}1",
+    ]
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("keep me")
+    (tmp_path / ARRAY / "c.7.7.0.0.0.0").mkdir()
+    tier = ObjectTier(str(tmp_path), capacity_bytes=SLOT_BYTES)
+    assert list(tier.scan()) == []
+    assert put(tier, staging, NAMES[:1]) == put(tier, staging, NAMES[1:2]) == [None]
+    assert files_below(tmp_path) == sorted([*foreign, NAMES[1]])
+    (in_the_way,) = put(tier, staging, [f"{ARRAY}/c.7.7.0.0.0.0"])
+    assert isinstance(in_the_way, IsADirectoryError)
+    assert tier.run([f"{ARRAY}/c.7.7.0.0.0.0"]) == 0
+    assert files_below(tmp_path) == sorted(foreign)
+    tier.close()
+
+
+def test_the_file_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from kvkit.tiers import files
+file, path = files._create(sys.argv[1])
+os.write(file, b"half a record")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    writer = python(program, tmp_path / ARRAY)
+    await_line(writer)
+    (left,) = files_below(tmp_path)
+    assert os.path.basename(left).startswith(TEMPORARY)
+    folder = Folder(str(tmp_path))
+    folder.clean()
+    assert files_below(tmp_path) == [left], "its writer lives"
+    assert list(folder.scan()) == []
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    ObjectTier(str(tmp_path)).close()
+    assert files_below(tmp_path) == []
+
+
+def test_a_writer_outlives_cleaners(tmp_path: Path) -> None:
+    """Two processes clean all the time while this one writes: no write fails, nothing is left over."""
+    program = """
+import select, sys
+from kvkit.tiers.files import Folder
+folder = Folder(sys.argv[1])
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    folder.clean()
+"""
+    cleaners = [python(program, tmp_path) for _ in range(2)]
+    for cleaner in cleaners:
+        await_line(cleaner)
+    folder = Folder(str(tmp_path))
+    names = record_names(300)
+    for name in names:
+        folder.write(name, memoryview(b"x" * 100))
+    for cleaner in cleaners:
+        cleaner.communicate("stop\n")
+        assert cleaner.returncode == 0
+    assert sorted(files_below(tmp_path)) == sorted(names)
+
+
+def test_two_processes_write_the_same_names(tmp_path: Path, staging: Staging) -> None:
+    program = """
+import sys
+from kvkit.staging import Staging
+from kvkit.testing import SLOT_BYTES, SLOTS, put, record_names
+from kvkit.tiers.objects import ObjectTier
+staging = Staging(SLOT_BYTES, SLOTS)
+tier = ObjectTier(sys.argv[1])
+names = record_names(200)
+print("ready", flush=True)
+sys.stdin.readline()
+for first in range(0, 200, 8):
+    assert put(tier, staging, names[first : first + 8]) == [None] * 8
+tier.close()
+"""
+    writers = [python(program, tmp_path) for _ in range(2)]
+    for writer in writers:
+        await_line(writer)
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    names = record_names(200)
+    assert files_below(tmp_path) == sorted(names)
+    tier = ObjectTier(str(tmp_path))
+    for name in names[::17]:
+        (found,) = get(tier, staging, [name])
+        assert isinstance(found, np.ndarray)
+        assert np.array_equal(found, record_bytes(name))
+    tier.close()
+
+
+def test_a_killed_process_leaves_whole_records(tmp_path: Path, staging: Staging) -> None:
+    program = """
+import sys
+from kvkit.testing import record_bytes, record_names
+from kvkit.tiers.files import Folder
+folder = Folder(sys.argv[1])
+for i, name in enumerate(record_names(10**6)):
+    folder.write(name, memoryview(record_bytes(name)))
+    if i == 20:
+        print("ready", flush=True)
+"""
+    writer = python(program, tmp_path)
+    await_line(writer)
+    writer.kill()
+    writer.communicate()
+    tier = ObjectTier(str(tmp_path))
+    found = dict(tier.scan())
+    assert len(found) > 20
+    assert set(found.values()) == {SLOT_BYTES}
+    assert set(files_below(tmp_path)) == set(found), "a temporary file is left"
+    (last,) = get(tier, staging, [list(found)[-1]])
+    assert isinstance(last, np.ndarray)
+    assert np.array_equal(last, record_bytes(list(found)[-1]))
+    tier.close()
+
+
+def test_a_full_disk(small_disk: Path, staging: Staging) -> None:
+    tier = ObjectTier(str(small_disk))
+    names = record_names(100)
+    errors = [put(tier, staging, [name])[0] for name in names]
+    written = [name for name, error in zip(names, errors, strict=True) if error is None]
+    assert 20 < len(written) < 100
+    assert {error.errno for error in errors if error is not None} == {errno.ENOSPC}
+    assert sorted(files_below(small_disk)) == sorted(written), "a failed write left something"
+    assert tier.run(names) == len(written)
+    tier.delete(written[:1])
+    assert put(tier, staging, names[-1:]) == [None], "room that comes free is used again"
+    (found,) = get(tier, staging, names[-1:])
+    assert isinstance(found, np.ndarray)
+    assert np.array_equal(found, record_bytes(names[-1]))
+    tier.close()
+
+
+def test_a_write_that_breaks_off(tmp_path: Path) -> None:
+    """The kernel refuses the second half of a file, as a full disk would; this needs no mount."""
+    program = """
+import resource, sys
+from kvkit.tiers.files import Folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+name = "ab/0/c.1.2.0.0.0.0"
+try:
+    Folder(sys.argv[1]).write(name, memoryview(bytes(8192)))
+except OSError as error:
+    print(error.errno)
+"""
+    writer = python(program, tmp_path)
+    output, _ = writer.communicate()
+    assert output == f"{errno.EFBIG}\n"
+    assert files_below(tmp_path) == []
+
+
+def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:
+    tier = ObjectTier(str(small_disk))
+    put(tier, staging, NAMES[:2])
+    tier.close()
+    (small_disk / ARRAY / f"{TEMPORARY}dead").write_text("left over")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    tier = ObjectTier(str(small_disk))
+    assert tier.run(NAMES) == 2
+    for name, found in zip(NAMES[:2], get(tier, staging, NAMES[:2]), strict=True):
+        assert isinstance(found, np.ndarray)
+        assert np.array_equal(found, record_bytes(name))
+    assert put(tier, staging, NAMES[:1]) == [None], "it is there already"
+    (error,) = put(tier, staging, NAMES[2:3])
+    assert error is not None
+    assert error.errno == errno.EROFS
+    with pytest.raises(OSError, match="Read-only"):
+        tier.describe(ARRAY, b"{}")
+    with pytest.raises(OSError, match="Read-only"):
+        tier.delete(NAMES[:1])
+    assert tier.run(NAMES) == 2
+    tier.close()
+    full = ObjectTier(str(small_disk), capacity_bytes=2 * SLOT_BYTES)
+    for name in NAMES[2:]:
+        (error,) = put(full, staging, [name])
+        assert error is not None
+        assert error.errno == errno.EROFS, "what makes no room does not lose any either"
+    assert full.run(NAMES) == 2
+    full.close()
+
+
+def test_a_root_that_is_not_there_yet(tmp_path: Path, staging: Staging) -> None:
+    root = tmp_path / "a" / "b"
+    tier = ObjectTier(str(root))
+    assert tier.run(NAMES) == 0
+    assert not root.exists(), "asking makes nothing"
+    assert put(tier, staging, NAMES) == [None] * 4
+    assert tier.run(NAMES) == 4
+    tier.close()
+
+
+def test_short_files(tmp_path: Path, staging: Staging) -> None:
+    """What is read is reported; `kvkit.record.verify` finds that it is too little."""
+    tier = ObjectTier(str(tmp_path))
+    put(tier, staging, NAMES[:2])
+    os.truncate(tmp_path / NAMES[0], 0)
+    os.truncate(tmp_path / NAMES[1], 5001)
+    empty, short = get(tier, staging, NAMES[:2])
+    assert isinstance(empty, np.ndarray)
+    assert isinstance(short, np.ndarray)
+    assert len(empty) == 0
+    assert np.array_equal(short, record_bytes(NAMES[1])[:5001])
+    tier.close()
+
+
+def test_a_long_file_is_an_error(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    folder.write(NAMES[0], memoryview(bytes(4097)))
+    buffer = bytearray(b"\xa5" * 4096)
+    with pytest.raises(TierError, match=r"4097 bytes do not fit.*4096"):
+        folder.read(NAMES[0], memoryview(buffer))
+    assert buffer == b"\xa5" * 4096
+
+
+def test_new_files_obey_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        Folder(str(tmp_path)).write(NAMES[0], memoryview(b"x"))
+    finally:
+        os.umask(old)
+    assert (tmp_path / NAMES[0]).stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_no_descriptor_is_left_open(fsync: bool, tmp_path: Path, small_disk: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for root in (tmp_path / "roomy", small_disk):
+        folder = Folder(str(root), fsync=fsync)
+        for name in record_names(3):
+            try:
+                folder.write(name, memoryview(bytes(700_000)))
+                folder.read(name, memoryview(bytearray(700_000)))
+                folder.read(name, memoryview(bytearray(7)))
+            except OSError:
+                pass
+        folder.clean()
+    assert len(os.listdir("/proc/self/fd")) == before
