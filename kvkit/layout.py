@@ -388,8 +388,8 @@ def _form_of(
         k, v = pages
         if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or opaque:
             raise LayoutError(f"pages[{layer}]: K {tuple(k.shape)} and V {tuple(v.shape)} do not go together")
-        form = _form_of(layer, k, 0, False, window)
-        return replace(form, v_size=v.shape[3], strides=None)
+        form, v_form = (_form_of(layer, part, 0, False, window) for part in pages)
+        return replace(form, v_size=v_form.k_size, strides=None)
     if pages.ndim != 4:
         raise LayoutError(f"pages[{layer}]: shape {tuple(pages.shape)}, want [B, H, N, C]")
     heads, tokens, channels = pages.shape[1:]

@@ -81,6 +81,7 @@ class Damage(StrEnum):
     """Why a record is a miss."""
 
     TRUNCATED = "truncated"
+    OVERSIZE = "oversize"
     HEADER = "header"
     NAMESPACE = "namespace"
     FORMAT = "format"

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvkit.cache import Cache
+from kvkit.staging import Staging
+
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvkit")
 
@@ -21,3 +24,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture(autouse=True)
+def no_slot_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every arena that a cache of the test closed has all its slots back."""
+    closed: list[Staging] = []
+    close = Cache.close
+
+    def close_and_note(cache: Cache) -> None:
+        close(cache)
+        closed.append(cache.staging)
+
+    monkeypatch.setattr(Cache, "close", close_and_note)
+    yield
+    for staging in closed:
+        staging.check_integrity()
+        assert staging.free == staging.slots

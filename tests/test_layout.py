@@ -279,6 +279,9 @@ def test_from_tensors_takes_k_and_v_apart() -> None:
     for wrong in (v[:3], v[:, :1], v[:, :, :8], v.half()):
         with pytest.raises(LayoutError, match=r"pages\[1\]: K .* and V .* do not go together"):
             KVLayout.from_tensors([(k, v), (k, wrong)])
+    for wrong in (v[..., 0], torch.zeros(4, 2, 4, 16).transpose(2, 3)):
+        with pytest.raises(LayoutError, match=r"pages\[0\]: (shape|stride)"):
+            KVLayout.from_tensors([(k, wrong)])
 
 
 def test_from_tensors_groups_layers_by_form() -> None:

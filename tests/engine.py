@@ -1,0 +1,114 @@
+"""A stand-in for an engine: pages whose KV is a known function of the tokens before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvkit.cache import Place
+from kvkit.chunks import chunk_keys, namespace_digest
+from kvkit.kernels import reference
+from kvkit.kernels.launch import Pages
+from kvkit.layout import KVLayout, LayerGroup, Namespace
+
+POISON = 0xA5
+
+
+def small_layout(groups: int = 1, dtype: str = "float32") -> KVLayout:
+    """Groups of 2 layers, 2 heads of 8 + 4 channels, blocks of 4 tokens."""
+    return KVLayout(
+        tuple(
+            LayerGroup(layers=(2 * g, 2 * g + 1), kv_heads=2, k_size=8, v_size=4, dtype=dtype, block_tokens=4)
+            for g in range(groups)
+        )
+    )
+
+
+def small_namespace(layout: KVLayout, chunk_tokens: int = 8, **fields: object) -> Namespace:
+    return Namespace(
+        model="test", layout=layout.fingerprint(), dtype="float32", chunk_tokens=chunk_tokens, **fields
+    )
+
+
+class Engine:
+    """Pages for `blocks` blocks per group; `kv` says what a chunk's KV must be."""
+
+    def __init__(self, layout: KVLayout, namespace: Namespace, blocks: int = 32) -> None:
+        self.layout = layout
+        self.namespace = namespace
+        self.blocks = blocks
+        self.pools = [group.pages(blocks, fill_byte=POISON) for group in layout.groups]
+        self.pages = [Pages.of(g, pool) for g, pool in zip(layout.groups, self.pools, strict=True)]
+
+    def places(self, table: Sequence[int]) -> list[Place]:
+        """Where a sequence with this block table lies."""
+        return [Place(pages, blocks=np.asarray(table, np.int64)) for pages in self.pages]
+
+    def table(self, tokens: int, start: int = 1) -> list[int]:
+        """A block table for `tokens` tokens: odd blocks first, so that neighbours stay free."""
+        count = tokens // self.layout.groups[0].block_tokens
+        order = [*range(start, self.blocks, 2), *range(0, self.blocks, 2)]
+        return order[:count]
+
+    def keys(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+        space = self.namespace
+        return chunk_keys(tokens, space.chunk_tokens, namespace_digest(space), space.hash)
+
+    def kv(self, key: bytes, group: int) -> npt.NDArray[np.uint8]:
+        """The payload that belongs to a key: uint8 [chunk_bytes]."""
+        seed = int.from_bytes(key, "big") + group
+        size = self.layout.groups[group].chunk_bytes(self.namespace.chunk_tokens)
+        return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+    def compute(self, tokens: npt.NDArray[np.int32], table: Sequence[int]) -> None:
+        """Write the KV of the whole chunks of `tokens` to the pages of `table`."""
+        keys = self.keys(tokens)
+        for g, pages in enumerate(self.pages):
+            if keys:
+                payloads = [self.kv(key, g) for key in keys]
+                slots, shape = self._slots(g, table, len(keys))
+                reference.unpack(pages.parts, payloads, slots, shape)
+
+    def read(self, tokens: npt.NDArray[np.int32], table: Sequence[int], chunks: int) -> list[list[bytes]]:
+        """The first `chunks` chunks that lie in the pages of `table`: per group, per chunk."""
+        found = []
+        for g, pages in enumerate(self.pages):
+            size = self.layout.groups[g].chunk_bytes(self.namespace.chunk_tokens)
+            payloads = [np.zeros(size, np.uint8) for _ in range(chunks)]
+            if chunks:
+                slots, shape = self._slots(g, table, chunks)
+                reference.pack(pages.parts, payloads, slots, shape)
+            found.append([p.tobytes() for p in payloads])
+        return found
+
+    def assert_loaded(self, tokens: npt.NDArray[np.int32], table: Sequence[int], chunks: int) -> None:
+        """Exactly the first `chunks` chunks are in place and every other block is as it was made."""
+        keys = self.keys(tokens)[:chunks]
+        expected = [[self.kv(key, g).tobytes() for key in keys] for g in range(len(self.layout.groups))]
+        assert self.read(tokens, table, chunks) == expected
+        for group, pool in zip(self.layout.groups, self.pools, strict=True):
+            used = set(table[: chunks * self.namespace.chunk_tokens // group.block_tokens])
+            rest = [b for b in range(self.blocks) if b not in used]
+            for layer in pool:
+                assert bool((layer[rest].contiguous().view(torch.uint8) == POISON).all()), (
+                    "a neighbour was written"
+                )
+
+    def wipe(self) -> None:
+        """Poison every page."""
+        for pool in self.pools:
+            for layer in pool:
+                layer.view(torch.uint8).fill_(POISON)
+
+    def _slots(
+        self, group: int, table: Sequence[int], chunks: int
+    ) -> tuple[npt.NDArray[np.int64], tuple[int, int, int, int]]:
+        """Slots [chunks, T] of the first chunks, and the shape of a record in bytes, for the reference."""
+        pages = self.pages[group]
+        per_chunk = self.namespace.chunk_tokens // self.layout.groups[group].block_tokens
+        blocks = np.asarray(table[: chunks * per_chunk], np.int64)
+        slots = (blocks[:, None] * pages.tokens + np.arange(pages.tokens)).reshape(chunks, -1)
+        return slots, (len(pages.group.layers), pages.heads, slots.shape[1], pages.row_bytes)

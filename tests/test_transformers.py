@@ -1,0 +1,161 @@
+"""The Hugging Face adapter: with and without a cache, the same logits and the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+
+from kvkit.adapters import smollm2
+from kvkit.adapters.transformers import CachedModel, probe_layout, weights_fingerprint
+from kvkit.config import Config, load_config
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
+CONFIGS: dict[str, Any] = {
+    "gqa": lambda: transformers.Qwen3Config(
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=24, eos_token_id=None
+    ),
+    "mha": lambda: transformers.GPT2Config(
+        n_embd=64, n_layer=3, n_head=4, vocab_size=300, n_positions=512, eos_token_id=None, bos_token_id=None
+    ),
+    "sliding window": lambda: transformers.MistralConfig(
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=20, eos_token_id=None
+    ),
+    "hybrid": lambda: transformers.Gemma3TextConfig(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        eos_token_id=None,
+    ),
+}
+
+
+def random_model(kind: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from degenerate, so that wrong KV shows in the logits
+            parameter.mul_(3.0)
+    return model.eval()
+
+
+def config(folder: Path, chunk_tokens: int = 16) -> Config:
+    tiers = {"memory": {"capacity": "64MiB"}, "disk": {"url": f"file://{folder}"}}
+    return load_config(chunk_tokens=chunk_tokens, staging="64MiB", tiers=tiers)
+
+
+def prompt(length: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(5, 290, length, np.int32)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_cached_and_uncached_logits_agree(kind: str, tmp_path: Path) -> None:
+    model = random_model(kind)
+    tokens = prompt(75)
+    expected = CachedModel(model, probe_layout(model), None).prefill(tokens)
+    assert expected.computed_tokens == 75
+    with torch.inference_mode():
+        theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
+    torch.testing.assert_close(expected.logits, theirs, rtol=1e-4, atol=1e-4)
+    with CachedModel.open(model, config(tmp_path)) as cached:
+        first = cached.prefill(tokens)
+        assert first.hit_tokens == {}
+        cached.store(tokens, first.kv)
+        assert cached.cache is not None
+        cached.cache.flush()
+        again = cached.prefill(tokens)
+        assert sum(again.hit_tokens.values()) == 64
+        assert again.computed_tokens == 11
+        torch.testing.assert_close(again.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_greedy_text_is_identical_over_turns_and_processes(kind: str, tmp_path: Path) -> None:
+    model = random_model(kind)
+    plain = CachedModel(model, probe_layout(model), None)
+    history = prompt(40)
+    for turn in range(3):
+        # opened anew each turn: nothing but the disk carries over
+        with CachedModel.open(model, config(tmp_path)) as cached:
+            answer = cached.generate(history, 12)
+        assert answer.tokens == plain.generate(history, 12).tokens
+        if turn:
+            assert sum(answer.hit_tokens.values()) >= (len(history) - 9) // 16 * 16 - 16
+        history = np.concatenate([history, np.array(answer.tokens, np.int32), prompt(8, turn + 1)])
+
+
+def test_generated_tokens_are_reused(tmp_path: Path) -> None:
+    model = random_model("gqa")
+    with CachedModel.open(model, config(tmp_path)) as cached:
+        history = prompt(20)
+        answer = cached.generate(history, 30)
+        full = np.concatenate([history, np.array(answer.tokens, np.int32)])
+        # 49 tokens have KV (the last one was only sampled): three whole chunks
+        assert sum(cached.generate(full, 1).hit_tokens.values()) == 48
+
+
+def test_a_whole_prompt_hit_still_computes_the_last_token(tmp_path: Path) -> None:
+    model = random_model("mha")
+    with CachedModel.open(model, config(tmp_path)) as cached:
+        tokens = prompt(32)
+        first = cached.generate(tokens, 4)
+        again = cached.generate(tokens, 4)
+        assert again.computed_tokens == 16
+        assert again.tokens == first.tokens
+
+
+def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path) -> None:
+    one, two = random_model("gqa", 0), random_model("gqa", 1)
+    assert weights_fingerprint(one) != weights_fingerprint(two)
+    tokens = prompt(64)
+    with CachedModel.open(one, config(tmp_path)) as cached:
+        cached.generate(tokens, 1)
+    with CachedModel.open(two, config(tmp_path)) as cached:
+        assert cached.generate(tokens, 1).hit_tokens == {}
+
+
+def test_kv_grows_past_its_room(tmp_path: Path) -> None:
+    model = random_model("gqa")
+    plain = CachedModel(model, probe_layout(model), None)
+    short = plain.prefill(prompt(250))
+    room = short.kv.layers[0].room_k.shape[2]
+    extra = prompt(room - 250 + 40, 9)
+    logits = plain._forward(extra, short.kv)
+    expected = plain.prefill(np.concatenate([prompt(250), extra])).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
+    with CachedModel.open(random_model("mha"), config(tmp_path)) as cached:
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            cached.generate([], 1)
+        with pytest.raises(ValueError, match="max_new_tokens=0"):
+            cached.generate([1], 0)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Any:
+    folder = smollm2.fetch()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_smollm2_over_processes(smollm: Any, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(3).integers(1000, 40_000, 300, np.int32)
+    plain = CachedModel(smollm, probe_layout(smollm), None)
+    expected = plain.generate(tokens, 8)
+    with CachedModel.open(smollm, config(tmp_path, 64)) as cached:
+        assert cached.generate(tokens, 8).tokens == expected.tokens
+    with CachedModel.open(smollm, config(tmp_path, 64)) as cached:
+        answer = cached.generate(tokens, 8)
+        assert answer.hit_tokens == {"disk": 256}
+        assert answer.tokens == expected.tokens
+        hit = cached.prefill(tokens)
+    torch.testing.assert_close(hit.logits, plain.prefill(tokens).logits, rtol=1e-3, atol=1e-3)
