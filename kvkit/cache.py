@@ -36,7 +36,7 @@ from kvkit.policy import check as check_policy
 from kvkit.reads import MAX_IN_FLIGHT, SegmentReads, keep_whole
 from kvkit.record import Damage, RecordFormat
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
-from kvkit.tiers.base import ObjectTooLarge, OnComplete, Tier
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier
 from kvkit.tiers.health import Health
 
 log = logging.getLogger(__name__)
@@ -364,8 +364,8 @@ class Cache:
                 finally:
                     release_all(ready)
                 position += good
-                if reads.failed is not None and isinstance(reads.error, ObjectTooLarge):
-                    self._drop(segment.tier, reads.failed, Damage.OVERSIZE)
+                if reads.failed is not None and isinstance(reads.error, DamagedObject):
+                    self._drop(segment.tier, reads.failed, reads.error.damage)
                 elif reads.error is not None:
                     self._failed(segment.tier, reads.error)
                 if reads.error is not None or good * groups < len(ready):

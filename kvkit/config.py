@@ -28,7 +28,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from kvkit.cache import Cache
 from kvkit.layout import KVLayout, Namespace
@@ -39,6 +44,9 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+
+_PREFIX = "KVKIT_"
+_ENVIRONMENT = "environment"
 
 
 class ConfigError(ValueError):
@@ -76,7 +84,7 @@ class Config(BaseSettings):
     """Every setting. The file wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix="KVKIT_", env_nested_delimiter="__", extra="forbid", frozen=True
+        env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
     )
     chunk_tokens: int = Field(256, description="tokens per chunk", ge=1, le=2**20)
     hash: Literal["xxh3_128", "blake3", "sha256"] = Field("xxh3_128", description="digest of the keys")
@@ -132,17 +140,25 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
         ConfigError: the file cannot be read, or a setting is unknown or impossible.
     """
     values: dict[str, Any] = {}
-    source = "settings"
+    source = "settings" if settings else _ENVIRONMENT
     if path is not None:
         source = os.fspath(path)
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{source}: {error}") from error
+    values |= settings
+    _refuse_misspelt_variables()
     try:
-        return Config(**(values | settings))
+        config = Config(**values)
+    except SettingsError as error:
+        raise ConfigError(f"{_ENVIRONMENT}: {error}: {error.__cause__}") from error
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(entry)}" for entry in error.errors())) from error
+        lines = [f"{_source(e['loc'], values, source)}: {_explain(e)}" for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+    # pydantic merges the file into the environment, not the other way round, and tiers have an order
+    tiers = {name: config.tiers[name] for name in [*values.get("tiers", ()), *config.tiers]}
+    return config.model_copy(update={"tiers": tiers})
 
 
 def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
@@ -162,7 +178,12 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
             f"slots of {ByteSize(slot_bytes).human_readable()}"
         )
     resident = {n: t.capacity // slot_bytes for n, t in config.tiers.items() if t.url is None and t.capacity}
-    staging = Staging(slot_bytes, passing + sum(resident.values()))
+    slots = passing + sum(resident.values())
+    try:
+        staging = Staging(slot_bytes, slots)
+    except (OSError, OverflowError) as error:
+        size = ByteSize(slot_bytes * slots).human_readable()
+        raise ConfigError(f"staging and memory tiers: {size} cannot be had: {error}") from error
     tiers: list[Tier] = []
     try:
         for name, tier in config.tiers.items():
@@ -205,7 +226,36 @@ def _explain(entry: Any) -> str:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
     value = "" if isinstance(entry["input"], dict) else f" = {entry['input']!r}"
-    return f"{where}{value}: {entry['msg'].removeprefix('Value error, ')}"
+    hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
+    return f"{where}{value}: {entry['msg'].removeprefix('Value error, ')}{hint}"
+
+
+def _source(path: tuple[int | str, ...], values: Any, source: str) -> str:
+    """Where the setting at `path` came from: `source`, if its `values` have it."""
+    for part in path:
+        if isinstance(values, dict):
+            if part not in values:
+                return _ENVIRONMENT
+            values = values[part]
+    return source
+
+
+def _refuse_misspelt_variables() -> None:
+    """Only names near a setting are errors: others set KVKIT_* too (Kubernetes, for a service "kvkit").
+
+    Raises:
+        ConfigError: there is one.
+    """
+    known = list(Config.model_fields)
+    for variable in os.environ:
+        name = variable.lower().removeprefix(_PREFIX.lower()).partition("__")[0]
+        if variable.upper().startswith(_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.75)
+            if near:
+                raise ConfigError(
+                    f"{_ENVIRONMENT}: {variable}: unknown setting; "
+                    f"did you mean {_PREFIX}{near[0].upper()}?"
+                )
 
 
 def _choices(path: tuple[int | str, ...]) -> list[str]:

@@ -17,7 +17,6 @@ one layer can be read and verified alone), and all that follows the layers.
 
 from __future__ import annotations
 
-import functools
 import json
 import struct
 from collections.abc import Sequence
@@ -65,6 +64,7 @@ HEADER = struct.Struct(
     "Q"  #   176 checksum of the header
     "Q"  #   184 checksum of all that follows the layers
 )  #         192 a checksum per layer (8 bytes each), then the token ids (4 bytes each), then zeros
+CODEC_OFFSET = 10
 _FIXED = 112
 _IDENTITY = struct.Struct("<32s32s")
 _HEADER_SUM = 176
@@ -155,8 +155,9 @@ class RecordFormat:
         header_bytes = _round_up(_SUMS + 8 * layers + 4 * tokens, ALIGN)
         layer_bytes = group.layer_bytes(tokens)
         layers_end = header_bytes + layers * layer_bytes
-        record_bytes = _round_up(layers_end + _INDEX_ENTRY * layers + _CRC_BYTES, ALIGN)
-        index_bytes = shard_index([(header_bytes + i * layer_bytes, layer_bytes) for i in range(layers)])
+        places = [(header_bytes + i * layer_bytes, layer_bytes) for i in range(layers)]
+        trailer = trailer_of(places, layers_end)
+        record_bytes = layers_end + len(trailer)
         return RecordFormat(
             namespace=namespace,
             digest=digest,
@@ -171,7 +172,7 @@ class RecordFormat:
             fixed=_fixed(
                 group, index, shape, namespace, digest, "none", header_bytes, record_bytes, layers_end
             ),
-            trailer=bytes(record_bytes - layers_end - len(index_bytes)) + index_bytes,
+            trailer=trailer,
         )
 
     def name(self, key: bytes) -> str:
@@ -356,93 +357,40 @@ def check(record: Buffer) -> Damage | None:
         return Damage.TRUNCATED
     if xxh3_64_intdigest(view[header.layers_end :]) != header.trailer_sum:
         return Damage.TRAILER
-    for stored, (offset, size) in zip(header.layer_sums, _read_index(view, header.shape[0]), strict=True):
+    for stored, (offset, size) in zip(header.layer_sums, read_index(view, header.shape[0]), strict=True):
         if xxh3_64_intdigest(view[offset : offset + size]) != stored:
             return Damage.LAYER
     return None
 
 
-def compress(form: RecordFormat, record: Buffer, codec: str, out: Buffer) -> int:
-    """Write sealed `record` into `out` with every layer compressed by `codec`; returns the bytes written.
+def relabel(
+    record: memoryview,
+    codec: str,
+    record_bytes: int,
+    layers_end: int,
+    layer_sums: Sequence[int],
+    trailer_sum: int,
+) -> None:
+    """Rewrite what the header of a readable record says of its codec. Mutates `record`."""
+    (header_bytes,) = struct.unpack_from("<I", record, 12)
+    struct.pack_into("<B", record, CODEC_OFFSET, CODECS.index(codec))
+    struct.pack_into("<QQ", record, _FIXED - 16, record_bytes, layers_end)
+    struct.pack_into(f"<{len(layer_sums) + 1}Q", record, _HEADER_SUM + 8, trailer_sum, *layer_sums)
+    struct.pack_into("<Q", record, _HEADER_SUM, _header_sum(record, header_bytes))
 
-    Mutates `out`. A layer is one inner chunk: any Zarr reader decompresses it.
 
-    Raises:
-        RecordError: unknown codec, or the result does not fit `out` (data that does not compress).
-        ImportError: numcodecs is not installed.
-    """
-    view, target = memoryview(record), memoryview(out)
-    compressor = _compressor(codec)
-    position = form.header_bytes
-    places: list[tuple[int, int]] = []
-    sums: list[int] = []
-    for layer in range(form.shape[0]):
-        offset, size = layer_range(form, layer)
-        packed = compressor.encode(_typed(form, view[offset : offset + size]))
-        if position + len(packed) > len(target):
-            raise RecordError(f"codec={codec!r}: the record does not fit {len(target)} bytes")
-        target[position : position + len(packed)] = packed
-        places.append((position, len(packed)))
-        sums.append(xxh3_64_intdigest(packed))
-        position += len(packed)
+def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
+    """Offset and bytes of every layer, from the shard index at the end of a record."""
+    view = memoryview(record)
+    start = len(view) - _INDEX_ENTRY * layers - _CRC_BYTES
+    entries = np.frombuffer(view, "<u8", 2 * layers, start).reshape(layers, 2)
+    return [(int(offset), int(size)) for offset, size in entries]
+
+
+def trailer_of(places: Sequence[tuple[int, int]], layers_end: int) -> bytes:
+    """What follows the layers that lie at `places`: zeros up to `ALIGN`, then the shard index."""
     index = shard_index(places)
-    total = _round_up(position + len(index), ALIGN)
-    if total > len(target):
-        raise RecordError(f"codec={codec!r}: the record does not fit {len(target)} bytes")
-    target[position:total] = bytes(total - position - len(index)) + index
-    source = read_header(view)
-    fixed = _fixed(
-        form.group,
-        form.index,
-        form.shape,
-        form.namespace,
-        form.digest,
-        codec,
-        form.header_bytes,
-        total,
-        position,
-    )
-    trailer_sum = xxh3_64_intdigest(target[position:total])
-    _write_header(form, target, fixed, source.parent, source.key, source.tokens, sums, trailer_sum)
-    return total
-
-
-def decompress(form: RecordFormat, record: Buffer, codec: str, out: Buffer) -> Damage | None:
-    """Restore into `out` the uncompressed record that `compress` made `record` of; None, or what is damaged.
-
-    Mutates `out` [>= record_bytes]. The result still has to pass `verify`.
-
-    Raises:
-        ImportError: numcodecs is not installed.
-    """
-    view, target = memoryview(record), memoryview(out)
-    try:
-        header = read_header(view)
-        damage = check(view)
-    except RecordError:
-        return Damage.HEADER
-    if damage is not None:
-        return damage
-    if (
-        header.codec != codec
-        or header.shape != form.shape
-        or header.chunk_tokens != form.namespace.chunk_tokens
-    ):
-        return Damage.FORMAT
-    if header.namespace != form.digest:
-        return Damage.NAMESPACE
-    compressor = _compressor(codec)
-    for layer, (offset, size) in enumerate(_read_index(view, header.shape[0])):
-        start, raw = layer_range(form, layer)
-        try:
-            unpacked = compressor.decode(view[offset : offset + size])
-        except (RuntimeError, ValueError, MemoryError):  # intact, but no output of this codec
-            return Damage.FORMAT
-        if memoryview(unpacked).nbytes != raw:
-            return Damage.FORMAT
-        target[start : start + raw] = memoryview(unpacked).cast("B")
-    seal(form, target, header.parent, header.key, header.tokens)
-    return None
+    return bytes(-(layers_end + len(index)) % ALIGN) + index
 
 
 def zarr_metadata(form: RecordFormat, codec: str = "none") -> bytes:
@@ -460,7 +408,7 @@ def zarr_metadata(form: RecordFormat, codec: str = "none") -> bytes:
         inner.append({"name": "zstd", "configuration": {"level": CODEC_LEVEL, "checksum": False}})
     elif codec == "bitshuffle-zstd":
         settings = {"cname": "zstd", "clevel": CODEC_LEVEL, "shuffle": "bitshuffle", "blocksize": 0}
-        inner.append({"name": "blosc", "configuration": settings | {"typesize": _shuffled_bytes(group)}})
+        inner.append({"name": "blosc", "configuration": settings | {"typesize": shuffled_bytes(group)}})
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     shards = {
         "chunk_shape": [1, 1, 1, *form.shape[1:]],
@@ -564,31 +512,10 @@ def _explain(form: RecordFormat, view: memoryview) -> Damage:
     return Damage.FORMAT if header.namespace == form.digest else Damage.NAMESPACE
 
 
-def _read_index(view: memoryview, layers: int) -> list[tuple[int, int]]:
-    start = len(view) - _INDEX_ENTRY * layers - _CRC_BYTES
-    entries = np.frombuffer(view, "<u8", 2 * layers, start).reshape(layers, 2)
-    return [(int(offset), int(size)) for offset, size in entries]
-
-
 def _as_bytes(tokens: npt.NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(tokens, "<i4").tobytes()
 
 
-def _typed(form: RecordFormat, data: memoryview) -> npt.NDArray[Any]:
-    """`data` with the element width that the shuffle needs."""
-    return np.frombuffer(data, f"<u{_shuffled_bytes(form.group)}")
-
-
-def _shuffled_bytes(group: LayerGroup) -> int:
+def shuffled_bytes(group: LayerGroup) -> int:
+    """Bytes of the elements whose bits a shuffling codec sorts."""
     return 1 if group.opaque else group.item_bytes
-
-
-@functools.cache
-def _compressor(codec: str) -> Any:
-    import numcodecs
-
-    if codec == "zstd":
-        return numcodecs.Zstd(level=CODEC_LEVEL)
-    if codec == "bitshuffle-zstd":
-        return numcodecs.Blosc(cname="zstd", clevel=CODEC_LEVEL, shuffle=numcodecs.Blosc.BITSHUFFLE)
-    raise RecordError(f"codec={codec!r}: want one of {', '.join(CODECS)}")

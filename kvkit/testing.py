@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.tiers.base import ObjectTooLarge, OnComplete, Tier, complete
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, complete
 
 DEADLINE_S = 60.0
 """When a test gives up waiting for a completion, in seconds. No test waits as long when all is well."""
@@ -181,7 +181,7 @@ class TierContract:
         put(tier, staging, [name], 4097)
         small = Staging(4096, 1)
         (found,) = get(tier, small, [name])
-        assert isinstance(found, ObjectTooLarge), found
+        assert isinstance(found, DamagedObject), found
         assert small.free == 1
         small.close()
         self.finish(tier, staging)

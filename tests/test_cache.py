@@ -388,3 +388,52 @@ def test_bfloat16_pages_round_trip(tmp_path: Path) -> None:
         table = engine.table(16)
         cache.load(cache.lookup(tokens), engine.places(table))
         engine.assert_loaded(tokens, table, 2)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "bitshuffle-zstd"])
+def test_a_tier_with_a_codec_serves_memory_with_plain_records(codec: str, tmp_path: Path) -> None:
+    engine = make_engine()
+    tokens = sequence(24)
+    packed = ObjectTier(str(tmp_path), name="packed", codec=codec)
+    with open_cache(engine, None, extra=[packed]) as cache:
+        store(cache, engine, tokens)
+        assert not cache.counts().write_errors
+    packed = ObjectTier(str(tmp_path), name="packed", codec=codec)
+    with open_cache(engine, None, extra=[packed]) as cache:
+        table = engine.table(24)
+        assert cache.load(cache.lookup(tokens), engine.places(table)).by_tier == {"packed": 24}
+        engine.assert_loaded(tokens, table, 3)
+        engine.wipe()
+        assert cache.load(cache.lookup(tokens), engine.places(table)).by_tier == {"memory": 24}
+        engine.assert_loaded(tokens, table, 3)
+
+
+def test_records_written_with_another_codec_stay_readable(tmp_path: Path) -> None:
+    engine = make_engine()
+    tokens = sequence(24)
+    table = engine.table(24)
+    for codec, stop in (("zstd", 8), ("none", 16), ("bitshuffle-zstd", 24)):
+        tier = ObjectTier(str(tmp_path), name="packed", codec=codec)
+        with open_cache(engine, None, memory_slots=0, extra=[tier]) as cache:
+            engine.wipe()
+            loaded = cache.load(cache.lookup(tokens), engine.places(table))
+            assert loaded.tokens == stop - 8
+            engine.assert_loaded(tokens, table, loaded.tokens // 8)
+            store(cache, engine, tokens[:stop])
+
+
+def test_a_damaged_compressed_record_is_a_miss(tmp_path: Path) -> None:
+    engine = make_engine()
+    tokens = sequence(24)
+    table = engine.table(24)
+    tier = ObjectTier(str(tmp_path), name="packed", codec="zstd")
+    with open_cache(engine, None, memory_slots=0, extra=[tier]) as cache:
+        store(cache, engine, tokens)
+        file = tmp_path / cache.lookup(tokens).chunks.names[1]
+        data = bytearray(file.read_bytes())
+        data[4096] ^= 1
+        file.write_bytes(data)
+        assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == 8
+        engine.assert_loaded(tokens, table, 1)
+        assert cache.counts().damaged == {("packed", "layer"): 1}
+        assert not file.exists()

@@ -13,6 +13,7 @@ FLOORS = (
     ("layout", "xxh3", "environment"),
     ("chunks", "policy", "eviction"),
     ("record",),
+    ("codecs",),
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),
@@ -23,7 +24,7 @@ FLOORS = (
     ("demo",),
     ("cli",),
 )
-PURE = ("layout", "chunks", "record", "plan", "policy", "eviction")
+PURE = ("layout", "chunks", "record", "codecs", "plan", "policy", "eviction")
 IMPURE = {
     "asyncio",
     "concurrent",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+from kvkit.record import Damage
 from kvkit.staging import Lease
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,12 @@ class TierError(OSError):
     """A record could not be read or written."""
 
 
-class ObjectTooLarge(TierError):
-    """An object does not fit its slot: it is no record of this cache."""
+class DamagedObject(TierError):
+    """An object is no record of this cache: too large for its slot, or not what its codec makes."""
+
+    def __init__(self, message: str, damage: Damage) -> None:
+        super().__init__(message)
+        self.damage = damage
 
 
 class TierFull(TierError):
@@ -61,7 +66,7 @@ class Tier(ABC):
 
         The tier keeps a share of each lease until `on_complete` was called for it: a caller that stops
         waiting may release its own. A missing object completes with FileNotFoundError, one larger than the
-        slot with ObjectTooLarge.
+        slot with DamagedObject.
         """
 
     @abstractmethod

@@ -20,7 +20,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
-from kvkit.tiers.base import ObjectTooLarge, TierError
+from kvkit.record import Damage
+from kvkit.tiers.base import DamagedObject, TierError
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +74,15 @@ class Folder:
 
         Raises:
             FileNotFoundError: it is missing.
-            ObjectTooLarge: it is larger than the buffer.
+            DamagedObject: it is larger than the buffer.
         """
         file = os.open(self._path(name), os.O_RDONLY)
         try:
             size = os.fstat(file).st_size
             if size > len(buffer):
-                raise ObjectTooLarge(f"{name}: {size} bytes do not fit the slot's {len(buffer)}")
+                raise DamagedObject(
+                    f"{name}: {size} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE
+                )
             done = 0
             while done < size:
                 count = os.preadv(file, [buffer[done:size]], done)

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvkit import eviction
+from kvkit.record import Damage
 from kvkit.staging import Lease, Staging
-from kvkit.tiers.base import ObjectTooLarge, OnComplete, Tier, TierError, TierFull, complete
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, complete
 
 
 class MemoryTier(Tier):
@@ -64,7 +65,9 @@ class MemoryTier(Tier):
             else:
                 with source:
                     if source.used > len(target.buffer):
-                        error = ObjectTooLarge(f"{name}: {source.used} bytes do not fit the slot")
+                        error = DamagedObject(
+                            f"{name}: {source.used} bytes do not fit the slot", Damage.OVERSIZE
+                        )
                     else:
                         target.array[: source.used] = source.record
                         target.used = source.used

@@ -16,8 +16,10 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from kvkit import eviction
-from kvkit.record import CODECS
-from kvkit.tiers.base import ObjectTooLarge, Scope, ThreadedTier, TierFull, default_threads
+from kvkit.codecs import compress, decompress
+from kvkit.record import CODEC_OFFSET, CODECS, HEADER, MAGIC, Damage
+from kvkit.staging import Lease
+from kvkit.tiers.base import DamagedObject, Scope, ThreadedTier, TierFull, default_threads
 from kvkit.tiers.files import METADATA, TEMPORARY, Folder, check_name, is_record
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class ObjectTier(ThreadedTier):
         super().__init__(name, default_threads() if threads is None else threads)
         self.scope = scope
         self.codec = codec
+        self._local = threading.local()
         self._lock = threading.Lock()
         self._reservations = itertools.count()
         self._index = eviction.LruState(capacity_bytes)
@@ -130,6 +133,37 @@ class ObjectTier(ThreadedTier):
         for name in names:
             self._store.delete(name)
             self._forget(name)
+
+    def _put_one(self, name: str, lease: Lease) -> None:
+        if self.codec == "none" or self._store.size(name) is not None:
+            super()._put_one(name, lease)
+            return
+        scratch = self._scratch(len(lease.buffer))
+        size = compress(lease.buffer[: lease.used], self.codec, scratch)
+        self.write(name, scratch[:size])
+
+    def _get_one(self, name: str, lease: Lease) -> None:
+        if self.codec == "none":
+            super()._get_one(name, lease)
+            if not _is_compressed(lease.buffer[: lease.used]):
+                return
+            packed = self._scratch(lease.used)[: lease.used]  # written when the tier had a codec
+            packed[:] = lease.buffer[: lease.used]
+        else:
+            scratch = self._scratch(len(lease.buffer))
+            packed = scratch[: self.read(name, scratch)]
+        restored = decompress(packed, lease.buffer)
+        if isinstance(restored, Damage):
+            raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({restored})", restored)
+        lease.used = restored
+
+    def _scratch(self, size: int) -> memoryview:
+        """This thread's own memory for a compressed record, which may be longer than the restored one."""
+        want = size + size // 8 + (1 << 20)
+        held: memoryview | None = getattr(self._local, "scratch", None)
+        if held is None or len(held) < want:
+            held = self._local.scratch = memoryview(bytearray(want))
+        return held
 
     def size(self, name: str) -> int | None:
         return self._store.size(name)
@@ -196,7 +230,9 @@ class _Remote:
     def read(self, name: str, buffer: memoryview) -> int:
         data = self._files.cat_file(self._path(name))
         if len(data) > len(buffer):
-            raise ObjectTooLarge(f"{name}: {len(data)} bytes do not fit the slot's {len(buffer)}")
+            raise DamagedObject(
+                f"{name}: {len(data)} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE
+            )
         buffer[: len(data)] = data
         return len(data)
 
@@ -233,6 +269,10 @@ class _Remote:
     def _path(self, name: str) -> str:
         check_name(name)
         return f"{self._root}/{name}"
+
+
+def _is_compressed(record: memoryview) -> bool:
+    return len(record) >= HEADER.size and record[: len(MAGIC)] == MAGIC and record[CODEC_OFFSET] != 0
 
 
 def _open_store(tier: str, url: str, fsync: bool) -> Store:
