@@ -17,9 +17,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +37,17 @@ from kvkit.policy import check as check_policy
 from kvkit.reads import MAX_IN_FLIGHT, SegmentReads, keep_whole
 from kvkit.record import Damage, RecordFormat
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
+from kvkit.threads import Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier
 from kvkit.tiers.health import Health
 
 log = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+ASKING_THREADS = 4
+"""Threads that ask tiers outside this process, so that a caller can stop waiting."""
 
 
 class CacheError(RuntimeError):
@@ -192,6 +198,7 @@ class Cache:
         self._described: set[tuple[str, str]] = set()
         self._health = {name: Health() for name in self.tiers}
         self._puts = _Outstanding()
+        self._workers = Workers(ASKING_THREADS, "kvkit-ask")
         self._closed = False
         biggest = max(form.record_bytes for form in _formats(layout, namespace))
         if staging.slot_bytes < biggest:
@@ -315,9 +322,10 @@ class Cache:
             log.warning("close: %s", error)
         for tier in self.tiers.values():
             try:
-                tier.close()
-            except Exception:
-                log.exception("tier %r did not close", tier.name)
+                self._bounded(tier, tier.close)
+            except Exception as error:
+                log.warning("tier %r did not close: %s", tier.name, error or type(error).__name__)
+        self._workers.close(0.0)
         self.staging.close()
 
     def __enter__(self) -> Cache:
@@ -391,7 +399,7 @@ class Cache:
         with self._lock:
             self._counts.damaged[tier, damage] += 1
         try:
-            self.tiers[tier].delete([name])
+            self._bounded(self.tiers[tier], lambda: self.tiers[tier].delete([name]))
         except Exception as error:
             log.warning("tier %r: %s could not be deleted: %s", tier, name, error)
 
@@ -511,19 +519,23 @@ class Cache:
                 continue
             target = self.tiers[tier]
             try:
-                target.describe(form.array, record.zarr_metadata(form, target.codec))
+                metadata = record.zarr_metadata(form, target.codec)
+                self._bounded(target, partial(target.describe, form.array, metadata))
                 self._described.add((tier, form.array))
             except Exception as error:
                 log.warning("tier %r: %s has no zarr.json yet: %s", tier, form.array, error)
 
     def _ask(self, tier: str, names: Sequence[str]) -> int:
         try:
-            run = self.tiers[tier].run(names)
+            return self._bounded(self.tiers[tier], lambda: self.tiers[tier].run(names))
         except Exception as error:
-            log.warning("tier %r could not be asked: %s", tier, error)
+            log.warning("tier %r could not be asked: %s", tier, error or type(error).__name__)
             self._failed(tier, error)
             return 0
-        return run
+
+    def _bounded(self, tier: Tier, call: Callable[[], T]) -> T:
+        """What `call` returns; a tier outside this process gets until the deadline to answer."""
+        return call() if tier.near else self._workers.submit(call).result(self.timeout_s)
 
     def _usable(self, tier: str) -> bool:
         return self._health[tier].usable(time.monotonic())

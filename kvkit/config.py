@@ -253,8 +253,7 @@ def _refuse_misspelt_variables() -> None:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.75)
             if near:
                 raise ConfigError(
-                    f"{_ENVIRONMENT}: {variable}: unknown setting; "
-                    f"did you mean {_PREFIX}{near[0].upper()}?"
+                    f"{_ENVIRONMENT}: {variable}: unknown setting; did you mean {_PREFIX}{near[0].upper()}?"
                 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,9 @@ from kvkit.layout import KVLayout, LayerGroup, LayoutError
 from kvkit.policy import Policy, PolicyError
 from kvkit.record import RecordFormat
 from kvkit.staging import Staging
+from kvkit.testing import Fault, FaultyTier
 from kvkit.tiers.base import OnComplete, Tier, TierError
+from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 
@@ -437,3 +441,58 @@ def test_a_damaged_compressed_record_is_a_miss(tmp_path: Path) -> None:
         engine.assert_loaded(tokens, table, 1)
         assert cache.counts().damaged == {("packed", "layer"): 1}
         assert not file.exists()
+
+
+def test_a_tier_that_hangs_when_asked_does_not_hang_the_lookup(tmp_path: Path) -> None:
+    engine = make_engine()
+    tokens = sequence(24)
+    hung = FaultyTier(
+        ObjectTier(str(tmp_path / "hung"), name="hung"), lambda op, name: Fault.HANG if op == "run" else None
+    )
+    policy = Policy(("hung", "disk"), ("disk",))
+    with open_cache(
+        engine, tmp_path / "d", memory_slots=0, policy=policy, extra=[hung], timeout_s=0.05
+    ) as cache:
+        table = engine.table(24)
+        engine.compute(tokens, table)
+        cache.store(tokens, engine.places(table))
+        cache.flush(10)
+        assert cache.lookup(tokens).by_tier == {"disk": 24}
+        assert cache.counts().timeouts == {"hung": 1}
+
+
+def test_a_tier_that_keeps_failing_is_passed_over(tmp_path: Path) -> None:
+    engine = make_engine()
+    tokens = sequence(24)
+    asked: list[str] = []
+
+    def plan(operation: str, name: str) -> Fault | None:
+        asked.append(operation)
+        return Fault.FAIL
+
+    broken = FaultyTier(ObjectTier(str(tmp_path), name="broken"), plan)
+    with open_cache(engine, None, memory_slots=0, policy=Policy(("broken",), ()), extra=[broken]) as cache:
+        for _ in range(FAILURES_TO_PAUSE + 5):
+            assert cache.lookup(tokens).tokens == 0
+        assert asked == ["run"] * FAILURES_TO_PAUSE
+        assert cache.counts().read_errors["broken"] == FAILURES_TO_PAUSE
+
+
+def test_a_hung_tier_does_not_keep_a_process_alive(tmp_path: Path) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_cache import *
+
+engine = make_engine()
+hung = FaultyTier(ObjectTier({str(tmp_path)!r}), lambda op, name: Fault.HANG if op == "run" else None)
+with open_cache(engine, None, memory_slots=0, extra=[hung], timeout_s=0.05) as cache:
+    assert cache.lookup(sequence(24)).tokens == 0
+    hung.close = lambda: hung._released.wait()
+print("closed")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "closed\n", done.stderr

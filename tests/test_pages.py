@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -289,6 +290,13 @@ def test_every_row_of_a_large_job() -> None:
         assert torch.equal(got[layer], tensor[blocks[0]].transpose(0, 1).reshape(3, tokens, 128))
 
 
+def test_slot_0_after_a_skipped_one() -> None:
+    """-1 and 0 are consecutive numbers, not consecutive slots."""
+    job = Job(SMALL, "joined", 2, 4, 0, np.array([[-1, 0, 1, -2, -1, 4, 3, 2]]), "slots", 0)
+    for move in (by_host, by_reference):
+        check(job, move)
+
+
 def test_no_chunks() -> None:
     pages = Pages.of(SMALL, SMALL.pages(2))
     pack(pages, [], blocks=np.empty((0, 2), np.int64))
@@ -329,6 +337,7 @@ def _in_child() -> None:
     torch.set_num_threads(1)  # torch's own threads do not survive a fork, and it waits for them forever
     with sizes(256, 0, 0):
         check(concurrent_job(7), by_host)
+    assert any(thread.name.startswith("kvkit-pages") for thread in threading.enumerate())
 
 
 def test_fork() -> None:

@@ -11,11 +11,12 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 from kvkit.record import Damage
 from kvkit.staging import Lease
+from kvkit.threads import Closed, Workers
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class ThreadedTier(Tier):
         if threads < 1:
             raise ValueError(f"tier {name!r}: threads={threads}, want at least 1")
         self.name = name
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvkit-{name}")
+        self._workers = Workers(threads, f"kvkit-{name}")
         self._threads = threads
 
     @abstractmethod
@@ -139,7 +140,7 @@ class ThreadedTier(Tier):
         self._start(self._put_one, names, leases, on_complete)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._workers.close()
 
     def _get_one(self, name: str, lease: Lease) -> None:
         lease.used = self.read(name, lease.buffer)
@@ -162,8 +163,8 @@ class ThreadedTier(Tier):
         for first in range(stride):
             part = range(first, len(names), stride)
             try:
-                self._pool.submit(self._move_all, move, names, held, part, on_complete)
-            except RuntimeError:  # closed
+                self._workers.start(partial(self._move_all, move, names, held, part, on_complete))
+            except Closed:
                 for i in part:
                     complete(on_complete, names[i], held[i], TierError(f"tier {self.name!r} is closed"))
 

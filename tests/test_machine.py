@@ -1,0 +1,178 @@
+"""A random life of a cache over all tiers, with faults, restarts and damage, against a plain dict."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from engine import Engine, small_layout, small_namespace
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvkit.cache import Cache
+from kvkit.policy import Policy
+from kvkit.record import RecordFormat
+from kvkit.staging import Staging
+from kvkit.testing import Fault, FaultyTier
+from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.objects import ObjectTier
+
+CHUNK = 8
+LENGTHS = st.integers(0, 5)
+# few values: sequences share prefixes, and chunks repeat after other prefixes
+SEQUENCES = st.lists(st.integers(0, 2), max_size=6)
+FAULTS = {
+    "none": {},
+    "disk refuses": {"put": Fault.FAIL},
+    "disk loses": {"put": Fault.DROP},
+    "disk cannot read": {"get": Fault.FAIL},
+    "disk flips bits": {"get": Fault.FLIP},
+    "disk cuts short": {"get": Fault.TRUNCATE},
+    "disk cannot be asked": {"run": Fault.FAIL},
+    "disk cannot delete": {"delete": Fault.FAIL},
+}
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`held` is the model: by tier, the records that must be there, whole, as of the last flush."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.bucket = f"memory://{uuid.uuid4().hex}"
+        self.held: dict[str, set[str]] = {"disk": set(), "remote": set()}
+        self.faults: dict[str, Fault] = {}
+        self.cache: Cache | None = None
+
+    @initialize(groups=st.integers(1, 2), memory_slots=st.integers(0, 5), spare=st.integers(0, 4))
+    def open(self, groups: int, memory_slots: int, spare: int) -> None:
+        layout = small_layout(groups)
+        self.engine = Engine(layout, small_namespace(layout))
+        self.memory_slots = memory_slots
+        self.slots = memory_slots + groups + spare
+        self._open()
+
+    def _open(self) -> None:
+        layout, space = self.engine.layout, self.engine.namespace
+        staging = Staging(RecordFormat.of(layout, 0, space).record_bytes, self.slots)
+        tiers: list[Any] = []
+        if self.memory_slots:
+            tiers.append(MemoryTier(staging, self.memory_slots * staging.slot_bytes))
+        disk = ObjectTier(f"file://{self.folder}", name="disk", threads=2)
+        tiers.append(FaultyTier(disk, lambda operation, name: self.faults.get(operation)))
+        tiers.append(ObjectTier(self.bucket, name="remote", threads=1, codec="zstd"))
+        names = [tier.name for tier in tiers]
+        policy = Policy(tuple(names), tuple(names), tuple(names[:2]))
+        self.cache = Cache(layout, space, tiers, staging=staging, policy=policy)
+
+    @rule()
+    def restart(self) -> None:
+        assert self.cache is not None
+        self.cache.close()
+        self.cache.check_integrity()
+        assert self.cache.staging.free == self.cache.staging.slots
+        self._open()
+
+    @rule(fault=st.sampled_from(sorted(FAULTS)))
+    def meet(self, fault: str) -> None:
+        self.faults = FAULTS[fault]
+        if not self.faults and self.cache is not None:
+            self.cache._health["disk"].__init__()  # type: ignore[misc]  # no waiting for the pause to end
+
+    @rule(chunks=SEQUENCES)
+    def store(self, chunks: list[int]) -> None:
+        assert self.cache is not None
+        tokens, table = self._sequence(chunks)
+        self.engine.wipe()
+        self.engine.compute(tokens, table)
+        stored = self.cache.store(tokens, self.engine.places(table))
+        assert stored.tokens == len(tokens)
+        self.engine.wipe()  # the pages may be reused at once
+        self.cache.flush()
+        names = set(self.cache._chunk(tokens, None).names)
+        self.held["remote"] |= names
+        if not self.faults.keys() & {"put", "run"} and self.cache._usable("disk"):
+            self.held["disk"] |= names
+
+    @rule(chunks=SEQUENCES, stale=st.booleans())
+    def load(self, chunks: list[int], stale: bool) -> None:
+        assert self.cache is not None
+        tokens, table = self._sequence(chunks)
+        hit = self.cache.lookup(tokens)
+        if stale and hit.plan.chunks:
+            victim = hit.chunks.names[0]
+            for tier in self.cache.tiers.values():
+                (tier.inner if isinstance(tier, FaultyTier) else tier).delete([victim])
+            self._gone(victim)
+        self.engine.wipe()
+        loaded = self.cache.load(hit, self.engine.places(table))
+        assert loaded.tokens <= hit.tokens
+        assert sum(loaded.by_tier.values()) == loaded.tokens
+        self.engine.assert_loaded(tokens, table, loaded.tokens // CHUNK)
+        if not stale:
+            assert hit.tokens >= CHUNK * self._run(hit.chunks.names, "remote")
+            assert loaded.tokens >= CHUNK * self._run(hit.chunks.names, "remote")
+        self.cache.flush()  # of what was written back
+        if self.faults.keys() & {"get"}:
+            self.held["disk"].clear()  # what did not verify was deleted
+
+    @rule(
+        pick=st.randoms(use_true_random=False),
+        how=st.sampled_from(["flip", "cut", "empty", "swap", "delete"]),
+    )
+    def damage(self, pick: Any, how: str) -> None:
+        files = sorted(self.folder.rglob("c.*"))
+        if not files:
+            return
+        file = pick.choice(files)
+        data = bytearray(file.read_bytes())
+        if how == "flip":
+            data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+        elif how == "cut":
+            del data[pick.randrange(len(data)) :]
+        elif how == "empty":
+            data.clear()
+        elif how == "swap":
+            data = bytearray(pick.choice(files).read_bytes())
+        if how == "delete":
+            file.unlink()
+        else:
+            file.write_bytes(data)
+        self.held["disk"].discard(str(file.relative_to(self.folder)))
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        if self.cache is not None:
+            self.cache.check_integrity()
+
+    def teardown(self) -> None:
+        if self.cache is not None:
+            self.cache.close()
+            self.cache.check_integrity()
+            assert self.cache.staging.free == self.cache.staging.slots
+        assert not list(self.folder.rglob(".tmp-*"))
+        shutil.rmtree(self.folder)
+
+    def _sequence(self, chunks: list[int]) -> tuple[npt.NDArray[np.int32], list[int]]:
+        tokens = np.repeat(np.array(chunks, np.int32), CHUNK)
+        return tokens, self.engine.table(len(tokens))
+
+    def _run(self, names: list[str], tier: str) -> int:
+        """Whole chunks at the start of `names` that `tier` must have."""
+        groups = len(self.engine.layout.groups)
+        count = next((i for i, name in enumerate(names) if name not in self.held[tier]), len(names))
+        return count // groups
+
+    def _gone(self, name: str) -> None:
+        for names in self.held.values():
+            names.discard(name)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
