@@ -162,7 +162,7 @@ def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
     for chunk in range(chunks):
         for t in range(tokens - 2, -1, -1):
             slot, after = slots[chunk, t], slots[chunk, t + 1]
-            if slot >= 0 and after == slot + 1 and after % span != 0:
+            if after == slot + 1 and after % span != 0:  # never from -1 to 0: 0 begins a span
                 runs[chunk, t] += runs[chunk, t + 1]
     return runs
 
