@@ -1,11 +1,13 @@
 """Run every benchmark, print the ratios side by side, keep them in results/<machine>.json.
 
-python -m benchmarks.run [pytest arguments]
+python -m benchmarks.run [pytest arguments]; KVKIT_RESULTS names another folder.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvkit.environment import describe, slug
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS = Path(os.environ.get("KVKIT_RESULTS") or HERE / "results")
 
 
 def main() -> None:
@@ -31,7 +34,7 @@ def main() -> None:
         if status or not report.exists():
             sys.exit(status or "no benchmark ran")
         measured = [condensed(entry) for entry in json.loads(report.read_text())["benchmarks"]]
-    Console(width=150).print(table(measured))
+    Console(width=150).print(table(copy.deepcopy(measured)))
     path = RESULTS / f"{slug()}.json"
     kept = json.loads(path.read_text())["results"] if path.exists() else []
     merged = {entry["name"]: entry for entry in kept} | {entry["name"]: entry for entry in measured}
@@ -41,7 +44,7 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"kept in {path.relative_to(HERE.parent)}")
+    print(f"kept in {path}")
 
 
 def condensed(entry: dict[str, Any]) -> dict[str, Any]:
@@ -57,22 +60,29 @@ def condensed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(measured: list[dict[str, Any]]) -> Table:
-    """Benchmarks as rows."""
-    shown = Table("benchmark", "min", "ratio of minima", "ratio of medians", "against", "more")
+    """Benchmarks as rows, and what each compared as rows below it."""
+    shown = Table("benchmark", "µs, min", "ratio of minima", "ratio of medians", "against", "more")
     for entry in measured:
-        more = {
-            k: v
-            for k, v in entry.items()
-            if k not in ("name", "min_s", "median_s", "against", "ratio_min", "ratio_median")
-        }
-        shown.add_row(
-            entry["name"],
-            f"{entry['min_s'] * 1e6:.1f} µs",
-            *(f"{entry[k]:.2f}" if k in entry else "" for k in ("ratio_min", "ratio_median")),
-            str(entry.get("against", "")),
-            ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in more.items()),
-        )
+        rest = {k: v for k, v in entry.items() if k not in ("name", "min_s", "median_s", "against")}
+        compared = {k: rest.pop(k) for k in list(rest) if isinstance(rest[k], dict)}
+        us = f"{entry['min_s'] * 1e6:.1f}"
+        shown.add_row(escape(entry["name"]), us, *_ratios(rest), entry.get("against", ""), _plain(rest))
+        for name, found in compared.items():
+            flat = {"us": found.pop("us", None), **found.pop("of copy_", {}), **found}
+            us = f"{flat['us']:.1f}" if flat["us"] is not None else ""
+            del flat["us"]
+            shown.add_row(f"    {escape(name)}", us, *_ratios(flat), "", _plain(flat))
     return shown
+
+
+def _ratios(values: dict[str, Any]) -> list[str]:
+    """Ratio of minima and of medians, taken out of `values`."""
+    found = [values.pop(f"ratio_{kind}", values.pop(kind, None)) for kind in ("min", "median")]
+    return ["" if ratio is None else f"{ratio:.2f}" for ratio in found]
+
+
+def _plain(values: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
 
 
 if __name__ == "__main__":
