@@ -27,10 +27,10 @@ import numpy.typing as npt
 
 from kvkit import plan as planning
 from kvkit import record
-from kvkit.chunks import as_tokens, chunk_keys
+from kvkit.chunks import JIT_CHUNKS, as_tokens, chunk_keys
 from kvkit.kernels import launch
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, Namespace
+from kvkit.layout import KVLayout, LayerGroup, Namespace
 from kvkit.plan import RetrievePlan, Segment
 from kvkit.policy import Policy
 from kvkit.policy import check as check_policy
@@ -190,6 +190,11 @@ class Cache:
         self.tiers = {tier.name: tier for tier in tiers}
         if len(self.tiers) != len(tiers):
             raise CacheError(f"tiers: two share a name, {[tier.name for tier in tiers]}")
+        biggest = max(form.record_bytes for form in _formats(layout, namespace))
+        if staging.slot_bytes < biggest:
+            raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
+        if staging.slots < len(layout.groups):
+            raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
         self.policy = check_policy(policy or Policy.default(self.tiers), self.tiers)
         self.staging = staging
         self.timeout_s = timeout_s
@@ -200,11 +205,7 @@ class Cache:
         self._puts = _Outstanding()
         self._workers = Workers(ASKING_THREADS, "kvkit-ask")
         self._closed = False
-        biggest = max(form.record_bytes for form in _formats(layout, namespace))
-        if staging.slot_bytes < biggest:
-            raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
-        if staging.slots < len(layout.groups):
-            raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
+        self._warm = self._workers.submit(_warm_up)
 
     def lookup(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.
@@ -325,7 +326,7 @@ class Cache:
                 self._bounded(tier, tier.close)
             except Exception as error:
                 log.warning("tier %r did not close: %s", tier.name, error or type(error).__name__)
-        self._workers.close(0.0)
+        self._workers.close(self.timeout_s if self._warm.running() else 0.0)
         self.staging.close()
 
     def __enter__(self) -> Cache:
@@ -573,6 +574,16 @@ class _Outstanding:
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0, timeout_s)
             return self._count
+
+
+def _warm_up() -> None:
+    """Load the compiled kernels, or compile them, before the first request waits for that."""
+    group = LayerGroup(layers=(0,), kv_heads=1, k_size=1, v_size=0, dtype="uint8", block_tokens=1)
+    pages = Pages.of(group, group.pages(1))
+    block = np.zeros((1, 1), np.int64)
+    launch.pack(pages, [np.zeros(1, np.uint8)], blocks=block)
+    launch.unpack(pages, [np.zeros(1, np.uint8)], blocks=block)
+    chunk_keys(np.zeros(JIT_CHUNKS, np.int32), 1, bytes(16))
 
 
 @functools.lru_cache(maxsize=1024)
