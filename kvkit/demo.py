@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvkit.adapters import smollm2
@@ -59,8 +60,12 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
         model: a hub id or a folder; None is SmolLM2-135M-Instruct from its PyPI package.
 
     Raises:
-        DemoError: a process failed, or the second one's text differs from what the model says without kvkit.
+        DemoError: there is no folder to write to, a process failed, or the second one's text differs from
+            what the model says without kvkit.
     """
+    for path in (json_path, png_path):
+        if not path.absolute().parent.is_dir():
+            raise DemoError(f"{path}: there is no folder {path.parent}")
     folder = model or _fetch(console)
     with tempfile.TemporaryDirectory(prefix="kvkit-demo-") as store:
         first = _run_process("first process: computes and stores", folder, store, False, console)
@@ -153,7 +158,11 @@ def draw(first: list[Turn], second: list[Turn], path: Path) -> None:
 
 
 def converse(folder: str, store: str, compare: bool, emit: Callable[[dict[str, Any]], None]) -> None:
-    """One process's conversation. With `compare` it reads from disk alone, and computes each answer anew."""
+    """One process's conversation. With `compare` it reads from disk alone, and computes each answer anew.
+
+    Raises:
+        DemoError: the model cannot be loaded.
+    """
     import torch
     import transformers
 
@@ -162,8 +171,11 @@ def converse(folder: str, store: str, compare: bool, emit: Callable[[dict[str, A
 
     transformers.utils.logging.disable_progress_bar()
     emit({"status": "loading the model"})
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise DemoError(f"model {folder!r} cannot be loaded: {error}") from error
     policy = {"retrieve_from": ["disk"], "write_back_to": []} if compare else {}
     config = load_config(
         chunk_tokens=CHUNK_TOKENS,
@@ -228,7 +240,8 @@ def _run_process(title: str, folder: str, store: str, compare: bool, console: Co
                 turn = Turn(**event["turn"])
                 turns.append(turn)
                 hits = sum(turn.hit_tokens.values())
-                console.print(f"[bold]{event['question']}[/bold]\n  {event['answer']}", highlight=False)
+                answer = escape(event["answer"])
+                console.print(f"[bold]{event['question']}[/bold]\n  {answer}", highlight=False)
                 console.print(f"  [dim]{hits} of {turn.prompt_tokens} tokens hit, {turn.ttft_s:.2f} s[/dim]")
     return turns
 
@@ -251,7 +264,10 @@ def _main() -> None:
     folder, store, compare = sys.argv[1:]
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break the protocol
-    converse(folder, store, bool(int(compare)), lambda event: print(json.dumps(event), file=out))
+    try:
+        converse(folder, store, bool(int(compare)), lambda event: print(json.dumps(event), file=out))
+    except DemoError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

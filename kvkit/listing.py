@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import fsspec
 
 from kvkit import record
-from kvkit.record import RecordError
+from kvkit.record import Damage, RecordError
+
+_RECORD = re.compile(r"c(\.[0-9]+){6}")
 
 
 @dataclass(slots=True)
@@ -20,7 +23,8 @@ class ArrayListing:
     Attributes:
         array: "<namespace digest, hex>/<group index>".
         namespace: the fields that its zarr.json shows; empty without one.
-        chunk_tokens, chunks, bytes: tokens per chunk, records found, their bytes.
+        chunk_tokens: tokens per chunk, as the records say; 0 if none can be read.
+        chunks, bytes: records found, and their bytes.
         damaged: object name and what is wrong with it.
     """
 
@@ -53,37 +57,43 @@ def list_store(url: str) -> Iterator[tuple[ArrayListing, bool]]:
     for path in sorted(fs.find(root)):
         name = path[len(root) :].lstrip("/")
         array, _, base = name.rpartition("/")
-        if base.startswith("c."):
+        if _RECORD.fullmatch(base):
             arrays.setdefault(array, []).append(name)
     for array, names in arrays.items():
         listing = ArrayListing(array, _namespace(fs, f"{root}/{array}/zarr.json"))
-        listing.chunk_tokens = int(listing.namespace.get("chunk_tokens", 0))
         for name in names:
-            _add(listing, name, fs.cat_file(f"{root}/{name}"))
+            try:
+                data = fs.cat_file(f"{root}/{name}")
+            except FileNotFoundError:  # the store is in use: a record was let go since it was found
+                continue
+            _add(listing, name, f"{root}/{name}", data)
             yield listing, False
         yield listing, True
 
 
-def _add(listing: ArrayListing, name: str, data: bytes) -> None:
+def _add(listing: ArrayListing, name: str, path: str, data: bytes) -> None:
     listing.chunks += 1
     listing.bytes += len(data)
     try:
         header = record.read_header(data)
         damage = record.check(data)
-        high, low = record.coordinates(header.key)
-        if damage is None and not name.endswith(f"/c.{high}.{low}.0.0.0.0"):
-            damage = record.Damage.KEY
     except RecordError as error:
         listing.damaged.append((name, str(error)))
         return
-    listing.chunk_tokens = listing.chunk_tokens or header.chunk_tokens
+    listing.chunk_tokens = header.chunk_tokens
+    high, low = record.coordinates(header.key)
+    if damage is None and not path.endswith(f"/c.{high}.{low}.0.0.0.0"):
+        damage = Damage.KEY
+    array, _, _ = path.rpartition("/")
+    if damage is None and not array.endswith(f"/{header.namespace[:16].hex()}/{header.group}"):
+        damage = Damage.NAMESPACE
     if damage is not None:
         listing.damaged.append((name, damage.value))
 
 
 def _namespace(fs: Any, path: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(fs.cat_file(path))["attributes"]["kvkit"]["namespace"]
+        found = json.loads(fs.cat_file(path))["attributes"]["kvkit"]["namespace"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}

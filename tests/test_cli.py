@@ -1,0 +1,224 @@
+"""The command line: what it prints, what it returns, errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from test_listing import fill, form_of, records
+from typer.testing import CliRunner, Result
+
+from kvkit import cli
+from kvkit.environment import version_of
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as the longest line, without colours, and without settings from outside."""
+    for name in list(os.environ):
+        if name.startswith("KVKIT_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+def run(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def failed(result: Result, *words: str) -> None:
+    """It returned 1 and said why, on stderr, without a traceback."""
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.output
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed command, in a process of its own."""
+    command = [str(Path(sys.executable).parent / "kvkit"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("demo", "doctor", "inspect")),
+        (("--help",), ("demo", "doctor", "inspect")),
+        (("demo", "--help"), ("--model", "--json", "--png")),
+        (("doctor", "--help"), ("a configuration file to check",)),
+        (("inspect", "--help"), ("fsspec", "changes nothing")),
+    ],
+)
+def test_help(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0 or not arguments
+    for word in words:
+        assert word in result.output
+
+
+@pytest.mark.parametrize("arguments", [("nothing",), ("inspect",), ("doctor", "--what")])
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_doctor_lists_versions() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert f"kvkit {version_of('kvkit')}" in result.stdout
+    for package, purpose, _ in cli.FEATURES:
+        (line,) = (line for line in result.stdout.splitlines() if purpose in line)
+        assert package in line
+        assert (version_of(package) or "missing") in line
+
+
+def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = (("no-such-package", "nothing", "kvkit[demo]"), ("nor-this-one", "all", "torch for CUDA"))
+    monkeypatch.setattr(cli, "FEATURES", absent)
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "missing: pip install 'kvkit[demo]'" in result.stdout
+    assert "missing: comes with torch for CUDA" in result.stdout
+
+
+def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
+    from importlib.metadata import metadata
+
+    extras = metadata("kvkit").get_all("Provides-Extra") or []
+    for package, _, source in cli.FEATURES:
+        extra = re.fullmatch(r"kvkit\[(\w+)\]", source)
+        assert extra is None or extra[1] in extras, package
+
+
+def test_doctor_checks_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "[odd] name.toml"
+    path.write_text('[tiers.memory]\ncapacity = "1MiB"\n[tiers.disk]\nurl = "/x"\n[policy]\nstore_to = []\n')
+    result = run("doctor", path)
+    assert result.exit_code == 0
+    assert f"{path}: correct" in result.stdout
+    assert "retrieve_from: memory, disk" in result.stdout
+    assert "store_to: none" in result.stdout
+    assert "write_back_to: memory" in result.stdout
+    shown = json.loads(result.stdout[result.stdout.index("{") : result.stdout.rindex("}") + 1])
+    assert shown["tiers"]["memory"]["capacity"] == 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("chunk_token = 3", ("chunk_token: unknown setting", "did you mean 'chunk_tokens'")),
+        ("[tiers.disk]", ("tiers.disk", "needs a capacity")),
+        ("staging = ", ("Invalid value",)),
+        ("hash = '[/bold]'", ("hash = '[/bold]'", "xxh3_128")),
+    ],
+)
+def test_doctor_refuses_a_wrong_configuration(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    failed(run("doctor", path), f"{path}: ", *words)
+
+
+def test_doctor_without_the_file(tmp_path: Path) -> None:
+    failed(run("doctor", tmp_path / "absent.toml"), "absent.toml", "No such file")
+
+
+def row(result: Result, digest: str) -> list[str]:
+    """The cells of the one row of the table that shows this namespace."""
+    (line,) = (line for line in result.stdout.splitlines() if f"│ {digest}" in line)
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_inspect_a_good_store(tmp_path: Path) -> None:
+    engine = fill(str(tmp_path), 3, groups=2)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 0
+    for group in range(2):
+        form = form_of(engine, group)
+        megabytes = f"{3 * form.record_bytes / 1e6:.1f}"
+        digest = form.array.split("/")[0]
+        lines = [line for line in result.stdout.splitlines() if digest in line]
+        cells = [cell.strip() for cell in lines[group].strip("│").split("│")]
+        assert cells == [digest, str(group), "test float32", "3", "24", megabytes, "0"]
+
+
+def test_inspect_lists_damage_and_returns_1(tmp_path: Path) -> None:
+    engine = fill(str(tmp_path), 3)
+    one, two, three = records(tmp_path)
+    one.write_bytes(one.read_bytes()[:-1])
+    two.write_bytes(b"[/bold]")
+    (tmp_path / form_of(engine).array / "zarr.json").unlink()
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1
+    assert row(result, form_of(engine).digest[:16].hex())[2:] == ["no zarr.json", "3", "8", "0.0", "2"]
+    assert f"damaged: {one.relative_to(tmp_path)}: truncated\n" in result.stdout
+    assert f"damaged: {two.relative_to(tmp_path)}: not a kvkit record\n" in result.stdout
+    assert str(three.relative_to(tmp_path)) not in result.stdout
+
+
+def test_inspect_shows_names_as_they_are(tmp_path: Path) -> None:
+    engine = fill(str(tmp_path / "[bold]"), 1, revision="[/red]")
+    folder = tmp_path / "[bold]" / "[/red]"
+    folder.mkdir(parents=True)
+    (folder / "c.0.0.0.0.0.0").write_bytes(b"")
+    result = run("inspect", tmp_path / "[bold]")
+    assert result.exit_code == 1
+    assert form_of(engine).array.split("/")[0] in result.stdout
+    assert "damaged: [/red]/c.0.0.0.0.0.0: not a kvkit record" in result.stdout
+
+
+def test_inspect_prints_whole_digests_where_it_is_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    digest = form_of(fill(str(tmp_path))).array.split("/")[0]
+    result = run("inspect", tmp_path)
+    cells = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
+    assert "".join(cells) == digest
+
+
+def test_inspect_any_url() -> None:
+    bucket = f"memory://{uuid.uuid4().hex}"
+    engine = fill(bucket)
+    result = run("inspect", bucket)
+    assert result.exit_code == 0
+    assert row(result, form_of(engine).array.split("/")[0])[3:5] == ["3", "24"]
+
+
+def test_inspect_an_empty_folder(tmp_path: Path) -> None:
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 0
+    assert "no records" in result.stdout
+
+
+def test_inspect_nothing(tmp_path: Path) -> None:
+    failed(run("inspect", tmp_path / "absent"), "absent: no such store")
+    failed(run("inspect", "nowhere://x"), "nowhere")
+
+
+def test_demo_with_nowhere_to_write(tmp_path: Path) -> None:
+    failed(run("demo", "--json", tmp_path / "absent" / "demo.json"), "absent", "no folder")
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    done = script("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"kvkit {version_of('kvkit')}" in done.stdout
+    (tmp_path / "wrong.toml").write_text("hash = 'md5'")
+    done = script("doctor", str(tmp_path / "wrong.toml"))
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path / 'wrong.toml'}: hash = 'md5': Input should be 'xxh3_128', " + (
+        "'blake3' or 'sha256'\n"
+    )

@@ -1,0 +1,364 @@
+"""Configuration: every setting, the file before the environment, errors that name what is wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import small_layout, small_namespace
+from pydantic import BaseModel
+
+from kvkit import config as module
+from kvkit.config import Config, ConfigError, PolicyConfig, TierConfig, load_config, open_cache
+from kvkit.layout import LayoutError
+from kvkit.policy import Policy
+from kvkit.record import CODECS, RecordFormat
+from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.objects import ObjectTier
+
+EVERYTHING = """
+chunk_tokens = 128
+hash = "sha256"
+staging = "64MiB"
+timeout_s = 2.5
+
+[tiers.memory]
+capacity = "32MiB"
+
+[tiers.shared]
+url = "memory://bucket"
+capacity = 5000000
+codec = "zstd"
+threads = 3
+fsync = true
+scope = "shared"
+
+[policy]
+retrieve_from = ["shared", "memory"]
+store_to = ["shared"]
+write_back_to = []
+"""
+DISK = {"disk": {"url": "memory://d"}}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("KVKIT_"):
+            monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "kvkit.toml"
+    path.write_text(text)
+    return path
+
+
+def fields(model: type[BaseModel]) -> dict[str, Any]:
+    return {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
+
+
+def test_defaults() -> None:
+    assert load_config().model_dump() == {
+        "chunk_tokens": 256,
+        "hash": "xxh3_128",
+        "staging": 512 * 2**20,
+        "timeout_s": 30.0,
+        "tiers": {},
+        "policy": {"retrieve_from": None, "store_to": None, "write_back_to": None},
+    }
+    assert fields(TierConfig) == {
+        "url": None,
+        "capacity": None,
+        "codec": "none",
+        "threads": None,
+        "fsync": False,
+        "scope": "node",
+    }
+
+
+def test_every_setting_from_a_file(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, EVERYTHING))
+    assert config.model_dump() == {
+        "chunk_tokens": 128,
+        "hash": "sha256",
+        "staging": 64 * 2**20,
+        "timeout_s": 2.5,
+        "tiers": {
+            "memory": fields(TierConfig) | {"capacity": 32 * 2**20},
+            "shared": {
+                "url": "memory://bucket",
+                "capacity": 5_000_000,
+                "codec": "zstd",
+                "threads": 3,
+                "fsync": True,
+                "scope": "shared",
+            },
+        },
+        "policy": {"retrieve_from": ("shared", "memory"), "store_to": ("shared",), "write_back_to": ()},
+    }
+    assert config.resolved_policy() == Policy(("shared", "memory"), ("shared",), ())
+    # nothing above may be a default: a setting that the file cannot reach would go unnoticed
+    default = fields(Config)
+    assert all(getattr(config, name) != value for name, value in default.items())
+    assert all(getattr(config.tiers["shared"], n) != d for n, d in fields(TierConfig).items())
+    assert all(getattr(config.policy, n) is not None for n in PolicyConfig.model_fields)
+
+
+def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "KVKIT_CHUNK_TOKENS": "128",
+        "KVKIT_HASH": "sha256",
+        "KVKIT_STAGING": "64MiB",
+        "KVKIT_TIMEOUT_S": "2.5",
+        "KVKIT_TIERS__MEMORY__CAPACITY": "32MiB",
+        "KVKIT_TIERS__SHARED__URL": "memory://bucket",
+        "KVKIT_TIERS__SHARED__CAPACITY": "5000000",
+        "KVKIT_TIERS__SHARED__CODEC": "zstd",
+        "KVKIT_TIERS__SHARED__THREADS": "3",
+        "KVKIT_TIERS__SHARED__FSYNC": "true",
+        "KVKIT_TIERS__SHARED__SCOPE": "shared",
+        "KVKIT_POLICY__RETRIEVE_FROM": '["shared", "memory"]',
+        "KVKIT_POLICY__STORE_TO": '["shared"]',
+        "KVKIT_POLICY__WRITE_BACK_TO": "[]",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert load_config() == load_config(write(tmp_path, EVERYTHING))
+
+
+def test_the_file_wins_over_the_environment_and_settings_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, 'chunk_tokens = 64\nhash = "sha256"\n[tiers.disk]\nurl = "/file"\n')
+    monkeypatch.setenv("KVKIT_CHUNK_TOKENS", "32")
+    monkeypatch.setenv("KVKIT_TIMEOUT_S", "7")
+    monkeypatch.setenv("KVKIT_TIERS__DISK__URL", "/environment")
+    monkeypatch.setenv("KVKIT_TIERS__DISK__CAPACITY", "1GB")
+    config = load_config(path, hash="blake3")
+    assert (config.chunk_tokens, config.timeout_s, config.hash) == (64, 7.0, "blake3")
+    assert config.tiers["disk"].url == "/file"
+    assert config.tiers["disk"].capacity == 10**9, "what the file leaves out comes from the environment"
+
+
+def test_tiers_keep_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, '[tiers.memory]\ncapacity = "1GiB"\n[tiers.disk]\nurl = "/d"\n')
+    monkeypatch.setenv("KVKIT_TIERS__BUCKET__URL", "memory://b")
+    monkeypatch.setenv("KVKIT_TIERS__DISK__CAPACITY", "1GiB")
+    config = load_config(path)
+    assert list(config.tiers) == ["memory", "disk", "bucket"]
+    assert config.resolved_policy() == Policy.default(["memory", "disk", "bucket"])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1kB", 1000),
+        ("1KiB", 1024),
+        ("1.5 MiB", 3 << 19),
+        ("4GiB", 4 << 30),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    config = load_config(staging=text, tiers={"memory": {"capacity": text}})
+    assert config.staging == config.tiers["memory"].capacity == size
+
+
+def test_what_the_policy_leaves_out_is_every_tier_in_order() -> None:
+    tiers = {"memory": {"capacity": "1MiB"}, **DISK}
+    assert load_config(tiers=tiers).resolved_policy() == Policy(
+        ("memory", "disk"), ("memory", "disk"), ("memory",)
+    )
+    given = load_config(tiers=tiers, policy={"retrieve_from": ["disk"], "write_back_to": []})
+    assert given.resolved_policy() == Policy(("disk",), ("memory", "disk"), ())
+
+
+def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
+    assert module.__doc__ is not None
+    example = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ") or not line]
+    config = load_config(write(tmp_path, "\n".join(example)))
+    assert config.chunk_tokens == 256
+    assert list(config.tiers) == ["memory", "disk"]
+    assert config.resolved_policy() == Policy.default(["memory", "disk"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"chunk_token": 3}, ["chunk_token:", "unknown", "did you mean 'chunk_tokens'", "hash, staging"]),
+        ({"xyz": 3}, ["xyz:", "unknown", *Config.model_fields]),
+        (
+            {"tiers": {"disk": {"ur": "/x"}}},
+            ["tiers.disk.ur:", "did you mean 'url'", *TierConfig.model_fields],
+        ),
+        ({"policy": {"store": []}}, ["policy.store:", "did you mean 'store_to'", *PolicyConfig.model_fields]),
+        ({"chunk_tokens": "many"}, ["chunk_tokens = 'many'", "integer"]),
+        ({"chunk_tokens": 2.5}, ["chunk_tokens = 2.5", "integer"]),
+        ({"chunk_tokens": 0}, ["chunk_tokens = 0", "greater than or equal to 1"]),
+        ({"chunk_tokens": 2**21}, ["chunk_tokens = 2097152", "less than or equal to 1048576"]),
+        ({"timeout_s": 0}, ["timeout_s = 0", "greater than 0"]),
+        ({"timeout_s": float("nan")}, ["timeout_s = nan"]),
+        ({"timeout_s": "soon"}, ["timeout_s = 'soon'", "number"]),
+        ({"hash": "md5"}, ["hash = 'md5'", "xxh3_128", "blake3", "sha256"]),
+        ({"staging": "4 parsecs"}, ["staging = '4 parsecs'", "parsecs", "'4GiB'"]),
+        ({"staging": 1.5}, ["staging = 1.5", "bytes", "'4GiB'"]),
+        ({"staging": -1}, ["staging = -1", "bytes"]),
+        ({"staging": 0}, ["staging = 0", "greater than 0"]),
+        ({"tiers": {"disk": {}}}, ["tiers.disk:", "url", "capacity"]),
+        ({"tiers": {"disk": 3}}, ["tiers.disk = 3", "dictionary"]),
+        ({"tiers": 3}, ["tiers = 3", "dictionary"]),
+        ({"tiers": {"disk": {"url": "/x", "codec": "gzip"}}}, ["tiers.disk.codec = 'gzip'", *CODECS]),
+        ({"tiers": {"disk": {"url": "/x", "scope": "all"}}}, ["tiers.disk.scope = 'all'", "node", "shared"]),
+        ({"tiers": {"disk": {"url": "/x", "threads": 0}}}, ["tiers.disk.threads = 0", "equal to 1"]),
+        ({"tiers": {"disk": {"url": "/x", "threads": 257}}}, ["tiers.disk.threads = 257", "equal to 256"]),
+        ({"tiers": {"disk": {"url": "/x", "fsync": "maybe"}}}, ["tiers.disk.fsync = 'maybe'", "boolean"]),
+        ({"tiers": DISK, "policy": {"store_to": "disk"}}, ["policy.store_to = 'disk'", "tuple"]),
+        (
+            {"tiers": DISK, "policy": {"store_to": ["dsk"]}},
+            ["policy:", "store_to='dsk'", "no such tier", "disk"],
+        ),
+        ({"tiers": DISK, "policy": {"store_to": ["disk", "disk"]}}, ["store_to", "disk", "twice"]),
+        ({"policy": {"retrieve_from": ["disk"]}}, ["retrieve_from='disk'", "the tiers are none"]),
+    ],
+)
+def test_an_error_names_the_setting_the_value_and_the_choices(
+    settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(**settings)
+    for word in ["settings: ", *words]:
+        assert word in str(caught.value)
+
+
+def test_all_errors_of_a_file_are_reported_with_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, 'chunk_tokens = 0\nstagin = 3\n[tiers.disk]\nurl = "/x"\ncodec = "lz4"\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith(f"{path}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("KVKIT_CHUNK_TOKENS", "many", ["chunk_tokens = 'many'"]),
+        ("KVKIT_TIERS__DISK__UR", "/x", ["tiers.disk.ur:", "did you mean 'url'"]),
+        ("KVKIT_CHUNK_TOKEN", "64", ["KVKIT_CHUNK_TOKEN:", "did you mean KVKIT_CHUNK_TOKENS?"]),
+        ("KVKIT_TIER__DISK__URL", "/x", ["KVKIT_TIER__DISK__URL:", "did you mean KVKIT_TIERS?"]),
+        ("kvkit_stagin", "1GiB", ["kvkit_stagin:", "did you mean KVKIT_STAGING?"]),
+        ("KVKIT_TIERS", "{broken", ["tiers"]),
+        ("KVKIT_POLICY__STORE_TO", "disk", ["policy.store_to"]),
+    ],
+)
+def test_an_error_in_the_environment_is_told_from_one_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: list[str]
+) -> None:
+    path = write(tmp_path, 'hash = "sha256"\n[tiers.disk]\nurl = "/d"\n')
+    monkeypatch.setenv(variable, value)
+    for source in (None, path):
+        with pytest.raises(ConfigError) as caught:
+            load_config(source)
+        for word in ["environment: ", *words]:
+            assert word in str(caught.value)
+
+
+def test_variables_of_others_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = load_config().model_dump()
+    for name in ("KVKIT_SERVICE_HOST", "KVKIT_PORT", "KVKIT_PORT_8000_TCP", "KVKITCHUNK_TOKEN"):
+        monkeypatch.setenv(name, "tcp://10.0.0.1")
+    assert load_config().model_dump() == default
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: .*No such file"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="directory"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"kvkit\.toml: .*line 2"):
+        load_config(write(tmp_path, "chunk_tokens = 3\nstaging = \n"))
+    (tmp_path / "latin.toml").write_bytes(b'hash = "\xe9"\n')
+    with pytest.raises(ConfigError, match=r"latin\.toml: .*utf-8"):
+        load_config(tmp_path / "latin.toml")
+
+
+def test_a_config_does_not_change() -> None:
+    config = load_config(tiers=DISK)
+    for target, setting in ((config, "hash"), (config.tiers["disk"], "url"), (config.policy, "store_to")):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(target, setting, None)
+
+
+def test_the_namespace_has_the_chunk_size_and_the_digest() -> None:
+    layout = small_layout()
+    config = load_config(chunk_tokens=8, hash="sha256")
+    namespace = config.namespace(layout, model="m", dtype="float32", salt="s")
+    assert (namespace.chunk_tokens, namespace.hash, namespace.salt) == (8, "sha256", "s")
+    assert namespace.layout == layout.fingerprint()
+
+
+def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
+    layout = small_layout(groups=2)
+    config = load_config(
+        chunk_tokens=8,
+        staging="64KiB",
+        timeout_s=3,
+        tiers={
+            "memory": {"capacity": "32KiB"},
+            "disk": {"url": f"file://{tmp_path}", "capacity": "1MiB", "codec": "zstd", "threads": 2},
+            "bucket": {"url": "memory://bucket", "scope": "shared"},
+        },
+        policy={"retrieve_from": ["memory", "bucket"], "store_to": ["disk", "bucket"]},
+    )
+    namespace = config.namespace(layout, model="m", dtype="float32")
+    slot_bytes = RecordFormat.of(layout, 0, namespace).record_bytes
+    with open_cache(config, layout, namespace) as cache:
+        assert cache.layout == layout
+        assert cache.namespace == namespace
+        assert cache.timeout_s == 3
+        assert cache.policy == Policy(("memory", "bucket"), ("disk", "bucket"), ("memory",))
+        assert {name: type(tier) for name, tier in cache.tiers.items()} == {
+            "memory": MemoryTier,
+            "disk": ObjectTier,
+            "bucket": ObjectTier,
+        }
+        assert (cache.tiers["disk"].codec, cache.tiers["disk"].scope) == ("zstd", "node")
+        assert (cache.tiers["bucket"].codec, cache.tiers["bucket"].scope) == ("none", "shared")
+        # what rests in memory does not take from what records pass through
+        assert cache.staging.slots == (64 + 32) * 1024 // slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["tiers: none given"]),
+        ({"staging": "1kB", "tiers": DISK}, ["staging=1000B", "2 slots of"]),
+        ({"tiers": {**DISK, "memory": {"capacity": 4095}}}, ["tier 'memory'", "4095", "at least 1"]),
+        ({"tiers": {**DISK, "far": {"url": "nowhere://x"}}}, ["tier 'far'", "nowhere://x", "memory"]),
+        ({"tiers": {"memory": {"capacity": "8000PiB"}}}, ["memory tiers", "7.8EiB", "cannot be had"]),
+    ],
+)
+def test_a_cache_that_cannot_be_opened_leaves_nothing_running(
+    settings: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    layout = small_layout(groups=2)
+    config = load_config(chunk_tokens=8, **{"staging": "1MiB"} | settings)
+    namespace = config.namespace(layout, model="m", dtype="float32")
+    threads = set(threading.enumerate())
+    with pytest.raises(ConfigError) as caught:
+        open_cache(config, layout, namespace)
+    for word in words:
+        assert word in str(caught.value)
+    assert set(threading.enumerate()) <= threads
+
+
+def test_chunks_that_do_not_fit_the_engines_blocks() -> None:
+    layout = small_layout()
+    config = load_config(chunk_tokens=6, tiers=DISK)
+    with pytest.raises(LayoutError, match=r"chunk_tokens=6: .*block_tokens=4"):
+        open_cache(config, layout, small_namespace(layout, chunk_tokens=6))

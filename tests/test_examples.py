@@ -1,0 +1,100 @@
+"""The notebooks in examples/ run from top to bottom, and what is committed of them is small."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+from kvkit.adapters import smollm2
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+CELL_TIMEOUT_S = 120
+OUTPUT_BYTES = 100_000
+
+
+class ThisPython(AsyncKernelManager):
+    """A kernel of the interpreter that runs the tests, whatever kernels are registered."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, nbformat.NO_CONVERT)  # type: ignore[no-untyped-call]
+
+
+def execute(notebook: Any, folder: Path) -> None:
+    """Run every cell with `folder` as the current one. Mutates `notebook`: outputs are filled in."""
+    client = NotebookClient(
+        notebook,
+        kernel_manager_class=ThisPython,
+        timeout=CELL_TIMEOUT_S,
+        startup_timeout=60,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    try:
+        client.execute()
+    except CellTimeoutError as error:
+        pytest.fail(f"a cell took more than {CELL_TIMEOUT_S} s: {error}")
+    except CellExecutionError as error:
+        pytest.fail(str(error))
+
+
+def printed(notebook: Any) -> str:
+    """What the cells wrote to stdout."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "".join(output.text for output in outputs if output.get("name") == "stdout")
+
+
+def test_reuse(tmp_path: Path) -> None:
+    smollm2.fetch()  # not on a cell's time
+    notebook = read(EXAMPLES / "01_reuse.ipynb")
+    execute(notebook, tmp_path)
+    text = printed(notebook)
+    # the notebook's own asserts compare the texts; here, that a reader sees what its words say
+    assert "hits: none, computed:" in text
+    assert "hits: {'memory': " in text
+    assert "hits: {'disk': " in text
+    assert "hits: {'disk': 192}" in text, "three of the chunks, before the flipped bit"
+    assert "damaged: ['layer']" in text
+    assert text.count("damaged: []") == 2, "before the flip and after the repair"
+    assert any("image/png" in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
+
+
+def test_a_failing_cell_fails_the_test(tmp_path: Path) -> None:
+    source = "import sys\nassert sys.executable == 'nowhere', sys.executable"
+    notebook = read(EXAMPLES / "01_reuse.ipynb")
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:1]
+    notebook.cells[0].source = source
+    with pytest.raises(pytest.fail.Exception, match="AssertionError") as caught:
+        execute(notebook, tmp_path)
+    assert sys.executable in str(caught.value)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_what_is_committed_of_a_notebook_is_small_and_valid(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) >= (4, 5)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert len(json.dumps(outputs)) <= OUTPUT_BYTES
+    assert not [output for output in outputs if output.output_type == "error"]
+    for folder in (Path.home(), EXAMPLES.parent, Path(sys.prefix)):
+        assert str(folder) not in path.read_text(), "no path of the machine that it ran on"
+
+
+def test_the_notebooks_are_found() -> None:
+    assert EXAMPLES / "01_reuse.ipynb" in NOTEBOOKS

