@@ -107,7 +107,7 @@ def compare(benchmark: Any, job: Job, others: dict[str, Callable[[], object]]) -
     functions: dict[str, Callable[[], object]] = {}
     for name, function in compared.items():
         functions |= {f"rest before {name}": rest, name: function}
-    times = interleaved(functions, 25 if benchmark.enabled else 1, warmup=3 if benchmark.enabled else 1)
+    times = interleaved(functions, 60 if benchmark.enabled else 1, warmup=3 if benchmark.enabled else 1)
     benchmark.extra_info["bytes"] = job.bytes
     for name in compared:
         share = ratio(times, "copy_", name)

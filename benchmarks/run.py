@@ -1,6 +1,6 @@
 """Run every benchmark, print the ratios side by side, keep them in results/<machine>.json.
 
-python -m benchmarks.run [pytest arguments]; KVKIT_RESULTS names another folder.
+python -m benchmarks.run [files]; KVKIT_RESULTS names another folder than results/.
 """
 
 from __future__ import annotations
@@ -26,14 +26,10 @@ RESULTS = Path(os.environ.get("KVKIT_RESULTS") or HERE / "results")
 
 def main() -> None:
     """Measure, then keep what was measured beside what earlier runs of other benchmarks found."""
-    arguments = sys.argv[1:] or [str(HERE)]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-enable", f"--benchmark-json={report}"]
-        status = subprocess.run([*command, "--benchmark-quiet", *arguments], check=False).returncode
-        if status or not report.exists():
-            sys.exit(status or "no benchmark ran")
-        measured = [condensed(entry) for entry in json.loads(report.read_text())["benchmarks"]]
+    files = sys.argv[1:] or sorted(str(file) for file in HERE.glob("bench_*.py"))
+    measured = [entry for file in files for entry in measure(file)]
+    if not measured:
+        sys.exit("no benchmark ran")
     Console(width=150).print(table(copy.deepcopy(measured)))
     path = RESULTS / f"{slug()}.json"
     kept = json.loads(path.read_text())["results"] if path.exists() else []
@@ -45,6 +41,19 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"kept in {path}")
+
+
+def measure(argument: str) -> list[dict[str, Any]]:
+    """One file's benchmarks, in a process of its own: no other's leavings in the allocator count."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-enable", f"--benchmark-json={report}"]
+        status = subprocess.run([*command, "--benchmark-quiet", argument], check=False).returncode
+        if status:
+            sys.exit(status)
+        if not report.exists():
+            return []
+        return [condensed(entry) for entry in json.loads(report.read_text())["benchmarks"]]
 
 
 def condensed(entry: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compressed records: every layer compressed on its own, so that any Zarr reader opens them.
 
-A record describes itself, so neither direction needs to know its layout. Off by default: `docs/codecs.md`
+A record describes itself, so neither direction needs to know its layout. Off by default: `docs/records.md`
 has what each codec saves and costs on real KV.
 """
 

@@ -179,7 +179,8 @@ def converse(folder: str, store: str, compare: bool, emit: Callable[[dict[str, A
     policy = {"retrieve_from": ["disk"], "write_back_to": []} if compare else {}
     config = load_config(
         chunk_tokens=CHUNK_TOKENS,
-        tiers={"memory": {"capacity": "512MiB"}, "disk": {"url": f"file://{store}"}},
+        staging="128MiB",
+        tiers={"memory": {"capacity": "256MiB"}, "disk": {"url": f"file://{store}"}},
         policy=policy,
     )
     with CachedModel.open(loaded, config) as model:

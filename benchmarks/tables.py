@@ -1,0 +1,144 @@
+"""Write the tables of README.md and docs/ from results/, so that no quoted figure is typed by hand.
+
+python -m benchmarks.tables
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/records.md")
+MACHINE = "amd-epyc-2-cores"
+"""Whose results are quoted."""
+
+
+def render(page: str, results: Path = RESULTS) -> str:
+    """`page` with each table between its markers made anew.
+
+    Raises:
+        KeyError: a marker names no table, or a benchmark has no result; `make bench` makes them.
+    """
+    measured = json.loads((results / f"{MACHINE}.json").read_text())
+    figures = {entry["name"]: entry for entry in measured["results"]}
+    demo = json.loads((results / f"demo-{MACHINE}.json").read_text())
+    tables: dict[str, Callable[[], list[list[str]]]] = {
+        "demo": lambda: _demo(demo["turns"]),
+        "ratios": lambda: _ratios(figures),
+        "checksums": lambda: _checksums(figures),
+        "codecs": lambda: _codecs(figures),
+    }
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{_markdown(tables[match[2]]())}\n{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", fill, page, flags=re.DOTALL)
+
+
+def _demo(turns: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = [
+        ["turn", "prompt tokens", "hits from disk", "without kvkit", "with kvkit", "speedup", "same text"]
+    ]
+    for number, turn in enumerate(turns, 1):
+        cold, warm = turn["ttft_cold_s"], turn["ttft_s"]
+        hits = sum(turn["hit_tokens"].values())
+        same = "yes" if turn["identical"] else "no"
+        prompt = str(turn["prompt_tokens"])
+        rows.append(
+            [str(number), prompt, str(hits), f"{cold:.2f} s", f"{warm:.2f} s", f"{cold / warm:.1f}×", same]
+        )
+    return rows
+
+
+def _ratios(figures: dict[str, Any]) -> list[list[str]]:
+    rows = [["what", "against", "ratio of minima", "of medians"]]
+
+    def add(what: str, against: str, found: dict[str, float], inverse: bool = False) -> None:
+        low, middle = (found.get(f"ratio_{k}", found.get(k, 0.0)) for k in ("min", "median"))
+        rows.append([what, against, *(f"{1 / x if inverse else x:.2f}" for x in (low, middle))])
+
+    loop = "a Python loop over the C library's XXH3-128"
+    for chunk in (256, 16):
+        add(f"keys of 131,072 tokens, chunks of {chunk}", loop, figures[f"chunks::keys[{chunk}]"])
+    for way in ("pack", "unpack"):
+        found = figures["pages::pages[vllm-cpu-LBHNC]"][way]["of copy_"]
+        add(f"{way} 47 MB, vLLM's CPU layout", "torch `copy_`, two threads", found, inverse=True)
+    if "pages::lmcache" in figures:
+        for way, peer in (("pack", "LMCache gather"), ("unpack", "LMCache scatter")):
+            found = figures["pages::lmcache"][f"{way} to {peer}"]
+            add(f"{way} 47 MB, the same", f"LMCache 0.5.6 {peer.split()[1]} on CPU", found, inverse=True)
+    record = figures["record::speed[memory]"]
+    for what in ("seal", "verify"):
+        add(f"{what} an 11.8 MB record", "memcpy", record[what])
+    for state in ("warm", "cold"):
+        add(
+            f"read 32 × 6 MiB, {state}",
+            "bare `preadv`, as many threads",
+            figures[f"tiers::read[6MiB-{state}]"],
+        )
+        found = figures[f"tiers::read_against_fsspec[6MiB-{state}]"]
+        add(f"read 32 × 6 MiB, {state}", "fsspec's `cat` of the list", found)
+    add("write 32 × 6 MiB", "bare `pwritev` and rename, as many threads", figures["tiers::write[6MiB]"])
+    overhead = figures["cache::overhead_of_a_memory_hit"]["us_per_chunk"]
+    rows.append(
+        [
+            "a memory hit, beside its bytes",
+            "",
+            f"{overhead['min']:.0f} µs",
+            f"{overhead['median']:.0f} µs a chunk",
+        ]
+    )
+    return rows
+
+
+def _checksums(figures: dict[str, Any]) -> list[list[str]]:
+    rows = [["checksum", "out of cache", "time / memcpy", "in cache", "time / memcpy"]]
+    memory, cache = figures["record::speed[memory]"], figures["record::speed[cache]"]
+    names = (
+        "memcpy",
+        "xxh3_64, whole",
+        "xxh3_64, per layer",
+        "crc32c",
+        "zlib.crc32",
+        "blake3",
+        "seal",
+        "verify",
+    )
+    for name in names:
+        cells = [name]
+        for found in (memory[name], cache[name]):
+            cells += [f"{found['gb_per_s']:.0f} GB/s", f"{found['ratio_min']:.2f}"]
+        rows.append(cells)
+    return rows
+
+
+def _codecs(figures: dict[str, Any]) -> list[list[str]]:
+    rows = [["stored as", "codec", "payload left", "compress", "decompress", "time / memcpy"]]
+    for dtype in ("float32", "bfloat16"):
+        for codec in ("zstd", "bitshuffle-zstd"):
+            found = figures[f"record::codec[{dtype}-{codec}]"]
+            speed = [f"{found[way]['gb_per_s']:.2f} GB/s" for way in ("compress", "decompress")]
+            against = " / ".join(f"{found[way]['ratio_min']:.0f}" for way in ("compress", "decompress"))
+            rows.append([dtype, codec, f"{found['compressed_to']:.0%}", *speed, against])
+    return rows
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def main() -> None:
+    """Bring every page up to date."""
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(render(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
