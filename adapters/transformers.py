@@ -192,7 +192,7 @@ class CachedModel:
     def generate(self, tokens: Any, max_new_tokens: int, stop: Collection[int] | None = None) -> Generation:
         """Prefill, decode greedily until a token of `stop` (default: the model's end tokens), store.
 
-        Returns when the KV is on its way to the tiers (`Cache.flush` waits for it).
+        Returns when the KV is on its way to the tiers; `flush` waits until it is there.
 
         Raises:
             ValueError: the prompt is empty, or `max_new_tokens` is below 1.
@@ -221,6 +221,11 @@ class CachedModel:
         if self.cache is None:
             return None
         return self.cache.store(as_tokens(tokens)[: kv.length], kv.places(kv.length))
+
+    def flush(self) -> None:
+        """Wait until what was stored is in the tiers (`Cache.flush`)."""
+        if self.cache is not None:
+            self.cache.flush()
 
     def close(self) -> None:
         """Close the cache."""

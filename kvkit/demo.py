@@ -185,7 +185,9 @@ def converse(folder: str, store: str, compare: bool, emit: Callable[[dict[str, A
     )
     with CachedModel.open(loaded, config) as model:
         plain = CachedModel(loaded, model.layout, None)
-        plain.generate(list(range(5, 105)), max_new_tokens=2)  # warm up: threads, allocator
+        for _ in range(2):  # warm up, as a server is: one prompt computed, then the same one from the cache
+            model.generate(list(range(5, 205)), max_new_tokens=2)
+            model.flush()
         history: list[dict[str, str]] = []
         for number, question in enumerate(QUESTIONS, 1):
             text = f"{document(tokenizer)}\n\n{question}" if number == 1 else question
