@@ -1,4 +1,4 @@
-"""kvkit.chunks against the obvious loop over the C library, and kvkit.xxh3's checksums against the same."""
+"""kvkit.chunks against the obvious loop over the C library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvkit import xxh3
 from kvkit.chunks import DIGEST_BYTES, Chain, as_tokens, chunk_keys, extend
 from timing import interleaved, ratio
 
@@ -83,24 +82,4 @@ def test_append(benchmark: Any) -> None:
         lambda: extend(empty, new),
         "appending to an empty chain",
         rounds=2000,
-    )
-
-
-def test_checksums(benchmark: Any) -> None:
-    """The 30 layers of a record, 98,304 bytes each."""
-    size = 98_304
-    record = np.random.default_rng(0).integers(0, 256, 30 * size, np.uint8)
-    addresses = record.ctypes.data + np.arange(30, dtype=np.int64) * size
-    lengths = np.full(30, size, np.int64)
-
-    def bare() -> list[int]:
-        data = record.data
-        return [xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size]) for i in range(30)]
-
-    assert xxh3.checksums(addresses, lengths).tolist() == bare()
-    compare(
-        benchmark,
-        lambda: xxh3.checksums(addresses, lengths),
-        bare,
-        "a Python loop over xxhash.xxh3_64_intdigest",
     )

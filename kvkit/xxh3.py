@@ -1,7 +1,7 @@
-"""XXH3 in numba, bit for bit the C library's: a chain of 128-bit digests, 64-bit checksums of many regions.
+"""XXH3-128 in numba, bit for bit the C library's: a whole chain of digests in one call.
 
-Why not the C library alone: Python calls it once per chunk or layer, and that call costs more than hashing a
-few tokens does. Here one call, without the GIL, does them all.
+Why not the C library alone: Python calls it once per chunk, and that call costs more than hashing a few
+tokens does. Here one call, without the GIL, does them all.
 
 From the specification, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, whose names are kept.
 A kernel takes addresses (int64) and lengths in bytes, so that it can hash any memory; whoever calls it keeps
@@ -191,8 +191,8 @@ def _combined(data: Any, length: Any) -> Any:
 
 
 @_jit
-def _mix(data: Any, secret: Any, seed: Any) -> Any:
-    return _fold(_u64(data) ^ (_u64(secret) + seed), _u64(data + 8) ^ (_u64(secret + 8) - seed))
+def _mix(data: Any, secret: Any) -> Any:
+    return _fold(_u64(data) ^ _u64(secret), _u64(data + 8) ^ _u64(secret + 8))
 
 
 @_jit
@@ -218,8 +218,8 @@ def _long_128(head: Any, data: Any, length: Any) -> Any:
 
 @_jit
 def _mix_two(low: Any, high: Any, one: Any, two: Any, secret: Any) -> Any:
-    low = (low + _mix(one, secret, ZERO)) ^ (_u64(two) + _u64(two + 8))
-    high = (high + _mix(two, secret + 16, ZERO)) ^ (_u64(one) + _u64(one + 8))
+    low = (low + _mix(one, secret)) ^ (_u64(two) + _u64(two + 8))
+    high = (high + _mix(two, secret + 16)) ^ (_u64(one) + _u64(one + 8))
     return low, high
 
 
@@ -282,78 +282,6 @@ def _short_128(data: Any, length: Any) -> Any:
 
 
 @_jit
-def _long_64(data: Any, length: Any, seed: Any) -> Any:
-    start = np.uint64(length) * PRIME64_1
-    if seed == ZERO:
-        secret = SECRET.ctypes.data
-        return _merge(_accumulate(data, data, length, secret), secret + 11, start)
-    derived = np.empty(24, np.uint64)
-    for i in range(0, 24, 2):
-        derived[i] = _u64(SECRET.ctypes.data + 8 * i) + seed
-        derived[i + 1] = _u64(SECRET.ctypes.data + 8 * i + 8) - seed
-    secret = derived.ctypes.data
-    return _merge(_accumulate(data, data, length, secret), secret + 11, start)
-
-
-@_jit
-def _medium_64(data: Any, length: Any, seed: Any) -> Any:
-    secret = SECRET.ctypes.data
-    total = np.uint64(length) * PRIME64_1
-    if length <= 128:
-        for i in range((length - 1) >> 5, -1, -1):
-            total += _mix(data + 16 * i, secret + 32 * i, seed)
-            total += _mix(data + length - 16 * i - 16, secret + 32 * i + 16, seed)
-    else:
-        for i in range(8):
-            total += _mix(data + 16 * i, secret + 16 * i, seed)
-        total = _avalanche(total)
-        for i in range(8, length >> 4):
-            total += _mix(data + 16 * i, secret + 16 * i - 125, seed)
-        total += _mix(data + length - 16, secret + 119, seed)
-    return _avalanche(total)
-
-
-@_jit
-def _short_64(data: Any, length: Any, seed: Any) -> Any:
-    secret = SECRET.ctypes.data
-    size = np.uint64(length)
-    if length > 8:
-        low = ((_u64(secret + 24) ^ _u64(secret + 32)) + seed) ^ _u64(data)
-        high = ((_u64(secret + 40) ^ _u64(secret + 48)) - seed) ^ _u64(data + length - 8)
-        return _avalanche(size + _bswap64(low) + high + _fold(low, high))
-    if length > 3:
-        seed ^= _bswap32(seed & np.uint64(0xFFFFFFFF)) << np.uint64(32)
-        combined = _u32(data + length - 4) | (_u32(data) << np.uint64(32))
-        x = ((_u64(secret + 8) ^ _u64(secret + 16)) - seed) ^ combined
-        x ^= ((x << np.uint64(49)) | (x >> np.uint64(15))) ^ ((x << np.uint64(24)) | (x >> np.uint64(40)))
-        x *= PRIME_MX2
-        x = (x ^ ((x >> np.uint64(35)) + size)) * PRIME_MX2
-        return x ^ (x >> np.uint64(28))
-    if length > 0:
-        return _avalanche_xxh64(((_u32(secret) ^ _u32(secret + 4)) + seed) ^ _combined(data, length))
-    return _avalanche_xxh64(seed ^ _u64(secret + 56) ^ _u64(secret + 64))
-
-
-@_jit
-def xxh3_64(address: Any, length: Any, seed: Any) -> Any:
-    """XXH3-64 of `length` bytes at `address`.
-
-    Args:
-        address, length: int64, `length` at least 0.
-        seed: uint64; 0 is the C library's default.
-
-    Returns:
-        uint64, xxhash's `intdigest`.
-    """
-    seed = np.uint64(seed)
-    if length > 240:
-        return _long_64(address, length, seed)
-    if length > 16:
-        return _medium_64(address, length, seed)
-    return _short_64(address, length, seed)
-
-
-@_jit
 def xxh3_128(address: Any, length: Any) -> Any:
     """XXH3-128, seed 0, of `length` bytes at `address`: (lower, higher) half, uint64 each.
 
@@ -365,38 +293,6 @@ def xxh3_128(address: Any, length: Any) -> Any:
     if length > 16:
         return _medium_128(address, length)
     return _short_128(address, length)
-
-
-@_jit
-def _checksums(addresses: Any, lengths: Any, sums: Any) -> None:
-    for i in range(addresses.size):
-        sums[i] = xxh3_64(addresses[i], lengths[i], ZERO)
-
-
-def checksums(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """XXH3-64, seed 0, of n regions of memory, in one call that holds no GIL.
-
-    Args:
-        addresses: int64 [n], where each region starts; it must stay alive and readable.
-        lengths: int64 [n], bytes of each region.
-
-    Returns:
-        uint64 [n].
-
-    Raises:
-        ValueError: a wrong dtype or shape, or a negative length.
-    """
-    wrong = addresses.dtype != np.int64 or lengths.dtype != np.int64
-    if wrong or addresses.ndim != 1 or addresses.shape != lengths.shape:
-        raise ValueError(
-            f"addresses {addresses.dtype} {addresses.shape}, lengths {lengths.dtype} {lengths.shape}: "
-            "want int64 [n] both"
-        )
-    if lengths.size and lengths.min() < 0:
-        raise ValueError(f"lengths has {lengths.min()}: want at least 0")
-    sums = np.empty(lengths.size, np.uint64)
-    _checksums(addresses, lengths, sums)
-    return sums
 
 
 @_jit

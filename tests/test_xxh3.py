@@ -23,11 +23,6 @@ UNTIMED = settings(deadline=None)  # an example may have to wait for the JIT
 # Lengths around every change of path, and far from them.
 lengths = st.one_of(st.integers(0, 300), st.integers(0, 5000), st.sampled_from(LONG))
 offsets = st.integers(0, 64)
-seeds = st.one_of(st.just(0), st.integers(0, 2**64 - 1))
-
-
-def ours_64(data: NDArray[np.uint8], seed: int = 0) -> int:
-    return int(xxh3.xxh3_64(data.ctypes.data, data.size, np.uint64(seed)))
 
 
 def ours_128(data: NDArray[np.uint8]) -> int:
@@ -39,17 +34,13 @@ def ours_128(data: NDArray[np.uint8]) -> int:
 def test_equals_the_c_library_at_every_length(offset: int) -> None:
     for length in [*range(1101), *LONG]:
         data = BYTES[offset : offset + length]
-        assert ours_64(data) == xxhash.xxh3_64_intdigest(data.data), length
-        seed = length * 0x9E3779B97F4A7C15 % 2**64
-        assert ours_64(data, seed) == xxhash.xxh3_64_intdigest(data.data, seed), length
         assert ours_128(data) == xxhash.xxh3_128_intdigest(data.data), length
 
 
 @UNTIMED
-@given(lengths, offsets, seeds)
-def test_equals_the_c_library(length: int, offset: int, seed: int) -> None:
+@given(lengths, offsets)
+def test_equals_the_c_library(length: int, offset: int) -> None:
     data = BYTES[offset : offset + length]
-    assert ours_64(data, seed) == xxhash.xxh3_64_intdigest(data.data, seed)
     assert ours_128(data) == xxhash.xxh3_128_intdigest(data.data)
 
 
@@ -57,7 +48,6 @@ def test_equals_the_c_library(length: int, offset: int, seed: int) -> None:
 def test_carries_propagate(fill: int) -> None:
     for length in [*range(260), 1024, 3000]:
         data = np.full(length, fill, np.uint8)
-        assert ours_64(data, 2**64 - 1) == xxhash.xxh3_64_intdigest(data.data, 2**64 - 1)
         assert ours_128(data) == xxhash.xxh3_128_intdigest(data.data)
 
 
@@ -97,45 +87,14 @@ def test_chain_refuses(tokens: NDArray[np.int32], chunk_tokens: int, parent: byt
         xxh3.chain(tokens, chunk_tokens, parent)
 
 
-@UNTIMED
-@given(st.lists(st.tuples(st.integers(0, 500_000), lengths), max_size=40))
-def test_checksums(regions: list[tuple[int, int]]) -> None:
-    regions = [(start, min(length, BYTES.size - start)) for start, length in regions]
-    addresses = np.array([BYTES.ctypes.data + start for start, _ in regions], np.int64)
-    sums = xxh3.checksums(addresses, np.array([length for _, length in regions], np.int64))
-    assert sums.dtype == np.uint64
-    assert sums.tolist() == [
-        xxhash.xxh3_64_intdigest(BYTES[start : start + length].data) for start, length in regions
-    ]
-
-
-@pytest.mark.parametrize(
-    ("addresses", "sizes"),
-    [
-        (np.zeros(2, np.int64), np.zeros(3, np.int64)),
-        (np.zeros(2, np.int64), np.zeros(2, np.int32)),
-        (np.zeros(2, np.uint64), np.zeros(2, np.int64)),
-        (np.zeros((2, 1), np.int64), np.zeros((2, 1), np.int64)),
-        (np.zeros(2, np.int64), np.array([0, -1])),
-    ],
-)
-def test_checksums_refuses(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-    with pytest.raises(ValueError, match="want"):
-        xxh3.checksums(addresses, sizes)
-
-
 def test_threads_do_not_share_state() -> None:
-    def sums(start: int) -> list[int]:
-        addresses = np.arange(30, dtype=np.int64) * 9001 + BYTES.ctypes.data + start
-        return list(xxh3.checksums(addresses, np.full(30, 9000)))
-
     def digests(start: int) -> bytes:
         return xxh3.chain(BYTES[start * 4 :].view(np.int32), 256, bytes(16)).tobytes()
 
-    expected = [(sums(start), digests(start)) for start in range(8)]
+    expected = [digests(start) for start in range(8)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            assert list(pool.map(lambda start: (sums(start), digests(start)), range(8))) == expected
+            assert list(pool.map(digests, range(8))) == expected
 
 
 # A page of bytes between two that cannot be read: one byte too far ends the process.
@@ -152,8 +111,6 @@ for guard in (0, 2):
 middle = whole[page : 2 * page]
 for length in [*range(300), 1024, 1025, 2000, page]:
     for data in (middle[:length], middle[page - length :]):
-        xxh3.xxh3_64(data.ctypes.data, length, np.uint64(0))
-        xxh3.xxh3_64(data.ctypes.data, length, np.uint64(1))
         xxh3.xxh3_128(data.ctypes.data, length)
 for chunk_tokens in [*range(1, 70), 256, 300]:
     tokens = 2 * chunk_tokens
