@@ -79,10 +79,6 @@ class StorePlan:
         """One past the last chunk that any tier needs."""
         return max((s.stop for s in self.segments), default=0)
 
-    def targets(self, chunk: int) -> tuple[str, ...]:
-        """The tiers that need `chunk`."""
-        return tuple(s.tier for s in self.segments if s.start <= chunk < s.stop)
-
 
 def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> StorePlan:
     """Put chunks [0, `chunks`) into every tier of `policy.store_to`, past the leading run it holds already.
