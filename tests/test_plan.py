@@ -59,7 +59,7 @@ def test_clip_keeps_the_part_before(plan: RetrievePlan, chunks: int) -> None:
     assert clip(clipped, chunks) == clipped
 
 
-def puts(plan: StorePlan, chunks: int) -> list[tuple[str, int]]:
+def puts(plan: StorePlan) -> list[tuple[str, int]]:
     """Every (tier, chunk) of the plan, in its own order; each at most once."""
     found = [(s.tier, chunk) for s in plan.segments for chunk in range(s.start, s.stop)]
     assert len(set(found)) == len(found)
@@ -72,7 +72,7 @@ def puts(plan: StorePlan, chunks: int) -> list[tuple[str, int]]:
 @given(st.integers(0, 12), policies, st.dictionaries(tiers, st.integers(0, 15)))
 def test_a_store_plan_covers_what_is_missing(chunks: int, policy: Policy, resident: dict[str, int]) -> None:
     plan = plan_store(chunks, policy, resident)
-    assert puts(plan, chunks) == [
+    assert puts(plan) == [
         (tier, chunk) for tier in policy.store_to for chunk in range(resident.get(tier, 0), chunks)
     ]
 
@@ -81,7 +81,7 @@ def test_a_store_plan_covers_what_is_missing(chunks: int, policy: Policy, reside
 def test_write_back_takes_validated_chunks_of_far_tiers_to_others(
     plan: RetrievePlan, validated: int, policy: Policy, near: set[str]
 ) -> None:
-    copies = set(puts(plan_write_back(plan, validated, policy, near), plan.wanted))
+    copies = set(puts(plan_write_back(plan, validated, policy, near)))
     for target, chunk in copies:
         source = sources(plan)[chunk]
         assert chunk < validated
