@@ -87,18 +87,9 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
 
 def table(turns: list[Turn]) -> Table:
     """The turns as a table."""
-    shown = Table(title="time to first token, second process")
-    for heading in (
-        "turn",
-        "prompt",
-        "hits",
-        "computed",
-        "without kvkit",
-        "with kvkit",
-        "speedup",
-        "identical",
-    ):
-        shown.add_column(heading, justify="right")
+    shown = Table(title="second process: time to first token without kvkit (cold) and with it")
+    for heading in ("turn", "prompt", "hits", "computed", "cold", "kvkit", "speedup", "identical"):
+        shown.add_column(heading, justify="right", no_wrap=heading == "hits")
     for number, turn in enumerate(turns, 1):
         hits = ", ".join(f"{tier} {n}" for tier, n in turn.hit_tokens.items()) or "none"
         cold = turn.ttft_cold_s or float("nan")

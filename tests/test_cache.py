@@ -300,7 +300,7 @@ def test_a_tier_that_never_answers_is_a_miss_at_the_deadline(tmp_path: Path) -> 
     tokens = sequence(24)
     stuck = StuckTier()
     policy = Policy(("stuck", "disk"), ("disk",))
-    with open_cache(engine, tmp_path, policy=policy, timeout_s=0.05, extra=[stuck], slots=12) as cache:
+    with open_cache(engine, tmp_path, policy=policy, timeout_s=1.0, extra=[stuck], slots=12) as cache:
         table = engine.table(24)
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table))
@@ -320,7 +320,7 @@ def test_flush_gives_up_at_its_deadline(tmp_path: Path) -> None:
     tokens = sequence(8)
     stuck = StuckTier()
     stuck.run = lambda names: 0  # type: ignore[method-assign]
-    with open_cache(engine, None, policy=Policy((), ("stuck",)), extra=[stuck], timeout_s=0.05) as cache:
+    with open_cache(engine, None, policy=Policy((), ("stuck",)), extra=[stuck], timeout_s=1.0) as cache:
         table = engine.table(8)
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table))
@@ -451,7 +451,7 @@ def test_a_tier_that_hangs_when_asked_does_not_hang_the_lookup(tmp_path: Path) -
     )
     policy = Policy(("hung", "disk"), ("disk",))
     with open_cache(
-        engine, tmp_path / "d", memory_slots=0, policy=policy, extra=[hung], timeout_s=0.05
+        engine, tmp_path / "d", memory_slots=0, policy=policy, extra=[hung], timeout_s=1.0
     ) as cache:
         table = engine.table(24)
         engine.compute(tokens, table)
@@ -487,7 +487,7 @@ from test_cache import *
 
 engine = make_engine()
 hung = FaultyTier(ObjectTier({str(tmp_path)!r}), lambda op, name: Fault.HANG if op == "run" else None)
-with open_cache(engine, None, memory_slots=0, extra=[hung], timeout_s=0.05) as cache:
+with open_cache(engine, None, memory_slots=0, extra=[hung], timeout_s=1.0) as cache:
     assert cache.lookup(sequence(24)).tokens == 0
     hung.close = lambda: hung._released.wait()
 print("closed")
