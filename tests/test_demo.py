@@ -84,7 +84,7 @@ def test_the_second_process_finds_the_conversation_on_disk(tiny: Path, tmp_path:
     assert width > 600
 
     text = printed(terminal)
-    assert "time to first token, second process" in text
+    assert "time to first token without kvkit (cold) and with it" in text
     assert text.count("✓") == len(turns)
     for question in demo.QUESTIONS:
         assert text.count(question) == 2, "once per process"
