@@ -239,11 +239,13 @@ class Cache:
             # 1. the next segment: consecutive chunks at one tier
             segment = next(s for s in plan.segments if s.start <= done < s.stop)
             # 2. read its records into slots, 3. verify them, 4. unpack them, 5. write them back
-            stop, failed = self._load_segment(Segment(segment.tier, done, segment.stop), chunks, places)
+            stop, error = self._load_segment(Segment(segment.tier, done, segment.stop), chunks, places)
             loaded[segment.tier] += stop - done
             done = stop
+            if isinstance(error, StagingTimeout):  # another tier would not help
+                break
             # 6. what could not be had there is sought elsewhere
-            if failed:
+            if error is not None:
                 bad.add((segment.tier, done))
                 plan = self._find(chunks, planning.clip(plan, done), bad)
         size = self._chunk_tokens(chunks)
@@ -353,8 +355,10 @@ class Cache:
                 grew = grew or run > 0
         return plan
 
-    def _load_segment(self, segment: Segment, chunks: Chunks, places: Sequence[Place]) -> tuple[int, bool]:
-        """Load chunks of one tier in order, reads running ahead; (where it ended, whether for a failure)."""
+    def _load_segment(
+        self, segment: Segment, chunks: Chunks, places: Sequence[Place]
+    ) -> tuple[int, BaseException | None]:
+        """Load chunks of one tier in order, reads running ahead; where that ended, and why if early."""
         groups = len(chunks.formats)
         reads = SegmentReads(
             self.tiers[segment.tier], chunks.names, groups, segment, self.staging, self.timeout_s
@@ -365,7 +369,7 @@ class Cache:
                 reads.fill()
                 ready = reads.take_ready()
                 try:
-                    good = self._verified(segment.tier, chunks, position, ready)
+                    good, damage = self._verified(segment.tier, chunks, position, ready)
                     leases = ready[: good * groups]
                     if leases:
                         self._unpack(chunks, places, position, leases)
@@ -373,27 +377,32 @@ class Cache:
                 finally:
                     release_all(ready)
                 position += good
+                if damage is not None:
+                    return position, damage
                 if reads.failed is not None and isinstance(reads.error, DamagedObject):
                     self._drop(segment.tier, reads.failed, reads.error.damage)
                 elif reads.error is not None:
                     self._failed(segment.tier, reads.error)
-                if reads.error is not None or good * groups < len(ready):
-                    return position, True
+                if reads.error is not None:
+                    return position, reads.error
                 self._health[segment.tier].worked()
         finally:
             reads.abandon()
-        return position, False
+        return position, None
 
-    def _verified(self, tier: str, chunks: Chunks, first: int, leases: Sequence[Lease]) -> int:
+    def _verified(
+        self, tier: str, chunks: Chunks, first: int, leases: Sequence[Lease]
+    ) -> tuple[int, DamagedObject | None]:
         """How many whole chunks of `leases` are what they should be; drops the first record that is not."""
         groups = len(chunks.formats)
         for i, lease in enumerate(leases):
             chunk, group = first + i // groups, i % groups
             damage = record.verify(chunks.formats[group], lease.buffer[: lease.used], *chunks.identity(chunk))
             if damage is not None:
-                self._drop(tier, chunks.names[chunk * groups + group], damage)
-                return i // groups
-        return len(leases) // groups
+                name = chunks.names[chunk * groups + group]
+                self._drop(tier, name, damage)
+                return i // groups, DamagedObject(f"{name}: {damage}", damage)
+        return len(leases) // groups, None
 
     def _drop(self, tier: str, name: str, damage: Damage) -> None:
         log.warning("tier %r: %s is damaged (%s); deleted", tier, name, damage)
@@ -542,7 +551,7 @@ class Cache:
         return self._health[tier].usable(time.monotonic())
 
     def _failed(self, tier: str, error: BaseException) -> None:
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError | StagingTimeout):  # neither is the tier's fault
             return
         self._health[tier].failed(time.monotonic())
         with self._lock:

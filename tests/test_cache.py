@@ -20,7 +20,7 @@ from kvkit.cache import Cache, CacheError, CacheTimeout, Place
 from kvkit.layout import KVLayout, LayerGroup, LayoutError
 from kvkit.policy import Policy, PolicyError
 from kvkit.record import RecordFormat
-from kvkit.staging import Staging
+from kvkit.staging import Staging, release_all
 from kvkit.testing import Fault, FaultyTier
 from kvkit.tiers.base import OnComplete, Tier, TierError
 from kvkit.tiers.health import FAILURES_TO_PAUSE
@@ -496,3 +496,21 @@ print("closed")
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "closed\n", done.stderr
+
+
+def test_a_load_that_gets_no_slot_ends_and_blames_no_tier(tmp_path: Path) -> None:
+    engine = make_engine()
+    tokens = sequence(24)
+    with open_cache(engine, tmp_path, slots=4, memory_slots=0, timeout_s=1.0) as cache:
+        store(cache, engine, tokens)
+        taken = cache.staging.acquire(4, 1.0, at_least=4)
+        table = engine.table(24)
+        assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == 0
+        engine.compute(tokens, table)
+        more = sequence(24, seed=1)
+        assert cache.store(more, engine.places(table)).new_tokens == 0
+        assert not cache.counts().timeouts
+        release_all(taken)
+        engine.wipe()
+        assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == 24
+        engine.assert_loaded(tokens, table, 3)
