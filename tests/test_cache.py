@@ -22,7 +22,7 @@ from kvkit.policy import Policy, PolicyError
 from kvkit.record import RecordFormat
 from kvkit.staging import Staging, release_all
 from kvkit.testing import Fault, FaultyTier
-from kvkit.tiers.base import OnComplete, Tier, TierError
+from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
@@ -253,82 +253,41 @@ def test_construction_errors_name_the_setting(tmp_path: Path) -> None:
         Cache(other, engine.namespace, [], staging=Staging(1 << 20, 2))
 
 
-class StuckTier(Tier):
-    """Holds everything and never answers a read or a write until released."""
-
-    name = "stuck"
-
-    def __init__(self) -> None:
-        self.release = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    def run(self, names: Sequence[str]) -> int:
-        return len(names)
-
-    def get(self, names: Sequence[str], leases: Sequence[object], on_complete: OnComplete) -> None:
-        self._later(names, [lease.share() for lease in leases], on_complete)  # type: ignore[attr-defined]
-
-    put = get
-
-    def delete(self, names: Sequence[str]) -> None:
-        raise TierError("stuck")
-
-    def size(self, name: str) -> int | None:
-        return None
-
-    def scan(self):  # type: ignore[no-untyped-def]
-        return iter(())
-
-    def close(self) -> None:
-        self.release.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _later(self, names: Sequence[str], leases: Sequence[object], on_complete: OnComplete) -> None:
-        def work() -> None:
-            self.release.wait()
-            for name, lease in zip(names, leases, strict=True):
-                lease.release()  # type: ignore[attr-defined]
-                on_complete(name, TierError("released"))
-
-        self._threads.append(threading.Thread(target=work))
-        self._threads[-1].start()
+def hanging(folder: Path, operation: str) -> FaultyTier:
+    """A folder whose gets, puts or lookups hang until it is released or closed."""
+    inner = ObjectTier(str(folder), name="stuck")
+    return FaultyTier(inner, lambda asked, name: Fault.HANG if asked == operation else None)
 
 
 def test_a_tier_that_never_answers_is_a_miss_at_the_deadline(tmp_path: Path) -> None:
     engine = make_engine()
     tokens = sequence(24)
-    stuck = StuckTier()
-    policy = Policy(("stuck", "disk"), ("disk",))
-    with open_cache(engine, tmp_path, policy=policy, timeout_s=1.0, extra=[stuck], slots=12) as cache:
+    stuck = hanging(tmp_path / "stuck", "get")
+    policy = Policy(("stuck", "disk"), ("stuck", "disk"))
+    with open_cache(engine, tmp_path / "disk", policy=policy, timeout_s=1.0, extra=[stuck]) as cache:
+        store(cache, engine, tokens)
         table = engine.table(24)
-        engine.compute(tokens, table)
-        cache.store(tokens, engine.places(table))
-        cache.flush(10)
-        engine.wipe()
         loaded = cache.load(cache.lookup(tokens), engine.places(table))
         assert loaded.by_tier == {"disk": 24}
         engine.assert_loaded(tokens, table, 3)
         assert cache.counts().timeouts["stuck"] >= 1
-        stuck.release.set()
-    cache.check_integrity()
-    assert cache.staging.free == cache.staging.slots
+        stuck.release()
+    engine.assert_loaded(tokens, table, 3)
 
 
 def test_flush_gives_up_at_its_deadline(tmp_path: Path) -> None:
     engine = make_engine()
     tokens = sequence(8)
-    stuck = StuckTier()
-    stuck.run = lambda names: 0  # type: ignore[method-assign]
+    stuck = hanging(tmp_path, "put")
     with open_cache(engine, None, policy=Policy((), ("stuck",)), extra=[stuck], timeout_s=1.0) as cache:
         table = engine.table(8)
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table))
         with pytest.raises(CacheTimeout, match="1 puts are still under way"):
             cache.flush()
-        stuck.release.set()
+        stuck.release()
         cache.flush(10)
-        assert cache.counts().write_errors == {"stuck": 1}
+        assert cache.counts().stored_records == {"stuck": 1}
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2))
@@ -446,10 +405,8 @@ def test_a_damaged_compressed_record_is_a_miss(tmp_path: Path) -> None:
 def test_a_tier_that_hangs_when_asked_does_not_hang_the_lookup(tmp_path: Path) -> None:
     engine = make_engine()
     tokens = sequence(24)
-    hung = FaultyTier(
-        ObjectTier(str(tmp_path / "hung"), name="hung"), lambda op, name: Fault.HANG if op == "run" else None
-    )
-    policy = Policy(("hung", "disk"), ("disk",))
+    hung = hanging(tmp_path / "hung", "run")
+    policy = Policy(("stuck", "disk"), ("disk",))
     with open_cache(
         engine, tmp_path / "d", memory_slots=0, policy=policy, extra=[hung], timeout_s=1.0
     ) as cache:
@@ -458,7 +415,7 @@ def test_a_tier_that_hangs_when_asked_does_not_hang_the_lookup(tmp_path: Path) -
         cache.store(tokens, engine.places(table))
         cache.flush(10)
         assert cache.lookup(tokens).by_tier == {"disk": 24}
-        assert cache.counts().timeouts == {"hung": 1}
+        assert cache.counts().timeouts == {"stuck": 1}
 
 
 def test_a_tier_that_keeps_failing_is_passed_over(tmp_path: Path) -> None:
@@ -486,7 +443,7 @@ from pathlib import Path
 from test_cache import *
 
 engine = make_engine()
-hung = FaultyTier(ObjectTier({str(tmp_path)!r}), lambda op, name: Fault.HANG if op == "run" else None)
+hung = hanging({str(tmp_path)!r}, "run")
 with open_cache(engine, None, memory_slots=0, extra=[hung], timeout_s=1.0) as cache:
     assert cache.lookup(sequence(24)).tokens == 0
     hung.close = lambda: hung._released.wait()

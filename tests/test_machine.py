@@ -20,6 +20,7 @@ from kvkit.policy import Policy
 from kvkit.record import RecordFormat
 from kvkit.staging import Staging
 from kvkit.testing import Fault, FaultyTier
+from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 
@@ -89,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
     def meet(self, fault: str) -> None:
         self.faults = FAULTS[fault]
         if not self.faults and self.cache is not None:
-            self.cache._health["disk"].__init__()  # type: ignore[misc]  # no waiting for the pause to end
+            self.cache._health["disk"] = Health()  # no waiting for the pause to end
 
     @rule(chunks=SEQUENCES, stale=st.booleans())
     def turn(self, chunks: list[int], stale: bool) -> None:
