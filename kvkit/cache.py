@@ -405,7 +405,7 @@ class Cache:
         return len(leases) // groups, None
 
     def _drop(self, tier: str, name: str, damage: Damage) -> None:
-        log.warning("tier %r: %s is damaged (%s); deleted", tier, name, damage)
+        log.warning("tier %r: %s is damaged (%s) and will be deleted", tier, name, damage)
         with self._lock:
             self._counts.damaged[tier, damage] += 1
         try:

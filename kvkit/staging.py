@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
 import time
 from collections import deque
@@ -226,8 +227,6 @@ class Staging:
         self.ready.set()
 
     def _pin(self) -> None:
-        import sys
-
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available() or self._closed:
             return
