@@ -4,9 +4,9 @@ A file is written under a temporary name in its own folder, under a lock that it
 renamed when it is complete. So a record is whole or not there, and `Folder.clean` can tell what a killed
 writer left from what another process is just writing.
 
-Reads and writes go through the page cache. O_DIRECT was measured against it and lost or drew: a write of a
-new file takes twice as long and leaves nothing to read back warm, a cold read is no faster, and trying the
-cache first (RWF_NOWAIT) starts the kernel's read-ahead, so that cold data is read twice.
+Reads and writes go through the page cache. benchmarks/bench_files.py compares that with O_DIRECT: a cold read
+is no slower, and what was written can be read back warm; but a writer that goes on for long is held up by the
+kernel's write-back, and O_DIRECT is then faster.
 """
 
 from __future__ import annotations
