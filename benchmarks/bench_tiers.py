@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,9 @@ def read_bare(path: str, buffer: memoryview) -> None:
     os.close(file)
 
 
-def write_bare(path: str, data: memoryview) -> None:
+def write_bare(flags: int, path: str, data: memoryview) -> None:
     temporary = path + ".tmp"
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o644)
     done = 0
     while done < len(data):
         done += os.pwritev(file, [data[done:]], done)
@@ -183,20 +185,26 @@ def test_read_against_fsspec(benchmark: Any, fixture: Fixture, cache: str) -> No
     )
 
 
-def test_write(benchmark: Any, fixture: Fixture) -> None:
+@pytest.mark.parametrize("other", ["direct", "cached"])
+def test_write(benchmark: Any, fixture: Fixture, other: str) -> None:
+    """Sustained: what one round wrote stays until the last has written, as in a store."""
     folder = Path(fixture.paths[0]).parent
-    folder.mkdir(parents=True)
+    turn = itertools.count()
 
-    def remove() -> None:
-        fixture.tier.delete(fixture.names)
+    def set_aside() -> None:
+        if folder.exists():
+            folder.rename(fixture.root / f"round-{next(turn)}")
+            fixture.tier.delete(fixture.names)
+        folder.mkdir(parents=True)
 
+    flags = os.O_DIRECT if other == "direct" else 0
     compare(
         benchmark,
         lambda: fixture.move(fixture.tier.put),
-        lambda: fixture.bare(write_bare),
-        "open, pwritev, close, rename in as many threads",
-        20,
-        remove,
+        lambda: fixture.bare(partial(write_bare, flags)),
+        f"open, pwritev, close, rename in as many threads{', O_DIRECT' if flags else ''}",
+        15,
+        set_aside,
     )
     assert sorted(path.name for path in folder.iterdir()) == sorted(Path(p).name for p in fixture.paths)
 

@@ -33,10 +33,11 @@ def main() -> None:
     Console(width=150).print(table(copy.deepcopy(measured)))
     path = RESULTS / f"{slug()}.json"
     kept = json.loads(path.read_text())["results"] if path.exists() else []
-    merged = {entry["name"]: entry for entry in kept} | {entry["name"]: entry for entry in measured}
+    renewed = {_file(entry) for entry in measured}
+    results = [entry for entry in kept if _file(entry) not in renewed] + measured
     document = describe() | {
         "command": "make bench",
-        "results": sorted(merged.values(), key=lambda e: e["name"]),
+        "results": sorted(results, key=lambda entry: entry["name"]),
     }
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -66,6 +67,11 @@ def condensed(entry: dict[str, Any]) -> dict[str, Any]:
         "median_s": stats["median"],
         **entry["extra_info"],
     }
+
+
+def _file(entry: dict[str, Any]) -> str:
+    name: str = entry["name"]
+    return name.partition("::")[0]
 
 
 def table(measured: list[dict[str, Any]]) -> Table:

@@ -70,7 +70,9 @@ NEEDED: Mapping[str, Sequence[str]] = {
         for size in ("2MiB", "6MiB")
         for cache in ("warm", "cold")
     },
-    **{f"tiers::write[{size}]": _RATIO for size in ("2MiB", "6MiB")},
+    **{
+        f"tiers::write[{size}-{other}]": _RATIO for size in ("2MiB", "6MiB") for other in ("direct", "cached")
+    },
     "tiers::memory_borrow": ("min_s", "records"),
     "cache::overhead_of_a_memory_hit": ("us_per_chunk/min", "us_per_chunk/median"),
     "cache::load_from_disk": _RATIO,
@@ -214,7 +216,8 @@ def bars(results: Results) -> list[Bar]:
             Bar(f"read {cache}", "preadv", True, _ratio(results[f"tiers::read[6MiB-{cache}]"]))
             for cache in ("warm", "cold")
         ),
-        Bar("write", "pwritev, rename", True, _ratio(results["tiers::write[6MiB]"])),
+        Bar("write", "pwritev, O_DIRECT", True, _ratio(results["tiers::write[6MiB-direct]"])),
+        Bar("write", "pwritev, page cache", False, _ratio(results["tiers::write[6MiB-cached]"])),
         *(
             Bar(
                 f"read {cache}", "fsspec", False, _ratio(results[f"tiers::read_against_fsspec[6MiB-{cache}]"])

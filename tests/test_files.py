@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvkit.record import ALIGN
 from kvkit.staging import Staging
 from kvkit.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 from kvkit.tiers.base import TierError
@@ -155,6 +157,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
 def test_two_processes_write_the_same_names(tmp_path: Path, staging: Staging) -> None:
     program = """
 import sys
+from kvkit.record import ALIGN
 from kvkit.staging import Staging
 from kvkit.testing import SLOT_BYTES, SLOTS, put, record_names
 from kvkit.tiers.objects import ObjectTier
@@ -246,6 +249,35 @@ except OSError as error:
     output, _ = writer.communicate()
     assert output == f"{errno.EFBIG}\n"
     assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["direct", "tmpfs"])
+@pytest.mark.parametrize("shift", [0, 1, 512])
+def test_any_length_and_address(kind: str, shift: int, tmp_path: Path, small_disk: Path) -> None:
+    folder = Folder(str(tmp_path / "store" if kind == "direct" else small_disk))
+    memory = memoryview(mmap.mmap(-1, 5 * ALIGN))
+    memory[:] = os.urandom(len(memory))
+    sizes = [0, 1, ALIGN - 1, ALIGN, ALIGN + 1, 3 * ALIGN, 4 * ALIGN - 512]
+    for name, size in zip(record_names(len(sizes)), sizes, strict=True):
+        folder.write(name, memory[shift : shift + size])
+        found = bytearray(size + 1)
+        assert folder.read(name, memoryview(found)) == size
+        assert found[:size] == memory[shift : shift + size]
+
+
+def test_records_leave_the_page_cache_to_others(tmp_path: Path) -> None:
+    (tmp_path / "probe").touch()
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"the file system of {tmp_path} has no O_DIRECT: {error}")
+    Folder(str(tmp_path)).write(NAMES[0], memoryview(mmap.mmap(-1, 16 * ALIGN)))
+    file = os.open(tmp_path / NAMES[0], os.O_RDONLY)
+    buffer = bytearray(ALIGN)
+    with pytest.raises(BlockingIOError):
+        os.preadv(file, [buffer], 4 * ALIGN, os.RWF_NOWAIT)
+    assert os.preadv(file, [buffer], 4 * ALIGN) == ALIGN
+    os.close(file)
 
 
 def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:

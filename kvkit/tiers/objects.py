@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import posixpath
 import secrets
 import threading
@@ -162,7 +163,7 @@ class ObjectTier(ThreadedTier):
         want = size + size // 8 + (1 << 20)
         held: memoryview | None = getattr(self._local, "scratch", None)
         if held is None or len(held) < want:
-            held = self._local.scratch = memoryview(bytearray(want))
+            held = self._local.scratch = memoryview(mmap.mmap(-1, want))  # page-aligned, for O_DIRECT
         return held
 
     def size(self, name: str) -> int | None:
