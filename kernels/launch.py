@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvkit.kernels import reference
 from kvkit.kernels.reference import Part
 from kvkit.layout import LayerGroup
+from kvkit.rope import Rope
 
 
 class LaunchError(ValueError):
@@ -146,6 +147,59 @@ def unpack(
     is named twice holds either chunk's bytes or a mix.
     """
     _move(pages, records, blocks, slots, threads, to_records=False)
+
+
+def blend_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    row_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of some rows of some requests to keys in pages, by absolute position: (o, lse)."""
+    return reference.blend_attention(
+        q, k_pages, v_pages, tables, positions, row_starts, lengths, scale, window, softcap
+    )
+
+
+def rope_scatter(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    rope: Rope,
+    deviation: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate recomputed queries and keys, write K and V into pages; returns the rotated q."""
+    return reference.rope_scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation)
+
+
+def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Squared distance of each token's [H, D] of new and old [N, H, D]: float32 [N]."""
+    return reference.token_deviation(new, old)
+
+
+def query_scores(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    length: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """How much attention some rows of a request pay to each key: float32 [length]."""
+    return reference.query_scores(q, k_pages, v_pages, table, positions, length, scale, window, softcap)
 
 
 def _move(

@@ -105,6 +105,24 @@ class LayerGroup:
             return self.page_bytes
         return self.kv_heads * self.block_tokens * self.channels * self.item_bytes
 
+    def quantised(self) -> LayerGroup:
+        """The form of these layers' records when K and V are quantised to 8 bits, scales per token and head.
+
+        A row [C] becomes C codes and a float32 scale for K and one for V
+        (`kvkit.kernels.reference.quantise`), uint8 [C + 4 or 8]: records, keys and stores need to know no
+        more.
+
+        Raises:
+            LayoutError: the layers hold no floats of 16 or 32 bits, or opaque pages.
+        """
+        if self.opaque or self.dtype not in ("float32", "float16", "bfloat16"):
+            raise LayoutError(
+                f"dtype={self.dtype!r}, page_bytes={self.page_bytes}: want float32, float16 or bfloat16 "
+                "and pages that are not opaque"
+            )
+        scales = 4 * (1 + (self.v_size > 0))
+        return replace(self, k_size=self.channels + scales, v_size=0, dtype="uint8", strides=None)
+
     def record_shape(self, chunk_tokens: int) -> tuple[int, int, int, int]:
         """The canonical shape [L, H, T, C] of a chunk; opaque: [L, 1, pages, page_bytes], uint8.
 

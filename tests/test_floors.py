@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvkit"
 # lowest first; modules of one floor may import each other only where the line says so
 FLOORS = (
-    ("layout", "xxh3", "environment", "threads"),
+    ("layout", "rope", "xxh3", "environment", "threads"),
     ("chunks", "policy", "eviction"),
     ("record",),
     ("codecs",),
@@ -24,7 +24,7 @@ FLOORS = (
     ("demo",),
     ("cli",),
 )
-PURE = ("layout", "chunks", "record", "codecs", "plan", "policy", "eviction")
+PURE = ("layout", "rope", "chunks", "record", "codecs", "plan", "policy", "eviction")
 IMPURE = {
     "asyncio",
     "concurrent",
