@@ -1,0 +1,215 @@
+"""What is simulated: nodes, tiers, links and speeds, read from one TOML file. Every setting has a default.
+
+    [model]
+    kv_bytes_per_token = 131072      # 8B parameters, grouped heads, 16 bit
+    prefill_tokens_per_s = 8000
+
+    [nodes]
+    both = 4                         # or prefill = 2 and decode = 2
+    route = "session"
+
+    [handoff]                        # from a prefill node to a decode node
+    bandwidth = "12GB"               # bytes per second
+    latency_ms = 1
+
+    [tiers.memory]                   # in the order in which they are sought
+    capacity = "32GiB"               # per node where the scope is node
+    bandwidth = "20GB"
+    near = true                      # in the host's memory: nothing is written back from here
+
+    [tiers.store]
+    scope = "shared"
+    capacity = "2TiB"
+    bandwidth = "2GB"
+    latency_ms = 20
+    eviction = "lru"
+    price_per_gb_month = 0.02
+
+    [policy]                         # optional: all tiers, in the order above
+    write_back_to = ["memory"]
+
+    [policy.decode]                  # what differs on nodes of one role
+    store_to = ["store"]
+
+Sizes are bytes, or have a unit ("4GiB").
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from kvkit.eviction import Policy as EvictionPolicy
+from kvkit.policy import Policy, check
+from kvkit.simulate.errors import SimulationError, explain
+
+Role = Literal["both", "prefill", "decode"]
+Route = Literal["session", "round-robin", "least-busy", "prefix"]
+Bandwidth = Annotated[ByteSize, Field(gt=0, description="bytes per second")]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Settings):
+    """The model and its engine."""
+
+    kv_bytes_per_token: int = Field(default=131_072, gt=0, description="KV of one token, all layers")
+    prefill_tokens_per_s: float = Field(default=8_000, gt=0, allow_inf_nan=False, description="of one node")
+
+
+class NodesConfig(_Settings):
+    """How many nodes of each role, and how requests come to them."""
+
+    both: int = Field(default=1, ge=0, le=10_000, description="nodes that prefill and decode")
+    prefill: int = Field(default=0, ge=0, le=10_000, description="nodes that prefill, for `decode` nodes")
+    decode: int = Field(default=0, ge=0, le=10_000, description="nodes that decode what was handed to them")
+    route: Route = Field(
+        default="session",
+        description="session: all of one to the same node; round-robin; least-busy: the node that is free "
+        "first; prefix: the node that holds the longest run",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _disaggregated(cls, values: Any) -> Any:
+        """Where nodes have roles, none does both unless that is said."""
+        if isinstance(values, dict) and (values.get("prefill") or values.get("decode")):
+            return {"both": 0} | values
+        return values
+
+    @model_validator(mode="after")
+    def _roles_fit(self) -> NodesConfig:
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError(f"prefill = {self.prefill}, decode = {self.decode}: want both or neither")
+        if bool(self.both) == bool(self.prefill):
+            raise ValueError("want both = N, or prefill = N and decode = M")
+        return self
+
+
+class LinkConfig(_Settings):
+    """A link between nodes."""
+
+    bandwidth: Bandwidth = ByteSize(12_000_000_000)
+    latency_ms: Milliseconds = 1.0
+
+
+class TierConfig(_Settings):
+    """One tier."""
+
+    scope: Literal["node", "shared"] = Field(default="node", description="one per node, or one for all")
+    capacity: ByteSize | None = Field(default=None, gt=0, description="bytes kept, none: no limit")
+    bandwidth: Bandwidth = ByteSize(2_000_000_000)
+    latency_ms: Milliseconds = Field(default=0.0, description="of a run of chunks, once")
+    eviction: EvictionPolicy = Field(default="lru", description="who leaves when it is full")
+    near: bool = Field(default=False, description="in the host's memory: nothing is written back from here")
+    price_per_gb_month: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="of a gigabyte (1e9 bytes)"
+    )
+
+
+class RolePolicy(_Settings):
+    """What goes where, by tier name. See `kvkit.policy`."""
+
+    retrieve_from: tuple[str, ...] | None = None
+    store_to: tuple[str, ...] | None = None
+    write_back_to: tuple[str, ...] | None = None
+    staging_only: bool | None = None
+
+
+class PolicyConfig(RolePolicy):
+    """The policy of every node, and what differs by role."""
+
+    prefill: RolePolicy = RolePolicy()
+    decode: RolePolicy = RolePolicy()
+
+
+def _default_tiers() -> dict[str, TierConfig]:
+    return {
+        "memory": TierConfig(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), near=True),
+        "disk": TierConfig(capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2),
+    }
+
+
+class SimulationConfig(_Settings):
+    """Every setting of a simulation. See the module's text."""
+
+    model: ModelConfig = ModelConfig()
+    nodes: NodesConfig = NodesConfig()
+    handoff: LinkConfig = LinkConfig()
+    tiers: dict[str, TierConfig] = Field(default_factory=_default_tiers, min_length=1)
+    policy: PolicyConfig = PolicyConfig()
+
+    @model_validator(mode="after")
+    def _policies_name_tiers(self) -> SimulationConfig:
+        for role in ("both", "prefill", "decode"):
+            check(self.policy_of(role), self.tiers)
+        return self
+
+    def policy_of(self, role: Role) -> Policy:
+        """The policy of a node of this role, with what was left out filled in."""
+        default = Policy.default(self.tiers)
+        own = {"prefill": self.policy.prefill, "decode": self.policy.decode}.get(role, RolePolicy())
+
+        def setting(name: str) -> Any:
+            chosen = (getattr(source, name) for source in (own, self.policy, default))
+            return next(value for value in chosen if value is not None)
+
+        return Policy(
+            retrieve_from=setting("retrieve_from"),
+            store_to=setting("store_to"),
+            write_back_to=setting("write_back_to"),
+            staging_only=setting("staging_only"),
+        )
+
+    def with_tiers(self, changes: Mapping[str, Mapping[str, Any]]) -> SimulationConfig:
+        """A copy whose tiers have these settings changed: {tier: {setting: value}}.
+
+        Raises:
+            SimulationError: there is no such tier.
+        """
+        for name in changes:
+            if name not in self.tiers:
+                raise SimulationError(f"tier {name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
+        tiers = {n: t.model_copy(update=dict(changes.get(n, {}))) for n, t in self.tiers.items()}
+        return self.model_copy(update={"tiers": tiers})
+
+
+def load_simulation(path: str | Path) -> SimulationConfig:
+    """Read a TOML file.
+
+    Raises:
+        SimulationError: it cannot be read, or a setting is unknown or impossible.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SimulationError(f"{path}: {error}") from error
+    try:
+        return SimulationConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [explain(entry, str(path), _choices(entry["loc"][:-1])) for entry in error.errors()]
+        raise SimulationError("\n".join(lines)) from error
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "model": ModelConfig,
+    "nodes": NodesConfig,
+    "handoff": LinkConfig,
+    "tiers": TierConfig,
+    "policy": PolicyConfig,
+}
+
+
+def _choices(path: tuple[int | str, ...]) -> list[str]:
+    """The settings of the section at `path`."""
+    if not path:
+        return list(SimulationConfig.model_fields)
+    section = RolePolicy if path[0] == "policy" and len(path) > 1 else _SECTIONS[str(path[0])]
+    return list(section.model_fields)
