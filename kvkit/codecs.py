@@ -112,6 +112,17 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
     return total
 
 
+def restored_bytes(record: Buffer) -> int:
+    """Bytes of what `decompress` makes of an intact record.
+
+    Raises:
+        RecordError: it is no record.
+    """
+    header = read_header(record)
+    layers_end = header.header_bytes + math.prod(header.shape) * _item_bytes(header)
+    return layers_end + len(trailer_of([(0, 0)] * header.shape[0], layers_end))
+
+
 def _item_bytes(header: Header) -> int:
     """Bytes of an element; opaque pages, which have no K size, are bytes."""
     return ITEM_BYTES.get(header.dtype, 1) if header.k_size else 1

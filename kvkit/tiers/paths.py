@@ -1,0 +1,164 @@
+"""Several disks as one tier, records spread over them by key.
+
+A path that fails is a miss for the records on it, and no more: the others go on, and it is tried again later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from operator import methodcaller
+from typing import TypeVar
+
+from kvkit.staging import Lease
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier
+from kvkit.tiers.health import Health
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class SpreadTier(Tier):
+    """Records over `paths` by their name: equal names lie on equal paths in every process.
+
+    Args:
+        paths: tiers of their own, with capacities of their own. Closing this closes them.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Tier]) -> None:
+        if not paths:
+            raise ValueError(f"tier {name!r}: paths=[]: want at least one")
+        self.name = name
+        self.scope = paths[0].scope
+        self.codec = paths[0].codec
+        self._paths = tuple(paths)
+        self._health = tuple(Health() for _ in paths)
+
+    @property
+    def evicted(self) -> int:  # type: ignore[override]
+        """Records that any path let go."""
+        return sum(path.evicted for path in self._paths)
+
+    def run(self, names: Sequence[str]) -> int:
+        held = len(names)
+        for path, mine in self._shares(names).items():
+            answer = self._try(path, methodcaller("run", [names[i] for i in mine]), 0)
+            if answer < len(mine):
+                held = min(held, mine[answer])
+        return held
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._move(names, leases, on_complete, reading=True)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._move(names, leases, on_complete, reading=False)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for path, mine in self._shares(names).items():
+            self._paths[path].delete([names[i] for i in mine])
+
+    def size(self, name: str) -> int | None:
+        return self._try(path_of(name, len(self._paths)), lambda tier: tier.size(name), None)
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        return chain.from_iterable(path.scan() for path in self._paths)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        path = path_of(name, len(self._paths))
+        if not self._health[path].usable(time.monotonic()):
+            raise self._missing(name, path, "it failed a moment ago")
+        try:
+            self._paths[path].get_ranges(name, ranges, buffers)
+        except OSError as error:
+            self._note(path, error)
+            if isinstance(error, FileNotFoundError | DamagedObject):
+                raise
+            raise self._missing(name, path, error) from error
+        self._note(path, None)
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        shares = self._shares(names)
+        return sum(self._paths[path].pin([names[i] for i in mine], seconds) for path, mine in shares.items())
+
+    def waiting(self) -> int:
+        return sum(path.waiting() for path in self._paths)
+
+    def describe(self, array: str, metadata: bytes) -> None:
+        for path in range(len(self._paths)):
+            self._try(path, lambda tier: tier.describe(array, metadata), None)
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.close()
+
+    def _shares(self, names: Sequence[str]) -> dict[int, list[int]]:
+        """Which of `names`, by index, lie on each path."""
+        shares: dict[int, list[int]] = {}
+        for i, name in enumerate(names):
+            shares.setdefault(path_of(name, len(self._paths)), []).append(i)
+        return shares
+
+    def _move(
+        self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete, reading: bool
+    ) -> None:
+        if len(names) != len(leases):
+            raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
+        for path, mine in self._shares(names).items():
+            tier, health = self._paths[path], self._health[path]
+            if not health.usable(time.monotonic()):
+                for i in mine:
+                    on_complete(names[i], self._missing(names[i], path, "it failed a moment ago"))
+                continue
+            move = tier.get if reading else tier.put
+            report = partial(self._report, path, on_complete, reading)
+            move([names[i] for i in mine], [leases[i] for i in mine], report)
+
+    def _report(
+        self, path: int, on_complete: OnComplete, reading: bool, name: str, error: BaseException | None
+    ) -> None:
+        """What the path said, but that its failure to read is a miss, so that the others are not blamed."""
+        if reading:
+            self._note(path, error)
+            if error is not None and not isinstance(error, FileNotFoundError | DamagedObject):
+                error = self._missing(name, path, error)
+        else:
+            self._health[path].answered(time.monotonic())
+        on_complete(name, error)
+
+    def _note(self, path: int, error: BaseException | None) -> None:
+        """What a read says of its path."""
+        now = time.monotonic()
+        if error is None:
+            self._health[path].worked(now)
+        elif isinstance(error, FileNotFoundError | DamagedObject):
+            self._health[path].answered(now)
+        else:
+            self._health[path].failed(now, isinstance(error, TimeoutError))
+
+    def _missing(self, name: str, path: int, why: object) -> FileNotFoundError:
+        log.warning("tier %r: path %d does not deliver %s: %s", self.name, path, name, why)
+        return FileNotFoundError(f"tier {self.name!r}: path {path} does not deliver {name}: {why}")
+
+    def _try(self, path: int, ask: Callable[[Tier], T], otherwise: T) -> T:
+        """What `ask` says of a path; `otherwise` if that fails, or did a moment ago."""
+        health = self._health[path]
+        if not health.usable(time.monotonic()):
+            return otherwise
+        try:
+            answer = ask(self._paths[path])
+        except OSError as error:
+            log.warning("tier %r: path %d: %s", self.name, path, error)
+            health.failed(time.monotonic(), isinstance(error, TimeoutError))
+            return otherwise
+        health.answered(time.monotonic())
+        return answer
+
+
+def path_of(name: str, paths: int) -> int:
+    """The path of an object: its name's BLAKE2b-64 as a big-endian number, modulo `paths`."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % paths

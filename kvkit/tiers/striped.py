@@ -1,0 +1,84 @@
+"""Several disks as one store, each object striped over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from kvkit.record import ALIGN, Damage
+from kvkit.tiers.base import DamagedObject, Ranges, Store
+
+
+class StripedStore:
+    """Objects cut into equal parts, whole pages each, one per store; a store for `ObjectTier`. Thread-safe.
+
+    The first part is written last: an object is there when that one is. A part that cannot be read makes the
+    object a miss. One thread moves the parts of an object in turn, so a tier needs threads for every store.
+    Zarr readers see parts, not records.
+    """
+
+    def __init__(self, name: str, stores: Sequence[Store]) -> None:
+        if len(stores) < 2:
+            raise ValueError(f"tier {name!r}: stripe over {len(stores)} paths: want at least 2")
+        self._stores = tuple(stores)
+
+    def size(self, name: str) -> int | None:
+        first = self._stores[0].size(name)
+        return None if first is None else first + sum(store.size(name) or 0 for store in self._stores[1:])
+
+    def read(self, name: str, buffer: memoryview) -> int:
+        total = self._total(name)
+        if total > len(buffer):
+            raise DamagedObject(f"{name}: {total} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE)
+        places = parts(total, len(self._stores))
+        return sum(
+            store.read(name, buffer[start:stop])
+            for store, (start, stop) in zip(self._stores, places, strict=True)
+        )
+
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        places = parts(self._total(name), len(self._stores))
+        if any(offset + size > places[-1][1] for offset, size in ranges):
+            raise DamagedObject(f"{name} ends at {places[-1][1]}, before {ranges}", Damage.TRUNCATED)
+        for store, (start, stop) in zip(self._stores, places, strict=True):
+            mine: list[tuple[int, int]] = []
+            targets: list[memoryview] = []
+            for (offset, size), buffer in zip(ranges, buffers, strict=True):
+                low, high = max(offset, start), min(offset + size, stop)
+                if low < high:
+                    mine.append((low - start, high - low))
+                    targets.append(buffer[low - offset : high - offset])
+            if mine:
+                store.read_ranges(name, mine, targets)
+
+    def write(self, name: str, data: memoryview) -> None:
+        moves = list(zip(self._stores, parts(len(data), len(self._stores)), strict=True))
+        try:
+            for store, (start, stop) in reversed(moves):
+                store.write(name, data[start:stop])
+        except BaseException:
+            for store, _ in moves:
+                with suppress(OSError):
+                    store.delete(name)
+            raise
+
+    def delete(self, name: str) -> None:
+        for store in self._stores:
+            store.delete(name)
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        others = [dict(store.scan()) for store in self._stores[1:]]
+        for name, size in self._stores[0].scan():
+            yield name, size + sum(other.get(name, 0) for other in others)
+
+    def _total(self, name: str) -> int:
+        total = self.size(name)
+        if total is None:
+            raise FileNotFoundError(f"{name} is missing")
+        return total
+
+
+def parts(size: int, count: int) -> list[tuple[int, int]]:
+    """Where each part of an object begins and ends: equal ones, whole pages but for the last."""
+    step = -(-size // (count * ALIGN)) * ALIGN
+    return [(min(i * step, size), min((i + 1) * step, size)) for i in range(count)]

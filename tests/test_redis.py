@@ -1,0 +1,281 @@
+"""The Redis tier: the contract on real servers, Redis and Valkey, which also refuse, fill up, die, hang."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from servers import Proxy, RedisServer
+
+from kvkit.staging import Staging, release_all
+from kvkit.testing import (
+    DEADLINE_S,
+    RECORDS,
+    SLOT_BYTES,
+    SLOTS,
+    Completions,
+    TierContract,
+    get,
+    put,
+    record_bytes,
+    record_names,
+)
+from kvkit.tiers.base import DamagedObject, Tier, TierError, TierFull
+from kvkit.tiers.redis import PREFIX, RedisTier
+
+TIMEOUT_S = 1.0
+PASSWORD = "a-password-that-must-not-be-shown"
+
+
+@pytest.fixture
+def staging() -> Staging:
+    return Staging(SLOT_BYTES, SLOTS)
+
+
+@pytest.fixture(params=["redis", "valkey"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path, request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path, "valkey") as server:
+        yield server
+
+
+def finish(tier: Tier, staging: Staging) -> None:
+    TierContract().finish(tier, staging)
+
+
+def same(found: object, name: str) -> bool:
+    return isinstance(found, np.ndarray) and np.array_equal(found, record_bytes(name))
+
+
+class TestRedis(TierContract):
+    @pytest.fixture
+    def tier(self, server: RedisServer) -> Tier:
+        return RedisTier(server.url)
+
+
+def test_only_its_own_keys(server: RedisServer, staging: Staging) -> None:
+    """Others may use the same database; records are plain values under their names."""
+    client = redis.Redis(port=server.port)
+    client.set("kvkit:not a record", b"x")
+    client.set(b"kvkit:\xff", b"x")
+    client.set("0123456789abcdef/0/c.0.0.0.0.0.0", b"x")
+    tier = RedisTier(server.url)
+    names = record_names(2)
+    assert tier.run(names) == 0
+    assert put(tier, staging, names) == [None, None]
+    assert sorted(tier.scan()) == [(name, SLOT_BYTES) for name in names]
+    assert client.get(PREFIX + names[0]) == record_bytes(names[0]).tobytes()
+    tier.delete(names)
+    assert len(client.keys("*")) == 3
+    client.close()
+    finish(tier, staging)
+
+
+def test_a_long_run_takes_several_round_trips(valkey: RedisServer, staging: Staging) -> None:
+    tier = RedisTier(valkey.url)
+    names = record_names(1500)
+    client = redis.Redis(port=valkey.port)
+    client.mset({PREFIX + name: b"x" for name in names[:1300]})
+    assert tier.run(names) == 1300
+    client.delete(PREFIX + names[700])
+    assert tier.run(names) == 700
+    assert tier.run(names[701:1300]) == 599
+    assert len(list(tier.scan())) == 1299
+    tier.delete(names)
+    assert client.dbsize() == 0
+    client.close()
+    finish(tier, staging)
+
+
+def test_a_put_never_replaces(valkey: RedisServer, staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that found nothing there when it looked."""
+    tier = RedisTier(valkey.url)
+    (name,) = record_names(1)
+    client = redis.Redis(port=valkey.port)
+    client.set(PREFIX + name, b"first")
+    monkeypatch.setattr(tier._client, "exists", lambda key: 0)
+    assert put(tier, staging, [name]) == [None]
+    assert client.get(PREFIX + name) == b"first"
+    client.close()
+    finish(tier, staging)
+
+
+def test_a_user_with_no_more_rights_than_needed(tmp_path: Path, staging: Staging) -> None:
+    rights = "~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select"
+    users = ("user default off", f"user me on >{PASSWORD} {rights}", "user guest on >guest ~kvkit:* +exists")
+    with RedisServer(tmp_path, "valkey", *users) as server:
+        tier = RedisTier(server.url.replace("/0", "/3"), username="me", password=PASSWORD)
+        names = record_names(3)
+        assert put(tier, staging, names) == [None] * 3
+        assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
+        part = memoryview(bytearray(8))
+        tier.get_ranges(names[0], [(8, 8)], [part])
+        assert part == record_bytes(names[0])[8:16].tobytes()
+        assert tier.run(names) == 3
+        assert tier.size(names[0]) == SLOT_BYTES
+        tier.delete(names[:1])
+        assert len(list(tier.scan())) == 2
+        guest = RedisTier(server.url, username="guest", password="guest")
+        assert guest.run(names) == 0
+        assert "no permissions" in str(put(guest, staging, names[:1])[0])
+        guest.close()
+        finish(tier, staging)
+
+
+@pytest.mark.parametrize("user", ["me", None, "nobody"])
+def test_a_wrong_password(
+    user: str | None, tmp_path: Path, staging: Staging, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = (f"requirepass {PASSWORD}", f"user me on >{PASSWORD} ~* +@all")
+    with RedisServer(tmp_path, "valkey", *settings) as server:
+        tier = RedisTier(server.url, username=user, password=f"not {PASSWORD}")
+        (name,) = record_names(1)
+        errors = [*get(tier, staging, [name]), *put(tier, staging, [name])]
+        with pytest.raises(TierError, match="refuses the username or the password"):
+            tier.run([name])
+        for error in errors:
+            assert isinstance(error, TierError)
+            assert "refuses the username or the password" in str(error)
+            assert name in str(error)
+        for text in (*map(str, errors), *map(repr, errors), repr(tier), caplog.text):
+            assert PASSWORD not in text
+        anonymous = RedisTier(server.url)
+        assert "uthentication required" in str(get(anonymous, staging, [name])[0])
+        anonymous.close()
+        finish(tier, staging)
+
+
+def test_a_full_server_that_lets_nothing_go(tmp_path: Path, staging: Staging) -> None:
+    with RedisServer(tmp_path, "valkey", "maxmemory 3mb", "maxmemory-policy noeviction") as server:
+        tier = RedisTier(server.url)
+        names = record_names(400)
+        full: list[str] = []
+        for first in range(0, len(names), RECORDS):
+            batch = names[first : first + RECORDS]
+            errors = put(tier, staging, batch)
+            assert all(error is None or isinstance(error, TierFull) for error in errors), errors
+            full += [name for name, error in zip(batch, errors, strict=True) if error is not None]
+            if full:
+                break
+        assert full
+        assert tier.run(full[:1]) == 0
+        assert same(get(tier, staging, names[:1])[0], names[0]), "what it has, it serves"
+        tier.delete([name for name, _ in tier.scan()])
+        assert put(tier, staging, full[:1]) == [None]
+        finish(tier, staging)
+
+
+def test_a_server_that_lets_go_what_was_used_least(tmp_path: Path, staging: Staging) -> None:
+    """What is let go is a miss: no process believes in an index of its own."""
+    with RedisServer(tmp_path, "valkey", "maxmemory 3mb", "maxmemory-policy allkeys-lru") as server:
+        tier = RedisTier(server.url)
+        names = record_names(400)
+        for first in range(0, len(names), RECORDS):
+            assert put(tier, staging, names[first : first + RECORDS]) == [None] * RECORDS
+        held = {name for name, _ in tier.scan()}
+        assert 0 < len(held) < len(names)
+        assert [tier.run([name]) for name in names] == [int(name in held) for name in names]
+        finish(tier, staging)
+
+
+def test_the_server_is_killed_and_restarted_amid_a_load(server: RedisServer, staging: Staging) -> None:
+    """Each record is right or an error, in time; a restarted server is used again, and is empty."""
+    tier = RedisTier(server.url, threads=2, timeout_s=TIMEOUT_S)
+    names = record_names(RECORDS)
+    assert put(tier, staging, names) == [None] * RECORDS
+    leases = staging.acquire(RECORDS, DEADLINE_S, at_least=RECORDS)
+    lock = threading.Lock()
+    errors: dict[str, BaseException | None] = {}
+    done = Completions()
+
+    def on_complete(name: str, error: BaseException | None) -> None:
+        with lock:
+            errors[name] = error
+            if len(errors) == 3:
+                server.kill()
+        done(name, error)
+
+    tier.get(names, leases, on_complete)
+    done.wait(RECORDS)
+    for name, lease in zip(names, leases, strict=True):
+        assert isinstance(errors[name], TierError) or np.array_equal(lease.record, record_bytes(name))
+    assert any(isinstance(error, TierError) for error in errors.values()), "nothing was under way"
+    release_all(leases)
+    with pytest.raises(TierError, match="refused"):
+        tier.run(names)
+    server.start()
+    assert tier.run(names) == 0
+    assert put(tier, staging, names[:2]) == [None, None]
+    assert same(get(tier, staging, names[:1])[0], names[0])
+    finish(tier, staging)
+
+
+@pytest.mark.parametrize("how", ["stopped", "slow", "cut", "deaf"])
+def test_a_server_that_answers_badly(how: str, valkey: RedisServer, staging: Staging) -> None:
+    """Stopped, slow, breaking off or never answering: an error in time; then it is as before."""
+    names = record_names(2)
+    with Proxy(valkey.port) as proxy, socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1] if how == "deaf" else proxy.port
+        tier = RedisTier(f"redis://127.0.0.1:{port}", threads=1, timeout_s=TIMEOUT_S)
+        if how != "deaf":
+            put(tier, staging, names[:1])
+            get(tier, staging, names[:1])
+        if how == "stopped":
+            valkey.stop()
+        elif how != "deaf":
+            proxy.spoil = how  # type: ignore[assignment]
+        began = time.monotonic()
+        (error,) = get(tier, staging, names[:1])
+        took = time.monotonic() - began
+        assert isinstance(error, TierError)
+        assert ("closed the connection" if how == "cut" else f"within timeout_s={TIMEOUT_S}") in str(error)
+        assert took < 2.5 * TIMEOUT_S
+        proxy.spoil = ""
+        if how == "stopped":
+            valkey.resume()
+        if how != "deaf":
+            assert same(get(tier, staging, names[:1])[0], names[0])
+            assert tier.run(names) == 1
+        finish(tier, staging)
+
+
+def test_too_large_a_record_does_not_spoil_the_connection(valkey: RedisServer, staging: Staging) -> None:
+    tier = RedisTier(valkey.url, threads=1)
+    names = record_names(2)
+    put(tier, staging, names)
+    small = Staging(4096, 1)
+    assert isinstance(get(tier, small, names[:1])[0], DamagedObject)
+    small.close()
+    assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
+    finish(tier, staging)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (f"redis://me:{PASSWORD}@localhost", "username and password as settings"),
+        (f"redis://:{PASSWORD}@localhost", "username and password as settings"),
+        ("redis://", "want redis://"),
+        ("http://localhost", "want redis://"),
+        ("redis://localhost:port", "want redis://"),
+        ("redis://localhost:99999", "want redis://"),
+        ("redis://localhost/0?db=3", "want redis://"),
+        ("redis://localhost/first", "'first', want a number"),
+    ],
+)
+def test_wrong_urls(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        RedisTier(url, name="far")
+    assert "tier 'far': url: " in str(caught.value)
+    assert PASSWORD not in str(caught.value)
