@@ -7,6 +7,9 @@ writer left from what another process is just writing.
 Writes go past the page cache where the file system lets them (O_DIRECT): they take a fraction of the time and
 of the processor, and leave the cache to others. Reads go through it: warm ones are much faster, cold ones no
 slower. benchmarks/bench_files.py measures both choices.
+
+An NFS client remembers for up to a minute that a name is not there, whatever other clients create; `Folder`
+asks the server before it believes that. tests/nfs proves it on a real mount.
 """
 
 from __future__ import annotations
@@ -18,19 +21,29 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import suppress
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from kvkit.record import ALIGN, Damage
-from kvkit.tiers.base import DamagedObject, TierError
+from kvkit.tiers.base import DamagedObject, Ranges, TierError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 METADATA = "zarr.json"
 TEMPORARY = ".tmp-"
 _SPACE, _GROUP = re.compile("[0-9a-f]+"), re.compile("[0-9]+")
 _RECORD = re.compile(r"[0-9a-f]+/[0-9]+/c(\.[0-9]+){6}")
 _OBJECT = re.compile(r"[0-9a-f]+/[0-9]+/(c(\.[0-9]+){6}|zarr\.json)")
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""A file is not there, or not any more: ESTALE, another NFS client removed it."""
+_WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+"""How /proc writes a blank in a path."""
+_TRIES = 4
+"""How often a write starts over when a cleaner takes its file for a dead writer's, which is rare already."""
 
 
 def is_record(name: str) -> bool:
@@ -61,12 +74,13 @@ class Folder:
     def __init__(self, root: str, fsync: bool = False) -> None:
         self.root = os.path.abspath(root)
         self._fsync = fsync
+        self._nfs = file_system(self.root) in ("nfs", "nfs4")
 
     def size(self, name: str) -> int | None:
         """Bytes of the file, None if it is missing."""
         try:
-            status = os.stat(self._path(name))
-        except (FileNotFoundError, NotADirectoryError):
+            status = self._find(self._path(name), os.stat)
+        except FileNotFoundError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
@@ -77,8 +91,7 @@ class Folder:
             FileNotFoundError: it is missing.
             DamagedObject: it is larger than the buffer.
         """
-        file = os.open(self._path(name), os.O_RDONLY)
-        try:
+        with self._opened(name) as file:
             size = os.fstat(file).st_size
             if size > len(buffer):
                 raise DamagedObject(
@@ -91,8 +104,24 @@ class Folder:
                     break
                 done += count
             return done
-        finally:
-            os.close(file)
+
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        """Read parts of the file, each to the front of its buffer. Mutates `buffers`.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            DamagedObject: it ends before a range does.
+        """
+        with self._opened(name) as file:
+            for (offset, size), buffer in zip(ranges, buffers, strict=True):
+                done = 0
+                while done < size:
+                    count = os.preadv(file, [buffer[done:size]], offset + done)
+                    if count == 0:
+                        raise DamagedObject(
+                            f"{name}: {done} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
+                        )
+                    done += count
 
     def write(self, name: str, data: memoryview) -> None:
         """Make the file, complete at once; done already if it exists.
@@ -103,39 +132,55 @@ class Folder:
         path = self._path(name)
         if self.size(name) is not None:
             return
+        for attempt in range(_TRIES):
+            try:
+                with _naming(name):
+                    self._write(path, data)
+                return
+            except FileNotFoundError:
+                if attempt == _TRIES - 1:
+                    raise
+
+    def _write(self, path: str, data: memoryview) -> None:
         folder = os.path.dirname(path)
         file, temporary = _create(folder)
         try:
-            _write_all(file, data)
-            if self._fsync:
-                os.fsync(file)
-            else:
-                # NFS sends what it buffered, and tells of a full disk, when a descriptor is closed: close one
-                # before the name is there for all to see, and keep the lock through the other
-                os.close(os.dup(file))
-            os.rename(temporary, path)
+            try:
+                _write_all(file, data)
+                if self._fsync:
+                    os.fsync(file)
+                else:
+                    # NFS sends what it buffered, and tells of a full disk, when a descriptor is closed: close
+                    # one before the name is there for all to see, and keep the lock through the other
+                    os.close(os.dup(file))
+                os.rename(temporary, path)
+            finally:
+                os.close(file)
         except BaseException:
+            # after the close, as in _remove_if_dead
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        finally:
-            os.close(file)
         if self._fsync:
             _sync_folder(folder)
 
     def delete(self, name: str) -> None:
         """Remove the file; missing is fine."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self._path(name))
+        with suppress(FileNotFoundError):
+            self._find(self._path(name), os.unlink)
 
     def scan(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of every record, oldest first."""
         found = []
         for name, entry in self._entries():
             if is_record(name):
-                with suppress(FileNotFoundError):  # deleted meanwhile
+                try:
                     status = entry.stat()
-                    found.append((status.st_mtime_ns, name, status.st_size))
+                except OSError as error:
+                    if error.errno in _GONE:  # deleted meanwhile
+                        continue
+                    raise
+                found.append((status.st_mtime_ns, name, status.st_size))
         found.sort()
         for _, name, size in found:
             yield name, size
@@ -150,6 +195,36 @@ class Folder:
         check_name(name)
         return f"{self.root}/{name}"
 
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """A descriptor to read the file."""
+        file = self._find(self._path(name), lambda path: os.open(path, os.O_RDONLY))
+        try:
+            with _naming(name):
+                yield file
+        finally:
+            os.close(file)
+
+    def _find(self, path: str, call: Callable[[str], T]) -> T:
+        """call(path), on NFS once more with fresh eyes if the file seems missing.
+
+        Raises:
+            FileNotFoundError: it is missing, or became so.
+        """
+        if self._nfs:
+            try:
+                return call(path)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+            _look_again(os.path.dirname(path))
+        try:
+            return call(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ESTALE):
+                raise
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+
     def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """(path below the root, entry) of every file in an array's folder."""
         for space in _folders(self.root, _SPACE):
@@ -157,6 +232,57 @@ class Folder:
                 for entry in _list(group.path):
                     if entry.is_file():
                         yield f"{space.name}/{group.name}/{entry.name}", entry
+
+
+def file_system(path: str) -> str:
+    """The type of the file system that `path` is on, or would be, as in /proc/mounts; "" if unknown."""
+    os.path.exists(path)  # mounts what is mounted on demand
+    path = os.path.realpath(path)
+    found, kind = "", ""
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for mount in mounts:
+                fields = mount.split()
+                point = _ESCAPE.sub(lambda code: chr(int(code[1], 8)), fields[4])
+                inside = point == "/" or path == point or path.startswith(f"{point}/")
+                if inside and len(point) >= len(found):
+                    found, kind = point, fields[fields.index("-") + 1]
+    except OSError as error:
+        log.warning("%s: its file system is not known, taken for a local one: %s", path, error)
+    return kind
+
+
+def _look_again(folder: str) -> None:
+    """Make the NFS client ask the server whether `folder` changed, so that it forgets names it holds missing.
+
+    Opening a folder does that, for one request to the server: close-to-open consistency. A folder that is
+    missing itself may be so in the client's memory alone: then it is up to the one above.
+    """
+    while True:
+        try:
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+            return
+        except OSError as error:
+            if error.errno not in _GONE or folder == os.path.dirname(folder):
+                return
+        folder = os.path.dirname(folder)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Give errors the name of the file, which calls on descriptors do not tell.
+
+    Raises:
+        FileNotFoundError: another NFS client removed the file while this one held it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, name) from error
 
 
 def _folders(folder: str, pattern: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
@@ -174,20 +300,51 @@ def _list(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _create(folder: str) -> tuple[int, str]:
-    """A new temporary file in `folder`, open for writing and locked, and its path."""
-    while True:
-        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
-        try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:
-            os.makedirs(folder, exist_ok=True)
-            continue
-        # without locks the writer is safe all the same: cleaners cannot lock the file either, and leave it
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink > 0:
+    """A new temporary file in `folder`, open for writing and locked, and its path.
+
+    Raises:
+        FileNotFoundError: a cleaner came between opening and locking, and took it for a dead writer's.
+    """
+    temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        file = os.open(temporary, flags, 0o666)
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
+        file = os.open(temporary, flags, 0o666)
+    try:
+        if _is_mine(file):
             return file, temporary
-        os.close(file)  # a cleaner came between opening and locking, and took it for a dead writer's
+        raise FileNotFoundError(errno.ENOENT, "taken for a dead writer's", temporary)
+    except BaseException:
+        os.close(file)
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _is_mine(file: int) -> bool:
+    """Lock a new file; False if a cleaner has it, or removed it already. Never waits."""
+    try:
+        _lock(file)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # without locks the writer is safe all the same: cleaners cannot lock the file, and leave it
+    return os.fstat(file).st_nlink > 0
+
+
+def _lock(file: int) -> None:
+    """Lock the file until it is closed.
+
+    With a lock of the open file description, not flock: NFS servers turn both into record locks, and only the
+    former conflicts with those when processes on the server's own machine use the folder as well.
+
+    Raises:
+        BlockingIOError: another has it.
+        OSError: there are no locks here, or the file is gone.
+    """
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
 
 
 def _write_all(file: int, data: memoryview) -> None:
@@ -211,10 +368,12 @@ def _remove_if_dead(path: str) -> None:
     with suppress(OSError):  # locked, gone by itself, read-only, or on a file system without locks
         file = os.open(path, os.O_WRONLY)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
+            _lock(file)
         finally:
             os.close(file)
+        # only now: an NFS client renames what is still open, and removes it some time after the close; a
+        # writer that locks the file in between starts over
+        os.unlink(path)
 
 
 def _sync_folder(folder: str) -> None:
