@@ -1,25 +1,137 @@
-"""Whether a tier is worth asking: one that keeps failing is passed over for a while."""
+"""A circuit breaker per tier: one that fails is passed over for a while, then tried by one caller.
+
+    ok -- failures in a row, or a timeout --> open -- the pause is over --> half-open -- a trial works --> ok
+                                                ^------- a trial fails: a longer pause ---------'
+
+A tier that is ok is called slow while it takes several times as long as it used to; that only informs.
+`Circuit` and the functions on it are pure; `Health` keeps one for a tier.
+"""
 
 from __future__ import annotations
 
-FAILURES_TO_PAUSE, PAUSE_S = 3, 10.0
-"""A tier that failed this often in a row is passed over for this long, in seconds."""
+import threading
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+State = Literal["ok", "slow", "open", "half-open"]
+
+FAILURES_TO_PAUSE = 3
+"""Failures in a row that open the circuit. One timeout does: it costs a request its whole deadline."""
+
+PAUSES_S = (5.0, 10.0, 20.0, 40.0, 80.0, 120.0)
+"""How long a tier is passed over, in seconds: the first time, after one failed trial, after two, ..."""
+
+TRIAL_S = 30.0
+"""A trial of which nothing was heard for so long, in seconds, is lost, and another caller may try."""
+
+SLOW_FACTOR, RECENT, REMEMBERED = 4.0, 8, 64
+"""Slow: the median of the RECENT last latencies is SLOW_FACTOR times that of those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circuit:
+    """What is known of a tier. Times are the caller's clock, in seconds.
+
+    Attributes:
+        failures: in a row, while it is closed.
+        pauses: in a row; 0 while it is closed.
+        until: when the pause, or the trial that is under way, is over.
+        trial: whether a trial is under way.
+        latencies: the last REMEMBERED ones, in seconds.
+    """
+
+    failures: int = 0
+    pauses: int = 0
+    until: float = 0.0
+    trial: bool = False
+    latencies: tuple[float, ...] = ()
+
+
+def state(circuit: Circuit, now: float) -> State:
+    """What to show of it."""
+    if circuit.pauses:
+        return "half-open" if _may_decide(circuit, now) else "open"
+    before, recent = circuit.latencies[:-RECENT], circuit.latencies[-RECENT:]
+    slow = len(before) >= RECENT and median(recent) >= SLOW_FACTOR * median(before)
+    return "slow" if slow else "ok"
+
+
+def ask(circuit: Circuit, now: float) -> tuple[Circuit, bool]:
+    """Whether the tier may be used now. In a half-open circuit yes is said once per trial."""
+    if not circuit.pauses:
+        return circuit, True
+    if now < circuit.until:
+        return circuit, False
+    return replace(circuit, trial=True, until=now + TRIAL_S), True
+
+
+def worked(circuit: Circuit, now: float, seconds: float | None = None) -> Circuit:
+    """After records were moved: closed, unless it is open. What was begun before the pause proves nothing.
+
+    `seconds` is the time per record, where it is known.
+    """
+    if not _may_decide(circuit, now):
+        return circuit
+    if seconds is not None:
+        kept = circuit.latencies[1 - REMEMBERED :]
+        return Circuit(latencies=(*kept, seconds))
+    return Circuit(latencies=circuit.latencies) if circuit.failures or circuit.pauses else circuit
+
+
+def answered(circuit: Circuit, now: float) -> Circuit:
+    """After an answer that moved no record: a trial ends undecided, and the next caller may try.
+
+    An index can answer for a disk that is gone, so this does not interrupt a row of failures.
+    """
+    return replace(circuit, trial=False, until=now) if circuit.trial else circuit
+
+
+def failed(circuit: Circuit, now: float, timed_out: bool = False) -> Circuit:
+    """After an error, or an answer that did not come in time."""
+    if not _may_decide(circuit, now):
+        return circuit
+    failures = circuit.failures + 1
+    if not circuit.pauses and not timed_out and failures < FAILURES_TO_PAUSE:
+        return replace(circuit, failures=failures)
+    pause_s = PAUSES_S[min(circuit.pauses, len(PAUSES_S) - 1)]
+    return Circuit(pauses=circuit.pauses + 1, until=now + pause_s, latencies=circuit.latencies)
+
+
+def _may_decide(circuit: Circuit, now: float) -> bool:
+    """Whether a result counts: not while the pause lasts."""
+    return not circuit.pauses or circuit.trial or now >= circuit.until
 
 
 class Health:
-    """Failures of one tier. Times are the caller's clock, in seconds."""
+    """The circuit of one tier. Thread-safe; `now` is the caller's clock, in seconds."""
 
     def __init__(self) -> None:
-        self._failures = 0
-        self._until = 0.0
+        self._circuit = Circuit()
+        self._lock = threading.Lock()
 
     def usable(self, now: float) -> bool:
-        return now >= self._until
+        """Whether to use the tier now. In a half-open circuit one caller gets yes, and must report."""
+        with self._lock:
+            self._circuit, allowed = ask(self._circuit, now)
+            return allowed
 
-    def failed(self, now: float) -> None:
-        self._failures += 1
-        if self._failures >= FAILURES_TO_PAUSE:
-            self._until = now + PAUSE_S
+    def worked(self, now: float, seconds: float | None = None) -> None:
+        """Records were moved; `seconds` is the time per record."""
+        with self._lock:
+            self._circuit = worked(self._circuit, now, seconds)
 
-    def worked(self) -> None:
-        self._failures = 0
+    def answered(self, now: float) -> None:
+        """The tier said what it holds, or the caller had nothing to move after all."""
+        with self._lock:
+            self._circuit = answered(self._circuit, now)
+
+    def failed(self, now: float, timed_out: bool = False) -> None:
+        """The tier reported an error, or (`timed_out`) missed a deadline."""
+        with self._lock:
+            self._circuit = failed(self._circuit, now, timed_out)
+
+    def state(self, now: float) -> State:
+        """For metrics and people. Changes nothing."""
+        with self._lock:
+            return state(self._circuit, now)

@@ -1,0 +1,190 @@
+"""The circuit breaker: checked against what its text says, over random histories; alone among threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvkit.testing import DEADLINE_S
+from kvkit.tiers import health
+from kvkit.tiers.health import (
+    FAILURES_TO_PAUSE,
+    PAUSES_S,
+    RECENT,
+    REMEMBERED,
+    SLOW_FACTOR,
+    TRIAL_S,
+    Circuit,
+    Health,
+)
+
+LONGEST_S = max(PAUSES_S)
+
+
+class Breaker(RuleBasedStateMachine):
+    """Any order of questions and reports; whole seconds, so that sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.health = Health()
+        self.now = 1000.0
+        self.row = 0
+        self.pauses: list[float] = []  # when each began, since it was last closed
+        self.trial: float | None = None  # when the one under way began
+
+    def paused(self) -> bool:
+        """By the text: the n-th pause in a row lasts PAUSES_S[n], the later ones as long as the last."""
+        if not self.pauses:
+            return False
+        length = PAUSES_S[min(len(self.pauses), len(PAUSES_S)) - 1]
+        return self.now < self.pauses[-1] + length
+
+    def pause(self) -> None:
+        self.pauses.append(self.now)
+        self.trial = None
+
+    @rule(seconds=st.integers(0, 9) | st.integers(0, 300))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule()
+    def ask(self) -> None:
+        allowed = self.health.usable(self.now)
+        if not self.pauses:
+            assert allowed
+        elif self.paused():
+            assert not allowed
+        else:
+            assert allowed == (self.trial is None or self.now >= self.trial + TRIAL_S), "one trial at a time"
+            if allowed:
+                self.trial = self.now
+
+    @rule(timed_out=st.booleans())
+    def fail(self, timed_out: bool) -> None:
+        self.health.failed(self.now, timed_out)
+        if not self.pauses:
+            self.row += 1
+            if timed_out or self.row == FAILURES_TO_PAUSE:
+                self.pause()
+        elif not self.paused():
+            self.pause()
+
+    @rule(seconds=st.none() | st.floats(0, 10))
+    def work(self, seconds: float | None) -> None:
+        self.health.worked(self.now, seconds)
+        if not self.paused():
+            self.row, self.pauses, self.trial = 0, [], None
+
+    @rule()
+    def answer(self) -> None:
+        self.health.answered(self.now)
+        self.trial = None
+
+    @invariant()
+    def state_is_what_the_history_says(self) -> None:
+        state = self.health.state(self.now)
+        if not self.pauses:
+            assert state in ("ok", "slow")
+        else:
+            assert state == ("open" if self.paused() else "half-open")
+
+    @invariant()
+    def nobody_is_shut_out_for_ever(self) -> None:
+        later, allowed = health.ask(self.health._circuit, self.now + max(LONGEST_S, TRIAL_S))
+        assert allowed
+        assert health.worked(later, self.now).pauses == 0
+
+
+TestBreaker = Breaker.TestCase
+TestBreaker.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    circuit, now, lengths = Circuit(), 0.0, []
+    for _ in range(5000):
+        circuit = health.failed(circuit, now, timed_out=True)
+        lengths.append(circuit.until - now)
+        now = circuit.until
+        circuit, allowed = health.ask(circuit, now)
+        assert allowed
+    assert lengths[: len(PAUSES_S)] == pytest.approx(PAUSES_S)
+    assert list(PAUSES_S) == sorted(set(PAUSES_S))
+    assert max(lengths) == pytest.approx(LONGEST_S)
+    circuit = health.worked(circuit, now)
+    assert health.failed(circuit, now, timed_out=True).until - now == PAUSES_S[0], "success forgets the past"
+
+
+def test_what_began_before_the_pause_decides_nothing() -> None:
+    opened = health.failed(Circuit(), 0.0, timed_out=True)
+    assert health.failed(opened, 1.0) == opened
+    assert health.worked(opened, 1.0) == opened
+
+
+def test_a_success_ends_a_row_of_failures() -> None:
+    breaker = Health()
+    for _ in range(10):
+        for _ in range(FAILURES_TO_PAUSE - 1):
+            breaker.failed(0.0)
+        breaker.worked(0.0)
+    assert breaker.usable(0.0)
+
+
+def test_an_answer_does_not() -> None:
+    breaker = Health()
+    for _ in range(FAILURES_TO_PAUSE):
+        breaker.answered(0.0)
+        breaker.failed(0.0)
+    assert not breaker.usable(0.0)
+
+
+def test_one_of_many_threads_gets_the_trial() -> None:
+    breaker = Health()
+    breaker.failed(0.0, timed_out=True)
+    barrier = threading.Barrier(16)
+    allowed = []
+
+    def caller() -> None:
+        barrier.wait(DEADLINE_S)
+        if breaker.usable(PAUSES_S[0]):
+            allowed.append(threading.get_ident())
+
+    threads = [threading.Thread(target=caller) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert len(allowed) == 1
+
+
+def after(*seconds: float) -> str:
+    breaker = Health()
+    for each in seconds:
+        breaker.worked(0.0, each)
+    return breaker.state(0.0)
+
+
+@given(st.floats(1e-6, 10))
+def test_slow_is_against_what_the_tier_did_before(usual: float) -> None:
+    before, worse = [usual] * (2 * RECENT), SLOW_FACTOR * usual * 1.01
+    assert after(*before) == "ok"
+    assert after(*before, *[worse] * RECENT) == "slow"
+    assert after(*before, *[usual * 2] * RECENT) == "ok"
+    assert after(*before, *[worse] * (RECENT // 2 - 1), *[usual] * RECENT) == "ok", "a few do not count"
+    assert after(*before, *[worse] * RECENT, *[usual] * RECENT) == "ok", "it recovers"
+    assert after(*before, *[worse] * REMEMBERED) == "ok", "in the end it is usual"
+    assert after(*[usual] * (RECENT - 1), *[worse] * RECENT) == "ok", "too few to know what is usual"
+
+
+def test_latencies_are_kept_through_a_pause_and_bounded() -> None:
+    circuit = Circuit()
+    for _ in range(3 * REMEMBERED):
+        circuit = health.worked(circuit, 0.0, 1.0)
+    assert len(circuit.latencies) == REMEMBERED
+    opened = health.failed(circuit, 0.0, timed_out=True)
+    closed = health.worked(opened, PAUSES_S[0])
+    assert closed.latencies == circuit.latencies

@@ -1,0 +1,289 @@
+"""`kvkit top`: frames against what an endpoint really serves, live in a terminal, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from managed import ManagedCache, filled_counts
+from rich.console import Console
+
+from kvkit.server import Server, ServerError
+from kvkit.testing import DEADLINE_S
+from kvkit.top import Snapshot, TopError, fetch, frame, token_for, watch
+
+TOKEN = "correct-horse-battery-staple"
+
+
+@pytest.fixture
+def cache() -> Iterator[ManagedCache]:
+    cache = ManagedCache()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def server(cache: ManagedCache) -> Iterator[Server]:
+    with Server(cache, token=TOKEN, port=0) as server:
+        yield server
+
+
+def shown(now: Snapshot, before: Snapshot | None = None) -> list[str]:
+    """The lines of a frame."""
+    console = Console(width=250, color_system=None)
+    with console.capture() as captured:
+        console.print(frame(now, before))
+    return captured.get().splitlines()
+
+
+def row(lines: list[str], tier: str) -> list[str]:
+    """The cells of a tier's row."""
+    (line,) = (line for line in lines if line.strip().startswith(tier))
+    return re.split(r"\s{2,}", line.strip())
+
+
+def command(*arguments: str) -> list[str]:
+    return [str(Path(sys.executable).parent / "kvkit"), "top", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a wide terminal; a proxy that is not there must not matter."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVKIT_")}
+    dead = "http://127.0.0.1:1"
+    return kept | {"COLUMNS": "250", "NO_COLOR": "1", "http_proxy": dead, "HTTP_PROXY": dead} | more
+
+
+def test_a_single_frame_shows_totals(server: Server, cache: ManagedCache) -> None:
+    cache.kept = counts = filled_counts()
+    counts.lookup_tokens, counts.lookups = 4000, 1234
+    counts.hit_tokens.update({"near": 1000 - counts.hit_tokens["near"], "[far]": -counts.hit_tokens["[far]"]})
+    counts.loaded_bytes["near"] = 2_500_000_000
+    counts.timeouts["[far]"] = 77
+    lease = cache.staging.acquire(1, 1.0)[0]
+    cache.break_tier("[far]")
+    lines = shown(fetch(server.url, TOKEN, DEADLINE_S))
+    lease.release()
+    assert server.url in lines[0]
+    for words in ("hit rate 25.0 %", "lookups 1.234 k", "tokens 4 k", "slots 1 of 12", "puts under way 3"):
+        assert words in lines[0]
+    near, far = row(lines, "near"), row(lines, "[far]")
+    assert near[:4] == ["near", "ok", "0", "1 k"]
+    assert "2.5 G" in near
+    assert far[:4] == ["[far]", "open", "7", "0"]
+    assert far[-1] == "77"
+    errors = counts.read_errors["[far]"] + counts.write_errors["[far]"]
+    damaged = sum(n for (tier, _), n in counts.damaged.items() if tier == "[far]")
+    gone = [counts.evicted_records["[far]"], counts.refused["[far]"], damaged, errors]
+    assert far[-5:-1] == [f"{n:.4g}" if n < 1000 else f"{n / 1000:.4g} k" for n in gone]
+
+
+def test_between_two_frames_all_is_per_second(server: Server, cache: ManagedCache) -> None:
+    cache.kept = filled_counts()
+    before = fetch(server.url, TOKEN, DEADLINE_S)
+    cache.kept.lookup_tokens += 8000
+    cache.kept.lookups += 5
+    cache.kept.hit_tokens["near"] += 6000
+    cache.kept.loaded_tokens["near"] += 2000
+    cache.kept.stored_bytes["near"] += 3_000_000
+    for _ in range(100):
+        cache.kept.moved("near", "get", 1000, 0.003)
+    now = fetch(server.url, TOKEN, DEADLINE_S)
+    after_two_seconds = Snapshot(before.at + 2.0, now.url, now.tiers, now.samples)
+    lines = shown(after_two_seconds, before)
+    for words in ("hit rate 75.0 %", "lookups/s 2.5", "tokens/s 4 k"):
+        assert words in lines[0]
+    assert "hit tok/s" in lines[2]
+    cells = row(lines, "near")
+    assert cells[3:6] == ["3 k", "1 k", "0"]
+    assert cells[6:8] == ["3.5 ms", "5.0 ms"], "of the interval alone: between 2 and 5 ms"
+    assert cells[8] == "1.5 M"
+
+
+def test_an_idle_interval_has_no_rate_and_no_latency(server: Server, cache: ManagedCache) -> None:
+    cache.kept = filled_counts()
+    snapshot = fetch(server.url, TOKEN, DEADLINE_S)
+    later = Snapshot(snapshot.at + 1, snapshot.url, snapshot.tiers, snapshot.samples)
+    lines = shown(later, snapshot)
+    assert "hit rate -" in lines[0]
+    assert row(lines, "near")[3:8] == ["0", "0", "0", "-", "-"]
+
+
+def test_histograms_arrive_as_they_were(server: Server, cache: ManagedCache) -> None:
+    cache.kept = counts = filled_counts()
+    snapshot = fetch(server.url, TOKEN, DEADLINE_S)
+    for (tier, direction), histogram in counts.seconds.items():
+        found = snapshot.histogram("kvkit_transfer_seconds", tier, direction)
+        assert found is not None
+        assert (found.bounds, found.buckets) == (histogram.bounds, histogram.buckets)
+    assert snapshot.histogram("kvkit_transfer_seconds", "other", "get") is None
+
+
+def test_the_command_prints_one_frame(server: Server, cache: ManagedCache, tmp_path: Path) -> None:
+    cache.kept = filled_counts()
+    token_file = tmp_path / "kvkit" / "token"
+    token_file.parent.mkdir()
+    token_file.write_text(TOKEN + "\n")
+    token_file.chmod(0o600)
+    for arguments, variables in (
+        (["--token-file", str(token_file)], {"KVKIT_SERVER__TOKEN": "wrong-wrong-wrong-wrong"}),
+        ([], {"KVKIT_SERVER__TOKEN": TOKEN}),
+        ([], {"XDG_STATE_HOME": str(tmp_path)}),
+    ):
+        done = subprocess.run(
+            command(server.url, "--once", *arguments),
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "hit rate" in done.stdout
+        assert row(done.stdout.splitlines(), "[far]")[1] == "ok"
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command in a terminal of its own, and the file descriptor of what it shows."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command(*arguments),
+        env=environment(KVKIT_SERVER__TOKEN=TOKEN, TERM="xterm"),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        yield process, master
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        os.close(master)
+
+
+def read_until(descriptor: int, words: str) -> str:
+    """What is shown up to `words`, or to the end."""
+    text, deadline = b"", time.monotonic() + DEADLINE_S
+    while words.encode() not in text:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{words!r} did not come: {text[-2000:].decode()}"
+        try:
+            text += os.read(descriptor, 65536)
+        except OSError:  # the other end is closed
+            break
+    assert words.encode() in text, text[-2000:].decode()
+    return text.decode()
+
+
+def test_it_goes_on_until_interrupted(server: Server, cache: ManagedCache) -> None:
+    with terminal(server.url, "--interval", "0.1") as (process, shown_at):
+        read_until(shown_at, "lookups 0")
+        read_until(shown_at, "lookups/s 0")
+        cache.break_tier("[far]")
+        read_until(shown_at, "open")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_it_says_when_the_endpoint_goes_away(server: Server) -> None:
+    with terminal(server.url, "--interval", "0.1") as (process, shown_at):
+        read_until(shown_at, "lookups/s 0")
+        server.close()
+        assert "Traceback" not in read_until(shown_at, "nobody answers")
+        assert process.wait(DEADLINE_S) == 1
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(TopError, match=rf"{url}: nobody answers: .*refused; is server\.enabled"):
+        watch(url, TOKEN, Console(), interval_s=1.0, once=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TopError, match=r"nobody answers: timed out"):
+            fetch(url, TOKEN, 0.1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_token_is_said_and_not_shown(server: Server) -> None:
+    with pytest.raises(TopError, match=r"refuses the token; .*--token-file") as caught:
+        fetch(server.url, "another-token-altogether", DEADLINE_S)
+    assert "altogether" not in str(caught.value)
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    """Answers /<n>/... with the n-th of `replies`."""
+
+    replies = (
+        (200, b"<html>hello</html>"),
+        (200, b"kvkit_slots 1\n"),
+        (404, b""),
+        (302, b""),
+        (200, b"\xff\xfe"),
+    )
+    seen: list[str]
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        status, body = self.replies[int(self.path.split("/")[1])]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 302:
+            self.send_header("Location", "/1/metrics")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_is_no_endpoint_of_ours_is_said() -> None:
+    _Stranger.seen = []
+    with HTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+        thread = threading.Thread(target=stranger.serve_forever, args=(0.05,))
+        thread.start()
+        for number in range(len(_Stranger.replies)):
+            with pytest.raises(TopError, match=r"answers, but is no endpoint of kvkit's"):
+                fetch(f"http://127.0.0.1:{stranger.server_port}/{number}", TOKEN, DEADLINE_S)
+        stranger.shutdown()
+        thread.join(DEADLINE_S)
+    assert _Stranger.seen.count("/1/metrics") == 1, (
+        "a redirect is not followed: it would take the token along"
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "127.0.0.1:9477", "ftp://127.0.0.1", "http://", "http://x:port", "http://x:99999", "http://u:p@x"],
+)
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(TopError, match=r"want an address such as http://127\.0\.0\.1:9477"):
+        fetch(url, TOKEN, DEADLINE_S)
+
+
+def test_the_users_own_token_stays_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVKIT_SERVER__TOKEN", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(TopError, match="give the token of that endpoint"):
+        token_for("http://192.0.2.1:9477")
+    with pytest.raises(ServerError, match="No such file"):
+        token_for("http://127.0.0.1:9477")
+    monkeypatch.setenv("KVKIT_SERVER__TOKEN", TOKEN)
+    assert token_for("http://192.0.2.1:9477") == TOKEN
