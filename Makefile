@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PINS := constraints/tested.txt
 OUT ?= .gpu
 
-.PHONY: demo test bench check paper gpu clean
+.PHONY: demo test test-nfs bench check paper gpu clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,9 @@ demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from 
 
 test: $(VENV)/dev.stamp check  ## everything that CI runs
 	$(BIN)/python -m pytest
+
+test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
+	$(BIN)/python tests/nfs/run.py
 
 check: $(VENV)/dev.stamp  ## style, types, floors
 	$(BIN)/ruff check .

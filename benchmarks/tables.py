@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/records.md")
+PAGES = ("README.md", "docs/records.md", "docs/simulate.md")
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
 
@@ -32,6 +32,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "ratios": lambda: _ratios(figures),
         "checksums": lambda: _checksums(figures),
         "codecs": lambda: _codecs(figures),
+        "eviction": lambda: _eviction(json.loads((results / "simulate.json").read_text())),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -127,6 +128,26 @@ def _codecs(figures: dict[str, Any]) -> list[list[str]]:
             speed = [f"{found[way]['gb_per_s']:.2f} GB/s" for way in ("compress", "decompress")]
             against = " / ".join(f"{found[way]['ratio_min']:.0f}" for way in ("compress", "decompress"))
             rows.append([dtype, codec, f"{found['compressed_to']:.0%}", *speed, against])
+    return rows
+
+
+def _eviction(found: dict[str, Any]) -> list[list[str]]:
+    """Hit rates, the mean over seeds; the best of a row in bold."""
+    policies = found["policies"]
+    rows = [["trace", "capacity", *policies]]
+    for trace in dict.fromkeys(run["trace"] for run in found["runs"]):
+        for share in found["shares"]:
+            means = []
+            for policy in policies:
+                rates = [
+                    run["hit_rate"]
+                    for run in found["runs"]
+                    if (run["trace"], run["share"], run["policy"]) == (trace, share, policy)
+                ]
+                means.append(f"{sum(rates) / len(rates):.1%}")
+            best = max(means, key=lambda cell: float(cell[:-1]))
+            cells = [f"**{cell}**" if cell == best else cell for cell in means]
+            rows.append([trace, f"{share:.0%}", *cells])
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,6 +49,17 @@ class Pages:
     def device(self) -> torch.device:
         """Where the pages are."""
         return self.parts[0].pages.device
+
+    def layer(self, place: int) -> Pages:
+        """The pages of the layer at this place in the group, as if it were a group of its own: a view."""
+        rows = self.table[self.table[:, 0] == place].copy()
+        rows[:, 0] = 0
+        return replace(
+            self,
+            group=replace(self.group, layers=self.group.layers[place : place + 1]),
+            parts=tuple(replace(part, layer=0) for part in self.parts if part.layer == place),
+            table=rows,
+        )
 
     @staticmethod
     def of(group: LayerGroup, tensors: Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]) -> Pages:

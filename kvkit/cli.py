@@ -1,4 +1,4 @@
-"""The command line: `kvkit demo`, `kvkit doctor`, `kvkit inspect`."""
+"""The command line: `kvkit demo`, `kvkit doctor`, `kvkit inspect`, `kvkit simulate`, `kvkit top`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ FEATURES = (
     ("zarr", "reading a store with Zarr", "kvkit[zarr]"),
     ("numcodecs", "compressed records", "kvkit[codecs]"),
     ("blake3", "blake3 keys", "kvkit[blake3]"),
+    ("uvicorn", "the HTTP endpoint", "kvkit[server]"),
+    ("obstore", "tiers on S3, GCS and Azure", "kvkit[s3]"),
+    ("redis", "tiers on Redis and Valkey", "kvkit[redis]"),
 )
 """(package, what it is for, what installs it)"""
 
@@ -113,6 +116,53 @@ def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fs
             console.print(f"damaged: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
     if any(listing.damaged for listing in done):
         raise typer.Exit(1)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        str, typer.Argument(help="a trace (JSON lines), or chat, rag, agents or mixed to generate one")
+    ],
+    config: Annotated[Path | None, typer.Option(help="nodes, tiers, speeds: a TOML file")] = None,
+    compare: Annotated[str, typer.Option(help="eviction policies side by side, such as lru,s3fifo")] = "",
+    sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,
+    png_path: Annotated[Path | None, typer.Option("--png", help="where to plot hits by capacity")] = None,
+    requests: Annotated[int, typer.Option(help="of a generated trace", min=1, max=10**7)] = 2000,
+    seed: Annotated[int, typer.Option(help="of a generated trace")] = 0,
+    save: Annotated[Path | None, typer.Option(help="where to write the trace")] = None,
+) -> None:
+    """Take a trace of requests through nodes and tiers: hits, bytes, times to the first token, cost."""
+    from kvkit.simulate.errors import SimulationError
+    from kvkit.simulate.report import run
+
+    policies = [name.strip() for name in compare.split(",") if name.strip()]
+    try:
+        run(trace, config, policies, sweep, json_path, png_path, requests, seed, save, Console())
+    except SimulationError as error:
+        _fail(str(error))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="the HTTP endpoint of a cache")] = "http://127.0.0.1:9477",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="its token; default: KVKIT_SERVER__TOKEN, else, on this host, your own"),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="print one frame and return")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="seconds between frames")] = 1.0,
+) -> None:
+    """Watch a cache that runs: hit rate, tokens and bytes per second, latencies, states of the tiers."""
+    from kvkit.server import ServerError
+    from kvkit.top import TopError, token_for, watch
+
+    try:
+        watch(url, token_for(url, token_file), Console(), interval_s=interval, once=once)
+    except (TopError, ServerError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        pass
 
 
 def main() -> None:

@@ -15,8 +15,27 @@
     store_to = ["memory", "disk"]
     write_back_to = ["memory"]
 
+    [server]                      # optional: the HTTP endpoint that `kvkit top` and Prometheus read
+    enabled = true
+
 A tier without a `url` keeps records in this process's memory. Sizes are bytes, or have a unit ("4GiB").
+Tiers on servers:
+
+    [tiers.bucket]
+    url = "s3://records/kv"       # or gs://..., az://...
+    scope = "shared"
+    options = { endpoint = "https://s3.example.com", access_key_id = "me", secret_access_key = "..." }
+
+    [tiers.redis]
+    url = "redis://127.0.0.1:6379/0"
+    username = "me"
+    password = "..."
+
+What `options` leaves out, the client takes from its usual environment (AWS_ACCESS_KEY_ID, ...). A tier with a
+`kind` is another package's, and has settings of its own: `kvkit.tiers.plugins`.
 In the environment a nested setting has two underscores: KVKIT_TIERS__DISK__URL, KVKIT_CHUNK_TOKENS.
+The endpoint's token is `server.token`, or what `server.token_file` holds, which is made where there is none;
+where neither is set, that file is ~/.local/state/kvkit/token.
 """
 
 from __future__ import annotations
@@ -24,10 +43,21 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    Secret,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -40,51 +70,182 @@ from kvkit.layout import KVLayout, Namespace
 from kvkit.policy import Policy
 from kvkit.policy import check as check_policy
 from kvkit.record import RecordFormat
+from kvkit.server import (
+    DEFAULT_PORT,
+    MIN_TOKEN_CHARS,
+    Managed,
+    Server,
+    ServerError,
+    default_token_file,
+    is_loopback,
+    make_token,
+)
 from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.paths import SpreadTier
+from kvkit.tiers.plugins import check_kind, open_plugin
+from kvkit.tiers.redis import SCHEMES as REDIS_SCHEMES
+from kvkit.tiers.redis import RedisTier
 
 _PREFIX = "KVKIT_"
 _ENVIRONMENT = "environment"
+_SECRET = {"token", "password", "options"}
+"""Settings whose values no message shows."""
 
 
 class ConfigError(ValueError):
     """A setting is unknown or impossible. The message names the setting, the value and the choices."""
 
 
+PositiveBytes = Annotated[ByteSize, Field(gt=0)]
+
+
 class TierConfig(BaseModel):
     """One tier. See the module's text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    url: str | None = Field(None, description="where records are kept: any fsspec URL; none: this process")
-    capacity: ByteSize | None = Field(None, description="bytes kept, none: no limit", gt=0)
+    url: str | tuple[str, ...] | None = Field(
+        None, description="where records are kept: a folder, s3://, redis://, any fsspec URL; none: memory"
+    )
+    kind: str | None = Field(None, description="a tier of another package, which the other settings are for")
+    spread: Literal["by_key", "by_rank", "stripe"] = Field(
+        "by_key", description="of several urls: records over them, one for each rank, or parts of each record"
+    )
+    eviction: Literal["lru", "fifo", "lfu", "s3fifo", "arc"] = Field(
+        "lru", description="which records are let go beyond the capacity"
+    )
+    quota: ByteSize | None = Field(
+        None, description="bytes that one model and cache salt may have, none: no limit", gt=0
+    )
+    capacity: PositiveBytes | tuple[PositiveBytes, ...] | None = Field(
+        None, description="bytes kept, or a value per url; none: no limit"
+    )
     codec: Literal["none", "zstd", "bitshuffle-zstd"] = Field("none", description="compression of records")
     threads: int | None = Field(None, description="parallel reads and writes", ge=1, le=256)
     fsync: bool = Field(False, description="a put completes only when it would survive a power cut")
     scope: Scope = Field("node", description="whether other hosts use it too")
+    timeout_s: float = Field(10.0, description="longest request to a server, in seconds", gt=0, le=3600)
+    username: str | None = Field(None, description="of a Redis server's user")
+    password: SecretStr | None = Field(None, description="of that user, or of the server")
+    options: dict[str, Secret[Any]] = Field(
+        default_factory=dict, description="settings of a store's client, such as endpoint and access_key_id"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_a_kind_needs_is_its_own(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("kind") is None:
+            return values
+        known = {name: value for name, value in values.items() if name in cls.model_fields}
+        free = {name: value for name, value in values.items() if name not in cls.model_fields}
+        return known | {"options": known.get("options", {}) | free}
 
     @model_validator(mode="after")
-    def _memory_has_a_capacity(self) -> TierConfig:
-        if self.url is None and self.capacity is None:
-            raise ValueError("a tier without a url is kept in memory and needs a capacity")
+    def _settings_go_together(self) -> TierConfig:
+        if self.kind is not None:
+            check_kind(self.kind)
+            return self
+        if isinstance(self.capacity, tuple) and len(self.capacity) != len(self.urls):
+            raise ValueError(f"capacity: {len(self.capacity)} values for {len(self.urls)} urls")
+        if self.url is None:
+            if self.capacity is None:
+                raise ValueError("a tier without a url is kept in memory and needs a capacity")
+            return self
+        if any(urlsplit(url).password is not None for url in self.urls):
+            raise ValueError("url: it has a password, and URLs are shown; want it as a setting of its own")
+        if "spread" in self.model_fields_set and len(self.urls) < 2:
+            raise ValueError(f"spread = {self.spread!r}: {len(self.urls)} url, want at least 2")
+        redis = self.on_redis
+        if redis and len(self.urls) > 1:
+            raise ValueError("url: a tier on Redis has one")
+        on_stores = ("capacity", "codec", "fsync", "options", "eviction", "quota")
+        for name in on_stores if redis else ("username", "password"):
+            if name in self.model_fields_set:
+                raise ValueError(
+                    f"{name}: a tier on Redis has none: the server's maxmemory limits it"
+                    if name == "capacity"
+                    else f"{name}: {'no tier on Redis' if redis else 'only a tier on Redis'} has one"
+                )
         return self
+
+    @property
+    def in_memory(self) -> bool:
+        return self.url is None and self.kind is None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
+    @property
+    def capacities(self) -> tuple[int | None, ...]:
+        """Of each url; of the memory, where there is none."""
+        if isinstance(self.capacity, tuple):
+            return tuple(int(size) for size in self.capacity)
+        return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))
+
+    @property
+    def on_redis(self) -> bool:
+        return any(url.partition("://")[0] in REDIS_SCHEMES for url in self.urls)
+
+    def all_set(self) -> dict[str, Any]:
+        """What was given, for the factory of another package's tier. Secrets are plain."""
+        given = self.model_dump(exclude_unset=True, exclude={"kind", "password", "options"})
+        if self.password is not None:
+            given["password"] = self.password.get_secret_value()
+        return given | self.plain_options()
+
+    def plain_options(self) -> dict[str, Any]:
+        return {name: value.get_secret_value() for name, value in self.options.items()}
 
 
 class PolicyConfig(BaseModel):
     """What goes where, by tier name. See `kvkit.policy`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    retrieve_from: tuple[str, ...] | None = None
-    store_to: tuple[str, ...] | None = None
-    write_back_to: tuple[str, ...] | None = None
+    retrieve_from: tuple[str, ...] | None = Field(
+        default=None, description="tiers, sought in this order; none given: all, in the file's order"
+    )
+    store_to: tuple[str, ...] | None = Field(
+        default=None, description="what gets finished chunks; none given: all"
+    )
+    write_back_to: tuple[str, ...] | None = Field(
+        default=None, description="what gets chunks that came from another tier; none given: the first"
+    )
+    staging_only: bool = Field(default=False, description="memory is only passed through, and keeps nothing")
+
+
+class ServerConfig(BaseModel):
+    """The HTTP endpoint. See `kvkit.server`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    enabled: bool = Field(default=False, description="whether there is one")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=DEFAULT_PORT, description="0: any that is free", ge=0, le=65535)
+    token: SecretStr | None = Field(
+        default=None, description="what clients must show", min_length=MIN_TOKEN_CHARS
+    )
+    token_file: Path | None = Field(default=None, description="holds the token; made where there is none")
+
+    @model_validator(mode="after")
+    def _the_token_is_known(self) -> ServerConfig:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both given; want one of the two")
+        if not is_loopback(self.host) and self.token is None and self.token_file is None:
+            raise ValueError(f"host = {self.host!r} is open to other hosts: give token or token_file")
+        return self
 
 
 class Config(BaseSettings):
     """Every setting. The file wins over the environment."""
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
+        env_prefix=_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
     )
     chunk_tokens: int = Field(256, description="tokens per chunk", ge=1, le=2**20)
     hash: Literal["xxh3_128", "blake3", "sha256"] = Field("xxh3_128", description="digest of the keys")
@@ -94,6 +255,7 @@ class Config(BaseSettings):
     timeout_s: float = Field(30.0, description="longest single wait, in seconds", gt=0, le=3600)
     tiers: dict[str, TierConfig] = Field(default_factory=dict, description="in the order they are sought")
     policy: PolicyConfig = PolicyConfig()
+    server: ServerConfig = ServerConfig()
 
     @classmethod
     def settings_customise_sources(
@@ -119,6 +281,7 @@ class Config(BaseSettings):
             retrieve_from=given.get("retrieve_from", default.retrieve_from),
             store_to=given.get("store_to", default.store_to),
             write_back_to=given.get("write_back_to", default.write_back_to),
+            staging_only=given.get("staging_only", False),
         )
 
     def namespace(self, layout: KVLayout, *, model: str, dtype: str, **fields: Any) -> Namespace:
@@ -177,7 +340,7 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
             f"staging={config.staging.human_readable()}: a chunk of this model takes {len(layout.groups)} "
             f"slots of {ByteSize(slot_bytes).human_readable()}"
         )
-    resident = {n: t.capacity // slot_bytes for n, t in config.tiers.items() if t.url is None and t.capacity}
+    resident = {n: (t.capacities[0] or 0) // slot_bytes for n, t in config.tiers.items() if t.in_memory}
     slots = passing + sum(resident.values())
     try:
         staging = Staging(slot_bytes, slots)
@@ -187,7 +350,7 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
     tiers: list[Tier] = []
     try:
         for name, tier in config.tiers.items():
-            tiers.append(_open_tier(name, tier, staging))
+            tiers.append(_open_tier(name, tier, staging, namespace.rank))
         return Cache(
             layout,
             namespace,
@@ -203,18 +366,67 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
         raise ConfigError(f"tiers: {error}") from error
 
 
-def _open_tier(name: str, config: TierConfig, staging: Staging) -> Tier:
-    if config.url is None:
-        return MemoryTier(staging, int(config.capacity or 0), name=name)
-    return ObjectTier(
-        config.url,
-        name=name,
-        capacity_bytes=None if config.capacity is None else int(config.capacity),
-        threads=config.threads,
-        fsync=config.fsync,
-        codec=config.codec,
-        scope=config.scope,
-    )
+def open_server(config: Config, cache: Managed) -> Server | None:
+    """The HTTP endpoint of `cache`, if `config` wants one. Close it before the cache.
+
+    Raises:
+        ConfigError: the address is taken, the token's file is no such file, or a package is missing.
+    """
+    settings = config.server
+    if not settings.enabled:
+        return None
+    try:
+        token = (
+            settings.token.get_secret_value()
+            if settings.token is not None
+            else make_token(settings.token_file or default_token_file())
+        )
+        return Server(cache, token=token, host=settings.host, port=settings.port, timeout_s=config.timeout_s)
+    except ServerError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _open_tier(name: str, config: TierConfig, staging: Staging, rank: int) -> Tier:
+    if config.kind is not None:
+        return open_plugin(config.kind, name, staging, config.all_set())
+    quota = None if config.quota is None else int(config.quota)
+    urls, capacities = config.urls, config.capacities
+    if not urls:
+        return MemoryTier(staging, capacities[0] or 0, name=name, policy=config.eviction, quota_bytes=quota)
+    if config.on_redis:
+        return RedisTier(
+            urls[0],
+            name=name,
+            username=config.username,
+            password=None if config.password is None else config.password.get_secret_value(),
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+            scope=config.scope,
+        )
+
+    def store(url: str | Sequence[str], capacity: int | None, within: str = name) -> ObjectTier:
+        return ObjectTier(
+            url,
+            name=within,
+            capacity_bytes=capacity,
+            threads=config.threads,
+            fsync=config.fsync,
+            codec=config.codec,
+            scope=config.scope,
+            policy=config.eviction,
+            quota_bytes=quota,
+            options=config.plain_options(),
+            timeout_s=config.timeout_s,
+        )
+
+    if len(urls) == 1 or config.spread == "by_rank":
+        path = rank % len(urls)
+        return store(urls[path], capacities[path])
+    if config.spread == "stripe":
+        limits = [capacity for capacity in capacities if capacity is not None]
+        return store(urls, min(limits) * len(urls) if limits else None)
+    paths = zip(urls, capacities, strict=True)
+    return SpreadTier(name, [store(url, size, f"{name}[{i}]") for i, (url, size) in enumerate(paths)])
 
 
 def _explain(entry: Any) -> str:
@@ -225,7 +437,8 @@ def _explain(entry: Any) -> str:
         near = difflib.get_close_matches(str(entry["loc"][-1]), known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
-    value = "" if isinstance(entry["input"], dict) else f" = {entry['input']!r}"
+    secret = not _SECRET.isdisjoint(entry["loc"])
+    value = "" if secret or isinstance(entry["input"], dict) else f" = {entry['input']!r}"
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
     return f"{where}{value}: {entry['msg'].removeprefix('Value error, ')}{hint}"
 
@@ -263,4 +476,6 @@ def _choices(path: tuple[int | str, ...]) -> list[str]:
         model = TierConfig
     elif path[:1] == ("policy",):
         model = PolicyConfig
+    elif path[:1] == ("server",):
+        model = ServerConfig
     return list(model.model_fields)

@@ -18,17 +18,31 @@ class Policy:
         retrieve_from: sought in this order; a later tier goes on where an earlier one's run ended.
         store_to: finished chunks are put into all of these.
         write_back_to: chunks that were loaded, and verified, from another tier are put into these.
+        staging_only: this host's memory is only passed through: no tier in it is sought, stored to or written
+            back to, and nothing is written back at all.
     """
 
     retrieve_from: tuple[str, ...]
     store_to: tuple[str, ...]
     write_back_to: tuple[str, ...] = ()
+    staging_only: bool = False
 
     @staticmethod
     def default(tiers: Iterable[str]) -> Policy:
         """Retrieve from and store to all tiers, in the order given; write back to the first."""
         names = tuple(tiers)
         return Policy(retrieve_from=names, store_to=names, write_back_to=names[:1])
+
+
+def in_effect(policy: Policy, near: Collection[str]) -> Policy:
+    """What `staging_only` leaves of `policy`, where `near` tiers keep records in this host's memory."""
+    if not policy.staging_only:
+        return policy
+    return Policy(
+        retrieve_from=tuple(t for t in policy.retrieve_from if t not in near),
+        store_to=tuple(t for t in policy.store_to if t not in near),
+        staging_only=True,
+    )
 
 
 def check(policy: Policy, tiers: Collection[str]) -> Policy:

@@ -1,17 +1,20 @@
-"""Reads of consecutive records from one tier into slots, running ahead of their use."""
+"""Reads of records into slots, running ahead of their use, from all the tiers of a plan at the same time."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 
+from kvkit.access import Access
 from kvkit.plan import Segment
-from kvkit.staging import Lease, Staging, StagingTimeout, release_all
-from kvkit.tiers.base import Tier
+from kvkit.sequence import Chunks
+from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.transfers import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -19,44 +22,99 @@ MAX_IN_FLIGHT = 32
 """Chunks that one load has under way at a time: enough to keep every thread of a tier busy."""
 
 
-class SegmentReads:
-    """The records of one segment, in order. Used by one thread: `fill`, `take_ready`, ..., `abandon`.
+class PlanReads:
+    """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `abandon`.
 
-    It never waits for a slot while it holds one, so loads cannot deadlock with each other.
+    While the records of one tier are used, those of the next are on their way. A load never waits for a slot
+    while it holds one, so loads cannot deadlock with each other, and any number of chunks passes through any
+    number of slots: what was read ahead for later is given up when what comes first finds no room.
 
     Args:
-        names: object names of the whole sequence, `groups` per chunk.
-        timeout_s: the longest that one wait for a slot or a record may take.
+        segments: of `chunks`, consecutive.
+        shelf: where a prefetch may have left records.
+    """
+
+    def __init__(self, access: Access, chunks: Chunks, segments: Sequence[Segment], shelf: Shelf) -> None:
+        self._reads = deque(SegmentReads(access, chunks, segment, shelf) for segment in segments)
+
+    @property
+    def tier(self) -> str:
+        """The tier whose records `take` returns next."""
+        return self._reads[0].tier
+
+    @property
+    def failed(self) -> tuple[str | None, BaseException] | None:
+        """What ended the reads early: the record to blame, if any, and the error."""
+        reads = self._reads[0]
+        return None if reads.error is None else (reads.failed, reads.error)
+
+    def take(self) -> list[Lease]:
+        """The leases of the next chunks of `tier`, for the caller to release.
+
+        Fewer than one chunk means that `failed` says why.
+        """
+        while self._reads[0].done and len(self._reads) > 1:
+            self._reads.popleft()
+        first, *later = self._reads
+        first.fill(wait=False)
+        if first.idle and any(not reads.idle for reads in later):
+            for reads in later:
+                reads.restart()
+        if first.idle:
+            first.fill(wait=True)
+        for reads in later:
+            reads.fill(wait=False)
+        return first.take_ready()
+
+    def interrupt(self) -> None:
+        """End a `take` that waits, and all that follow; from any thread."""
+        for reads in tuple(self._reads):
+            reads.interrupt()
+
+    def abandon(self) -> None:
+        """Give back what was not taken; tiers keep their own shares until their reads are done."""
+        for reads in self._reads:
+            reads.restart()
+
+
+class SegmentReads:
+    """The records of one segment, in order. Used by one thread.
 
     Attributes:
+        tier: that they come from.
         error: what ended the reads early, None while all is well.
         failed: the record that did so, None where no record is to blame.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        names: Sequence[str],
-        groups: int,
-        segment: Segment,
-        staging: Staging,
-        timeout_s: float,
-    ) -> None:
-        self._tier = tier
-        self._names = names
-        self._groups = groups
+    def __init__(self, access: Access, chunks: Chunks, segment: Segment, shelf: Shelf) -> None:
+        self.tier = segment.tier
+        self._access = access
+        self._names = chunks.names
+        self._groups = chunks.groups
+        self._shelf = shelf
+        self._first = segment.start
         self._next = segment.start
         self._stop = segment.stop
-        self._staging = staging
-        self._timeout_s = timeout_s
         self._in_flight: deque[tuple[str, Lease]] = deque()
         self._results: dict[str, BaseException | None] = {}
+        self._round = 0
+        self._interrupted = False
         self._changed = threading.Condition()
         self.error: BaseException | None = None
         self.failed: str | None = None
 
-    def fill(self) -> None:
-        """Start reads while there are chunks and slots; waits for slots only while nothing is under way."""
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._in_flight
+
+    @property
+    def done(self) -> bool:
+        """Whether every chunk was taken."""
+        return self._first == self._stop
+
+    def fill(self, wait: bool) -> None:
+        """Start reads while there are chunks and slots; `wait` for the first slots."""
         wanted = min(self._stop - self._next, MAX_IN_FLIGHT - len(self._in_flight) // self._groups)
         if wanted < 1 or self.error is not None:
             return
@@ -65,22 +123,19 @@ class SegmentReads:
         if self._borrow(names):
             return
         try:
-            timeout_s = 0.0 if self._in_flight else self._timeout_s
-            leases = self._staging.acquire(len(names), timeout_s, at_least=self._groups)
+            leases = self._access.staging.acquire(
+                len(names), self._access.timeout_s if wait else 0.0, at_least=self._groups
+            )
         except StagingTimeout as error:
-            if not self._in_flight:
+            if wait:
                 log.warning("load stopped early: %s", error)
                 self.error = error
             return
         self._next += keep_whole(leases, self._groups)
         names = names[: len(leases)]
         self._in_flight.extend(zip(names, leases, strict=True))
-        try:
-            self._tier.get(names, leases, self._on_complete)
-        except Exception as error:
-            log.exception("tier %r: get failed", self._tier.name)
-            for name in names:
-                self._on_complete(name, error)
+        on_complete = partial(self._on_complete, self._round)
+        self._access.start("get", self.tier, names, leases, on_complete)
 
     def take_ready(self) -> list[Lease]:
         """The leases of the next chunks that were read, for the caller to release.
@@ -88,7 +143,7 @@ class SegmentReads:
         Waits for the first chunk; takes those behind it that are complete as well. Fewer than one chunk means
         that `error` is set.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._access.timeout_s
         ready: list[Lease] = []
         while self._in_flight:
             chunk = list(islice(self._in_flight, self._groups))
@@ -96,24 +151,35 @@ class SegmentReads:
             if late and ready:
                 break
             if late:
-                self.error = TimeoutError(f"tier {self._tier.name!r}: {chunk[0][0]} is late")
+                self.error = TimeoutError(f"tier {self.tier!r}: {chunk[0][0]} is late")
             if self.error is not None:
                 break
             for _ in chunk:
                 self._in_flight.popleft()
             ready.extend(lease for _, lease in chunk)
+            self._first += 1
         return ready
 
-    def abandon(self) -> None:
+    def interrupt(self) -> None:
+        """Have `take_ready` fail; from any thread."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify()
+
+    def restart(self) -> None:
         """Give back what was not taken; the tier keeps its own shares until its reads are done."""
         while self._in_flight:
             self._in_flight.popleft()[1].release()
+        with self._changed:
+            self._round += 1  # what completes from now on was given up
+            self._results.clear()
+        self._next = self._first
 
     def _borrow(self, names: Sequence[str]) -> bool:
         """Take records that already lie in slots; whether the tier lends any."""
         leases: list[Lease] = []
         for name in names:
-            lease = self._tier.borrow(name)
+            lease = self._shelf.take(name) or self._access.tiers[self.tier].borrow(name)
             if lease is None:
                 break
             leases.append(lease)
@@ -124,10 +190,11 @@ class SegmentReads:
                 self._in_flight.append((name, lease))
         return bool(leases)
 
-    def _on_complete(self, name: str, error: BaseException | None) -> None:
+    def _on_complete(self, round_: int, name: str, error: BaseException | None) -> None:
         with self._changed:
-            self._results[name] = error
-            self._changed.notify()
+            if round_ == self._round:
+                self._results[name] = error
+                self._changed.notify()
 
     def _wait(
         self, chunk: Sequence[tuple[str, Lease]], deadline: float
@@ -136,6 +203,8 @@ class SegmentReads:
         with self._changed:
             for name, _ in chunk:
                 while name not in self._results:
+                    if self._interrupted:
+                        return False, None, Stopped()
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return True, None, None
@@ -144,6 +213,39 @@ class SegmentReads:
                 if error is not None:
                     return False, name, error
         return False, None, None
+
+
+class Shelf:
+    """Records that a prefetch left in their slots, for the load that follows. Thread-safe.
+
+    It holds at most `slots`, letting the oldest go first, and gives any up when somebody waits for a slot.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._leases: OrderedDict[str, Lease] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, name: str, lease: Lease) -> None:
+        """Keep a share of a verified record."""
+        with self._lock:
+            old = self._leases.pop(name, None)
+            self._leases[name] = lease.share()
+            over = self._leases.popitem(last=False)[1] if len(self._leases) > self._slots else None
+        for gone in (old, over):
+            if gone is not None:
+                gone.release()
+
+    def take(self, name: str) -> Lease | None:
+        """The record, which is not kept any longer; None if it is not here."""
+        with self._lock:
+            return self._leases.pop(name, None)
+
+    def give_up(self, count: int) -> None:
+        """Release the `count` oldest."""
+        with self._lock:
+            gone = [self._leases.popitem(last=False)[1] for _ in range(min(count, len(self._leases)))]
+        release_all(gone)
 
 
 def keep_whole(leases: list[Lease], groups: int) -> int:

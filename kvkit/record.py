@@ -65,7 +65,7 @@ HEADER = struct.Struct(
     "Q"  #   184 checksum of all that follows the layers
 )  #         192 a checksum per layer (8 bytes each), then the token ids (4 bytes each), then zeros
 CODEC_OFFSET = 10
-_FIXED = 112
+_DIGEST, _FIXED = 64, 112
 _IDENTITY = struct.Struct("<32s32s")
 _HEADER_SUM = 176
 _SUMS = HEADER.size
@@ -185,6 +185,21 @@ def coordinates(key: bytes) -> tuple[int, int]:
     """The first two Zarr coordinates of `key`: its first 16 bits and the next 46, big-endian."""
     bits = int.from_bytes(key[:8], "big") >> (64 - HIGH_BITS - LOW_BITS)
     return bits >> LOW_BITS, bits & ((1 << LOW_BITS) - 1)
+
+
+def parent_name(record: Buffer, name: str) -> str | None:
+    """The object before `name` in its chain, as the header of its record says; None if it begins one.
+
+    Also None for what is no record. Checks nothing: for deciding which of several records is worth least.
+    """
+    view = memoryview(record)
+    if len(view) < HEADER.size or bytes(view[:8]) != MAGIC:
+        return None
+    parent = bytes(view[_FIXED : _FIXED + 32])
+    if parent == bytes(view[_DIGEST : _DIGEST + 32]):
+        return None
+    high, low = coordinates(parent)
+    return f"{name.rpartition('/')[0]}/c.{high}.{low}.0.0.0.0"
 
 
 def payload(form: RecordFormat, record: Bytes) -> Bytes:

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
@@ -105,7 +106,8 @@ class Staging:
         self.slots = slots
         self._memory = mmap.mmap(-1, self.slot_bytes * slots)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole = memoryview(self._memory)
         size = self.slot_bytes
         self.buffers = [whole[i * size : (i + 1) * size] for i in range(slots)]
@@ -114,6 +116,7 @@ class Staging:
         self._references = [0] * slots
         self._free = deque(range(slots))
         self._waiting: deque[object] = deque()
+        self._reclaim: Callable[[int], None] = lambda _: None
         self._changed = threading.Condition()
         self._closed = False
         self._pinned: list[int] = []
@@ -126,6 +129,10 @@ class Staging:
         """Slots that nobody holds."""
         with self._changed:
             return len(self._free)
+
+    def on_shortage(self, reclaim: Callable[[int], None]) -> None:
+        """Have `reclaim` called with the number of slots that somebody is about to wait for."""
+        self._reclaim = reclaim
 
     def acquire(self, at_most: int, timeout_s: float, at_least: int = 1) -> list[Lease]:
         """Lease `at_least` to `at_most` slots; waits only for the least, first come first served.
@@ -143,6 +150,9 @@ class Staging:
                 f"and no more than the {self.slots} slots of the arena"
             )
         deadline = time.monotonic() + timeout_s
+        missing = at_least - self.free
+        if missing > 0:
+            self._reclaim(missing)
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, complete
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, complete
 
 DEADLINE_S = 60.0
 """When a test gives up waiting for a completion, in seconds. No test waits as long when all is well."""
@@ -228,6 +228,31 @@ class TierContract:
         assert tier.borrow("ffff/0/c.1.1.0.0.0.0") is None
         self.finish(tier, staging)
 
+    def test_parts_of_a_record(self, tier: Tier, staging: Staging) -> None:
+        """Parts anywhere in it, each to the front of its buffer; the rest of a buffer stays as it was."""
+        first, second = record_names(2)
+        put(tier, staging, [first], 5000)
+        whole = record_bytes(first, 5000)
+        for ranges in ([(0, 1), (4096, 904), (17, 3000), (4999, 1)], [(17, 3000)], [(10, 20), (30, 40)]):
+            buffers = [memoryview(bytearray(b"\xa5" * (size + 3))) for _, size in ranges]
+            tier.get_ranges(first, ranges, buffers)
+            for (offset, size), buffer in zip(ranges, buffers, strict=True):
+                assert np.array_equal(buffer[:size], whole[offset : offset + size])
+                assert bytes(buffer[size:]) == b"\xa5" * 3
+        for name, ranges, want in (
+            (first, [(4990, 11)], DamagedObject),
+            (first, [(0, 4), (5000, 1)], DamagedObject),
+            (second, [(0, 4)], FileNotFoundError),
+            (second, [(0, 4), (8, 4)], FileNotFoundError),
+        ):
+            error: OSError | None = None
+            try:
+                tier.get_ranges(name, ranges, [memoryview(bytearray(16)) for _ in ranges])
+            except OSError as caught:
+                error = caught
+            assert isinstance(error, want), f"{ranges} of {name}: {error!r}"
+        self.finish(tier, staging)
+
     def test_a_caller_may_release_before_completion(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
         leases = staging.acquire(RECORDS, DEADLINE_S, at_least=RECORDS)
@@ -345,6 +370,15 @@ class Wrapper(Tier):
 
     def borrow(self, name: str) -> Lease | None:
         return self.inner.borrow(name)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_ranges(name, ranges, buffers)
+
+    def waiting(self) -> int:
+        return self.inner.waiting()
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        return self.inner.pin(names, seconds)
 
     def describe(self, array: str, metadata: bytes) -> None:
         self.inner.describe(array, metadata)
@@ -493,6 +527,12 @@ class FaultyTier(Wrapper):
     def size(self, name: str) -> int | None:
         self._meet("size", name)
         return self.inner.size(name)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self._meet("get", name)
+        self.inner.get_ranges(name, ranges, buffers)
+        if self._plan("get", name) in (Fault.FLIP, Fault.TRUNCATE):
+            buffers[-1][0] ^= 1
 
     def borrow(self, name: str) -> Lease | None:
         return self.inner.borrow(name) if self._plan("get", name) is None else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -18,14 +18,15 @@ class Closed(RuntimeError):
 
 
 class Workers:
-    """`count` daemon threads that take jobs in order. Thread-safe.
+    """`count` daemon threads that take jobs in order, urgent ones first. Thread-safe.
 
     (`concurrent.futures` joins its threads at exit: one that hangs in a dead mount would hang the process.)
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._urgent: deque[Job] = deque()
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)
@@ -33,18 +34,25 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def start(self, job: Job) -> None:
-        """Have `job` run; it must not raise.
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has taken yet."""
+        with self._changed:
+            return len(self._urgent) + len(self._jobs)
+
+    def start(self, *jobs: Job, urgent: bool = False) -> None:
+        """Have `jobs` run; they must not raise.
 
         Raises:
             Closed: `close` was called.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise Closed("these threads were told to end")
-            self._jobs.put(job)
+            (self._urgent if urgent else self._jobs).extend(jobs)
+            self._changed.notify(len(jobs))
 
-    def submit(self, function: Callable[[], T]) -> Future[T]:
+    def submit(self, function: Callable[[], T], urgent: bool = False) -> Future[T]:
         """Have `function` run; what it returns or raises is in the future."""
         future: Future[T] = Future()
 
@@ -54,21 +62,25 @@ class Workers:
             except BaseException as error:
                 future.set_exception(error)
 
-        self.start(job)
+        self.start(job, urgent=urgent)
         return future
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish what was given, end the threads; whether all ended within `timeout_s` (None: wait)."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                for _ in self._threads:
-                    self._jobs.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            with self._changed:
+                while not self._urgent and not self._jobs:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                job = (self._urgent or self._jobs).popleft()
             job()

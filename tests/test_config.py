@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine import small_layout, small_namespace
-from pydantic import BaseModel
+from pydantic import BaseModel, Secret, SecretStr
 
 from kvkit import config as module
-from kvkit.config import Config, ConfigError, PolicyConfig, TierConfig, load_config, open_cache
+from kvkit.config import Config, ConfigError, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
 from kvkit.layout import LayoutError
 from kvkit.policy import Policy
 from kvkit.record import CODECS, RecordFormat
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.redis import RedisTier
 
 EVERYTHING = """
 chunk_tokens = 128
@@ -35,12 +37,26 @@ codec = "zstd"
 threads = 3
 fsync = true
 scope = "shared"
+timeout_s = 4
+options = { endpoint = "https://host", secret_access_key = "hush" }
+
+[tiers.redis]
+url = "redis://host"
+username = "me"
+password = "hush"
 
 [policy]
 retrieve_from = ["shared", "memory"]
 store_to = ["shared"]
 write_back_to = []
+
+[server]
+enabled = true
+host = "::1"
+port = 9000
+token = "0123456789abcdef"
 """
+KEYS = {"access_key_id": "me", "secret_access_key": "hush"}
 DISK = {"disk": {"url": "memory://d"}}
 
 
@@ -69,6 +85,7 @@ def test_defaults() -> None:
         "timeout_s": 30.0,
         "tiers": {},
         "policy": {"retrieve_from": None, "store_to": None, "write_back_to": None},
+        "server": {"enabled": False, "host": "127.0.0.1", "port": 9477, "token": None, "token_file": None},
     }
     assert fields(TierConfig) == {
         "url": None,
@@ -77,6 +94,11 @@ def test_defaults() -> None:
         "threads": None,
         "fsync": False,
         "scope": "node",
+        "kind": None,
+        "timeout_s": 10.0,
+        "username": None,
+        "password": None,
+        "options": {},
     }
 
 
@@ -96,15 +118,31 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
                 "threads": 3,
                 "fsync": True,
                 "scope": "shared",
+                "kind": None,
+                "timeout_s": 4.0,
+                "username": None,
+                "password": None,
+                "options": {"endpoint": Secret("https://host"), "secret_access_key": Secret("hush")},
             },
+            "redis": fields(TierConfig)
+            | {"url": "redis://host", "username": "me", "password": SecretStr("hush")},
         },
         "policy": {"retrieve_from": ("shared", "memory"), "store_to": ("shared",), "write_back_to": ()},
+        "server": {
+            "enabled": True,
+            "host": "::1",
+            "port": 9000,
+            "token": SecretStr("0123456789abcdef"),
+            "token_file": None,
+        },
     }
     assert config.resolved_policy() == Policy(("shared", "memory"), ("shared",), ())
     # nothing above may be a default: a setting that the file cannot reach would go unnoticed
     default = fields(Config)
     assert all(getattr(config, name) != value for name, value in default.items())
-    assert all(getattr(config.tiers["shared"], n) != d for n, d in fields(TierConfig).items())
+    for name, value in fields(TierConfig).items():
+        if name != "kind":  # takes a package that has it: test_plugins.py
+            assert any(getattr(tier, name) != value for tier in config.tiers.values()), name
     assert all(getattr(config.policy, n) is not None for n in PolicyConfig.model_fields)
 
 
@@ -121,9 +159,19 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_TIERS__SHARED__THREADS": "3",
         "KVKIT_TIERS__SHARED__FSYNC": "true",
         "KVKIT_TIERS__SHARED__SCOPE": "shared",
+        "KVKIT_TIERS__SHARED__TIMEOUT_S": "4",
+        "KVKIT_TIERS__SHARED__OPTIONS__ENDPOINT": "https://host",
+        "KVKIT_TIERS__SHARED__OPTIONS__SECRET_ACCESS_KEY": "hush",
+        "KVKIT_TIERS__REDIS__URL": "redis://host",
+        "KVKIT_TIERS__REDIS__USERNAME": "me",
+        "KVKIT_TIERS__REDIS__PASSWORD": "hush",
         "KVKIT_POLICY__RETRIEVE_FROM": '["shared", "memory"]',
         "KVKIT_POLICY__STORE_TO": '["shared"]',
         "KVKIT_POLICY__WRITE_BACK_TO": "[]",
+        "KVKIT_SERVER__ENABLED": "true",
+        "KVKIT_SERVER__HOST": "::1",
+        "KVKIT_SERVER__PORT": "9000",
+        "KVKIT_SERVER__TOKEN": "0123456789abcdef",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -183,7 +231,7 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
     example = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ") or not line]
     config = load_config(write(tmp_path, "\n".join(example)))
     assert config.chunk_tokens == 256
-    assert list(config.tiers) == ["memory", "disk"]
+    assert list(config.tiers) == ["memory", "disk", "bucket", "redis"]
     assert config.resolved_policy() == Policy.default(["memory", "disk"])
 
 
@@ -224,6 +272,10 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
         ),
         ({"tiers": DISK, "policy": {"store_to": ["disk", "disk"]}}, ["store_to", "disk", "twice"]),
         ({"policy": {"retrieve_from": ["disk"]}}, ["retrieve_from='disk'", "the tiers are none"]),
+        ({"server": {"prt": 1}}, ["server.prt:", "did you mean 'port'", *ServerConfig.model_fields]),
+        ({"server": {"port": 65536}}, ["server.port = 65536", "equal to 65535"]),
+        ({"server": {"host": "0.0.0.0"}}, ["server:", "'0.0.0.0' is open to other hosts", "token_file"]),
+        ({"server": {"token": "x" * 16, "token_file": "/x"}}, ["server:", "one of the two"]),
     ],
 )
 def test_an_error_names_the_setting_the_value_and_the_choices(
@@ -233,6 +285,56 @@ def test_an_error_names_the_setting_the_value_and_the_choices(
         load_config(**settings)
     for word in ["settings: ", *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"url": "redis://h", "password": 3}, ["tiers.far.password:", "string"]),
+        ({"url": "s3://b", "options": "hush"}, ["tiers.far.options:", "dictionary"]),
+        ({"url": "redis://me:hush@h"}, ["tiers.far:", "url", "password"]),
+        ({"url": "s3://b", "password": "hush"}, ["tiers.far:", "password: only a tier on Redis"]),
+        ({"url": "redis://h", "options": {"a": "hush"}}, ["tiers.far:", "options: no tier on Redis"]),
+        ({"url": "redis://h", "capacity": "1GiB"}, ["tiers.far:", "capacity:", "maxmemory"]),
+        ({"url": "redis://h", "codec": "zstd"}, ["tiers.far:", "codec: no tier on Redis"]),
+        ({"url": "s3://b", "timeout_s": 0}, ["tiers.far.timeout_s = 0", "greater than 0"]),
+    ],
+)
+def test_errors_of_tiers_on_servers_show_no_secret(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tiers={"far": settings})
+    shown = "".join(traceback.format_exception(caught.value))
+    for word in words:
+        assert word in str(caught.value)
+    assert "hush" not in shown
+    assert "password = 3" not in shown
+
+
+def test_secrets_of_tiers_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the file's password wins over the environment's."""
+    path = write(tmp_path, '[tiers.redis]\nurl = "redis://h"\npassword = "hush"\n')
+    monkeypatch.setenv("KVKIT_TIERS__REDIS__PASSWORD", "other")
+    monkeypatch.setenv("KVKIT_TIERS__S3__URL", "s3://b")
+    monkeypatch.setenv("KVKIT_TIERS__S3__OPTIONS__SECRET_ACCESS_KEY", "hush")
+    monkeypatch.setenv("KVKIT_TIERS__S3__OPTIONS__ACCESS_KEY_ID", "12345")
+    config = load_config(path)
+    assert config.tiers["redis"].password == SecretStr("hush")
+    assert config.tiers["s3"].plain_options() == {"secret_access_key": "hush", "access_key_id": "12345"}
+    for shown in (repr(config), str(config), config.model_dump_json(), str(config.tiers["s3"].model_dump())):
+        assert "hush" not in shown
+
+
+def test_a_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(server={"token": "open-sesame-open-sesame"})
+    assert "sesame" not in repr(config) + str(config.model_dump()) + config.model_dump_json()
+    for given in ("sesame", ["sesame", "sesame"]):
+        with pytest.raises(ConfigError, match=r"server\.token: ") as caught:
+            load_config(server={"token": given})
+        assert "sesame" not in str(caught.value)
+    monkeypatch.setenv("KVKIT_SERVER__TOKEN", "sesame")
+    with pytest.raises(ConfigError, match=r"environment: server\.token: ") as caught:
+        load_config()
+    assert "sesame" not in str(caught.value)
 
 
 def test_all_errors_of_a_file_are_reported_with_its_name(tmp_path: Path) -> None:
@@ -312,6 +414,8 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
             "memory": {"capacity": "32KiB"},
             "disk": {"url": f"file://{tmp_path}", "capacity": "1MiB", "codec": "zstd", "threads": 2},
             "bucket": {"url": "memory://bucket", "scope": "shared"},
+            "redis": {"url": "redis://localhost:1", "password": "hush", "threads": 1, "timeout_s": 2},
+            "s3": {"url": "s3://b", "timeout_s": 0.2, "options": {"endpoint": "http://127.0.0.1:1"} | KEYS},
         },
         policy={"retrieve_from": ["memory", "bucket"], "store_to": ["disk", "bucket"]},
     )
@@ -326,6 +430,8 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
             "memory": MemoryTier,
             "disk": ObjectTier,
             "bucket": ObjectTier,
+            "redis": RedisTier,
+            "s3": ObjectTier,
         }
         assert (cache.tiers["disk"].codec, cache.tiers["disk"].scope) == ("zstd", "node")
         assert (cache.tiers["bucket"].codec, cache.tiers["bucket"].scope) == ("none", "shared")

@@ -17,6 +17,7 @@ import pytest
 from kvkit.record import ALIGN
 from kvkit.staging import Staging
 from kvkit.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
+from kvkit.tiers import files
 from kvkit.tiers.base import TierError
 from kvkit.tiers.files import TEMPORARY, Folder
 from kvkit.tiers.objects import ObjectTier
@@ -129,6 +130,53 @@ sys.stdin.read()
     writer.communicate()
     ObjectTier(str(tmp_path)).close()
     assert files_below(tmp_path) == []
+
+
+def test_the_file_of_a_writer_behind_an_nfs_server_stays(tmp_path: Path) -> None:
+    """The server holds its clients' locks as record locks, whatever the clients called."""
+    program = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    (tmp_path / ARRAY).mkdir(parents=True)
+    path = tmp_path / ARRAY / f"{TEMPORARY}0"
+    server = python(program, path)
+    await_line(server)
+    folder = Folder(str(tmp_path))
+    folder.clean()
+    assert path.exists()
+    server.communicate()
+    folder.clean()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("step", ["_lock", "_write_all"])
+def test_a_write_starts_over_when_its_file_is_taken(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken by a cleaner before it is locked, or after a lock that a server lost when it restarted."""
+    real, turns = getattr(files, step), [True, True, False]
+
+    def taken(*arguments: object) -> None:
+        for path in (tmp_path / ARRAY).glob(f"{TEMPORARY}*") if turns.pop(0) else ():
+            path.unlink()
+        real(*arguments)
+
+    monkeypatch.setattr(files, step, taken)
+    folder = Folder(str(tmp_path))
+    folder.write(NAMES[0], memoryview(b"whole"))
+    assert (tmp_path / NAMES[0]).read_bytes() == b"whole"
+    assert turns == []
+    turns += [True] * 100
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match=TEMPORARY):
+        folder.write(NAMES[1], memoryview(b"never"))
+    assert files_below(tmp_path) == NAMES[:1]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(turns) > 90, "it gives up soon"
 
 
 def test_a_writer_outlives_cleaners(tmp_path: Path) -> None:
@@ -308,6 +356,53 @@ def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:
         assert error.errno == errno.EROFS, "what makes no room does not lose any either"
     assert full.run(NAMES) == 2
     full.close()
+
+
+def test_the_kind_of_file_system(tmp_path: Path, small_disk: Path) -> None:
+    (tmp_path / "link").symlink_to(small_disk)
+    blank = tmp_path / "a blank"
+    blank.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "ramfs", blank], check=True)
+    try:
+        for root, kind in ((small_disk, "tmpfs"), (tmp_path / "link", "tmpfs"), (blank, "ramfs")):
+            assert files.file_system(str(root)) == kind
+            assert files.file_system(str(root / "not" / "yet")) == kind
+        assert files.file_system(f"{small_disk}er") == files.file_system(str(tmp_path)) not in ("", "tmpfs")
+        assert files.file_system("/proc/self") == "proc"
+    finally:
+        subprocess.run(["umount", "-l", blank], check=True)
+
+
+def test_a_local_folder_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests/nfs proves of network folders costs the others nothing."""
+    looks: list[str] = []
+    monkeypatch.setattr(files, "_look_again", looks.append)
+    folder = Folder(str(tmp_path))
+    assert folder.size(NAMES[0]) is None
+    with pytest.raises(FileNotFoundError):
+        folder.read(NAMES[0], memoryview(bytearray(8)))
+    folder.delete(NAMES[0])
+    assert looks == []
+
+
+def test_errors_name_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(str(tmp_path))
+    folder.write(NAMES[0], memoryview(b"x" * 100))
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "write", fail)
+    number = errno.EIO
+    with pytest.raises(OSError, match=f"Input/output error: '{NAMES[0]}'"):
+        folder.read(NAMES[0], memoryview(bytearray(100)))
+    with pytest.raises(OSError, match=f"Input/output error: '{NAMES[1]}'"):
+        folder.write(NAMES[1], memoryview(b"x"))
+    number = errno.ESTALE  # another NFS client removed it
+    with pytest.raises(FileNotFoundError, match=NAMES[0]):
+        folder.read_ranges(NAMES[0], [(0, 10)], [memoryview(bytearray(10))])
+    assert files_below(tmp_path) == NAMES[:1]
 
 
 def test_a_root_that_is_not_there_yet(tmp_path: Path, staging: Staging) -> None:

@@ -17,14 +17,20 @@ FLOORS = (
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),
-    ("testing", "reads"),
+    ("testing", "sequence", "counts", "transfers"),
+    ("access",),
+    ("reads",),
+    ("loads", "stores"),
+    ("layers",),
     ("cache",),
-    ("config",),
-    ("adapters", "listing"),
+    ("metrics",),
+    ("server",),
+    ("config", "top"),
+    ("adapters", "simulate", "listing"),
     ("demo",),
     ("cli",),
 )
-PURE = ("layout", "rope", "chunks", "record", "codecs", "plan", "policy", "eviction")
+PURE = ("layout", "rope", "chunks", "record", "codecs", "plan", "policy", "eviction", "counts")
 IMPURE = {
     "asyncio",
     "concurrent",
@@ -40,7 +46,7 @@ IMPURE = {
 }
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-PACKAGES = ("kernels", "tiers", "adapters")
+PACKAGES = ("kernels", "tiers", "adapters", "simulate")
 
 
 def modules() -> list[str]:

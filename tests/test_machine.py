@@ -90,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
     def meet(self, fault: str) -> None:
         self.faults = FAULTS[fault]
         if not self.faults and self.cache is not None:
-            self.cache._health["disk"] = Health()  # no waiting for the pause to end
+            self.cache._access.health["disk"] = Health()  # no waiting for the pause to end
 
     @rule(chunks=SEQUENCES, stale=st.booleans())
     def turn(self, chunks: list[int], stale: bool) -> None:
@@ -108,9 +108,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert stored.tokens == len(tokens)
         self.engine.wipe()  # the pages may be reused at once
         self.cache.flush()
-        names = set(self.cache._chunk(tokens, None).names)
+        names = set(self.cache._chunks(tokens, None).names)
         self.held["remote"] |= names
-        if not self.faults.keys() & {"put", "run"} and self.cache._usable("disk"):
+        if not self.faults.keys() & {"put", "run"} and self.cache._access.usable("disk"):
             self.held["disk"] |= names
 
     def load(self, chunks: list[int], stale: bool) -> None:

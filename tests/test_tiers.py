@@ -10,8 +10,11 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from engine import small_layout, small_namespace
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kvkit import record
+from kvkit.record import RecordFormat
 from kvkit.staging import Staging, release_all
 from kvkit.testing import (
     DEADLINE_S,
@@ -29,9 +32,10 @@ from kvkit.testing import (
     record_bytes,
     record_names,
 )
-from kvkit.tiers.base import Tier, TierFull
+from kvkit.tiers.base import DamagedObject, Tier, TierFull
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.paths import SpreadTier
 
 
 @pytest.fixture
@@ -77,6 +81,22 @@ class TestStoreWithoutAtomicPut(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return ObjectTier(f"dir::file://{tmp_path}/store")
+
+
+class TestSpread(TierContract):
+    """Over three paths by key."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return SpreadTier("disk", [ObjectTier(str(tmp_path / str(i)), name=f"disk[{i}]") for i in range(3)])
+
+
+class TestStriped(TierContract):
+    """Over three paths, a part of each record on each."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Tier:
+        return ObjectTier([str(tmp_path / str(i)) for i in range(3)])
 
 
 class TestLate(TierContract):
@@ -303,6 +323,41 @@ def test_names_and_leases_must_pair(tmp_path: Path, staging: Staging) -> None:
     with pytest.raises(ValueError, match="1 names, 2 leases"):
         tier.get(record_names(1), leases, Completions())
     release_all(leases)
+    tier.close()
+    assert staging.free == SLOTS
+    staging.close()
+
+
+@pytest.mark.parametrize("reader", ["none", "zstd"])
+def test_parts_of_a_compressed_record(reader: str, tmp_path: Path, staging: Staging) -> None:
+    """Places are those of the record without compression, also for a tier that has lost its codec."""
+    layout = small_layout()
+    form = RecordFormat.of(layout, 0, small_namespace(layout, chunk_tokens=32))
+    parent, key = bytes(16), bytes(range(16))
+    (lease,) = staging.acquire(1, DEADLINE_S)
+    lease.array[:] = 7
+    record.seal(form, lease.buffer[: form.record_bytes], parent, key, np.arange(32, dtype=np.int32))
+    lease.used = form.record_bytes
+    whole = lease.record.copy()
+    name = form.name(key)
+    writer = ObjectTier(str(tmp_path), codec="zstd")
+    done = Completions()
+    writer.put([name], [lease], done)
+    assert done.wait(1) == [(name, None)]
+    stored = writer.size(name)
+    assert stored is not None
+    assert stored < len(whole)
+    writer.close()
+    tier = ObjectTier(str(tmp_path), codec=reader)
+    for offset, size in ((0, form.header_bytes), record.layer_range(form, 1), (len(whole) - 8, 8)):
+        part = memoryview(bytearray(size))
+        tier.get_ranges(name, [(offset, size)], [part])
+        assert np.array_equal(part, whole[offset : offset + size])
+    path = next(tmp_path.rglob("c.*"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DamagedObject):
+        tier.get_ranges(name, [record.layer_range(form, 1)], [memoryview(bytearray(form.layer_bytes))])
+    lease.release()
     tier.close()
     assert staging.free == SLOTS
     staging.close()

@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvkit.record import Damage
 from kvkit.staging import Lease
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 OnComplete = Callable[[str, BaseException | None], None]
 """Called with (name, None) or (name, what went wrong), exactly once per name, from any thread."""
 Scope = Literal["node", "shared"]
+Ranges = Sequence[tuple[int, int]]
+"""(offset, bytes) of parts of one record, as it is without compression."""
 
 
 class TierError(OSError):
@@ -50,12 +52,14 @@ class Tier(ABC):
         codec: how its records are compressed, one of `kvkit.record.CODECS`.
         near: whether its records are in this host's memory already, so that nothing is gained by
             copying them into another tier.
+        evicted: records that were let go to make room so far.
     """
 
     name: str
     scope: Scope = "node"
     codec: str = "none"
     near: bool = False
+    evicted: int = 0
 
     @abstractmethod
     def run(self, names: Sequence[str]) -> int:
@@ -94,9 +98,33 @@ class Tier(ABC):
     def scan(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of every record, without reading payloads. What a restart finds."""
 
+    def waiting(self) -> int:
+        """Reads and writes that were started and that no thread has taken up."""
+        return 0
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        """Let go of none of `names` within so many seconds, whatever else needs room; how many are held."""
+        return 0
+
     def borrow(self, name: str) -> Lease | None:
         """A share of the slot that holds the record, where the tier keeps records in slots; else None."""
         return None
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        """Read parts of one record, each to the front of its buffer. Returns when they are there.
+
+        Raises:
+            FileNotFoundError: the record is missing.
+            DamagedObject: it ends before a range does.
+            TierError: it could not be read, or the tier has no way to read a part.
+        """
+        lent = self.borrow(name)
+        if lent is None:
+            if self.size(name) is None:
+                raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+            raise TierError(f"tier {self.name!r} reads whole records only")
+        with lent:
+            copy_ranges(name, lent.buffer[: lent.used], ranges, buffers)
 
     def describe(self, array: str, metadata: bytes) -> None:  # noqa: B027 - optional
         """Keep `metadata` as the zarr.json of `array`, where the tier is a store that Zarr can open."""
@@ -104,6 +132,17 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish what was started, then release what the tier holds. Only another close may follow."""
+
+
+class Store(Protocol):
+    """Where the objects of an `ObjectTier` lie; as `kvkit.tiers.files.Folder`. Blocking, and thread-safe."""
+
+    def size(self, name: str) -> int | None: ...
+    def read(self, name: str, buffer: memoryview) -> int: ...
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None: ...
+    def write(self, name: str, data: memoryview) -> None: ...
+    def delete(self, name: str) -> None: ...
+    def scan(self) -> Iterator[tuple[str, int]]: ...
 
 
 class ThreadedTier(Tier):
@@ -134,10 +173,21 @@ class ThreadedTier(Tier):
         """
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._start(self._get_one, names, leases, on_complete)
+        self._start(self._get_one, names, leases, on_complete, urgent=True)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._start(self._put_one, names, leases, on_complete)
+        self._start(self._put_one, names, leases, on_complete, urgent=False)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        """As in `Tier`, by reading the whole record. For tiers that can do no better."""
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+        whole = memoryview(bytearray(size))
+        copy_ranges(name, whole[: self.read(name, whole)], ranges, buffers)
+
+    def waiting(self) -> int:
+        return self._workers.waiting
 
     def close(self) -> None:
         self._workers.close()
@@ -154,35 +204,45 @@ class ThreadedTier(Tier):
         names: Sequence[str],
         leases: Sequence[Lease],
         on_complete: OnComplete,
+        urgent: bool,
     ) -> None:
-        """Share out the batch: thread i takes records i, i + threads, ..., so the first complete first."""
+        """One job per record, so that a get waits for no more than the puts that are being written."""
         if len(names) != len(leases):
             raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
         held = [lease.share() for lease in leases]
-        stride = min(self._threads, len(names))
-        for first in range(stride):
-            part = range(first, len(names), stride)
-            try:
-                self._workers.start(partial(self._move_all, move, names, held, part, on_complete))
-            except Closed:
-                for i in part:
-                    complete(on_complete, names[i], held[i], TierError(f"tier {self.name!r} is closed"))
+        jobs = [
+            partial(self._move, move, name, lease, on_complete)
+            for name, lease in zip(names, held, strict=True)
+        ]
+        try:
+            self._workers.start(*jobs, urgent=urgent)
+        except Closed:
+            for name, lease in zip(names, held, strict=True):
+                complete(on_complete, name, lease, TierError(f"tier {self.name!r} is closed"))
 
-    def _move_all(
-        self,
-        move: Callable[[str, Lease], None],
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        part: range,
-        on_complete: OnComplete,
+    def _move(
+        self, move: Callable[[str, Lease], None], name: str, lease: Lease, on_complete: OnComplete
     ) -> None:
-        for i in part:
-            error: BaseException | None = None
-            try:
-                move(names[i], leases[i])
-            except BaseException as caught:  # a tier's thread must outlive whatever a store throws
-                error = caught
-            complete(on_complete, names[i], leases[i], error)
+        error: BaseException | None = None
+        try:
+            move(name, lease)
+        except BaseException as caught:  # a tier's thread must outlive whatever a store throws
+            error = caught
+        complete(on_complete, name, lease, error)
+
+
+def copy_ranges(name: str, record: memoryview, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+    """Copy parts of a record, each to the front of its buffer.
+
+    Raises:
+        DamagedObject: the record ends before a range does.
+    """
+    for (offset, size), buffer in zip(ranges, buffers, strict=True):
+        if offset + size > len(record):
+            raise DamagedObject(
+                f"{name}: {size} bytes from {offset} on are not in its {len(record)}", Damage.TRUNCATED
+            )
+        buffer[:size] = record[offset : offset + size]
 
 
 def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseException | None) -> None:
@@ -192,6 +252,11 @@ def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseExcept
         on_complete(name, error)
     except Exception:
         log.exception("the completion callback of %s failed", name)
+
+
+def owner_of(name: str) -> str:
+    """Whose quota a record counts against: its namespace, and so its model and its cache salt."""
+    return name.partition("/")[0]
 
 
 def default_threads() -> int:

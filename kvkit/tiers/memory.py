@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from kvkit import eviction
-from kvkit.record import Damage
+from kvkit.record import Damage, parent_name
 from kvkit.staging import Lease, Staging
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, complete
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, complete, owner_of
 
 
 class MemoryTier(Tier):
-    """Records in slots of `staging`, least recently used let go first.
+    """Records in slots of `staging`; what is let go for others, `eviction` decides.
 
     A put keeps a share of the slot, `borrow` lends it out. A record counts as a whole slot. Slots that are on
     loan may be let go: their memory returns when the last share does, so the arena must have more slots than
     this tier (`capacity_bytes` below the arena's), or nothing is left to read into.
+
+    Args:
+        policy: one of `eviction.POLICIES`.
+        quota_bytes: what one namespace may hold; None for no limit.
 
     Raises:
         ValueError: the capacity is below one slot, or leaves no slot for staging.
@@ -24,7 +29,15 @@ class MemoryTier(Tier):
 
     near = True
 
-    def __init__(self, staging: Staging, capacity_bytes: int, name: str = "memory") -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        capacity_bytes: int,
+        name: str = "memory",
+        *,
+        policy: eviction.Policy = "lru",
+        quota_bytes: int | None = None,
+    ) -> None:
         slots = capacity_bytes // staging.slot_bytes
         if not 1 <= slots < staging.slots:
             raise ValueError(
@@ -33,7 +46,7 @@ class MemoryTier(Tier):
             )
         self.name = name
         self._slot_bytes = staging.slot_bytes
-        self._state = eviction.LruState(capacity_bytes)
+        self._state = eviction.State(capacity_bytes, policy, quota_bytes)
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -46,9 +59,12 @@ class MemoryTier(Tier):
                 if name not in held:
                     break
                 count += 1
-            # the head of a chain is worth most: without it the rest cannot be used
-            eviction.touch(self._state, reversed(names[:count]))
+            eviction.touch(self._state, names[:count])
             return count
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        with self._lock:
+            return eviction.pin(self._state, names, time.monotonic() + seconds)
 
     def borrow(self, name: str) -> Lease | None:
         with self._lock:
@@ -100,7 +116,7 @@ class MemoryTier(Tier):
             self._closed = True
             leases = list(self._leases.values())
             self._leases.clear()
-            self._state = eviction.LruState(self._state.capacity_bytes)
+            eviction.clear(self._state)
         for lease in leases:
             lease.release()
 
@@ -108,10 +124,18 @@ class MemoryTier(Tier):
         with self._lock:
             if self._closed:
                 return TierError(f"tier {self.name!r} is closed")
-            victims = eviction.add(self._state, name, self._slot_bytes)
+            victims = eviction.add(
+                self._state,
+                name,
+                self._slot_bytes,
+                parent=parent_name(lease.buffer, name),
+                owner=owner_of(name),
+                now=time.monotonic(),
+            )
             if victims is None:
                 return TierFull(f"tier {self.name!r}: {name} does not fit")
             released = [self._leases.pop(victim) for victim in victims]
+            self.evicted += len(released)
             if name not in self._leases:
                 self._leases[name] = lease.share()
         for old in released:

@@ -1,42 +1,50 @@
-"""The tier of objects behind a URL: a folder at the speed of the disk, any other store through fsspec."""
+"""The tier of objects behind a URL: a folder, a bucket, or any other store that fsspec knows."""
 
 from __future__ import annotations
 
-import itertools
+import errno
 import logging
 import mmap
 import posixpath
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, get_args
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, get_args
 
 import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from kvkit import eviction
-from kvkit.codecs import compress, decompress
-from kvkit.record import CODEC_OFFSET, CODECS, HEADER, MAGIC, Damage
+from kvkit.codecs import compress, decompress, restored_bytes
+from kvkit.record import CODEC_OFFSET, CODECS, HEADER, MAGIC, Damage, RecordError, check, parent_name
 from kvkit.staging import Lease
-from kvkit.tiers.base import DamagedObject, Scope, ThreadedTier, TierFull, default_threads
+from kvkit.threads import Closed
+from kvkit.tiers import s3
+from kvkit.tiers.base import (
+    DamagedObject,
+    Ranges,
+    Scope,
+    Store,
+    ThreadedTier,
+    TierError,
+    TierFull,
+    copy_ranges,
+    default_threads,
+    owner_of,
+)
 from kvkit.tiers.files import METADATA, TEMPORARY, Folder, check_name, is_record
+from kvkit.tiers.striped import StripedStore
 
 log = logging.getLogger(__name__)
 
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs"}
 """Protocols whose single put is visible when complete, or never."""
-
-
-class Store(Protocol):
-    """What `ObjectTier` needs of a store, as in `kvkit.tiers.files.Folder`. Thread-safe."""
-
-    def size(self, name: str) -> int | None: ...
-    def read(self, name: str, buffer: memoryview) -> int: ...
-    def write(self, name: str, data: memoryview) -> None: ...
-    def delete(self, name: str) -> None: ...
-    def scan(self) -> Iterator[tuple[str, int]]: ...
 
 
 class ObjectTier(ThreadedTier):
@@ -47,12 +55,18 @@ class ObjectTier(ThreadedTier):
     complete with the error.
 
     Args:
-        url: a path, file://..., memory://..., or what fsspec knows else.
-        capacity_bytes: least recently used records that this process knows of are deleted beyond this; None
-            for no limit.
-        threads: reads and writes at a time; None for what keeps a disk busy.
+        url: a path, file://...; s3://..., gs://..., az://...; memory://..., or what fsspec knows else.
+            Several of them: each record is striped over all (`kvkit.tiers.striped`).
+        capacity_bytes: records that this process knows of are deleted beyond this, as `policy` says; None for
+            no limit.
+        threads: reads and writes at a time; None for what keeps a disk, or a network, busy.
         fsync: for folders, whether a put completes only when it would survive a power failure.
         codec: how the records in it are compressed, one of `kvkit.record.CODECS`.
+        policy: one of `eviction.POLICIES`.
+        quota_bytes: what one namespace may hold; None for no limit.
+        options: for buckets, settings as in `kvkit.tiers.s3.Bucket`, such as endpoint and access_key_id; for
+            other stores, by the names of their fsspec class. They are never shown.
+        timeout_s: for buckets, how long one request may take, in seconds, with its retries.
 
     Raises:
         ValueError: a setting is not what it may be; the message names the choices.
@@ -60,7 +74,7 @@ class ObjectTier(ThreadedTier):
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         name: str = "disk",
         capacity_bytes: int | None = None,
@@ -68,6 +82,10 @@ class ObjectTier(ThreadedTier):
         fsync: bool = False,
         codec: str = "none",
         scope: Scope = "node",
+        policy: eviction.Policy = "lru",
+        quota_bytes: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float = 10.0,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ValueError(f"tier {name!r}: capacity_bytes={capacity_bytes}, want at least 1, or None")
@@ -75,37 +93,57 @@ class ObjectTier(ThreadedTier):
             raise ValueError(f"tier {name!r}: codec={codec!r}, want one of {', '.join(CODECS)}")
         if scope not in get_args(Scope):
             raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
-        self._store = _open_store(name, url, fsync)
-        super().__init__(name, default_threads() if threads is None else threads)
+        urls = [url] if isinstance(url, str) else list(url)
+        stores = [_open_store(name, one, fsync, options or {}, timeout_s) for one in urls]
+        self._store: Store = stores[0] if len(stores) == 1 else StripedStore(name, stores)
+        local = isinstance(stores[0], Folder)
+        if threads is None:
+            threads = (default_threads() if local else s3.THREADS) * len(stores)
+        self._looks = 1 if local else threads
+        super().__init__(name, threads)
         self.scope = scope
         self.codec = codec
+        self._compressed: set[str] = set()  # those found in a tier without a codec
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._reservations = itertools.count()
-        self._index = eviction.LruState(capacity_bytes)
+        self._writing: Counter[str] = Counter()
+        self._index = eviction.State(capacity_bytes, policy, quota_bytes)
         try:
             for record, size in self._store.scan():
-                self._found(record, size)
+                self._note(record, size)
         except OSError as error:
             log.warning("tier %r: %s cannot be listed: %s", name, url, error)
 
     def run(self, names: Sequence[str]) -> int:
-        count = 0
+        count, looks = 0, 1
         while True:
             with self._lock:
-                known = self._index.entries
-                while count < len(names) and names[count] in known:
+                known, writing = self._index.entries, self._writing
+                while count < len(names) and names[count] in known and names[count] not in writing:
                     count += 1
-            size = self._store.size(names[count]) if count < len(names) else None
-            if size is None:
-                break
+            # one look costs a store far away a round trip: after a find, several at a time
+            asked = names[count : count + looks]
+            sizes = self._sizes(asked)
+            found = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
             with self._lock:
-                self._found(names[count], size)
-            count += 1
+                for name, size in zip(asked[:found], sizes, strict=False):
+                    self._note(name, size or 0)
+            count += found
+            if not asked or found < len(asked):
+                break
+            looks = self._looks
         with self._lock:
-            # the head of a chain is worth most: without it the rest cannot be used
-            eviction.touch(self._index, reversed(names[:count]))
-        return count
+            return eviction.use_run(self._index, names[:count])
+
+    def _sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Bytes of each object, None if it is missing, asked at the same time."""
+        if len(names) < 2:
+            return [self._store.size(name) for name in names]
+        try:
+            looks = [self._workers.submit(partial(self._store.size, name), urgent=True) for name in names]
+        except Closed as error:
+            raise TierError(f"tier {self.name!r} is closed") from error
+        return [look.result() for look in looks]
 
     def read(self, name: str, buffer: memoryview) -> int:
         try:
@@ -114,21 +152,55 @@ class ObjectTier(ThreadedTier):
             self._forget(name)
             raise
 
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        if self.codec == "none" and name not in self._compressed:
+            try:
+                self._store.read_ranges(name, ranges, buffers)
+            except FileNotFoundError:
+                self._forget(name)
+                raise
+            heads = [b[:size] for (offset, size), b in zip(ranges, buffers, strict=True) if offset == 0]
+            if not any(_is_compressed(head) for head in heads):
+                return
+            self._compressed.add(name)  # written when the tier had a codec
+        size = self._store.size(name)
+        if size is None:
+            raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+        packed = self._scratch(size)[:size]
+        packed = packed[: self.read(name, packed)]
+        copy_ranges(name, self._restored(name, packed), ranges, buffers)
+
+    def _restored(self, name: str, packed: memoryview) -> memoryview:
+        """The record that `packed` was made of.
+
+        Raises:
+            DamagedObject: it is damaged.
+        """
+        try:
+            damage = check(packed)
+            if damage is None:
+                record = memoryview(bytearray(restored_bytes(packed)))
+                restored = decompress(packed, record)
+                if not isinstance(restored, Damage):
+                    return record[:restored]
+                damage = restored
+        except RecordError:
+            damage = Damage.HEADER
+        raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({damage})", damage)
+
     def write(self, name: str, record: memoryview) -> None:
         size = self._store.size(name)
         if size is not None:
             with self._lock:
-                self._found(name, size)
+                self._note(name, size)
             return
-        reservation = self._reserve(name, len(record))
+        self._reserve(name, len(record), parent_name(record, name))
         try:
             self._store.write(name, record)
         except BaseException:
-            self._forget(reservation)
+            self._written(name, failed=True)
             raise
-        with self._lock:
-            eviction.remove(self._index, reservation)
-            self._found(name, len(record))
+        self._written(name, failed=False)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -177,38 +249,55 @@ class ObjectTier(ThreadedTier):
         if self._store.size(name) is None:
             self._store.write(name, memoryview(metadata))
 
-    def _reserve(self, name: str, size: int) -> str:
-        """Make room for `size` bytes and hold it under a name of its own, so that nobody takes it for a hit.
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        with self._lock:
+            return eviction.pin(self._index, names, time.monotonic() + seconds)
+
+    def _reserve(self, name: str, size: int, parent: str | None) -> None:
+        """Make room for a record that is about to be written; until `_written`, it is no hit.
 
         Raises:
-            TierFull: they do not fit.
+            TierFull: it does not fit.
             OSError: a victim could not be deleted.
         """
-        reservation = f"{TEMPORARY}{next(self._reservations)}"
         with self._lock:
-            victims = eviction.add(self._index, reservation, size, may_evict=is_record)
-        if victims is None:
-            raise TierFull(
-                f"tier {self.name!r}: {name}, {size} bytes, does not fit "
-                f"capacity_bytes={self._index.capacity_bytes}"
+            victims = eviction.add(
+                self._index,
+                name,
+                size,
+                parent=parent,
+                owner=owner_of(name),
+                now=time.monotonic(),
+                may_evict=lambda victim: victim not in self._writing,
             )
+            if victims is None:
+                raise TierFull(
+                    f"tier {self.name!r}: {name}, {size} bytes, does not fit "
+                    f"capacity_bytes={self._index.capacity_bytes}"
+                )
+            self._writing[name] += 1
+        self.evicted += len(victims)
         try:
             for victim in victims:
                 self._store.delete(victim)
         except BaseException:
-            self._forget(reservation)
+            self._written(name, failed=True)
             raise
-        return reservation
 
-    def _found(self, name: str, size: int) -> None:
+    def _written(self, name: str, failed: bool) -> None:
+        with self._lock:
+            self._writing[name] -= 1
+            if not self._writing[name]:
+                del self._writing[name]
+            if failed:
+                eviction.remove(self._index, name)
+
+    def _note(self, name: str, size: int, parent: str | None = None) -> None:
         """Note, under the lock, what the store holds, be it beyond the capacity: the next put makes room."""
-        if name in self._index.entries:
-            eviction.touch(self._index, [name])
-        else:
-            self._index.entries[name] = size
-            self._index.used_bytes += size
+        eviction.note(self._index, name, size, parent=parent, owner=owner_of(name))
 
     def _forget(self, name: str) -> None:
+        self._compressed.discard(name)
         with self._lock:
             eviction.remove(self._index, name)
 
@@ -217,7 +306,7 @@ class _Remote:
     """Objects of any fsspec file system. Each read and write is one call, and one copy."""
 
     def __init__(self, files: Any, root: str) -> None:
-        self._files = files
+        self._files: Any = _OnlyOSErrors(files)
         self._root = root.rstrip("/")
         protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
         self._atomic = bool(protocols & _ATOMIC)
@@ -236,6 +325,21 @@ class _Remote:
             )
         buffer[: len(data)] = data
         return len(data)
+
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        starts, ends = [offset for offset, _ in ranges], [offset + size for offset, size in ranges]
+        try:
+            parts = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
+        for part, (offset, size), buffer in zip(parts, ranges, buffers, strict=True):
+            if len(part) < size:
+                raise DamagedObject(
+                    f"{name}: {len(part)} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
+                )
+            buffer[:size] = part
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
@@ -276,21 +380,85 @@ def _is_compressed(record: memoryview) -> bool:
     return len(record) >= HEADER.size and record[: len(MAGIC)] == MAGIC and record[CODEC_OFFSET] != 0
 
 
-def _open_store(tier: str, url: str, fsync: bool) -> Store:
+class _OnlyOSErrors:
+    """An fsspec file system whose calls raise no errors but OSErrors: each library behind one has its own."""
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def __getattr__(self, method: str) -> Any:
+        call = getattr(self._files, method)
+
+        def checked(*args: Any, **settings: Any) -> Any:
+            try:
+                return call(*args, **settings)
+            except OSError:
+                raise
+            except Exception as error:
+                raise TierError(f"{method}: {error or type(error).__name__}") from error
+
+        return checked
+
+
+def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """What s3fs calls the options of an S3 bucket, with one try per request and a limit to each wait.
+
+    Raises:
+        ValueError: s3fs has none of a name.
+    """
+    names = {
+        "endpoint": "endpoint_url",
+        "access_key_id": "key",
+        "secret_access_key": "secret",
+        "session_token": "token",
+        "region": "region",
+    }
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise ValueError(f"options: {unknown[0]!r} needs obstore; s3fs takes {', '.join(names)}")
+    settings = {names[name]: value for name, value in options.items()}
+    region = settings.pop("region", None)
+    return settings | {
+        "client_kwargs": {"region_name": region} if region else {},
+        "config_kwargs": {
+            "connect_timeout": timeout_s,
+            "read_timeout": timeout_s,
+            "retries": {"total_max_attempts": 1},
+        },
+        "skip_instance_cache": True,
+    }
+
+
+def _open_store(tier: str, url: str, fsync: bool, options: Mapping[str, Any], timeout_s: float) -> Store:
     """The store behind `url`.
 
     Raises:
-        ValueError: it is not a URL that fsspec opens here.
+        ValueError: it is not a URL that obstore or fsspec opens here, or an option is unknown.
     """
+    scheme, separator, _ = url.partition("://")
+    if separator and scheme in s3.SCHEMES and find_spec("obstore") is not None:
+        try:
+            return s3.Bucket(url, options, timeout_s)
+        except ValueError as error:
+            raise ValueError(f"tier {tier!r}: {error}") from None
+    settings = dict(options)
+    if scheme in ("s3", "s3a"):
+        settings = _s3fs_options(options, timeout_s)
     try:
-        files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **settings)
     except Exception as error:  # each protocol has its own
         known = ", ".join(fsspec.available_protocols())
+        package = "pip install 'kvkit[s3]', or " if scheme in s3.SCHEMES else ""
         raise ValueError(
-            f"tier {tier!r}: url={url!r}: {error}; want a folder, or <protocol>://... with one of {known}"
+            f"tier {tier!r}: url={url!r}: {error}; {package}want a folder, or <protocol>://... with one of "
+            f"{known}"
         ) from error
     if isinstance(files, LocalFileSystem):
+        if options:
+            raise ValueError(f"tier {tier!r}: options: {', '.join(options)}: a folder has none")
         folder = Folder(root, fsync)
         folder.clean()
         return folder
+    if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
+        files.retries = 1
     return _Remote(files, root)

@@ -1,0 +1,285 @@
+"""The tiers as loads and stores use them: asked with a deadline, passed over while they fail, counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvkit import plan as planning
+from kvkit import record
+from kvkit.counts import Counts, Direction
+from kvkit.plan import RetrievePlan, Segment
+from kvkit.policy import Policy
+from kvkit.record import Damage, RecordFormat
+from kvkit.sequence import Chunks
+from kvkit.staging import Lease, Staging, StagingTimeout
+from kvkit.threads import Workers
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
+from kvkit.tiers.health import Health, State
+from kvkit.transfers import Stopped
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ASKING_THREADS = 4
+"""Threads that ask tiers outside this process, so that a caller can stop waiting."""
+
+
+class Access:
+    """What loads and stores share. Thread-safe.
+
+    Args:
+        tiers: by name.
+        policy: what goes where; names these tiers only.
+        staging: slots that records pass through.
+        timeout_s: the longest that any single wait may take, in seconds.
+    """
+
+    def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
+        self.tiers = tiers
+        self.policy = policy
+        self.staging = staging
+        self.timeout_s = timeout_s
+        self.puts = Outstanding()
+        self.health = {name: Health() for name in tiers}
+        self._lock = threading.Lock()
+        self._counts = Counts()
+        self._described: set[tuple[str, str]] = set()
+        self.asking = Workers(ASKING_THREADS, "kvkit-ask")
+
+    def find(self, chunks: Chunks, plan: RetrievePlan, bad: Iterable[tuple[str, int]]) -> RetrievePlan:
+        """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
+        grew = True
+        while grew and not plan.complete:
+            grew = False
+            for tier in self.policy.retrieve_from:
+                start = plan.chunks
+                stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
+                if start == stop or not self.usable(tier):
+                    continue
+                run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
+                plan = planning.extend(plan, tier, run)
+                grew = grew or run > 0
+        return plan
+
+    def ask(self, tier: str, names: Sequence[str]) -> int:
+        """How many of `names`, from the first on, the tier holds; none if it fails."""
+        try:
+            held = self.bounded(self.tiers[tier], lambda: self.tiers[tier].run(names))
+            self.health[tier].answered(time.monotonic())
+            return held
+        except Exception as error:
+            log.warning("tier %r could not be asked: %s", tier, error or type(error).__name__)
+            self.failed(tier, error)
+            return 0
+
+    def bounded(self, tier: Tier, call: Callable[[], T]) -> T:
+        """What `call` returns; a tier outside this process gets until the deadline to answer."""
+        return call() if tier.near else self.asking.submit(call).result(self.timeout_s)
+
+    def put(
+        self,
+        segments: Sequence[Segment],
+        chunks: Chunks,
+        first: int,
+        leases: Sequence[Lease],
+        written_back: bool = False,
+    ) -> None:
+        """Start putting sealed records, chunk `first` on, into the tiers whose segment has them."""
+        last = first + len(leases) // chunks.groups
+        for segment in segments:
+            start, stop = max(first, segment.start), min(last, segment.stop)
+            if start >= stop:
+                continue
+            names = chunks.records(start, stop)
+            held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
+            self.start(
+                "put", segment.tier, names, held, self._expect(segment.tier, names, held, written_back)
+            )
+
+    def start(
+        self,
+        direction: Direction,
+        tier: str,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        """Have a tier get or put records; when the last has completed, what it took is counted."""
+        left, size, began = len(names), 0, time.monotonic()
+        lock = threading.Lock()
+        sizes = dict(zip(names, leases, strict=True))
+
+        def completed(name: str, error: BaseException | None) -> None:
+            nonlocal left, size
+            with lock:
+                lease = sizes.pop(name, None)
+                if lease is not None:
+                    left -= 1
+                    size += 0 if error is not None else self.staging.used[lease.slot]
+                last = lease is not None and left == 0
+            if last and size:
+                now = time.monotonic()
+                self.count(lambda counts: counts.moved(tier, direction, size, now - began))
+                if direction == "get":
+                    self.health[tier].worked(now, (now - began) / len(names))
+            on_complete(name, error)
+
+        move = self.tiers[tier].get if direction == "get" else self.tiers[tier].put
+        try:
+            move(names, leases, completed)
+        except Exception as error:
+            log.exception("tier %r: %s failed", tier, direction)
+            for name in names:
+                completed(name, error)
+
+    def write_back(
+        self,
+        source: str,
+        chunks: Chunks,
+        first: int,
+        leases: Sequence[Lease],
+        targets: Sequence[str] | None = None,
+    ) -> None:
+        """Give validated records to the tiers that the policy names; the slots are shared, not copied.
+
+        The one way back for blocking and background loads, prefetches and single gets. Callers come here in
+        the order of the chunks, and stop at the first gap. `targets` narrows the policy's.
+        """
+        stop = first + len(leases) // chunks.groups
+        near = [name for name, tier in self.tiers.items() if tier.near]
+        taken = RetrievePlan(stop, (Segment(source, first, stop),))
+        plan = planning.plan_write_back(taken, stop, self.policy, near)
+        wanted = self.policy.write_back_to if targets is None else targets
+        segments = [s for s in plan.segments if s.tier in wanted and self.usable(s.tier)]
+        for segment in segments:
+            self.describe(segment.tier, chunks.formats)
+        self.put(segments, chunks, first, leases, written_back=True)
+
+    def drop(self, tier: str, name: str, damage: Damage) -> None:
+        """Delete a record that is not what it should be."""
+        log.warning("tier %r: %s is damaged (%s) and will be deleted", tier, name, damage)
+        with self._lock:
+            self._counts.damaged[tier, damage] += 1
+        try:
+            self.bounded(self.tiers[tier], lambda: self.tiers[tier].delete([name]))
+        except Exception as error:
+            log.warning("tier %r: %s could not be deleted: %s", tier, name, error)
+
+    def ended(self, tier: str, name: str | None, error: BaseException) -> None:
+        """Reads of a tier ended early: by `name`, if a record is to blame."""
+        if name is not None and isinstance(error, DamagedObject):
+            self.drop(tier, name, error.damage)
+        else:
+            self.failed(tier, error)
+
+    def describe(self, tier: str, formats: Sequence[RecordFormat]) -> None:
+        """Have the tier keep zarr.json for these arrays, once."""
+        for form in formats:
+            if (tier, form.array) in self._described:
+                continue
+            target = self.tiers[tier]
+            try:
+                metadata = record.zarr_metadata(form, target.codec)
+                self.bounded(target, partial(target.describe, form.array, metadata))
+                self._described.add((tier, form.array))
+            except Exception as error:
+                log.warning("tier %r: %s has no zarr.json yet: %s", tier, form.array, error)
+
+    def usable(self, tier: str) -> bool:
+        """Whether it is worth asking: not while it keeps failing."""
+        return self.health[tier].usable(time.monotonic())
+
+    def failed(self, tier: str, error: BaseException) -> None:
+        """Note that a tier did not deliver."""
+        if isinstance(error, FileNotFoundError | StagingTimeout | Stopped):  # not the tier's fault
+            return
+        self.health[tier].failed(time.monotonic(), isinstance(error, TimeoutError))
+        with self._lock:
+            if isinstance(error, TimeoutError):
+                self._counts.timeouts[tier] += 1
+            else:
+                self._counts.read_errors[tier] += 1
+
+    def count(self, change: Callable[[Counts], None]) -> None:
+        """Have `change` count something, alone."""
+        with self._lock:
+            change(self._counts)
+
+    def counts(self) -> Counts:
+        """A copy of what was counted so far."""
+        with self._lock:
+            counts = self._counts.copy()
+        counts.evicted_records.update(
+            {name: tier.evicted for name, tier in self.tiers.items() if tier.evicted}
+        )
+        return counts
+
+    def states(self) -> dict[str, State]:
+        """The health of every tier."""
+        now = time.monotonic()
+        return {name: health.state(now) for name, health in self.health.items()}
+
+    def _expect(
+        self, tier: str, names: Sequence[str], leases: Sequence[Lease], written_back: bool
+    ) -> OnComplete:
+        """A callback that takes one report per name; whatever a tier does, none is counted twice."""
+        pending = {name: lease.used for name, lease in zip(names, leases, strict=True)}
+        self.puts.add(len(pending))
+
+        def on_complete(name: str, error: BaseException | None) -> None:
+            with self._lock:
+                size = pending.pop(name, None)
+                if size is None:
+                    return
+                if error is None:
+                    self._counts.stored_records[tier] += 1
+                    self._counts.stored_bytes[tier] += size
+                    self._counts.written_back_records[tier] += written_back
+                elif isinstance(error, TierFull):
+                    self._counts.refused[tier] += 1
+                else:
+                    self._counts.write_errors[tier] += 1
+            if isinstance(error, TierFull):
+                log.debug("%s", error)
+            elif error is not None:
+                log.warning("tier %r did not take %s: %s", tier, name, error)
+            self.health[tier].answered(time.monotonic())  # a full disk can still be read
+            self.puts.done()
+
+        return on_complete
+
+
+class Outstanding:
+    """Counts what was started and not yet reported."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    @property
+    def count(self) -> int:
+        """How many are left."""
+        with self._changed:
+            return self._count
+
+    def add(self, count: int) -> None:
+        with self._changed:
+            self._count += count
+
+    def done(self) -> None:
+        with self._changed:
+            self._count -= 1
+            if self._count == 0:
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for all; how many are left at the deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count == 0, timeout_s)
+            return self._count

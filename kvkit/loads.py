@@ -1,0 +1,171 @@
+"""The way in: records from tiers into an engine's pages, or just nearer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvkit import plan as planning
+from kvkit import record
+from kvkit.access import Access
+from kvkit.counts import Counts
+from kvkit.kernels import launch
+from kvkit.plan import RetrievePlan
+from kvkit.reads import PlanReads, Shelf
+from kvkit.record import Damage
+from kvkit.rope import Rotation
+from kvkit.sequence import Chunks, Hit, Loaded, Place
+from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.tiers.base import DamagedObject
+from kvkit.transfers import Stopped, Transfer
+
+Use = Callable[[str, int, Sequence[Lease]], None]
+"""Called with a tier, the first of some validated chunks that it delivered, and their records."""
+
+
+def fetch(
+    access: Access, shelf: Shelf, chunks: Chunks, plan: RetrievePlan, use: Use, transfer: Transfer[Any]
+) -> Loaded:
+    """Read and verify the chunks of `plan` in order and have `use` make something of them.
+
+    A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
+    nowhere this ends before it. What was used is always a leading run, and that run is written back.
+    """
+    used: Counter[str] = Counter()
+    bad: set[tuple[str, int]] = set()
+    done, stop = 0, plan.chunks
+    plan = RetrievePlan(
+        stop, plan.segments
+    )  # what turned up since is not wanted: the engine counts on `plan`
+    while done < stop and not transfer.stopped:
+        # 1. every segment's reads start, in order of need
+        rest = [s for s in plan.segments if s.stop > done]
+        segments = [planning.Segment(s.tier, max(s.start, done), s.stop) for s in rest]
+        reads = PlanReads(access, chunks, segments, shelf)
+        transfer.when_stopped(reads.interrupt)
+        error: BaseException | None = None
+        try:
+            while done < stop and error is None and not transfer.stopped:
+                # 2. records that were read, of one tier
+                ready = reads.take()
+                tier = reads.tier
+                try:
+                    # 3. verified, 4. used, 5. written back
+                    good, error = _verified(access, tier, chunks, done, ready)
+                    leases = ready[: good * chunks.groups]
+                    if leases:
+                        use(tier, done, leases)
+                        access.write_back(tier, chunks, done, leases)
+                finally:
+                    release_all(ready)
+                done += good
+                used[tier] += good
+                if error is not None:
+                    break
+                if reads.failed is not None:
+                    name, error = reads.failed
+                    access.ended(tier, name, error)
+        finally:
+            reads.abandon()
+        if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
+            break
+        # 6. what could not be had there is sought elsewhere
+        if error is not None:
+            bad.add((tier, done))
+            plan = access.find(chunks, planning.clip(plan, done), bad)
+            stop = plan.chunks
+    if transfer.stopped:
+        access.count(Counts.note_cancelled)
+    size = chunks.chunk_tokens
+    return Loaded(done * size, {tier: n * size for tier, n in used.items() if n})
+
+
+def load(
+    access: Access,
+    shelf: Shelf,
+    hit: Hit,
+    places: Sequence[Place],
+    rotate: Rotation | None,
+    transfer: Transfer[Loaded],
+) -> Loaded:
+    """Put the KV of `hit` into the engine's pages."""
+    chunks = hit.chunks
+
+    def use(tier: str, first: int, leases: Sequence[Lease]) -> None:
+        count = len(leases) // chunks.groups
+        for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
+            payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
+            part = None if rotate is None else Rotation(rotate.rope, rotate.delta[first : first + count])
+            launch.unpack(place.pages, payloads, **place.rows(form, first, count), rotate=part)
+
+    loaded = fetch(access, shelf, chunks, hit.plan, use, transfer)
+
+    def note(counts: Counts) -> None:
+        per_token = sum(form.record_bytes for form in chunks.formats) // chunks.chunk_tokens
+        for tier, tokens in loaded.by_tier.items():
+            counts.loaded_tokens[tier] += tokens
+            counts.loaded_bytes[tier] += tokens * per_token
+
+    access.count(note)
+    return loaded
+
+
+def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hit]) -> Hit:
+    """Bring what tiers further away hold into the tiers that the policy writes back to, or onto the shelf."""
+    found = access.find(chunks, RetrievePlan(len(chunks)), frozenset())
+    near = [name for name, tier in access.tiers.items() if tier.near]
+    shelve = not set(near) & set(access.policy.write_back_to)
+
+    def use(tier: str, first: int, leases: Sequence[Lease]) -> None:
+        if shelve and tier not in near:
+            names = chunks.records(first, first + len(leases) // chunks.groups)
+            for name, lease in zip(names, leases, strict=True):
+                shelf.keep(name, lease)
+
+    fetched = fetch(access, shelf, chunks, found, use, transfer)
+    reached = RetrievePlan(fetched.tokens // chunks.chunk_tokens)
+    if shelve:  # a lookup does not see the shelf: the hit stays where the records are
+        return Hit(chunks, planning.clip(found, reached.wanted))
+    return Hit(chunks, access.find(chunks, reached, frozenset()))
+
+
+def get(access: Access, shelf: Shelf, chunks: Chunks, chunk: int) -> list[Lease]:
+    """The verified records of one chunk, a lease per layer group; empty if no tier has them.
+
+    They are written back as those of a load are, to a tier that holds the chunk before them.
+    """
+    for tier in access.policy.retrieve_from:
+        if not access.usable(tier) or access.ask(tier, chunks.records(chunk, chunk + 1)) < chunks.groups:
+            continue
+        segment = planning.Segment(tier, chunk, chunk + 1)
+        reads = PlanReads(access, chunks, [segment], shelf)
+        leases = reads.take()
+        good, _ = _verified(access, tier, chunks, chunk, leases)
+        if reads.failed is not None:
+            access.ended(tier, *reads.failed)
+        reads.abandon()
+        if good:
+            before = chunks.records(chunk - 1, chunk) if chunk else []
+            targets = [t for t in access.policy.write_back_to if access.ask(t, before) == len(before)]
+            access.write_back(tier, chunks, chunk, leases, targets)
+            return leases
+        release_all(leases)
+    return []
+
+
+def _verified(
+    access: Access, tier: str, chunks: Chunks, first: int, leases: Sequence[Lease]
+) -> tuple[int, DamagedObject | None]:
+    """How many whole chunks of `leases` are what they should be; drops the first record that is not."""
+    groups = chunks.groups
+    for i, lease in enumerate(leases):
+        chunk, group = first + i // groups, i % groups
+        damage: Damage | None = record.verify(
+            chunks.formats[group], lease.buffer[: lease.used], *chunks.identity(chunk)
+        )
+        if damage is not None:
+            name = chunks.names[chunk * groups + group]
+            access.drop(tier, name, damage)
+            return i // groups, DamagedObject(f"{name}: {damage}", damage)
+    return len(leases) // groups, None

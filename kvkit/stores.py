@@ -1,0 +1,70 @@
+"""The way back: chunks from an engine's pages into tiers, as sealed records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvkit import plan as planning
+from kvkit import record
+from kvkit.access import Access
+from kvkit.kernels import launch
+from kvkit.policy import Policy
+from kvkit.reads import MAX_IN_FLIGHT, keep_whole
+from kvkit.sequence import Chunks, Place
+from kvkit.staging import Lease, StagingTimeout, release_all
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a store started: `tokens` are in whole chunks, of which `new_tokens` go to at least one tier."""
+
+    tokens: int
+    new_tokens: int
+
+
+def store(
+    access: Access,
+    chunks: Chunks,
+    places: Sequence[Place],
+    targets: Sequence[str],
+    stopped: Callable[[], bool],
+) -> Stored:
+    """Pack and seal the chunks that a target lacks, and start putting them."""
+    groups = chunks.groups
+    resident = {t: access.ask(t, chunks.names) // groups for t in targets if access.usable(t)}
+    plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
+    for segment in plan.segments:
+        access.describe(segment.tier, chunks.formats)
+    position = plan.start
+    while position < plan.stop and not stopped():
+        count = min(MAX_IN_FLIGHT, plan.stop - position)
+        try:
+            leases = access.staging.acquire(count * groups, access.timeout_s, at_least=groups)
+        except StagingTimeout as error:
+            log.warning("store stopped after %d of %d chunks: %s", position, plan.stop, error)
+            break
+        count = keep_whole(leases, groups)
+        try:
+            _pack(chunks, places, position, leases)
+            access.put(plan.segments, chunks, position, leases)
+        finally:
+            release_all(leases)
+        position += count
+    return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
+
+
+def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[Lease]) -> None:
+    """Fill slots with the sealed records of chunks `first` on, groups side by side."""
+    groups = chunks.groups
+    count = len(leases) // groups
+    for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
+        mine = leases[g::groups]
+        payloads = [record.payload(form, lease.array) for lease in mine]
+        launch.pack(place.pages, payloads, **place.rows(form, first, count))
+        for i, lease in enumerate(mine):
+            record.seal(form, lease.buffer, *chunks.identity(first + i))
+            lease.used = form.record_bytes
