@@ -41,7 +41,7 @@ def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[
     given, name = launch.arguments, _name(launch)
     if name in ("attend", "weigh"):
         size = triton.next_power_of_2(max(given["SIZE"], given.get("V_SIZE", 0)))
-        return _tile_configs(given["q"].element_size(), size, given["GROUP"], len(given["q"]), amd)
+        return _tile_configs(name, given["q"].element_size(), size, given["GROUP"], len(given["q"]), amd)
     return _row_configs(name)
 
 
@@ -57,13 +57,16 @@ def _row_configs(kernel: str) -> tuple[Config, ...]:
 
 
 @functools.cache
-def _tile_configs(item_bytes: int, size: int, group: int, count: int, amd: bool) -> tuple[Config, ...]:
+def _tile_configs(
+    kernel: str, item_bytes: int, size: int, group: int, count: int, amd: bool
+) -> tuple[Config, ...]:
     least = max(16, triton.next_power_of_2(group))  # a matrix product's, and one row
     most = max(least, min(128, triton.next_power_of_2(count * group)))
-    stages: tuple[int, ...] = (3, 2, 4)
+    stages: tuple[int, ...] = (2, 3, 4) if amd else (3, 2, 4)  # an MI300's shared memory is smaller
     first, keys, all_keys = most, 32 if amd and size > 64 else 64, (32, 64, 128)
     if item_bytes == 4:  # products without tensor cores: operands are in registers
-        first, keys, all_keys, stages = min(32, most), 32, (16, 32, 64), (1, 2)
+        first, keys, all_keys = min(32, most), 32, (16, 32, 64)
+        stages = (1, 2) if kernel == "weigh" else (2, 1)  # as registers allow
     elif size > 128:
         first, keys, all_keys, stages = min(64, most), 32, (16, 32, 64), (2, 3)
     first = max(first, least)

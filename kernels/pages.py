@@ -11,6 +11,7 @@ Letters are those of `kvkit.layout`. A row is one head of one token; P is the nu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ RUNTIME = ["parts_count", "heads", "tokens", "granule", "ids_count", "row_size",
 """Numbers that differ from call to call: nothing is compiled anew for them."""
 
 
+@functools.cache
 def configs(kernel: str) -> tuple[Config, ...]:
     """Configurations of a kernel by its name, the default first.
 
