@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from kvkit.kernels.rows import Rows
 from kvkit.rope import Rope
 
-# query heads of a KV head x rows, at least so many rows: smaller tiles make smaller matrix products, in
-# larger ones more of the products are with keys that a row does not see
-TILE_ROWS = 128
-LEAST_ROWS = 32
+TILE_ROWS = 64
+"""Smaller tiles make smaller matrix products; of larger ones more is with keys that a row does not see."""
 
 
 def attention(
@@ -37,22 +35,27 @@ def attention(
     group = query_heads // heads
     out = q.new_zeros(count, query_heads, v_size)
     lse = torch.full((count, query_heads), -math.inf)
-    for request, tiles in _tiles(rows, group, window):
+    for request, tiles in _tiles(rows, window):
         length = max(end for *_, end in tiles)
         k, v = (gather(pages, rows.tables[request], length) for pages in (k_pages, v_pages))  # [H, n, D]
-        for first, after, begin, full_begin, full_end, end in tiles:
+        for first, after, begin, end in tiles:
             if begin == end:
                 continue
-            packed = _packed(q[first:after], heads)
-            seen = _seen(rows.positions[first:after], begin, full_begin, full_end, end, window)
+            split = q[first:after].view(after - first, heads, group, size).permute(1, 2, 0, 3)
+            mask = rows.mask(first, after, begin, end, window)
             keys, values = k[:, begin:end], v[:, begin:end]
             if size == v_size and softcap is None:
-                o, logsum = _by_torch(packed, keys, values, scale, seen)
+                o, logsum = _by_torch(split, keys, values, scale, mask)
+                positions = rows.positions[first:after]
+                blind = positions < begin
+                if window is not None:
+                    blind |= positions - window >= end - 1
+                if blind.any():  # torch says 0 there
+                    logsum = logsum.masked_fill(torch.from_numpy(blind), -math.inf)
             else:
-                o, logsum = _by_products(packed, keys, values, scale, softcap, seen)
-            back = heads, group, after - first
-            out[first:after] = o.view(*back, v_size).permute(2, 0, 1, 3).flatten(1, 2)
-            lse[first:after] = logsum.reshape(back).permute(2, 0, 1).flatten(1, 2)
+                o, logsum = _by_products(split, keys, values, scale, softcap, mask)
+            out[first:after] = o.permute(2, 0, 1, 3).flatten(1, 2)
+            lse[first:after] = logsum.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 
 
@@ -72,18 +75,18 @@ def scores(
     if lse is None:
         _, lse = attention(q, k_pages, k_pages, rows, scale, window, softcap)
     mass = torch.zeros(heads, length)
-    for _, tiles in _tiles(rows, group, window):
+    for _, tiles in _tiles(rows, window):
         k = gather(k_pages, rows.tables[0], length)  # [H, n, D]
-        for first, after, begin, full_begin, full_end, end in tiles:
+        for first, after, begin, end in tiles:
             if begin == end:
                 continue
-            packed = _packed(q[first:after], heads)
-            logsum = _packed(lse[first:after, :, None], heads)  # [H, group * rows, 1]
+            split = q[first:after].view(after - first, heads, group, -1).permute(1, 2, 0, 3)
+            logsum = lse[first:after].view(after - first, heads, group).permute(1, 2, 0)  # [H, group, m]
             logsum = logsum.masked_fill(logsum == -math.inf, 0.0)
-            seen = _seen(rows.positions[first:after], begin, full_begin, full_end, end, window)
+            mask = rows.mask(first, after, begin, end, window)
             for head in range(heads):
-                found = _scores(packed[head], k[head, begin:end], scale, softcap, seen)
-                mass[head, begin:end] += found.sub_(logsum[head]).exp_().sum(0)
+                found = _scores(split[head], k[head, begin:end], scale, softcap, mask)
+                mass[head, begin:end] += found.sub_(logsum[head, :, :, None]).exp_().sum((0, 1))
     if v_pages is not None:
         mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)
     return mass.sum(0)
@@ -140,43 +143,22 @@ def gather(pages: torch.Tensor, table: NDArray[np.int64], length: int) -> torch.
     return chosen.flatten(1, 2)[:, :length]
 
 
-def _tiles(rows: Rows, group: int, window: int | None) -> Iterator[tuple[int, list[list[int]]]]:
-    """Of each request that has rows: row and key bounds of its tiles, as in `Tiles.items`."""
-    items = rows.tiles(max(LEAST_ROWS, TILE_ROWS // group), window=window).items
+def _tiles(rows: Rows, window: int | None) -> Iterator[tuple[int, list[list[int]]]]:
+    """Of each request that has rows: first and after the last row, first and after the last key of tiles."""
+    items = rows.tiles(TILE_ROWS, window=window).items
     for request in np.unique(items[:, 0]).tolist():
-        yield request, items[items[:, 0] == request, 1:7].tolist()
-
-
-def _packed(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[m, Hq, D] as [H, group * m, D]: the query heads of a KV head are rows of one matrix product."""
-    split = x.view(len(x), heads, x.shape[1] // heads, x.shape[2])
-    return split.permute(1, 2, 0, 3).flatten(1, 2)
-
-
-def _seen(
-    positions: NDArray[np.int64], begin: int, full_begin: int, full_end: int, end: int, window: int | None
-) -> torch.Tensor:
-    """[m, end - begin]: which keys each row sees; those from `full_begin` to `full_end` all of them do."""
-    seen = torch.ones(len(positions), end - begin, dtype=torch.bool)
-    for left, right in ((begin, full_begin), (full_end, end)):
-        j, p = np.arange(left, right), positions[:, None]
-        visible = j <= p if window is None else (j <= p) & (j > p - window)
-        seen[:, left - begin : right - begin] = torch.from_numpy(visible)
-    return seen
+        yield request, items[items[:, 0] == request][:, [1, 2, 3, 6]].tolist()
 
 
 def _by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's attention for CPU tensors: q [H, group * m, D], k and v [H, n, D], seen [m, n] -> o, lse."""
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf).repeat(q.shape[1] // len(seen), 1)
+    """torch's attention for CPU tensors: q [H, group, m, D], k and v [H, n, D], mask [m, n] -> o, lse."""
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], k[None], v[None], attn_mask=mask, scale=scale
+        q, k, v, attn_mask=mask[None, None], scale=scale
     )
-    blind = ~seen.any(1)
-    if bool(blind.any()):  # torch says 0 there
-        lse = lse.masked_fill(blind.repeat(q.shape[1] // len(seen)), -math.inf)
-    return o[0], lse[0]
+    return o, lse
 
 
 def _by_products(
@@ -185,28 +167,27 @@ def _by_products(
     v: torch.Tensor,
     scale: float,
     softcap: float | None,
-    seen: torch.Tensor,
+    mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, with a soft-cap, and v of any size."""
-    out = torch.empty(*q.shape[:2], v.shape[2])
-    lse = torch.empty(q.shape[:2])
+    out = torch.empty(*q.shape[:3], v.shape[2])
+    lse = torch.empty(q.shape[:3])
     for head in range(len(q)):
-        found = _scores(q[head], k[head], scale, softcap, seen)
+        found = _scores(q[head], k[head], scale, softcap, mask)
         lse[head] = torch.logsumexp(found, -1)
-        found.sub_(lse[head].masked_fill(lse[head] == -math.inf, 0.0)[:, None]).exp_()
-        torch.mm(found, v[head].float(), out=out[head])
+        found.sub_(lse[head].masked_fill(lse[head] == -math.inf, 0.0)[..., None]).exp_()
+        torch.matmul(found, v[head].float(), out=out[head])
     return out, lse
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None, seen: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None, mask: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [group * m, n] of one head, -inf where not seen."""
-    found = torch.mm(q.float() * scale, k.float().T)
+    """float32 [group, m, n] of one KV head, -inf where not seen."""
+    found = torch.matmul(q.float() * scale, k.float().T)
     if softcap is not None:
         found.div_(softcap).tanh_().mul_(softcap)
-    found.view(-1, *seen.shape).masked_fill_(~seen, -math.inf)
-    return found
+    return found.add_(mask)
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 LARGEST_INT32 = 2**31 - 1
+MASK_BYTES = 256 << 20
+"""What masks for a batch may take, to be made once for all layers; beyond it each layer makes its own."""
 
 
 class RowsError(ValueError):
@@ -66,6 +69,7 @@ class Rows:
     device_positions: torch.Tensor
     device_tables: torch.Tensor
     _tiles: dict[tuple[int, int | None, int | None], Tiles] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -165,6 +169,23 @@ class Rows:
         if key not in self._tiles:
             self._tiles[key] = self._plan(rows_per_tile, split_keys, window)
         return self._tiles[key]
+
+    def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
+        """Which keys rows see, for attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
+
+        Args:
+            first, after: rows of one request.
+            begin, end: keys.
+        """
+        key = first, after, begin, end, window
+        found = self._masks.get(key)
+        if found is None:
+            j, p = np.arange(begin, end), self.positions[first:after, None]
+            seen = j <= p if window is None else (j <= p) & (j > p - window)
+            found = torch.zeros(seen.shape).masked_fill_(~torch.from_numpy(seen), -math.inf)
+            if sum(mask.nbytes for mask in self._masks.values()) + found.nbytes <= MASK_BYTES:
+                self._masks[key] = found
+        return found
 
     def _plan(self, rows_per_tile: int, split_keys: int | None, window: int | None) -> Tiles:
         counts = -(-np.diff(self.row_starts) // rows_per_tile)  # tiles of each request

@@ -36,6 +36,7 @@ from kvkit.policy import Policy
 from kvkit.policy import check as check_policy
 from kvkit.reads import MAX_IN_FLIGHT, SegmentReads, keep_whole
 from kvkit.record import Damage, RecordFormat
+from kvkit.rope import Rotation
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from kvkit.threads import Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier
@@ -218,7 +219,7 @@ class Cache:
             self._counts.lookup_tokens += len(chunks.tokens)
         return Hit(chunks, self._find(chunks, RetrievePlan(len(chunks)), frozenset()))
 
-    def load(self, hit: Hit, place: Place | Sequence[Place]) -> Loaded:
+    def load(self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
 
         A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if
@@ -226,12 +227,17 @@ class Cache:
 
         Args:
             place: where to put it, one per layer group (a single one for a layout of one group).
+            rotate: by how many positions keys move on the way, for every chunk of the hit (blending). What is
+                written back to other tiers stays as it was computed.
 
         Raises:
             CacheError: a place does not match the layout or is too short for the hit.
+            RopeError: `rotate` has deltas for another number of chunks.
         """
         chunks, plan = hit.chunks, RetrievePlan(hit.plan.chunks, hit.plan.segments)
         places = self._places(place, plan.chunks, chunks)
+        if rotate is not None:
+            rotate.resolve(plan.chunks, self._chunk_tokens(chunks))
         loaded: Counter[str] = Counter()
         bad: set[tuple[str, int]] = set()
         done = 0
@@ -239,7 +245,8 @@ class Cache:
             # 1. the next segment: consecutive chunks at one tier
             segment = next(s for s in plan.segments if s.start <= done < s.stop)
             # 2. read its records into slots, 3. verify them, 4. unpack them, 5. write them back
-            stop, error = self._load_segment(Segment(segment.tier, done, segment.stop), chunks, places)
+            rest = Segment(segment.tier, done, segment.stop)
+            stop, error = self._load_segment(rest, chunks, places, rotate)
             loaded[segment.tier] += stop - done
             done = stop
             if isinstance(error, StagingTimeout):  # another tier would not help
@@ -356,7 +363,7 @@ class Cache:
         return plan
 
     def _load_segment(
-        self, segment: Segment, chunks: Chunks, places: Sequence[Place]
+        self, segment: Segment, chunks: Chunks, places: Sequence[Place], rotate: Rotation | None
     ) -> tuple[int, BaseException | None]:
         """Load chunks of one tier in order, reads running ahead; where that ended, and why if early."""
         groups = len(chunks.formats)
@@ -372,7 +379,7 @@ class Cache:
                     good, damage = self._verified(segment.tier, chunks, position, ready)
                     leases = ready[: good * groups]
                     if leases:
-                        self._unpack(chunks, places, position, leases)
+                        self._unpack(chunks, places, position, leases, rotate)
                         self._write_back(segment.tier, chunks, position, leases)
                 finally:
                     release_all(ready)
@@ -477,13 +484,22 @@ class Cache:
                 record.seal(form, lease.buffer, *chunks.identity(first + i))
                 lease.used = form.record_bytes
 
-    def _unpack(self, chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[Lease]) -> None:
+    def _unpack(
+        self,
+        chunks: Chunks,
+        places: Sequence[Place],
+        first: int,
+        leases: Sequence[Lease],
+        rotate: Rotation | None,
+    ) -> None:
         groups = len(chunks.formats)
         count = len(leases) // groups
+        if rotate is not None:
+            rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
         for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
             blocks, slots = _rows(place, form, first, count)
-            launch.unpack(place.pages, payloads, blocks=blocks, slots=slots)
+            launch.unpack(place.pages, payloads, blocks=blocks, slots=slots, rotate=rotate)
 
     # small things
 

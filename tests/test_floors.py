@@ -12,19 +12,19 @@ ROOT = Path(__file__).parent.parent / "kvkit"
 FLOORS = (
     ("layout", "rope", "xxh3", "environment", "threads"),
     ("chunks", "policy", "eviction"),
-    ("record",),
+    ("record", "blend"),
     ("codecs",),
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),
     ("testing", "reads"),
     ("cache",),
-    ("config",),
+    ("config", "blending"),
     ("adapters", "listing"),
-    ("demo",),
+    ("demo", "quality"),
     ("cli",),
 )
-PURE = ("layout", "rope", "chunks", "record", "codecs", "plan", "policy", "eviction")
+PURE = ("layout", "rope", "chunks", "record", "blend", "codecs", "plan", "policy", "eviction")
 IMPURE = {
     "asyncio",
     "concurrent",
