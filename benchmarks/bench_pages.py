@@ -1,4 +1,4 @@
-"""kvkit.kernels' pack and unpack on a CPU, and LMCache's, as a share of torch's copy_ of the same bytes.
+"""kvkit.kernels' pack and unpack on a CPU, and LMCache's, as a share of torch's copy_ of the pages' bytes.
 
 LMCache is called where the environment variable KVKIT_PEERS names a folder that has it in `lmcache/`:
 pip install --no-deps --target $KVKIT_PEERS/lmcache lmcache==0.5.6 \\
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkit.kernels.launch import Pages, pack, unpack
+from kvkit.kernels import reference
+from kvkit.kernels.launch import Pages, Quantised, pack, unpack
 from kvkit.layout import ORDERS, LayerGroup
+from kvkit.rope import Rope, Rotation
 from timing import interleaved, ratio
 
 THREADS = 2
@@ -41,6 +44,13 @@ CASES = {
     "mla": MLA,
     "indexer-132": replace(MLA, k_size=132, dtype="uint8"),
 }
+CONVERTED = {
+    "smollm2-float32": (SMOLLM2, Rope(tuple(1e5 ** -(np.arange(32) / 32)))),
+    "llama-bfloat16": (LLAMA, Rope(tuple(5e5 ** -(np.arange(64) / 64)))),
+    "llama-float16": (replace(LLAMA, dtype="float16"), Rope(tuple(5e5 ** -(np.arange(64) / 64)))),
+    "mla-bfloat16": (MLA, Rope(tuple(1e4 ** -(np.arange(32) / 32)), interleaved=True, first=512)),
+}
+FORMS: tuple[Quantised, ...] = ("fp8", "int8")
 
 
 class Job:
@@ -113,7 +123,81 @@ def compare(benchmark: Any, job: Job, others: dict[str, Callable[[], object]]) -
         share = ratio(times, "copy_", name)
         speed = job.bytes / min(times[name]) / 1e9
         benchmark.extra_info[name] = {"GB/s": round(speed, 2), "of copy_": share}
-        print(f"{name:16} {speed:6.2f} GB/s, of copy_: min {share['min']:.2f}, median {share['median']:.2f}")
+        print(f"{name:20} {speed:6.2f} GB/s, of copy_: min {share['min']:.2f}, median {share['median']:.2f}")
+
+
+class Conversion:
+    """A job's pages, holding numbers, with a rotation and records of either form."""
+
+    def __init__(self, job: Job, rope: Rope) -> None:
+        self.job = job
+        for layer, tensor in enumerate(job.tensors):
+            seed = torch.Generator().manual_seed(layer)
+            tensor.copy_(torch.randn(tensor.shape[-1], generator=seed).expand(tensor.shape))
+        job.pack()
+        chunks = len(job.records)
+        self.rotation = Rotation(rope, np.arange(chunks) * 1000 + 1)
+        size = job.pages.group.quantised().chunk_bytes(CHUNK_TOKENS)
+        self.records = {form: [np.zeros(size, np.uint8) for _ in range(chunks)] for form in FORMS}
+
+    def pack(self, form: Quantised) -> None:
+        pack(self.job.pages, self.records[form], blocks=self.job.blocks, quantised=form, threads=THREADS)
+
+    def unpack(self, form: Quantised | None, rotated: bool) -> None:
+        unpack(
+            self.job.pages,
+            self.job.records if form is None else self.records[form],
+            blocks=self.job.blocks,
+            rotate=self.rotation if rotated else None,
+            quantised=form,
+            threads=THREADS,
+        )
+
+    def ways(self) -> dict[str, Callable[[], object]]:
+        """What is timed, by name; what unpacks after what packs."""
+        ways: dict[str, Callable[[], object]] = {"unpack rotated": partial(self.unpack, None, True)}
+        for form in FORMS:
+            ways |= {
+                f"pack {form}": partial(self.pack, form),
+                f"unpack {form}": partial(self.unpack, form, False),
+                f"unpack {form} rotated": partial(self.unpack, form, True),
+            }
+        return ways
+
+    def check(self) -> None:
+        """The first chunk is what the reference makes of it."""
+        job, group = self.job, self.job.pages.group
+        slots = (job.blocks[:1, :, None] * group.block_tokens + np.arange(group.block_tokens)).reshape(1, -1)
+        rotation = replace(self.rotation, delta=self.rotation.delta[:1])
+        form: Quantised | None
+        for form in (None, *FORMS):
+            records = job.records if form is None else self.records[form]
+            if form is not None:
+                self.pack(form)
+                wanted = np.zeros_like(records[0])
+                reference.encode(group, job.pages.parts, [wanted], slots, form)
+                np.testing.assert_array_equal(records[0], wanted)
+            self.unpack(form, True)
+            found = [tensor[job.blocks[0]].clone() for tensor in job.tensors]
+            reference.decode(group, job.pages.parts, records[:1], slots, rotation, form)
+            assert all(
+                torch.equal(tensor[job.blocks[0]], f) for tensor, f in zip(job.tensors, found, strict=True)
+            )
+            self.unpack(None, False)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_conversions(benchmark: Any, name: str) -> None:
+    """K rotated, K and V quantised, and both, on the way."""
+    group, rope = CONVERTED[name]
+    if not benchmark.enabled:
+        group = replace(group, layers=(0, 1))
+    conversion = Conversion(
+        Job(group, -(-JOB_BYTES // group.chunk_bytes(CHUNK_TOKENS)) if benchmark.enabled else 1), rope
+    )
+    conversion.check()
+    benchmark(partial(conversion.unpack, None, True))
+    compare(benchmark, conversion.job, conversion.ways())
 
 
 @pytest.mark.parametrize("name", CASES)

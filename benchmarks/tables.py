@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/records.md", "docs/simulate.md")
+PAGES = ("README.md", "docs/records.md", "docs/simulate.md", "docs/blend.md")
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
 
@@ -33,6 +33,8 @@ def render(page: str, results: Path = RESULTS) -> str:
         "checksums": lambda: _checksums(figures),
         "codecs": lambda: _codecs(figures),
         "eviction": lambda: _eviction(json.loads((results / "simulate.json").read_text())),
+        "blend_1k": lambda: _blend(json.loads((results / f"blend-1k-{MACHINE}.json").read_text())["sets"]),
+        "blend_4k": lambda: _blend(json.loads((results / f"blend-4k-{MACHINE}.json").read_text())["sets"]),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -148,6 +150,23 @@ def _eviction(found: dict[str, Any]) -> list[list[str]]:
             best = max(means, key=lambda cell: float(cell[:-1]))
             cells = [f"**{cell}**" if cell == best else cell for cell in means]
             rows.append([trace, f"{share:.0%}", *cells])
+    return rows
+
+
+def _blend(sets: dict[str, Any]) -> list[list[str]]:
+    kinds = list(sets)
+    rows = [["method", "rows", *(f"KL, {kind}" for kind in kinds), "exact answers", "speedup"]]
+    first = sets[kinds[0]]
+    for name in sorted(first, key=lambda name: (first[name]["rows"], name)):
+        if name == "full":
+            continue
+        cells = [name, f"{first[name]['rows']:.1%}"]
+        for kind in kinds:
+            low, high = sets[kind][name]["kl_interval"]
+            cells.append(f"{sets[kind][name]['kl']:.3f} ({low:.3f}–{high:.3f})")
+        exact = [sets[kind][name]["exact"] for kind in kinds if "exact" in sets[kind][name]]
+        cells += ["".join(f"{value:.2f}" for value in exact), f"{first[name]['speedup']:.1f}×"]
+        rows.append(cells)
     return rows
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.rope import Rope
+from kvkit.layout import LayerGroup
+from kvkit.rope import Rope, Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,11 +108,12 @@ def quantise(values: torch.Tensor, k_size: int, to: str) -> torch.Tensor:
         x = part.float()
         amax = x.abs().amax(-1, keepdim=True)
         tiny = amax < SMALLEST_AMAX
-        inverse = torch.where(tiny, 0.0, LARGEST[to] / torch.where(tiny, 1.0, amax))
+        largest = torch.full_like(amax, LARGEST[to])  # torch divides by a plain number in two roundings
+        inverse = torch.where(tiny, 0.0, largest / torch.where(tiny, 1.0, amax))
         scaled = (x * inverse).clamp(-LARGEST[to], LARGEST[to])
         code = scaled.to(torch.float8_e4m3fn) if to == "fp8" else scaled.round().to(torch.int8)
         codes.append(code.view(torch.uint8))
-        scales.append(torch.where(tiny, 0.0, amax / LARGEST[to]).view(torch.uint8))
+        scales.append(torch.where(tiny, 0.0, amax / largest).view(torch.uint8))
     return torch.cat([*codes, *scales], -1)
 
 
@@ -119,9 +121,60 @@ def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: str) -> torch.T
     """float32 [..., k_size + v_size] of what `quantise` made: code * scale."""
     channels = k_size + v_size
     codes = rows[..., :channels].contiguous().view(torch.float8_e4m3fn if to == "fp8" else torch.int8).float()
-    scales = rows[..., channels:].contiguous().view(torch.float32)  # [..., S]
+    scales = rows[..., channels:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # [..., S]
     k = codes[..., :k_size] * scales[..., :1]
     return k if not v_size else torch.cat([k, codes[..., k_size:] * scales[..., 1:]], -1)
+
+
+def encode(
+    group: LayerGroup,
+    parts: Sequence[Part],
+    records: Sequence[NDArray[np.uint8]],
+    slots: NDArray[np.int64],
+    quantised: str,
+) -> None:
+    """`pack` through `quantise`: records[chunk][layer, head, t] = quantise(pages[layer][block, head, n]).
+
+    Args:
+        group: of the pages; records have the form of `group.quantised()`.
+        parts, slots: as for `pack`.
+        records: written, except where a slot is < 0.
+        quantised: one of `LARGEST`.
+    """
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    for record, row in zip(records, slots, strict=True):
+        shape = len(group.layers), group.kv_heads, len(row)
+        raw = np.zeros((*shape, group.channels * group.item_bytes), np.uint8)
+        pack(parts, [raw.reshape(-1)], row[None], raw.shape)
+        values = torch.from_numpy(raw).view(dtype)  # [L, H, T, C]
+        keep = np.flatnonzero(row >= 0)
+        record.reshape(*shape, -1)[:, :, keep] = quantise(values, group.k_size, quantised).numpy()[:, :, keep]
+
+
+def decode(
+    group: LayerGroup,
+    parts: Sequence[Part],
+    records: Sequence[NDArray[np.uint8]],
+    slots: NDArray[np.int64],
+    rotation: Rotation | None,
+    quantised: str | None,
+) -> None:
+    """`unpack` through `dequantise` and `rotate`: K (not V) turned by its token's difference of positions.
+
+    Both in float32, rounded once to the pages' dtype. Arguments as for `encode` and `unpack`; where
+    `quantised` is None, records hold the pages' own dtype, and what is not rotated keeps its bits.
+    """
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    turns, which = rotation.resolve(*slots.shape) if rotation else (None, slots)
+    for record, row, turn in zip(records, slots, which, strict=True):
+        shape = len(group.layers), group.kv_heads, len(row)
+        rows = torch.from_numpy(record.copy()).view(*shape, -1)
+        k, v = group.k_size, group.v_size
+        values = dequantise(rows, k, v, quantised) if quantised else rows.view(dtype)
+        if rotation is not None and turns is not None:
+            values = rotate(values, torch.from_numpy(turns[turn]), rotation.rope)  # K comes first in C
+        raw = values.to(dtype).view(torch.uint8)
+        unpack(parts, [raw.numpy().reshape(-1)], row[None], (*shape, raw.shape[3]))
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -1,19 +1,25 @@
-"""The command line: `kvkit demo`, `kvkit doctor`, `kvkit inspect`, `kvkit simulate`, `kvkit top`."""
+"""The command line: `kvkit --help` lists its commands."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Column, Table
 
-from kvkit.environment import gpu_name, version_of
+from kvkit.environment import gpu_name, slug_of, version_of
+
+if TYPE_CHECKING:
+    from kvkit.kernels.problems import Problem
 
 app = typer.Typer(
     help="Compute an LLM's KV cache once, use it everywhere.",
@@ -61,9 +67,15 @@ def demo(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="a configuration file to check")] = None,
+    blend: Annotated[
+        str | None, typer.Option(help="hub id or folder: measure whether this model may be blended")
+    ] = None,
 ) -> None:
-    """Say what is installed, what is missing for which feature, and check a configuration file."""
+    """Say what is installed, what is missing for which feature, and check a configuration file or a model."""
     console = Console()
+    if blend is not None:
+        _check_blending(blend, console)
+        return
     console.print(
         f"kvkit {version_of('kvkit')}, Python {platform.python_version()}, {platform.machine()}, "
         f"{os.cpu_count()} CPUs, {gpu_name() or 'no GPU'}"
@@ -80,6 +92,58 @@ def doctor(
     console.print(shown)
     if config is not None:
         _check_config(config, console)
+
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("blend")
+def bench_blend(
+    model: Annotated[
+        str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M from PyPI")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="of each data set")] = 40,
+    tokens: Annotated[int, typer.Option(min=512, help="of a prompt, about")] = 1024,
+    methods: Annotated[str, typer.Option(help="names separated by semicolons; default: all of them")] = "",
+    json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path(
+        "blend.json"
+    ),
+    png_path: Annotated[
+        Path | None, typer.Option("--png", help="where to draw quality against computed rows")
+    ] = None,
+) -> None:
+    """Measure what blending does to a model's answers, by method.
+
+    Finished samples are kept beside the figures, in a .jsonl file: a run that was stopped goes on.
+    """
+    from kvkit import quality
+
+    chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(quality.METHODS)
+    for name in chosen:
+        if name not in quality.METHODS:
+            _fail(f"methods: {name!r}, want some of {'; '.join(quality.METHODS)}")
+    for path in (json_path, png_path):
+        if path is not None and not path.absolute().parent.is_dir():
+            _fail(f"{path}: there is no folder {path.parent}")
+    console = Console()
+    judge, encode, name = _judge(model, console)
+    work = quality.run(
+        judge,
+        encode,
+        json_path.with_suffix(".jsonl"),
+        count=samples,
+        tokens=tokens,
+        methods={method: quality.METHODS[method] for method in chosen},
+    )
+    entries = list(track(work, "samples", total=samples * len(quality.SETS), console=console))
+    summary = quality.summarise(entries)
+    for kind, figures in summary.items():
+        console.print(quality.table(kind, figures))
+    quality.write(json_path, summary, model=name, samples=samples, tokens=tokens)
+    if png_path is not None:
+        quality.draw(summary, png_path)
+    console.print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -165,6 +229,33 @@ def top(
         pass
 
 
+@app.command()
+def tune(
+    op: Annotated[list[str] | None, typer.Option(help="only this operation; can be repeated")] = None,
+    budget_s: Annotated[float | None, typer.Option(help="begin no problem after so many seconds")] = None,
+    force: Annotated[bool, typer.Option(help="measure again what is known")] = False,
+    show: Annotated[bool, typer.Option(help="print what is known, and measure nothing")] = False,
+    gpu: Annotated[str | None, typer.Option(help="with --show: of this GPU; default: the one here")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="compile every configuration for this target; needs no GPU")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="with --target: write the table to this file")
+    ] = None,
+) -> None:
+    """Find the fastest correct configuration of every kernel on this machine's GPU, and keep it.
+
+    Results go to $KVKIT_TUNED or ~/.cache/kvkit/tuned, one file per GPU. A run that was stopped goes on
+    where it was.
+    """
+    if show:
+        _show_tuned(gpu)
+    elif target is not None:
+        _compile_all(op, target, json_path)
+    else:
+        _tune_here(op, budget_s, force)
+
+
 def main() -> None:
     """Run the command line."""
     app()
@@ -184,6 +275,119 @@ def _check_config(path: Path, console: Console) -> None:
         console.print(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", markup=False)
 
 
-def _fail(message: str) -> None:
+def _show_tuned(gpu: str | None) -> None:
+    from kvkit.kernels.configs import load_table
+
+    name = gpu or gpu_name()
+    if name is None:
+        _fail("no GPU here; --gpu NAME shows another one's table")
+    table = load_table(slug_of(name))
+    if not table:
+        Console().print(f"{name}: nothing is tuned", markup=False, highlight=False)
+        return
+    shown = Table("operation", "form", "sizes", "configuration", "µs", "default µs", title=escape(name))
+    for bucket, tuned in sorted(table.items(), key=lambda item: (item[0].op, item[0].form, item[0].sizes)):
+        words = bucket.op, bucket.form, " x ".join(map(str, bucket.sizes)), str(tuned.config)
+        default = "" if tuned.default_us is None else f"{tuned.default_us:.1f}"
+        shown.add_row(*map(escape, words), f"{tuned.us:.1f}", default)
+    Console().print(shown)
+
+
+def _compile_all(ops: list[str] | None, target: str, json_path: Path | None) -> None:
+    from kvkit.kernels import compiled
+    from kvkit.kernels.problems import every_problem
+
+    if target not in compiled.GPUS:
+        _fail(f"--target {target}: want one of {', '.join(compiled.GPUS)}")
+    if json_path and not json_path.absolute().parent.is_dir():
+        _fail(f"--json {json_path}: no folder {json_path.absolute().parent}")
+    jobs = [(p.name, c, target) for p in _chosen(every_problem(), ops) for c in p.space_on(target)]
+    with compiled.compile_pool(min(8, os.cpu_count() or 1)) as pool:
+        reports = list(track(compiled.survey(pool, every_problem, jobs), "compiling", len(jobs)))
+    Console().print(compiled.shown(reports))
+    flawed = {(report.problem, report.config) for report in reports if report.flaw()}
+    print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
+    if json_path:
+        json_path.write_text(json.dumps(compiled.as_json(reports), indent=1) + "\n")
+
+
+def _tune_here(ops: list[str] | None, budget_s: float | None, force: bool) -> None:
+    from kvkit.kernels import tuning
+    from kvkit.kernels.configs import TableError, tuned_folder
+    from kvkit.kernels.problems import every_problem
+
+    problems = _chosen(every_problem(), ops)
+    console, count = Console(), Counter[str]()
+    try:
+        with tuning.tools_here() as tools:
+            steps = tuning.tune(problems, tuned_folder(), tools, budget_s=budget_s, force=force)
+            for step in track(steps, "tuning", len(problems), console=console):
+                count[step.state] += 1
+                console.print(str(step), markup=False, highlight=False, soft_wrap=True)
+    except (tuning.TuningError, TableError, OSError) as error:
+        _fail(str(error))
+    states = ", ".join(f"{number} {state}" for state, number in count.items())
+    console.print(f"{states}; tables are in {tuned_folder()}", markup=False, highlight=False, soft_wrap=True)
+    if count["failed"]:
+        raise typer.Exit(1)
+
+
+def _chosen(problems: Sequence[Problem], ops: list[str] | None) -> list[Problem]:
+    known = sorted({problem.bucket.op for problem in problems})
+    for op in ops or ():
+        if op not in known:
+            _fail(f"--op {op}: want one of {', '.join(known)}")
+    return [problem for problem in problems if not ops or problem.bucket.op in ops]
+
+
+def _judge(model: str | None, console: Console) -> tuple[Any, Any, str]:
+    """A model ready to be measured, its tokenizer as a function, and its name."""
+    try:
+        import torch
+        import transformers
+
+        from kvkit.adapters import smollm2
+        from kvkit.blend import BlendError
+        from kvkit.quality import Judge
+
+        transformers.utils.logging.disable_progress_bar()
+        with console.status("loading the model"):
+            folder = model or str(smollm2.fetch())
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            judge = Judge(loaded)
+    except ImportError as error:
+        _fail(f"{error.name} is missing: pip install 'kvkit[demo]'")
+    except (OSError, smollm2.ModelError, BlendError) as error:
+        _fail(str(error))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return judge, encode, model or smollm2.NAME
+
+
+def _check_blending(model: str, console: Console) -> None:
+    from kvkit import quality
+
+    judge, encode, _ = _judge(model, console)
+    with console.status("measuring, a minute or two"):
+        gate = quality.gate(judge, encode)
+    low, high = gate["kl_interval"]
+    console.print(
+        f"{model}: blending 15 % changes the distribution of the next token by {gate['kl']:.4f} nats "
+        f"({low:.4f}–{high:.4f}), limit {gate['kl_limit']}; that is {gate['of_naive']:.2f} of what reuse "
+        f"without recomputing does ({gate['naive_kl']:.4f}), limit {gate['of_naive_limit']}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"kept in {gate['path']}", markup=False, highlight=False, soft_wrap=True)
+    if not gate["passed"]:
+        _fail("this model must not be blended")
+    console.print("this model may be blended")
+
+
+def _fail(message: str) -> NoReturn:
     Console(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)

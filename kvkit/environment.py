@@ -37,7 +37,11 @@ def describe() -> dict[str, Any]:
 
 def slug() -> str:
     """A file name for this kind of machine: its GPU, or its CPU and cores."""
-    name = gpu_name() or f"{cpu_name()} {os.cpu_count()} cores"
+    return slug_of(gpu_name() or f"{cpu_name()} {os.cpu_count()} cores")
+
+
+def slug_of(name: str) -> str:
+    """A name as a file name: lower case, and hyphens for what is neither letter nor digit."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -148,9 +148,10 @@ def collect(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise PaperError(f"{folder} is no folder: `make bench` makes it")
     documents = [
-        (path, json.loads(path.read_text()))
+        (path, document)
         for path in sorted(folder.glob("*.json"))
         if not path.name.startswith(DEMO)
+        and "results" in (document := json.loads(path.read_text()))  # other tables lie there too
     ]
     if not documents:
         raise PaperError(f"{folder} holds no results: run `make bench`")

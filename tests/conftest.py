@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read where a kernel's module is imported: its kernels run on CPU tensors
+    )
 
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvkit")

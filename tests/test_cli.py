@@ -53,8 +53,8 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ("demo", "doctor", "inspect")),
-        (("--help",), ("demo", "doctor", "inspect")),
+        ((), ("demo", "doctor", "inspect", "tune")),
+        (("--help",), ("demo", "doctor", "inspect", "tune")),
         (("demo", "--help"), ("--model", "--json", "--png")),
         (("doctor", "--help"), ("a configuration file to check",)),
         (("inspect", "--help"), ("fsspec", "changes nothing")),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "kvkit"
 FLOORS = (
     ("layout", "rope", "xxh3", "environment", "threads"),
     ("chunks", "policy", "eviction"),
-    ("record",),
+    ("record", "blend"),
     ("codecs",),
     ("plan",),
     ("kernels", "staging"),
@@ -25,12 +25,23 @@ FLOORS = (
     ("cache",),
     ("metrics",),
     ("server",),
-    ("config", "top"),
+    ("config", "top", "blending"),
     ("adapters", "simulate", "listing"),
-    ("demo",),
+    ("demo", "quality"),
     ("cli",),
 )
-PURE = ("layout", "rope", "chunks", "record", "codecs", "plan", "policy", "eviction", "counts")
+PURE = (
+    "layout",
+    "rope",
+    "chunks",
+    "record",
+    "blend",
+    "codecs",
+    "plan",
+    "policy",
+    "eviction",
+    "counts",
+)
 IMPURE = {
     "asyncio",
     "concurrent",

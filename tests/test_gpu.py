@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_blend_kernels import DTYPES, TOLERANCES, Problem, oracle
 from test_transformers import config, prompt, random_model
 
 from kvkit.adapters.transformers import CachedModel, probe_layout
 from kvkit.kernels import launch
 from kvkit.kernels.launch import Pages
 from kvkit.layout import ORDERS, LayerGroup
+from kvkit.rope import Rope, Rotation
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")
@@ -51,6 +55,60 @@ def test_gpu_pages_move_like_cpu_pages(group: LayerGroup) -> None:
         assert torch.equal(source.view(torch.uint8), target.view(torch.uint8).cpu())
 
 
+def device_records(count: int, size: int, memory: str) -> list[Any]:
+    """Poisoned records in memory of any kind, 16 bytes from a multiple of 64."""
+    step = -(-size // 64) * 64 + 64
+    arena = torch.full((count * step,), 0xA5, dtype=torch.uint8, device="cuda" if memory == "cuda" else "cpu")
+    if memory == "pinned":
+        arena = arena.pin_memory()
+    tensors = [arena[i * step + 16 :][:size] for i in range(count)]
+    return tensors if memory == "cuda" else [tensor.numpy() for tensor in tensors]
+
+
+@pytest.mark.parametrize("memory", ["pageable", "pinned", "cuda"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("quantised", [None, "fp8", "int8"])
+def test_gpu_converts_like_the_cpu(quantised: Any, dtype: str, interleaved: bool, memory: str) -> None:
+    """Codes are equal, rotated numbers but for the rounding of a product that a GPU fuses with the sum."""
+    group = LayerGroup((0, 1, 2), 3, 64, 32, dtype, block_tokens=4)
+    rope = Rope(tuple(np.linspace(1, 0.01, 16)), interleaved, first=32)
+    table = np.array([[5, 1, -1], [8, 3, 0]])
+    slots = np.where(table[:, :, None] < 0, -1, table[:, :, None] * 4 + np.arange(4)).reshape(2, -1)
+    rotation = Rotation(rope, np.random.default_rng(0).integers(-999, 999, (2, 12)))
+    host = group.pages(9)
+    for layer, tensor in enumerate(host):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
+    device = [tensor.cuda() for tensor in host]
+    size = (group.quantised() if quantised else group).chunk_bytes(12)
+    records, wanted = device_records(2, size, memory), [np.full(size, 0xA5, np.uint8) for _ in range(2)]
+    launch.pack(Pages.of(group, device), records, slots=slots, quantised=quantised)
+    launch.pack(Pages.of(group, host), wanted, slots=slots, quantised=quantised)
+    for found, want in zip(records, wanted, strict=True):
+        np.testing.assert_array_equal(found.cpu().numpy() if memory == "cuda" else found, want)
+    for pages in (*host, *device):
+        pages.view(torch.uint8).fill_(0xA5)
+    launch.unpack(Pages.of(group, device), records, blocks=table, rotate=rotation, quantised=quantised)
+    launch.unpack(Pages.of(group, host), wanted, blocks=table, rotate=rotation, quantised=quantised)
+    rounding = torch.finfo(host[0].dtype).eps
+    for source, target in zip(host, device, strict=True):
+        torch.testing.assert_close(target.cpu(), source, rtol=2 * rounding, atol=1e-6)
+        for untouched in (2, 4, 6, 7):
+            assert (target[untouched].view(torch.uint8) == 0xA5).all()
+
+
+def test_gpu_records_may_be_reused_at_once() -> None:
+    """On the device they are read in the order of the stream, in pinned memory before unpack returns."""
+    group = LayerGroup(tuple(range(8)), 8, 64, 64, "bfloat16", block_tokens=16)
+    blocks = np.arange(64).reshape(1, -1)
+    for memory in ("pinned", "cuda"):
+        pages = group.pages(64, device="cuda")
+        records = device_records(1, group.chunk_bytes(1024), memory)
+        launch.unpack(Pages.of(group, pages), records, blocks=blocks)
+        records[0][:] = 0
+        assert all((tensor.view(torch.uint8) == 0xA5).all() for tensor in pages)
+
+
 def test_staging_is_pinned() -> None:
     staging = Staging(1 << 20, 4)
     assert staging.ready.wait(60)
@@ -69,3 +127,64 @@ def test_a_model_on_the_gpu_says_the_same_from_disk(kind: str, tmp_path: Path) -
             answer = cached.generate(tokens, 12)
         assert sum(answer.hit_tokens.values()) == hits
         assert answer.tokens == expected.tokens
+
+
+def blend_problem(dtype: torch.dtype, window: int | None, softcap: float | None, heads: int) -> Problem:
+    """Two requests whose tiles are many enough, or, with one KV head, so few that they are split."""
+    random = np.random.default_rng(0)
+    rows = [(tuple(np.sort(random.choice(n, n // 6, replace=False)).tolist()), n) for n in (1777, 300)]
+    return Problem(
+        rows=tuple(rows), heads=heads, group=4, size=128, v_size=128, tokens=16,
+        dtype=dtype, window=window, softcap=softcap,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_attention(dtype: torch.dtype, window: int | None, softcap: float | None, heads: int) -> None:
+    """`launch.blend_attention` and `launch.query_scores`, against float64."""
+    problem = blend_problem(dtype, window, softcap, heads)
+    q, k, v = problem.tensors()
+    on_gpu = [x.cuda() for x in (q, k, v)]
+    options = {"window": window, "softcap": softcap}
+    o, lse = launch.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
+    wanted, wanted_lse = oracle(problem, q, k, v, problem.plan())
+    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    torch.testing.assert_close(o.cpu().double(), wanted, **close)
+    torch.testing.assert_close(lse.cpu(), wanted_lse, atol=1e-3, rtol=1e-3)
+    again, _ = launch.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
+    assert torch.equal(o, again)
+
+    one = replace(problem, rows=problem.rows[:1])
+    q, k, v = one.tensors()
+    scores = [
+        launch.query_scores(q.to(device), k.to(device), v.to(device), one.plan(device), one.scale, **options)
+        for device in ("cpu", "cuda", "cuda")
+    ]
+    torch.testing.assert_close(scores[1].cpu(), scores[0], atol=1e-3, rtol=1e-2)
+    assert torch.equal(scores[1], scores[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_scatter(dtype: torch.dtype) -> None:
+    """`launch.rope_scatter` and `launch.token_deviation` write and say what they do on a CPU."""
+    rope = Rope(tuple((10000.0 ** -(np.arange(64) / 64)).tolist()))
+    cos_sin = torch.from_numpy(rope.table(np.arange(100) * 37))
+    fused = torch.randn(100, 32 + 8 + 8, 128).to(dtype)
+    slots = torch.from_numpy(np.random.default_rng(0).permutation(160)[:100])
+    slots[::7] = -1
+    found = []
+    for device in ("cpu", "cuda"):
+        q, k, v = fused.to(device).split([32, 8, 8], 1)
+        k_pages, v_pages = torch.zeros(2, 10, 8, 16, 128, dtype=dtype, device=device)
+        moved = torch.empty(100, device=device)
+        turned = launch.rope_scatter(
+            q, k, v, cos_sin.to(device), slots.to(device), k_pages, v_pages, rope, moved
+        )
+        distance = launch.token_deviation(k, v)
+        found.append([x.cpu() for x in (turned, k_pages, v_pages, moved, distance)])
+    for ours, wanted in zip(found[1], found[0], strict=True):
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=2 * eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,10 +28,21 @@ def tracked(*folders: str) -> set[str]:
     return names
 
 
+TABLE = "kernels/tuned/some-gpu.json"
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    """Wheel and sdist of a copy of the tree that has a table of tuned configurations more."""
+    out, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "kvkit"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    for name in ("kvkit", "kernels", "adapters"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    (source / TABLE).parent.mkdir(exist_ok=True)
+    (source / TABLE).write_text("{}")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -39,7 +51,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_tree(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    assert names == tracked("kvkit", "kernels", "adapters")
+    assert names == tracked("kvkit", "kernels", "adapters") | {f"kvkit/{TABLE}"}
 
 
 def test_the_sdist_holds_the_tree_and_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:

@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 from kvkit.kernels import host, reference
 from kvkit.kernels.launch import LaunchError, Pages, pack, unpack
 from kvkit.layout import ITEM_BYTES, ORDERS, LayerGroup
+from kvkit.rope import Rope, Rotation
 
 POISON = 0xA5
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 Ids = NDArray[np.int64]
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Job:
             return [(t[..., : group.k_size], t[..., group.k_size :]) for t in joined]
         return [*joined]
 
-    def records(self) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+    def records(self, quantised: bool = False) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
         """Poisoned memory, and the records in it, in any order and of any alignment."""
-        group, tokens = self.group, self.slots.shape[1]
+        group, tokens = self.group.quantised() if quantised else self.group, self.slots.shape[1]
         row_bytes = group.page_bytes or group.kv_heads * group.channels * group.item_bytes
         size = len(group.layers) * tokens * row_bytes
         step = size + self.gap
@@ -189,12 +191,16 @@ def check(job: Job, move: Callable[[Pages, list[NDArray[np.uint8]], Job, bool], 
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    form = draw(st.sampled_from(["joined", "apart", "split", "bytes", "typed"]))
+def jobs(
+    draw: st.DrawFn,
+    forms: tuple[str, ...] = ("joined", "apart", "split", "bytes", "typed"),
+    dtypes: tuple[str, ...] = tuple(sorted(ITEM_BYTES)),
+) -> Job:
+    form = draw(st.sampled_from(forms))
     opaque = form in ("bytes", "typed")
     granular = "blocks" if opaque else draw(st.sampled_from(["blocks", "slots"]))
     widths = st.sampled_from([1, 2, 3, 7, 16, 32, 64, 132])
-    dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+    dtype = draw(st.sampled_from(dtypes))
     group = LayerGroup(
         layers=tuple(range(draw(st.integers(1, 3)))),
         kv_heads=draw(st.integers(1, 4)),
@@ -358,6 +364,239 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "set()"
 
 
+Move = Callable[[Pages, list[NDArray[np.uint8]], Job, bool, Rotation | None, str | None], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What happens to the numbers of a job on their way."""
+
+    job: Job
+    quantised: Any  # None, "fp8" or "int8"
+    rotation: Rotation | None
+
+
+@st.composite
+def conversions(draw: st.DrawFn) -> Conversion:
+    """Any layout, rotated by tokens or chunks, quantised, or both."""
+    job = draw(jobs(("joined", "apart", "split"), FLOATS))
+    quantised = draw(st.sampled_from([None, "fp8", "int8"]))
+    pairs = draw(st.integers(0 if quantised else 1, job.group.k_size // 2)) if job.group.k_size > 1 else 0
+    if not pairs:
+        return Conversion(job, quantised or "fp8", None)
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    first = draw(st.sampled_from([0, job.group.k_size - 2 * pairs, (job.group.k_size - 2 * pairs) // 2]))
+    rope = Rope(tuple(random.uniform(0, 1, pairs)), draw(st.booleans()), first)
+    shape = job.slots.shape if draw(st.booleans()) else job.slots.shape[:1]
+    return Conversion(job, quantised, Rotation(rope, random.integers(-5000, 5000, shape)))
+
+
+def numbers(job: Job, seed: int) -> list[torch.Tensor]:
+    """As `Job.pools`: numbers of very different sizes, zeros among them, none of them infinite or NaN."""
+    random = np.random.default_rng(seed)
+    dtype = getattr(torch, job.group.dtype)
+    pools = []
+    for pool in job.pools(seed):
+        count = len(pool) // job.group.item_bytes
+        values = (
+            random.standard_normal(count) * 10.0 ** random.integers(-9, 4, -(-count // 50)).repeat(50)[:count]
+        )
+        values[random.random(count) < 0.05] = 0
+        pools.append(torch.from_numpy(values).to(dtype).view(torch.uint8))
+    return pools
+
+
+def convert_by_host(
+    pages: Pages,
+    records: list[NDArray[np.uint8]],
+    job: Job,
+    to_records: bool,
+    rotation: Rotation | None,
+    quantised: Any,
+) -> None:
+    ids: dict[str, Any] = {job.granular: job.ids}
+    if to_records:
+        pack(pages, records, quantised=quantised, threads=2, **ids)
+    else:
+        unpack(pages, records, rotate=rotation, quantised=quantised, threads=2, **ids)
+
+
+def check_conversion(conversion: Conversion, move: Move) -> None:
+    """As `check`, against the reference, bit for bit: all backends round in the same places."""
+    job, quantised, rotation = conversion.job, conversion.quantised, conversion.rotation
+    pools = numbers(job, 1)
+    before = [pool.clone() for pool in pools]
+    pages = Pages.of(job.group, job.tensors(pools))
+    arena, records = job.records(bool(quantised))
+    wanted, wanted_records = job.records(bool(quantised))
+    if quantised:
+        reference.encode(job.group, pages.parts, wanted_records, job.slots, quantised)
+    else:
+        by_reference(pages, wanted_records, job, True)
+    move(pages, records, job, True, None, quantised)
+    np.testing.assert_array_equal(arena, wanted)
+    assert all(map(torch.equal, pools, before))
+
+    for record in wanted_records:
+        record.setflags(write=False)
+    others = job.pools(2)
+    wanted_pools = [pool.clone() for pool in others]
+    into = Pages.of(job.group, job.tensors(wanted_pools))
+    reference.decode(job.group, into.parts, wanted_records, job.slots, rotation, quantised)
+    move(Pages.of(job.group, job.tensors(others)), wanted_records, job, False, rotation, quantised)
+    assert all(map(torch.equal, others, wanted_pools))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    conversion=conversions(), size=st.sampled_from([(64, 0, 0), (1 << 19, 0, 1 << 40), (1 << 19, 1 << 40, 0)])
+)
+def test_host_conversions(conversion: Conversion, size: tuple[int, int, int]) -> None:
+    with sizes(*size):
+        check_conversion(conversion, convert_by_host)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_16_bits_and_code(dtype: str) -> None:
+    """All bit patterns of the halves, and codes that no kernel writes: those between numbers, too."""
+    group = LayerGroup((0,), 1, 128, 0, dtype, block_tokens=512)
+    every = torch.arange(1 << 16).to(torch.int32)
+    bits = every << 16 | 0x7FFF if dtype == "float32" else every.to(torch.int16)
+    pages = Pages.of(group, [bits.view(getattr(torch, dtype)).view(1, 1, 512, 128)])
+    rotation = Rotation(Rope((0.25,) * 64), np.array([3]))
+    slots = np.arange(512)[None]
+    plain = np.zeros(group.chunk_bytes(512), np.uint8)
+    pack(pages, [plain], slots=slots)
+    quantised = np.random.default_rng(0).integers(0, 256, (512, 132), np.uint8)
+    quantised[:2, :128] = np.arange(256).reshape(2, 128)
+    quantised[:, 128:] = np.random.default_rng(1).uniform(0, 2, (512, 1)).astype(np.float32).view(np.uint8)
+    for record, form in ((plain, None), (quantised.reshape(-1), "fp8"), (quantised.reshape(-1), "int8")):
+        found, wanted = group.pages(1), group.pages(1)
+        unpack(Pages.of(group, found), [record], slots=slots, rotate=rotation, quantised=form)
+        reference.decode(group, Pages.of(group, wanted).parts, [record], slots, rotation, form)
+        torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spoils_its_own_row(form: Any, spoilt: float) -> None:
+    group = LayerGroup((0,), 2, 8, 8, "float32", block_tokens=4)
+    tensors = group.pages(2)
+    tensors[0].fill_(1.5)
+    tensors[0][1, 0, 2, 5] = spoilt  # K of head 0
+    record = np.zeros(group.quantised().chunk_bytes(4), np.uint8)
+    pack(Pages.of(group, tensors), [record], blocks=np.array([[1]]), quantised=form)
+    out = group.pages(1)
+    unpack(Pages.of(group, out), [record], blocks=np.array([[0]]), quantised=form)
+    assert not out[0][0, 0, 2, :8].isfinite().any()
+    out[0][0, 0, 2, :8] = 1.5
+    torch.testing.assert_close(out[0], torch.full_like(out[0], 1.5), rtol=1e-6, atol=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    dtype=st.sampled_from(FLOATS),
+    form=st.sampled_from(["fp8", "int8"]),
+    k_size=st.integers(1, 70),
+    v_size=st.integers(0, 70),
+    exponent=st.integers(-40, 38),
+    zeros=st.floats(0, 1),
+    seed=st.integers(0, 2**32),
+)
+def test_quantisation_error(
+    dtype: str, form: Any, k_size: int, v_size: int, exponent: int, zeros: float, seed: int
+) -> None:
+    """The bounds that `reference.quantise` promises, for tiny and huge rows, too."""
+    group = LayerGroup((0,), 2, k_size, v_size, dtype, block_tokens=3)
+    random = np.random.default_rng(seed)
+    values = random.uniform(-1, 1, (2, 2, 3, group.channels)) * 10.0 ** random.uniform(-6, 0, group.channels)
+    values[random.random(values.shape) < zeros] = 0
+    tensors = [torch.from_numpy(values * 10.0**exponent).to(getattr(torch, dtype))]
+    tensors[0][~tensors[0].isfinite()] = 0
+    record = np.zeros(group.quantised().chunk_bytes(6), np.uint8)
+    pack(Pages.of(group, tensors), [record], blocks=np.array([[1, 0]]), quantised=form)
+    out = [torch.full_like(tensors[0], torch.nan)]
+    unpack(Pages.of(group, out), [record], blocks=np.array([[1, 0]]), quantised=form)
+    for part in (slice(0, k_size), slice(k_size, None)):
+        x, error = tensors[0][..., part].double(), (out[0] - tensors[0])[..., part].double().abs()
+        if not x.numel():
+            continue
+        amax = x.abs().amax(-1, keepdim=True)
+        bound = amax / 254 if form == "int8" else torch.maximum(x.abs() / 16, amax / 448 / 1024)
+        rounding = torch.finfo(getattr(torch, dtype))
+        bound = bound * (1 + 1e-5) + x.abs() * 2 * rounding.eps + rounding.smallest_normal * rounding.eps
+        bound = torch.where(amax < reference.SMALLEST_AMAX, amax, bound)
+        assert (error <= bound).all(), (error - bound).max()
+
+
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotation_is_the_models_own(kind: str) -> None:
+    """Keys of positions 3 on, moved to 200 on, are what the model computes there."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_parameters={"rope_theta": 10000.0, **ROPES[kind]},
+    )
+    model = LlamaRotaryEmbedding(config)
+    rope = Rope(tuple(model.inv_freq.double().tolist()), scale=float(model.attention_scaling))
+    group = LayerGroup((0,), 2, 32, 32, "float32", block_tokens=8)
+    k = torch.randn(1, 2, 8, 32, generator=torch.Generator().manual_seed(0))
+
+    def at(position: int) -> torch.Tensor:
+        cos, sin = model(k, torch.arange(position, position + 8)[None])
+        return apply_rotary_pos_emb(k, k, cos, sin)[1]
+
+    tensors = [torch.cat([at(3), torch.ones_like(k)], -1)]
+    record = np.zeros(group.chunk_bytes(8), np.uint8)
+    pack(Pages.of(group, tensors), [record], blocks=np.array([[0]]))
+    for rotation in (Rotation(rope, np.array([197])), Rotation(rope, np.full((1, 8), 197))):
+        unpack(Pages.of(group, tensors), [record], blocks=np.array([[0]]), rotate=rotation)
+        torch.testing.assert_close(tensors[0][..., :32], at(200), rtol=0, atol=2e-4)
+        assert (tensors[0][..., 32:] == 1).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_back_is_the_identity(interleaved: bool) -> None:
+    """And norms are kept. To rounding: 2 float32 products a channel, twice."""
+    group = LayerGroup((0, 1), 3, 24, 8, "float32", block_tokens=4)
+    rope = Rope(tuple(np.linspace(1, 0.01, 8)), interleaved, first=5)
+    tensors, there, back = group.pages(3), group.pages(3), group.pages(3)
+    for layer, tensor in enumerate(tensors):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
+    ids = np.array([[2, 0, 1]])
+    delta = np.arange(12)[None] * 1000
+    record = np.zeros(group.chunk_bytes(12), np.uint8)
+    pack(Pages.of(group, tensors), [record], blocks=ids)
+    unpack(Pages.of(group, there), [record], blocks=ids, rotate=Rotation(rope, delta))
+    pack(Pages.of(group, there), [record], blocks=ids)
+    unpack(Pages.of(group, back), [record], blocks=ids, rotate=Rotation(rope, -delta))
+    for before, turned, after in zip(tensors, there, back, strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=2e-6)
+        torch.testing.assert_close(turned.norm(dim=-1), before.norm(dim=-1), rtol=1e-6, atol=0)
+        assert torch.equal(turned[..., :5], before[..., :5])
+        assert torch.equal(turned[..., 21:], before[..., 21:])
+        assert not torch.equal(turned[..., 5:21], before[..., 5:21])
+
+
 OPAQUE = replace(SMALL, page_bytes=SMALL.block_bytes)
 IDS = np.array([[0, 1]])
 
@@ -430,6 +669,37 @@ def test_call_refused(move: Callable[..., None], arguments: dict[str, Any], mess
         move(Pages.of(SMALL, pages), **{"records": [RECORD]} | arguments)
     assert all((t.view(torch.uint8) == POISON).all() for t in pages)
     assert not RECORD.any()
+
+
+def _rotation(delta: Any = (1,), pairs: int = 8, first: int = 0) -> Rotation:
+    return Rotation(Rope((1.0,) * pairs, first=first), np.asarray(delta))
+
+
+UINT8 = replace(SMALL, dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    ("group", "arguments", "message"),
+    [
+        (SMALL, {"quantised": "int4"}, r"quantised='int4': want None or one of fp8, int8"),
+        (SMALL, {"quantised": "fp8"}, r"records\[0\]: \(4096,\).*want \(1280,\)"),
+        (UINT8, {"quantised": "fp8"}, r"quantised='fp8': dtype='uint8'"),
+        (OPAQUE, {"quantised": "int8"}, r"quantised='int8': .*page_bytes=1024"),
+        (UINT8, {"rotate": _rotation()}, r"rotate: the pages are uint8"),
+        (OPAQUE, {"rotate": _rotation()}, r"rotate: the pages are opaque"),
+        (SMALL, {"rotate": _rotation(pairs=9)}, r"rotate: rotary channels 0 to 18, K has 16"),
+        (SMALL, {"rotate": _rotation(first=2)}, r"rotate: rotary channels 2 to 18, K has 16"),
+        (SMALL, {"rotate": _rotation((1, 2))}, r"rotate: delta: \(2,\), want \(1,\) or \(1, 8\)"),
+        (SMALL, {"rotate": _rotation((1.0,))}, r"rotate: delta: float64"),
+        (SMALL, {"records": [torch.zeros(4096, dtype=torch.uint8)]}, r"records\[0\]: Tensor"),
+    ],
+)
+def test_conversion_refused(group: LayerGroup, arguments: dict[str, Any], message: str) -> None:
+    pages = group.pages(2, POISON)
+    record = np.zeros(group.chunk_bytes(8), np.uint8)
+    with pytest.raises(LaunchError, match=message):
+        unpack(Pages.of(group, pages), **{"records": [record], "blocks": IDS} | arguments)
+    assert all((t.view(torch.uint8) == POISON).all() for t in pages)
 
 
 def test_read_only_record_refused() -> None:

@@ -1,0 +1,83 @@
+"""A prompt of known documents, blended at 15 %, against a full prefill of the same prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvkit.adapters import smollm2
+from kvkit.adapters.blend import BlendedModel
+from kvkit.adapters.transformers import CachedModel
+from kvkit.blend import Selection
+from kvkit.config import load_config
+from timing import interleaved, ratio
+
+DOCUMENT_TOKENS = 256
+QUESTION_TOKENS = 64
+CHUNK_TOKENS = 64
+
+
+def load(full_size: bool) -> Any:
+    """SmolLM2-135M in float32, or a tiny model of the same kind."""
+    if full_size:
+        folder = smollm2.fetch()
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("documents", [4, 16], ids=["1k", "4k"])
+def test_blended_prefill(benchmark: Any, documents: int) -> None:
+    """Documents come from memory, in a prompt whose first token is another one; the blended prefill includes
+    looking them up, verifying, moving and unpacking them."""
+    model = load(benchmark.enabled)
+    size = DOCUMENT_TOKENS if benchmark.enabled else CHUNK_TOKENS
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(5, model.config.vocab_size, 1 + documents * size + QUESTION_TOKENS, np.int32)
+    starts = range(1, documents * size + 1, size)
+    spans = [(start, start + size) for start in starts]
+    config = load_config(
+        chunk_tokens=CHUNK_TOKENS, staging="256MiB", tiers={"memory": {"capacity": "768MiB"}}
+    )
+    with BlendedModel.open(model, config, unchecked=True) as blended:
+        for start, stop in spans:
+            blended.precompute(tokens[start:stop])
+        blended.flush()
+        plain = CachedModel(model, blended.cached.layout, None)
+        done = blended.prefill(tokens, spans)
+        assert done.reused_tokens == documents * size
+        naive = Selection("first_n", 0.0, 0)
+        chosen = blended.selection
+
+        def prefill(selection: Selection) -> None:
+            blended.selection = selection
+            blended.prefill(tokens, spans)
+
+        benchmark.pedantic(lambda: prefill(chosen), rounds=3 if benchmark.enabled else 1)
+        times = interleaved(
+            {
+                "full": lambda: plain.prefill(tokens),
+                "blended": lambda: prefill(chosen),
+                "naive": lambda: prefill(naive),
+            },
+            5 if benchmark.enabled else 1,
+            warmup=1 if benchmark.enabled else 0,
+        )
+    found = ratio(times, "blended", "full")
+    benchmark.extra_info.update(ratio_min=found["min"], ratio_median=found["median"])
+    benchmark.extra_info.update(
+        tokens=len(tokens), rows=done.row_layers / (len(tokens) * blended.decoder.layers)
+    )
+    benchmark.extra_info["recomputing nothing"] = ratio(times, "naive", "full")
+    benchmark.extra_info["against"] = "the model's own prefill of the whole prompt"

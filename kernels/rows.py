@@ -1,0 +1,241 @@
+"""Which rows of a batch attend to which keys: checked and planned once, then used by every layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+LARGEST_INT32 = 2**31 - 1
+MASK_BYTES = 256 << 20
+"""What masks for a batch may take, to be made once for all layers; beyond it each layer makes its own."""
+
+
+class RowsError(ValueError):
+    """Rows do not fit their requests, or keys their blocks. Names the argument and its value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Rows taken together, and the keys that each take of them has to see.
+
+    Args:
+        items: int32 [W, 8], the costliest first: request, first row, row after the last, first key, first
+            and after the last of the keys that every row of the item sees, key after the last, and part.
+            Part is -1 where the item covers all keys that its rows see.
+        merges: int32 [T, 4] of tiles whose keys are split over several items: first row, row after the last,
+            first part, number of parts.
+        parts: items whose results must be merged.
+        keys: keys over all items.
+        work, merge_work: `items` and `merges` on the rows' device.
+    """
+
+    items: NDArray[np.int32]
+    merges: NDArray[np.int32]
+    parts: int
+    keys: int
+    work: torch.Tensor
+    merge_work: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of some requests, at their positions, and the blocks that hold the requests' keys.
+
+    Make it with `of`, once for a batch, from what the host knows anyway: no layer has to wait for a device.
+
+    Args:
+        positions: int64 [M], of each row.
+        row_starts: int64 [requests + 1], first row of each request, and M.
+        lengths: int64 [requests], keys of each request.
+        tables: int64 [requests, blocks]; -1 beyond a request's length.
+        block_tokens: N, tokens of a block.
+        slots: int64 [M] on the device: block * N + token of each row's position, -1 where that is not
+            within the request's length.
+        device_positions: int32 [M], `positions` on the device.
+        device_tables: int32 [requests, blocks], `tables` on the device.
+    """
+
+    positions: NDArray[np.int64]
+    row_starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    tables: NDArray[np.int64]
+    block_tokens: int
+    slots: torch.Tensor
+    device_positions: torch.Tensor
+    device_tables: torch.Tensor
+    _tiles: dict[tuple[int, int | None, int | None], Tiles] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int, int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """M, rows over all requests."""
+        return len(self.positions)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the attention will run."""
+        return self.slots.device
+
+    @property
+    def last_block(self) -> int:
+        """The largest block id, -1 if there is none."""
+        return int(self.tables.max(initial=-1))
+
+    @staticmethod
+    def of(
+        positions: NDArray[Any],
+        row_starts: NDArray[Any],
+        lengths: NDArray[Any],
+        tables: NDArray[Any],
+        block_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> Rows:
+        """Check the rows of a batch and bring what kernels read of them to `device`.
+
+        Args:
+            positions: integers [M], ascending within a request. A row at a negative one sees no key.
+            row_starts: integers [requests + 1], from 0 to M, ascending: a request may have no rows.
+            lengths: integers [requests], at least 0.
+            tables: integers [requests, blocks]: key j of request r is token j % N of block tables[r, j // N].
+                Entries beyond a request's length are ignored.
+            block_tokens: N of the pages.
+            device: of the queries and pages.
+
+        Raises:
+            RowsError: an argument does not fit.
+        """
+        positions = _integers("positions", positions, 1)
+        row_starts = _integers("row_starts", row_starts, 1)
+        lengths = _integers("lengths", lengths, 1)
+        tables = _integers("tables", tables, 2)
+        if block_tokens < 1:
+            raise RowsError(f"block_tokens={block_tokens}: want at least 1")
+        if len(row_starts) != len(lengths) + 1 or len(tables) != len(lengths):
+            raise RowsError(
+                f"row_starts {row_starts.shape}, tables {tables.shape}: want [{len(lengths) + 1}] and "
+                f"[{len(lengths)}, blocks] for {len(lengths)} lengths"
+            )
+        if row_starts[0] != 0 or row_starts[-1] != len(positions) or (np.diff(row_starts) < 0).any():
+            raise RowsError(f"row_starts: {row_starts}, want ascending numbers from 0 to {len(positions)}")
+        if lengths.size and lengths.min() < 0:
+            raise RowsError(f"lengths: {lengths.min()}, want at least 0")
+        request = np.repeat(np.arange(len(lengths)), np.diff(row_starts))  # [M]
+        descends = (np.diff(positions) < 0) & (np.diff(request) == 0)
+        if descends.any():
+            i = int(descends.argmax())
+            raise RowsError(
+                f"positions: row {i} at {positions[i]}, then {positions[i + 1]}: want them ascending "
+                "within a request"
+            )
+        blocks = -(-lengths // block_tokens)  # [requests]
+        if blocks.size and blocks.max() > tables.shape[1]:
+            raise RowsError(
+                f"tables: {tables.shape[1]} blocks of {block_tokens} tokens, but lengths has {lengths.max()}"
+            )
+        used = np.arange(tables.shape[1]) < blocks[:, None]
+        tables = np.where(used, tables, -1)
+        if tables[used].min(initial=0) < 0:
+            raise RowsError(f"tables: block {tables[used].min()} within a request's length, want at least 0")
+        held = (positions >= 0) & (positions < lengths[request])
+        where = np.where(held, positions, 0)
+        slots = np.full(len(positions), -1, np.int64)
+        block = tables[request[held], where[held] // block_tokens]
+        slots[held] = block * block_tokens + where[held] % block_tokens
+        return Rows(
+            positions=positions,
+            row_starts=row_starts,
+            lengths=lengths,
+            tables=tables,
+            block_tokens=block_tokens,
+            slots=torch.from_numpy(slots).to(device),
+            device_positions=torch.from_numpy(positions.astype(np.int32)).to(device),
+            device_tables=torch.from_numpy(tables.astype(np.int32)).to(device),
+        )
+
+    def tiles(self, rows_per_tile: int, split_keys: int | None = None, window: int | None = None) -> Tiles:
+        """The work of an attention over these rows; made once, then remembered.
+
+        Args:
+            rows_per_tile: at most so many rows of one request are taken together.
+            split_keys: keys of an item end at a multiple of this; None: a tile is one item.
+            window: a row at position p sees keys above p - window only.
+        """
+        key = rows_per_tile, split_keys, window
+        if key not in self._tiles:
+            self._tiles[key] = self._plan(rows_per_tile, split_keys, window)
+        return self._tiles[key]
+
+    def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
+        """Which keys rows see, for attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
+
+        Args:
+            first, after: rows of one request.
+            begin, end: keys.
+        """
+        key = first, after, begin, end, window
+        found = self._masks.get(key)
+        if found is None:
+            j, p = np.arange(begin, end), self.positions[first:after, None]
+            seen = j <= p if window is None else (j <= p) & (j > p - window)
+            found = torch.zeros(seen.shape).masked_fill_(~torch.from_numpy(seen), -math.inf)
+            if sum(mask.nbytes for mask in self._masks.values()) + found.nbytes <= MASK_BYTES:
+                self._masks[key] = found
+        return found
+
+    def _plan(self, rows_per_tile: int, split_keys: int | None, window: int | None) -> Tiles:
+        counts = -(-np.diff(self.row_starts) // rows_per_tile)  # tiles of each request
+        request = np.repeat(np.arange(len(counts)), counts)
+        nth = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+        first_row = self.row_starts[request] + nth * rows_per_tile
+        after_row = np.minimum(first_row + rows_per_tile, self.row_starts[request + 1])
+        nearest, farthest = self.positions[first_row], self.positions[after_row - 1]
+        length = self.lengths[request]
+        end = np.clip(farthest + 1, 0, length)
+        begin = np.zeros_like(end) if window is None else np.clip(nearest - window + 1, 0, end)
+        full_end = np.clip(nearest + 1, begin, end)
+        full_begin = begin if window is None else np.clip(farthest - window + 1, begin, full_end)
+
+        size = split_keys or LARGEST_INT32
+        parts = np.maximum(1, -(-end // size) - begin // size)  # of each tile
+        tile = np.repeat(np.arange(len(parts)), parts)
+        nth = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+        item_begin = np.maximum(begin[tile], (begin[tile] // size + nth) * size)
+        item_end = np.minimum(end[tile], (begin[tile] // size + nth + 1) * size)
+        split = parts > 1
+        part = np.where(split[tile], np.cumsum(split[tile]) - 1, -1)
+        columns = (
+            request[tile],
+            first_row[tile],
+            after_row[tile],
+            item_begin,
+            np.clip(full_begin[tile], item_begin, item_end),
+            np.clip(full_end[tile], item_begin, item_end),
+            item_end,
+            part,
+        )
+        order = np.argsort(item_begin - item_end, kind="stable")
+        items = np.stack(columns, 1).astype(np.int32)[order]
+        first_part = np.cumsum(parts * split) - parts
+        merges = np.stack([first_row, after_row, first_part, parts], 1)[split].astype(np.int32)
+        return Tiles(
+            items=items,
+            merges=merges,
+            parts=int(parts[split].sum()),
+            keys=int((item_end - item_begin).sum()),
+            work=torch.from_numpy(items).to(self.device),
+            merge_work=torch.from_numpy(merges).to(self.device),
+        )
+
+
+def _integers(name: str, values: object, ndim: int) -> NDArray[np.int64]:
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != ndim:
+        kind = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise RowsError(f"{name}: {kind}, want a numpy array of integers with {ndim} axes")
+    if values.size and (values.max() >= LARGEST_INT32 or values.min() < -LARGEST_INT32):
+        raise RowsError(f"{name}: from {values.min()} to {values.max()}, want numbers of 32 bits")
+    return values.astype(np.int64)

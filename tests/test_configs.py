@@ -1,0 +1,252 @@
+"""Tables of tuned configurations: which one a problem gets, and what a broken file may do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkit.kernels import configs
+from kvkit.kernels.configs import (
+    Bucket,
+    Config,
+    TableError,
+    Tuned,
+    best,
+    load_table,
+    ranked,
+    read_table,
+    tuned_folder,
+    write_table,
+)
+
+GPU = "NVIDIA H200"
+FILE = "nvidia-h200.json"
+DEFAULT, SMALL, LARGE = (Config((("TILE", size),)) for size in (128, 64, 256))
+SPACE = (DEFAULT, SMALL, LARGE)
+
+
+def tuned(config: Config) -> Tuned:
+    return Tuned(config, 1.5, 2.0)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
+    """Tables of the package and of the user in folders of the test's own; the GPU here is an H200."""
+    found = {"shipped": tmp_path / "shipped", "user": tmp_path / "user"}
+    monkeypatch.setattr(configs, "SHIPPED", found["shipped"])
+    monkeypatch.setenv("KVKIT_TUNED", str(found["user"]))
+    monkeypatch.setattr(configs, "gpu_name", lambda: GPU)
+    forget()
+    yield found
+    forget()
+
+
+def forget() -> None:
+    """What this process knows of tables."""
+    configs._ranked.cache_clear()
+    configs._chosen.cache_clear()
+
+
+def write(folder: Path, table: dict[Bucket, Tuned], gpu: str = GPU) -> Path:
+    write_table(folder / FILE, gpu, table, {"triton": "3"})
+    return folder / FILE
+
+
+def test_an_exact_bucket(folders: dict[str, Path]) -> None:
+    bucket = Bucket("op", "bf16", (64, 8))
+    write(folders["user"], {bucket: tuned(LARGE), Bucket("op", "bf16", (64, 16)): tuned(SMALL)})
+    assert best(bucket, DEFAULT, SPACE) == LARGE
+
+
+def test_the_nearest_sizes(folders: dict[str, Path]) -> None:
+    write(
+        folders["user"],
+        {Bucket("op", "bf16", (64, 8)): tuned(SMALL), Bucket("op", "bf16", (1024, 8)): tuned(LARGE)},
+    )
+    assert best(Bucket("op", "bf16", (128, 16)), DEFAULT, SPACE) == SMALL
+    assert best(Bucket("op", "bf16", (4096, 2)), DEFAULT, SPACE) == LARGE
+
+
+@pytest.mark.parametrize(
+    "other", [Bucket("other", "bf16", (64,)), Bucket("op", "fp32", (64,)), Bucket("op", "bf16", (64, 1))]
+)
+def test_another_op_form_or_number_of_sizes_is_no_neighbour(folders: dict[str, Path], other: Bucket) -> None:
+    write(folders["user"], {other: tuned(LARGE)})
+    assert best(Bucket("op", "bf16", (64,)), DEFAULT, SPACE) == DEFAULT
+
+
+def test_what_the_kernel_does_not_have_is_passed_over(folders: dict[str, Path]) -> None:
+    near, far = Bucket("op", "bf16", (64,)), Bucket("op", "bf16", (512,))
+    write(folders["user"], {near: tuned(Config((("TILE", 999),))), far: tuned(LARGE)})
+    assert best(near, DEFAULT, SPACE) == LARGE
+    assert best(near, DEFAULT, (DEFAULT, SMALL)) == DEFAULT
+
+
+def test_the_user_comes_before_the_package(folders: dict[str, Path]) -> None:
+    one, two = Bucket("op", "bf16", (64,)), Bucket("op", "fp32", (64,))
+    write(folders["shipped"], {one: tuned(SMALL), two: tuned(SMALL)})
+    write(folders["user"], {one: tuned(LARGE)})
+    assert best(one, DEFAULT, SPACE) == LARGE
+    assert best(two, DEFAULT, SPACE) == SMALL
+
+
+def test_without_a_gpu_and_without_a_table(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
+    bucket = Bucket("op", "bf16", (64,))
+    assert best(bucket, DEFAULT, SPACE) == DEFAULT
+    write(folders["user"], {bucket: tuned(LARGE)})
+    monkeypatch.setattr(configs, "gpu_name", lambda: None)
+    forget()
+    assert best(bucket, DEFAULT, SPACE) == DEFAULT
+
+
+def test_tables_are_read_once(folders: dict[str, Path]) -> None:
+    bucket = Bucket("op", "bf16", (64,))
+    path = write(folders["user"], {bucket: tuned(LARGE)})
+    assert best(bucket, DEFAULT, SPACE) == LARGE
+    path.unlink()
+    assert best(bucket, DEFAULT, SPACE) == LARGE
+    assert configs._chosen.cache_info().hits == 1
+    assert best(bucket, DEFAULT, [*SPACE]) == LARGE  # an equal space, but another object
+    assert configs._ranked.cache_info().hits == 1
+
+
+ENTRY = {
+    "op": "op",
+    "form": "",
+    "sizes": [1],
+    "tiles": {"A": 1},
+    "warps": 4,
+    "stages": 1,
+    "us": 1.0,
+    "default_us": None,
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "null",
+        "\xff",
+        json.dumps({"gpu": 3, "entries": []}),
+        json.dumps({"gpu": GPU}),
+        json.dumps({"gpu": GPU, "entries": [[]]}),
+        json.dumps({"gpu": "NVIDIA A100", "entries": []}),
+        *(json.dumps({"gpu": GPU, "entries": [ENTRY | wrong]}) for wrong in (
+            {"sizes": 3},
+            {"sizes": ["1"]},
+            {"tiles": [1]},
+            {"tiles": {"A": 1.5}},
+            {"warps": -4},
+            {"warps": "4"},
+            {"us": "fast"},
+            {"op": 1},
+        )),
+        *(json.dumps({"gpu": GPU, "entries": [{k: ENTRY[k] for k in ENTRY if k != lost}]}) for lost in ENTRY),
+    ],
+)  # fmt: skip
+def test_a_broken_table_is_a_warning(
+    folders: dict[str, Path], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = Bucket("op", "bf16", (64,))
+    write(folders["shipped"], {bucket: tuned(LARGE)})
+    folders["user"].mkdir()
+    (folders["user"] / FILE).write_text(text, encoding="latin-1")
+    with caplog.at_level(logging.WARNING):
+        assert best(bucket, DEFAULT, SPACE) == LARGE
+        assert best(bucket, DEFAULT, SPACE) == LARGE
+    (record,) = caplog.records
+    assert str(folders["user"] / FILE) in record.getMessage()
+    with pytest.raises(TableError, match=FILE):
+        read_table(folders["user"] / FILE, "nvidia-h200")
+
+
+def test_an_unreadable_table_is_a_warning(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    (folders["user"] / FILE).mkdir(parents=True)
+    assert best(Bucket("op", "", (1,)), DEFAULT, SPACE) == DEFAULT
+    assert FILE in caplog.text
+
+
+def test_a_good_entry_is_read(folders: dict[str, Path]) -> None:
+    folders["user"].mkdir()
+    (folders["user"] / FILE).write_text(json.dumps({"gpu": GPU, "entries": [ENTRY]}))
+    expected = Tuned(Config((("A", 1),), 4, 1), 1.0, None)
+    assert dict(load_table("nvidia-h200")) == {Bucket("op", "", (1,)): expected}
+
+
+def test_where_the_users_tables_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVKIT_TUNED", str(tmp_path / "own"))
+    assert tuned_folder() == tmp_path / "own"
+    monkeypatch.delenv("KVKIT_TUNED")
+    assert tuned_folder() == tmp_path / "kvkit" / "tuned"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert tuned_folder() == Path.home() / ".cache" / "kvkit" / "tuned"
+
+
+words = st.text("abc=_ ", min_size=1, max_size=9)
+some_configs = st.builds(
+    Config,
+    st.dictionaries(words, st.integers(0, 1 << 12), max_size=3).map(lambda d: tuple(d.items())),
+    st.sampled_from((1, 4, 8)),
+    st.integers(1, 5),
+)
+buckets = st.builds(
+    Bucket, words, words, st.lists(st.integers(0, 20).map(lambda n: 1 << n), max_size=3).map(tuple)
+)
+times = st.floats(0.1, 1e6)
+tables = st.dictionaries(buckets, st.builds(Tuned, some_configs, times, st.none() | times), max_size=6)
+
+
+@given(tables)
+def test_a_table_comes_back_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, table: dict[Bucket, Tuned]
+) -> None:
+    folder = tmp_path_factory.mktemp("tables")
+    path = write(folder, table)
+    assert read_table(path, "nvidia-h200") == table
+    assert [file.name for file in folder.iterdir()] == [FILE]
+
+
+@given(
+    st.sets(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8),
+    st.tuples(*[st.integers(0, 20)] * 2),
+)
+def test_the_nearest_comes_first(known: set[tuple[int, int]], wanted: tuple[int, int]) -> None:
+    def bucket(sizes: tuple[int, int]) -> Bucket:
+        return Bucket("op", "", (1 << sizes[0], 1 << sizes[1]))
+
+    table = {bucket(sizes): tuned(Config((("A", sizes[0]), ("B", sizes[1])))) for sizes in known}
+    found = [tuple(size for _, size in config.tiles) for config in ranked(table, bucket(wanted))]
+    assert sorted(found) == sorted(known)
+    distances = [abs(a - wanted[0]) + abs(b - wanted[1]) for a, b in found]
+    assert distances == sorted(distances)
+
+
+def test_a_failed_write_leaves_the_old_table(folders: dict[str, Path]) -> None:
+    bucket = Bucket("op", "bf16", (64,))
+    path = write(folders["user"], {bucket: tuned(LARGE)})
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_table(path, GPU, {bucket: tuned(SMALL)}, {"triton": object()})  # type: ignore[dict-item]
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == [FILE]
+
+
+def test_importing_it_leaves_triton_alone() -> None:
+    script = (
+        "import sys; from kvkit.kernels import configs, compiled, problems, tuning;"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

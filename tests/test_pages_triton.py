@@ -1,0 +1,200 @@
+"""kvkit.kernels.pages does what the reference says, in Triton's interpreter; test_gpu runs it compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from numpy.typing import NDArray
+from test_pages import (
+    FLOATS,
+    POISON,
+    SMALL,
+    Conversion,
+    Job,
+    check,
+    check_conversion,
+    conversions,
+    jobs,
+)
+
+from kvkit.kernels import launch
+from kvkit.kernels import pages as kernels
+from kvkit.kernels.configs import Config, Launch
+from kvkit.kernels.launch import Pages
+from kvkit.layout import ORDERS, LayerGroup
+from kvkit.rope import Rope, Rotation
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu runs it compiled")
+
+
+def by_triton(
+    pages: Pages,
+    records: list[NDArray[np.uint8]],
+    job: Job,
+    to_records: bool,
+    rotation: Rotation | None = None,
+    quantised: Any = None,
+) -> None:
+    """What `launch` does for pages on a GPU."""
+    blocks, slots = (job.ids, None) if job.granular == "blocks" else (None, job.ids)
+    turns = None if rotation is None else rotation.resolve(*job.slots.shape)
+    launch._on_device(pages, records, blocks, slots, rotation, turns, quantised, to_records)
+
+
+@settings(max_examples=20, deadline=None)
+@given(job=jobs())
+def test_any_layout(job: Job) -> None:
+    check(job, by_triton)
+
+
+@settings(max_examples=20, deadline=None)
+@given(conversion=conversions())
+def test_any_conversion(conversion: Conversion) -> None:
+    check_conversion(conversion, by_triton)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders(order: str) -> None:
+    group = replace(SMALL, order=order, dtype="bfloat16")
+    check(Job(group, "joined", 7, 4, 0, np.array([[5, 0, 2], [1, -1, 3]]), "blocks", 64), by_triton)
+
+
+@pytest.mark.parametrize("gap", [64, 8, 4, 2, 1])
+def test_widths(gap: int) -> None:
+    """Records of every alignment, and rows of 132 bytes."""
+    group = LayerGroup((0, 1), 1, 132, 0, "uint8", block_tokens=4)
+    check(Job(group, "joined", 5, 4, 0, np.array([[4, 1], [0, 3]]), "blocks", gap), by_triton)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("quantised", [None, "fp8", "int8"])
+def test_vectors(interleaved: bool, dtype: str, quantised: Any) -> None:
+    """Sizes that take the widest vectors: a latent whose last channels are rotary, skipped tokens, apart."""
+    group = LayerGroup((0, 1), 2, 48, 16, dtype, block_tokens=4)
+    rope = Rope(tuple(np.linspace(1, 0.01, 8)), interleaved, first=32)
+    ids = np.array([[9, 3, -1, 7, 0, 1, 15, 2], [12, 8, 4, 5, -1, 6, 13, 14]])
+    delta = np.random.default_rng(0).integers(-9, 9, ids.shape)
+    for form in ("joined", "apart"):
+        job = Job(group, form, 4, 4, 0, ids, "slots", 64)
+        check_conversion(Conversion(job, quantised, Rotation(rope, delta)), by_triton)
+
+
+def made(
+    group: LayerGroup,
+    *,
+    config: Config | None = None,
+    quantised: str | None = None,
+    pairs: int = 0,
+    to_records: bool = False,
+    at: int = 0,
+) -> Launch:
+    """A launch of two blocks whose records are 4096 and `at` bytes from an address."""
+    pages = Pages.of(group, group.pages(2))
+    rope = Rope((1.0,) * pairs) if pairs else None
+    tokens = 2 * group.block_tokens
+    turns = Rotation(rope, np.array([1])).resolve(1, tokens) if rope else None
+    return kernels.move(
+        pages,
+        np.array([4096 + at]),
+        np.array([[0, 1]]),
+        to_records,
+        quantised=quantised,
+        rope=rope,
+        turns=turns,
+        config=config,
+    )
+
+
+LARGE = LayerGroup((0, 1), 2, 64, 64, "bfloat16", block_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernel", "width", "record_width"),
+    [
+        ({}, "copy_rows", 16, 16),
+        ({"at": 8}, "copy_rows", 8, 8),
+        ({"at": 2}, "copy_rows", 2, 2),
+        ({"at": 3}, "copy_rows", 1, 1),
+        ({"pairs": 32}, "decode_rows", 16, 16),
+        ({"pairs": 4}, "decode_rows", 8, 8),
+        ({"pairs": 32, "at": 8}, "decode_rows", 16, 8),
+        ({"quantised": "fp8"}, "decode_rows", 16, 8),
+        ({"quantised": "int8", "to_records": True}, "encode_rows", 16, 8),
+    ],
+)
+def test_widest_access(arguments: dict[str, Any], kernel: str, width: int, record_width: int) -> None:
+    """Bytes that a lane may move at a time, in pages and in records: rows of codes are 136 bytes."""
+    launch = made(LARGE, **arguments)
+    given = launch.arguments
+    item = given["WORD"].primitive_bitwidth // 8 if kernel == "copy_rows" else 2
+    record_item = 1 if given.get("FORM") else item
+    assert launch.kernel.__name__ == kernel
+    assert given["WIDTH"] * item == width
+    assert given.get("RECORD_WIDTH", given["WIDTH"]) * record_item == record_width
+
+
+@pytest.mark.parametrize("arguments", [{}, {"pairs": 8}, {"quantised": "fp8", "to_records": True}])
+def test_every_configuration_has_programs_for_all_rows(arguments: dict[str, Any]) -> None:
+    """2 layers (K and V apart where they are converted) of 2 heads, 32 tokens, 128 channels."""
+    for config in kernels.configs(made(LARGE, **arguments).kernel.__name__):
+        launch = made(LARGE, config=config, **arguments)
+        tile, given = dict(config.tiles)["TILE"], launch.arguments
+        elements = {"copy_rows": 8, "decode_rows": 2 * given["WIDTH"], "encode_rows": 1}[
+            launch.kernel.__name__
+        ]
+        parts = given["parts_count"]
+        programs = parts * -(-2 * 32 * (256 // parts) // (tile * elements))
+        assert launch.config == config
+        assert launch.grid == (programs,)
+
+
+def test_configurations_give_the_same_bytes() -> None:
+    """Tiles that are no multiple of a row, and rows wider than a tile."""
+    group = LayerGroup((0,), 3, 40, 24, "float32", block_tokens=4)
+    pages = group.pages(3)
+    for tensor in pages:
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    ids, turns = np.array([[2, 0]]), Rotation(Rope((1.0,) * 20), np.array([3])).resolve(1, 8)
+    for quantised in (None, "fp8"):
+        size = (group.quantised() if quantised else group).chunk_bytes(8)
+        results = []
+        for tile in (16, 64, 1024):
+            config = Config((("TILE", tile),))
+            record = np.full(size, POISON, np.uint8)
+            out = group.pages(3, POISON)
+            address = np.array([record.ctypes.data])
+            pack = kernels.move(
+                Pages.of(group, pages), address, ids, True, quantised=quantised, config=config
+            )
+            pack.run()
+            kernels.move(
+                Pages.of(group, out),
+                address,
+                ids,
+                False,
+                quantised=quantised,
+                rope=Rope((1.0,) * 20),
+                turns=turns,
+                config=config,
+            ).run()
+            results.append((record, out))
+        for record, out in results[1:]:
+            np.testing.assert_array_equal(record, results[0][0])
+            assert torch.equal(out[0].view(torch.uint8), results[0][1][0].view(torch.uint8))
+
+
+def test_buckets() -> None:
+    """The same for requests alike; another for another form or a size twice as large."""
+    bucket = kernels.bucket(made(LARGE))
+    assert bucket.op == "copy_rows"
+    assert bucket == kernels.bucket(made(LARGE))
+    assert bucket != kernels.bucket(made(LARGE, at=8))
+    assert bucket != kernels.bucket(made(LARGE, to_records=True))
+    twice = kernels.bucket(made(replace(LARGE, layers=(0, 1, 2, 3))))
+    assert (twice.form, twice.sizes[0]) == (bucket.form, 2 * bucket.sizes[0])

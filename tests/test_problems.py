@@ -1,0 +1,136 @@
+"""The problems that kernels are tuned with: small ones of each kind, run by the interpreter and checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvkit.kernels import problems
+from kvkit.kernels.problems import (
+    ATTENTIONS,
+    MOVES,
+    SCATTERS,
+    Attention,
+    Heads,
+    Move,
+    Problem,
+    Scatter,
+    every_problem,
+)
+from kvkit.rope import Rope
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def smaller(rope: Rope) -> Rope:
+    """Over 8 channels, at the end of 16 if the model's are not at the beginning."""
+    return replace(rope, inv_freq=rope.inv_freq[:4], first=8 if rope.first else 0)
+
+
+def small_move(move: Move) -> Problem:
+    group = replace(
+        move.group,
+        layers=(0, 1),
+        kv_heads=1,
+        k_size=132 if move.group.dtype == "uint8" else 16,
+        v_size=16 if move.group.v_size else 0,
+        block_tokens=64,
+    )
+    return problems._move_problem(
+        replace(move, group=group, chunks=2, rope=smaller(move.rope) if move.rope else None)
+    )
+
+
+def small_attention(spec: Attention) -> Problem:
+    group = min(4, spec.heads.query_heads // spec.heads.heads)
+    heads = Heads(2 * group, 2, 16, 32, spec.heads.dtype)
+    window = None if spec.window is None else 50
+    blocks = None if spec.block_tokens is None else 16
+    return problems._attention_problem(
+        replace(spec, heads=heads, length=160, block_tokens=blocks, window=window)
+    )
+
+
+def small_scatter(spec: Scatter) -> Problem:
+    heads = Heads(4, 2, 16, 32, spec.heads.dtype)
+    return problems._scatter_problem(replace(spec, heads=heads, rope=smaller(spec.rope), rows=13, tokens=64))
+
+
+SMALL = [
+    *(small_move(move) for move in MOVES if move.chunks > 1),
+    *map(small_attention, ATTENTIONS),
+    *map(small_scatter, SCATTERS),
+    problems._deviation_problem(37, 2, 16),
+]
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=lambda problem: problem.name)
+def test_the_default_is_right_and_nothing_else_is(problem: Problem) -> None:
+    case = problem.make(DEVICE, True)
+    case.poison()
+    assert case.fault(), "what was never written passes"
+    case.run(problem.space[0])
+    assert case.fault() == ""
+    case.poison()
+    assert case.fault(), "what was written before vouches for what was not"
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernel", "names"),
+    [
+        (small_attention(ATTENTIONS[0]), "attend", ("out", "lse")),
+        (small_attention(ATTENTIONS[-1]), "fold", ("out",)),
+        (small_scatter(SCATTERS[1]), "scatter_rows", ("out", "k_pages", "v_pages", "deviation")),
+        (problems._deviation_problem(37, 2, 16), "measure", ("out",)),
+    ],
+)
+def test_a_wrong_number_is_found(problem: Problem, kernel: str, names: tuple[str, ...]) -> None:
+    case = problem.make(DEVICE, True)
+    launches = {launch.kernel.__name__: launch for launch in case.launches(problem.space[0])}
+    for name in names:
+        case.poison()
+        case.run(problem.space[0])
+        assert case.fault() == ""
+        tensor = launches[kernel].arguments[name]
+        tensor[(0,) * tensor.ndim] += 1
+        assert case.fault()
+
+
+def test_names_and_buckets_are_unique() -> None:
+    every = every_problem()
+    assert len({problem.name for problem in every}) == len(every)
+    assert len({problem.bucket for problem in every}) == len(every)
+
+
+def test_every_kernel_has_a_problem() -> None:
+    """All that `launch` starts; merge and fold come with the attention and the scores."""
+    assert {problem.bucket.op for problem in every_problem()} == {
+        *("copy_rows", "decode_rows", "encode_rows"),
+        *("attend", "weigh", "scatter_rows", "measure"),
+    }
+
+
+@pytest.mark.parametrize("problem", every_problem(), ids=lambda problem: problem.name)
+def test_a_space_has_the_default_first_and_nothing_twice(problem: Problem) -> None:
+    assert len(set(problem.space)) == len(problem.space) > 1
+    (launch, *_) = problem.make(torch.device("cpu"), False).launches(None)
+    if not torch.cuda.is_available():
+        assert launch.config == problem.space[0] or launch.kernel.__name__ != problem.bucket.op
+
+
+@pytest.mark.parametrize("problem", every_problem(), ids=lambda problem: problem.name)
+def test_work_counts_what_cannot_be_avoided(problem: Problem) -> None:
+    works = [problem.work(config) for config in problem.space]
+    assert all(work.moved_bytes == works[0].moved_bytes > 1 << 20 for work in works)
+    assert all((work.flops > 0) == (problem.bucket.op in ("attend", "weigh")) for work in works)
+
+
+def test_the_work_of_an_attention_is_that_of_its_visible_keys() -> None:
+    """Llama-3.1-8B at 8k: 2 products of 128 channels for 32 heads; tiles take more, but not much."""
+    (problem,) = (p for p in every_problem() if p.name == "attention Llama-3.1-8B, 8192 keys")
+    rows = problems._rows(ATTENTIONS[1], torch.device("cpu"))
+    visible = int((rows.positions + 1).sum()) * 32 * 4 * 128
+    default, small = (problem.work(config).flops for config in (problem.space[0], problem.space[-1]))
+    assert visible < small < default < 1.1 * visible
