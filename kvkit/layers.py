@@ -35,7 +35,7 @@ from kvkit.sequence import Chunks, Hit, Loaded, Place
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.stores import Stored
 from kvkit.threads import Workers
-from kvkit.tiers.base import DamagedObject
+from kvkit.tiers.base import DamagedObject, copy_ranges
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class LayerLoad:
         self._tiers = [s.tier for s in hit.plan.segments for _ in range(s.start, s.stop)]
         self._count = hit.plan.chunks
         self._headers: dict[tuple[int, int], bytearray] = {}
+        self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots already, by chunk and group
         self._layers = layers_of(places)
         self._iterator = self._run()
 
@@ -94,8 +95,7 @@ class LayerLoad:
 
     def _run(self) -> Generator[int]:
         """The layers, each after its pieces were read, verified and unpacked."""
-        if not self._count:
-            return
+        self._borrow()
         under_way: deque[tuple[_Layer, list[Lease], list[Piece], list[Future[None]]]] = deque()
         waiting = deque(self._layers)
         try:
@@ -118,32 +118,50 @@ class LayerLoad:
         finally:
             for _, leases, _, _ in under_way:
                 release_all(leases)
+            release_all(self._lent.values())
+            self._lent.clear()
+
+    def _borrow(self) -> None:
+        """Hold on to the records that lie in memory, which might be let go while earlier layers are used."""
+        groups = self._chunks.groups
+        for chunk, tier in enumerate(self._tiers):
+            for group in range(groups):
+                lease = self._access.tiers[tier].borrow(self._chunks.names[chunk * groups + group])
+                if lease is not None:
+                    self._lent[chunk, group] = lease
 
     def _start(
         self, layer: _Layer, wait_s: float
     ) -> tuple[list[Lease], list[Piece], list[Future[None]]] | None:
         """Begin to read one layer of every chunk; None if there is no room. What has room decides the run."""
         form = self._chunks.formats[layer.group]
-        per_slot = self._access.staging.slot_bytes // form.layer_bytes
-        slots = min(-(-self._count // per_slot), self._access.staging.slots)
-        self._count = min(self._count, slots * per_slot)
-        try:
-            leases = self._access.staging.acquire(slots, wait_s, at_least=slots)
-        except StagingTimeout as error:
-            if wait_s:
-                log.warning("load ended early: %s", error)
-            return None
-        pieces = [
-            lease.array[i * form.layer_bytes : (i + 1) * form.layer_bytes]
-            for lease in leases
-            for i in range(per_slot)
-        ][: self._count]
-        reads = [
-            self._readers.submit(
-                partial(self._read_held, leases[chunk // per_slot].share(), layer, chunk, piece)
-            )
-            for chunk, piece in enumerate(pieces)
-        ]
+        offset, size = record.layer_range(form, layer.place)
+        per_slot = self._access.staging.slot_bytes // size
+        far = [c for c in range(self._count) if (c, layer.group) not in self._lent]
+        slots = min(-(-len(far) // per_slot), self._access.staging.slots)
+        if len(far) > slots * per_slot:
+            self._count = far[slots * per_slot]
+            far = far[: slots * per_slot]
+        leases: list[Lease] = []
+        if slots:
+            try:
+                leases = self._access.staging.acquire(slots, wait_s, at_least=slots)
+            except StagingTimeout as error:
+                if wait_s:
+                    log.warning("load ended early: %s", error)
+                return None
+        room = {chunk: divmod(i, per_slot) for i, chunk in enumerate(far)}
+        pieces, reads = [], []
+        for chunk in range(self._count):
+            if chunk in room:
+                slot, place = room[chunk]
+                lease = leases[slot]
+                piece = lease.array[place * size : (place + 1) * size]
+            else:
+                lease = self._lent[chunk, layer.group]
+                piece = lease.array[offset : offset + size]
+            pieces.append(piece)
+            reads.append(self._readers.submit(partial(self._read_held, lease.share(), layer, chunk, piece)))
         return leases, pieces, reads
 
     def _read_held(self, lease: Lease, layer: _Layer, chunk: int, piece: Piece) -> None:
@@ -168,7 +186,11 @@ class LayerLoad:
             header = bytearray(form.header_bytes)
             ranges.insert(0, (0, form.header_bytes))
             buffers.insert(0, memoryview(header))
-        tier.get_ranges(name, ranges, buffers)
+        lent = self._lent.get((chunk, layer.group))
+        if lent is None:
+            tier.get_ranges(name, ranges, buffers)
+        elif len(ranges) > 1:
+            copy_ranges(name, lent.buffer[: lent.used], ranges[:1], buffers[:1])
         damage: Damage | None = None
         if (chunk, layer.group) not in self._headers:
             damage = record.verify_header(form, header, *self._chunks.identity(chunk))

@@ -31,9 +31,12 @@ timeout_s = 2.5
 capacity = "32MiB"
 
 [tiers.shared]
-url = "memory://bucket"
-capacity = 5000000
+url = ["memory://bucket", "memory://other"]
+spread = "stripe"
+capacity = [5000000, 6000000]
 codec = "zstd"
+eviction = "arc"
+quota = "1MiB"
 threads = 3
 fsync = true
 scope = "shared"
@@ -49,6 +52,7 @@ password = "hush"
 retrieve_from = ["shared", "memory"]
 store_to = ["shared"]
 write_back_to = []
+staging_only = true
 
 [server]
 enabled = true
@@ -84,11 +88,14 @@ def test_defaults() -> None:
         "staging": 512 * 2**20,
         "timeout_s": 30.0,
         "tiers": {},
-        "policy": {"retrieve_from": None, "store_to": None, "write_back_to": None},
+        "policy": {"retrieve_from": None, "store_to": None, "write_back_to": None, "staging_only": False},
         "server": {"enabled": False, "host": "127.0.0.1", "port": 9477, "token": None, "token_file": None},
     }
     assert fields(TierConfig) == {
         "url": None,
+        "spread": "by_key",
+        "eviction": "lru",
+        "quota": None,
         "capacity": None,
         "codec": "none",
         "threads": None,
@@ -112,8 +119,11 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
         "tiers": {
             "memory": fields(TierConfig) | {"capacity": 32 * 2**20},
             "shared": {
-                "url": "memory://bucket",
-                "capacity": 5_000_000,
+                "url": ("memory://bucket", "memory://other"),
+                "spread": "stripe",
+                "eviction": "arc",
+                "quota": 2**20,
+                "capacity": (5_000_000, 6_000_000),
                 "codec": "zstd",
                 "threads": 3,
                 "fsync": True,
@@ -127,7 +137,12 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
             "redis": fields(TierConfig)
             | {"url": "redis://host", "username": "me", "password": SecretStr("hush")},
         },
-        "policy": {"retrieve_from": ("shared", "memory"), "store_to": ("shared",), "write_back_to": ()},
+        "policy": {
+            "retrieve_from": ("shared", "memory"),
+            "store_to": ("shared",),
+            "write_back_to": (),
+            "staging_only": True,
+        },
         "server": {
             "enabled": True,
             "host": "::1",
@@ -136,7 +151,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
             "token_file": None,
         },
     }
-    assert config.resolved_policy() == Policy(("shared", "memory"), ("shared",), ())
+    assert config.resolved_policy() == Policy(("shared", "memory"), ("shared",), (), staging_only=True)
     # nothing above may be a default: a setting that the file cannot reach would go unnoticed
     default = fields(Config)
     assert all(getattr(config, name) != value for name, value in default.items())
@@ -153,8 +168,11 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_STAGING": "64MiB",
         "KVKIT_TIMEOUT_S": "2.5",
         "KVKIT_TIERS__MEMORY__CAPACITY": "32MiB",
-        "KVKIT_TIERS__SHARED__URL": "memory://bucket",
-        "KVKIT_TIERS__SHARED__CAPACITY": "5000000",
+        "KVKIT_TIERS__SHARED__URL": '["memory://bucket", "memory://other"]',
+        "KVKIT_TIERS__SHARED__SPREAD": "stripe",
+        "KVKIT_TIERS__SHARED__EVICTION": "arc",
+        "KVKIT_TIERS__SHARED__QUOTA": "1MiB",
+        "KVKIT_TIERS__SHARED__CAPACITY": "[5000000, 6000000]",
         "KVKIT_TIERS__SHARED__CODEC": "zstd",
         "KVKIT_TIERS__SHARED__THREADS": "3",
         "KVKIT_TIERS__SHARED__FSYNC": "true",
@@ -168,6 +186,7 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_POLICY__RETRIEVE_FROM": '["shared", "memory"]',
         "KVKIT_POLICY__STORE_TO": '["shared"]',
         "KVKIT_POLICY__WRITE_BACK_TO": "[]",
+        "KVKIT_POLICY__STAGING_ONLY": "true",
         "KVKIT_SERVER__ENABLED": "true",
         "KVKIT_SERVER__HOST": "::1",
         "KVKIT_SERVER__PORT": "9000",
