@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PINS := constraints/tested.txt
 OUT ?= .gpu
 
-.PHONY: demo test test-nfs bench check paper gpu clean
+.PHONY: demo test test-nfs bench check docs paper gpu clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,11 +26,16 @@ test: $(VENV)/dev.stamp check  ## everything that CI runs
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py
 
-check: $(VENV)/dev.stamp  ## style, types, floors
+check: $(VENV)/dev.stamp  ## style, types, floors, and that the documentation builds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_floors.py
+	$(BIN)/mkdocs build --strict
+
+docs: $(VENV)/dev.stamp  ## the documentation, with its generated tables: site/index.html
+	$(BIN)/python -m docs.reference
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/dev.stamp  ## ratios against the roof and the peers; results in benchmarks/results/
 	$(BIN)/python -m benchmarks.run
@@ -42,4 +47,4 @@ gpu:  ## GPU tests and benchmarks with the Python at hand; results in $(OUT)
 	OUT=$(OUT) $(PYTHON) benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache paper/build
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache paper/build site
