@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.tables import PAGES, ROOT, render
+from benchmarks.tables import MACHINE, PAGES, ROOT, render
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -17,6 +19,22 @@ def test_tables_come_from_the_results(page: str) -> None:
     text = (ROOT / page).read_text()
     assert "<!-- table:" in text
     assert render(text) == text, "run: python -m benchmarks.tables"
+
+
+def test_kernels_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
+    def table(name: str, results: list[dict[str, Any]]) -> list[str]:
+        (tmp_path / f"{MACHINE}.json").write_text(json.dumps({"results": results}))
+        (tmp_path / f"demo-{MACHINE}.json").write_text('{"turns": []}')
+        return render(f"<!-- table: {name} -->\n<!-- end -->", tmp_path).splitlines()[1:-1]
+
+    assert table("kernels", []) == table("blend_4k", []) == ["*Not measured yet.*"]
+    prefill = {"name": "prefill::blended_prefill[4k]", "ratio_min": 0.2, "ratio_median": 0.25}
+    speed = {"unpack rotated": {"of copy_": {"min": 0.5, "median": 0.4}}}
+    *_, unpack, blended = table("kernels", [prefill, {"name": "pages::conversions[llama-bfloat16]"} | speed])
+    assert unpack.startswith("| unpack rotated, Llama")
+    assert unpack.endswith("| 2.00 | 2.50 |"), "time over time, where the benchmark gives speed over speed"
+    assert blended.startswith("| blended prefill")
+    assert blended.endswith("| 0.20 | 0.25 |")
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
