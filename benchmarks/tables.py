@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/records.md", "docs/simulate.md", "docs/blend.md")
+PAGES = ("README.md", "docs/records.md", "docs/simulate.md", "docs/kernels.md", "docs/blend.md")
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
 
@@ -21,8 +21,11 @@ MACHINE = "amd-epyc-2-cores"
 def render(page: str, results: Path = RESULTS) -> str:
     """`page` with each table between its markers made anew.
 
+    In `kernels`, `blend_1k` and `blend_4k`, what was not measured is left out, all of it with a sentence.
+
     Raises:
-        KeyError: a marker names no table, or a benchmark has no result; `make bench` makes them.
+        KeyError: a marker names no table, or a benchmark of another table has no result; `make bench` makes
+            them.
     """
     measured = json.loads((results / f"{MACHINE}.json").read_text())
     figures = {entry["name"]: entry for entry in measured["results"]}
@@ -33,8 +36,9 @@ def render(page: str, results: Path = RESULTS) -> str:
         "checksums": lambda: _checksums(figures),
         "codecs": lambda: _codecs(figures),
         "eviction": lambda: _eviction(json.loads((results / "simulate.json").read_text())),
-        "blend_1k": lambda: _blend(json.loads((results / f"blend-1k-{MACHINE}.json").read_text())["sets"]),
-        "blend_4k": lambda: _blend(json.loads((results / f"blend-4k-{MACHINE}.json").read_text())["sets"]),
+        "kernels": lambda: _kernels(figures),
+        "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
+        "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -153,13 +157,54 @@ def _eviction(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _blend(sets: dict[str, Any]) -> list[list[str]]:
+def _kernels(figures: dict[str, Any]) -> list[list[str]]:
+    rows = [["what", "against", "ratio of minima", "of medians"]]
+
+    def add(what: str, against: str, name: str, *way: str) -> None:
+        """A row of the ratio of times that `way` leads to, if it is there; "of copy_" is one of speeds."""
+        found = figures.get(name)
+        for step in way:
+            found = None if found is None else found.get(step)
+        if found is not None:
+            ratios = [found.get(f"ratio_{kind}", found.get(kind)) for kind in ("min", "median")]
+            shown = [1 / ratio if way[-1:] == ("of copy_",) else ratio for ratio in ratios]
+            rows.append([what, against, *(f"{ratio:.2f}" for ratio in shown)])
+
+    copy = "torch `copy_` of the pages' bytes, two threads"
+    for order in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
+        for way in ("pack", "unpack"):
+            add(f"{way}, Llama, {order}", copy, f"pages::pages[llama-{order}]", way, "of copy_")
+    for name, words in (("llama-bfloat16", "Llama"), ("smollm2-float32", "SmolLM2"), ("mla-bfloat16", "MLA")):
+        for way in ("unpack rotated", "pack fp8", "unpack fp8", "unpack fp8 rotated", "pack int8"):
+            dtype = name.rpartition("-")[2]
+            add(f"{way}, {words}, {dtype}", copy, f"pages::conversions[{name}]", way, "of copy_")
+    shapes = {"smollm2": "SmolLM2, 4096 keys", "llama-8b": "Llama-3.1-8B, 2048 keys"}
+    for name, words in shapes.items():
+        what = f"attention of 15 % of the rows, {words}"
+        add(what, "torch's of the same rows with a mask", f"blend::attention[{name}]", "masked")
+        add(what, "torch's of all rows, causal", f"blend::attention[{name}]", "full")
+    around = "blend::around_the_attention"
+    add("rotate and scatter the rows, SmolLM2", "their attention", around, "scatter")
+    add("scores of the question, SmolLM2", "the rows' attention", around, "scores")
+    for tokens in ("1k", "4k"):
+        name = f"prefill::blended_prefill[{tokens}]"
+        full = "the model's own, of the whole prompt"
+        add(f"blended prefill, SmolLM2, {tokens} tokens", full, name)
+        add("the same, recomputing nothing", full, name, "recomputing nothing")
+    for way in ("pack", "unpack"):
+        add(f"{way} under XLA, SmolLM2, float32", "numpy's copy", f"jax::pages[{way}]", "XLA")
+    add("attention under XLA, SmolLM2, 4096 keys", "the same on torch tensors", "jax::attention", "XLA")
+    return rows
+
+
+def _blend(path: Path) -> list[list[str]]:
+    if not path.exists():
+        return [["method"]]
+    sets: dict[str, Any] = json.loads(path.read_text())["sets"]
     kinds = list(sets)
     rows = [["method", "rows", *(f"KL, {kind}" for kind in kinds), "exact answers", "speedup"]]
     first = sets[kinds[0]]
     for name in sorted(first, key=lambda name: (first[name]["rows"], name)):
-        if name == "full":
-            continue
         cells = [name, f"{first[name]['rows']:.1%}"]
         for kind in kinds:
             low, high = sets[kind][name]["kl_interval"]
@@ -171,6 +216,8 @@ def _blend(sets: dict[str, Any]) -> list[list[str]]:
 
 
 def _markdown(rows: list[list[str]]) -> str:
+    if len(rows) == 1:
+        return "*Not measured yet.*"
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typst
 
-from kvkit import demo, reads, record
+from kvkit import blend, demo, reads, record
+from kvkit.kernels.reference import LARGEST
 from kvkit.layout import ORDERS
 from kvkit.tiers import health
 
@@ -26,6 +28,9 @@ OUT = HERE / "build"
 TEXT = HERE / "kvkit.typ"
 DEMO = "demo-"
 """The demo's figures of the machine of <slug>.json are in demo-<slug>.json."""
+BLEND = ("1k", "4k")
+"""What `kvkit bench blend` found with prompts of so many tokens is in blend-<tokens>-<slug>.json."""
+COMPILED = "compile.json"
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -41,6 +46,13 @@ _OF_COPY = tuple(
 _CODEC = ("compressed_to", "compress/gb_per_s", "decompress/gb_per_s", "decompress/ratio_min")
 _LLAMA = tuple(f"pages::pages[llama-{order}]" for order in ORDERS)
 LMCACHE = "pages::lmcache"
+_CONVERSIONS = (
+    "unpack rotated",
+    *(f"{way} {form}" for form in ("fp8", "int8") for way in ("pack", "unpack")),
+    *(f"unpack {form} rotated" for form in ("fp8", "int8")),
+)
+_KERNEL = ("registers", "spill_bytes", "shared_bytes", "loads", "loads_16", "stores", "stores_16")
+_BLENDED = ("samples", "rows", "kl", "kl_interval", "speedup")
 _LEGEND: Mapping[str, Any] = {
     "frameon": False,
     "loc": "lower center",
@@ -83,9 +95,31 @@ OPTIONAL: Mapping[str, Sequence[str]] = {
         f"{pair}/{field}"
         for pair in ("pack to LMCache gather", "unpack to LMCache scatter")
         for field in ("min", "median")
-    )
+    ),
+    **{
+        f"pages::conversions[{name}]": tuple(
+            f"{way}/of copy_/{field}" for way in _CONVERSIONS for field in ("min", "median")
+        )
+        for name in ("llama-bfloat16", "smollm2-float32", "mla-bfloat16")
+    },
+    **{
+        f"blend::attention[{name}]": (
+            "rows",
+            "visible_share",
+            *(f"{other}/{field}" for other in ("masked", "full") for field in _RATIO),
+        )
+        for name in ("smollm2", "llama-8b")
+    },
+    "blend::around_the_attention": tuple(
+        f"{part}/{field}" for part in ("scatter", "scores") for field in _RATIO
+    ),
+    **{
+        f"prefill::blended_prefill[{size}]": (*_RATIO, "tokens", "rows", "recomputing nothing/min")
+        for size in BLEND
+    },
 }
-"""Benchmarks of software that need not be installed: the text says where they are missing."""
+"""Benchmarks that need not have run, some of software that need not be installed: the text says where they
+are missing."""
 DEMO_FIELDS = ("model", "turns")
 TURN_FIELDS = ("prompt_tokens", "hit_tokens", "computed_tokens", "ttft_s", "ttft_cold_s", "identical")
 
@@ -123,6 +157,8 @@ def build(results: Path = RESULTS, out: Path = OUT) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     (out / "data.json").write_text(json.dumps(data, indent=1) + "\n")
     draw(data, out / "reuse.svg")
+    if data["blend"]["1k"] is not None:
+        draw_blend(data["blend"]["1k"]["sets"], out / "blend.svg")
     pdf = out / "kvkit.pdf"
     # the root is that of the file system: text and data may lie anywhere
     _, warnings = typst.compile_with_warnings(
@@ -140,10 +176,11 @@ def build(results: Path = RESULTS, out: Path = OUT) -> Path:
 def collect(folder: Path) -> dict[str, Any]:
     """All that the text says in numbers: results and demo of one machine, and constants of the code.
 
-    That machine is the one of which the fewest results are missing.
+    That machine is the one of which the fewest results are missing. What the compile gate recorded and what
+    blending was measured to do are None where their files are not there.
 
     Raises:
-        PaperError: some are missing all the same.
+        PaperError: other results are missing all the same, or a file lacks figures.
     """
     if not folder.is_dir():
         raise PaperError(f"{folder} is no folder: `make bench` makes it")
@@ -167,6 +204,8 @@ def collect(folder: Path) -> dict[str, Any]:
         "results": _by_name(document),
         "has_lmcache": LMCACHE in _by_name(document),
         "demo": _demo(folder / f"{DEMO}{path.name}"),
+        "compiled": _compiled(folder / COMPILED),
+        "blend": {size: _blended(folder / f"blend-{size}-{path.name}", size) for size in BLEND},
         "constants": {
             "align": record.ALIGN,
             "high_bits": record.HIGH_BITS,
@@ -177,6 +216,10 @@ def collect(folder: Path) -> dict[str, Any]:
             "demo_chunk_tokens": demo.CHUNK_TOKENS,
             "demo_answer_tokens": demo.ANSWER_TOKENS,
             "demo_document_tokens": demo.DOCUMENT_TOKENS,
+            "largest": LARGEST,
+            "ratio": blend.Selection().ratio,
+            "first_n": blend.Selection().first_n,
+            "looked": blend.Selection().layers,
         },
     }
 
@@ -332,6 +375,101 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
         right.legend([handles[name] for name in order], order, **_LEGEND)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
+
+
+def draw_blend(sets: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Distance from full recompute's answers against computed rows, a panel per set."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    families = {"default": ("o", "-", "#24435f"), "k deviation": ("s", "--", "#8a6d3b")}
+    settings = {
+        "font.family": "STIXGeneral",
+        "font.size": 8,
+        "axes.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "kvkit",
+    }
+    with plt.rc_context(settings):
+        figure, panels = plt.subplots(
+            1, len(sets), figsize=(6.9, 2.3), constrained_layout=True, squeeze=False, sharex=True
+        )
+        for panel, (kind, methods) in zip(panels[0], sets.items(), strict=True):
+            for family, (marker, line, colour) in families.items():
+                names = [name for name in methods if name.startswith(f"{family} .") and "," not in name]
+                found = sorted((methods[name] for name in names), key=lambda figures: figures["rows"])
+                panel.errorbar(
+                    [100 * figures["rows"] for figures in found],
+                    [figures["kl"] for figures in found],
+                    np.abs([[figures["kl"] - end for end in figures["kl_interval"]] for figures in found]).T
+                    if found
+                    else None,
+                    marker=marker,
+                    ms=3.5,
+                    linestyle=line,
+                    linewidth=0.9,
+                    elinewidth=0.6,
+                    color=colour,
+                    label=family,
+                )
+            marked = {"naive": "x", "first n .15": "^", "random .15": "v"}
+            for name, marker in marked.items():
+                if name in methods:
+                    figures = methods[name]
+                    panel.plot(
+                        100 * figures["rows"],
+                        figures["kl"],
+                        marker,
+                        ms=4,
+                        color="black",
+                        mfc="white",
+                        label=name,
+                    )
+            panel.set(title=kind, xlabel="rows computed, % of all", yscale="log")
+            panel.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            panel.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        panels[0][0].set_ylabel("KL divergence, nats per token")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        if labels:
+            figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def _compiled(path: Path) -> dict[str, Any] | None:
+    """What the compile gate recorded, checked; None where the file is not there."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    kernels = found.get("kernels", [])
+    absent = sorted({field for kernel in kernels for field in _KERNEL if not _has(kernel, field)})
+    if absent or not kernels:
+        command = f"run `python -m kvkit.kernels.compiled --json {path}`"
+        raise PaperError(f"{path} lacks {', '.join(absent) or 'kernels'}: {command}")
+    return found
+
+
+def _blended(path: Path, size: str) -> dict[str, Any] | None:
+    """What `kvkit bench blend` found, checked; None where the file is not there."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    sets = found.get("sets", {})
+    absent = [
+        f"{field} of {method} in {kind}"
+        for kind, methods in sets.items()
+        for method, figures in methods.items()
+        for field in _BLENDED
+        if field not in figures
+    ]
+    if absent or not sets:
+        command = f"run `kvkit bench blend --tokens {1024 * int(size[:-1])} --json {path}`"
+        raise PaperError(f"{path} lacks {', '.join(absent) or 'sets'}: {command}")
+    return found
 
 
 def _by_name(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

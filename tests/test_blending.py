@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from kvkit.adapters import blend as adapter
+from kvkit.adapters import smollm2
 from kvkit.adapters.blend import BlendedModel, HuggingFaceDecoder, document_namespace, gate_path, paged
 from kvkit.adapters.transformers import CachedModel, GrowingCache, probe_layout
 from kvkit.blend import METHODS, BlendError, Selection, Span, count_of, plan_blend
@@ -416,3 +417,58 @@ def test_a_cache_is_needed() -> None:
     model = random_model("gqa")
     with pytest.raises(BlendError, match="has no cache"):
         BlendedModel(CachedModel(model, probe_layout(model), None), unchecked=True)
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer loop on the Triton sources, in their interpreter, instead of the CPU's own kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled here: test_gpu runs the loop on them")
+    from kvkit.kernels import blend as kernels
+    from kvkit.kernels import host_blend
+
+    def attention(q: Any, k: Any, v: Any, rows: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.full((*q.shape[:2], v.shape[3]), torch.nan), torch.full(q.shape[:2], torch.nan)
+        for launch in kernels.attention(q, k, v, rows, *rest, out, lse):
+            launch.run()
+        return out, lse
+
+    def scatter(q: Any, *rest: Any) -> torch.Tensor:
+        out = torch.full_like(q, torch.nan).contiguous()
+        for launch in kernels.scatter(q, *rest, out):
+            launch.run()
+        return out
+
+    monkeypatch.setattr(host_blend, "attention", attention)
+    monkeypatch.setattr(host_blend, "scatter", scatter)
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.parametrize("kind", ["gqa", "sliding window"])
+def test_recomputing_everything_through_triton_is_a_full_prefill(kind: str) -> None:
+    model = random_model(kind)
+    decoder = HuggingFaceDecoder(model)
+    tokens = prompt()
+    full, logits = computed(model, tokens)
+    kv = as_found(model, tokens, SPANS, decoder.rope)
+    blended = blend(decoder, paged(kv), tokens, plan_blend(N, 0, SPANS), Selection("first_n", 1.0))
+    assert close(blended.logits, logits)
+    for ours, theirs in zip(kv.layers, full.layers, strict=True):
+        assert close(ours.room_k, theirs.room_k)
+        assert close(ours.room_v, theirs.room_v)
+
+
+def test_recomputing_everything_is_a_full_prefill_of_smollm2() -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2.fetch(), dtype=torch.float32).eval()
+    decoder = HuggingFaceDecoder(model)
+    tokens = np.random.default_rng(0).integers(5, 40_000, 330, np.int32)
+    spans = [Span(0, 100, 0, exact=True), Span(100, 200), Span(203, 300)]
+    full, logits = computed(model, tokens)
+    kv = as_found(model, tokens, spans, decoder.rope)
+    naive = blend(decoder, paged(kv), tokens, plan_blend(330, 0, spans), Selection("first_n", 0.0, 0))
+    assert (naive.logits - logits).abs().max() > 0.1, "nothing is lost by reuse: this would prove nothing"
+    blended = blend(decoder, paged(kv), tokens, plan_blend(330, 0, spans), Selection(ratio=1.0))
+    torch.testing.assert_close(blended.logits, logits, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(kv.layers, full.layers, strict=True):
+        torch.testing.assert_close(ours.room_k[:, :, :330], theirs.room_k[:, :, :330], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours.room_v[:, :, :330], theirs.room_v[:, :, :330], rtol=1e-3, atol=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from pydantic import BaseModel
 from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
 from typer.main import get_command
 
-from benchmarks.tables import PAGES, ROOT, render
+from benchmarks.tables import MACHINE, PAGES, ROOT, render
 from docs import reference
 from kvkit import metrics, server
 from kvkit.cache import Cache, Place
@@ -139,6 +140,22 @@ def test_the_reference_leaves_no_setting_out() -> None:
             )
             assert section or name == "tiers" or f"\n| `{name}` |" in text, name
             assert section or field.description, f"{name} has no description"
+
+
+def test_kernels_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
+    def table(name: str, results: list[dict[str, Any]]) -> list[str]:
+        (tmp_path / f"{MACHINE}.json").write_text(json.dumps({"results": results}))
+        (tmp_path / f"demo-{MACHINE}.json").write_text('{"turns": []}')
+        return render(f"<!-- table: {name} -->\n<!-- end -->", tmp_path).splitlines()[1:-1]
+
+    assert table("kernels", []) == table("blend_4k", []) == ["*Not measured yet.*"]
+    prefill = {"name": "prefill::blended_prefill[4k]", "ratio_min": 0.2, "ratio_median": 0.25}
+    speed = {"unpack rotated": {"of copy_": {"min": 0.5, "median": 0.4}}}
+    *_, unpack, blended = table("kernels", [prefill, {"name": "pages::conversions[llama-bfloat16]"} | speed])
+    assert unpack.startswith("| unpack rotated, Llama")
+    assert unpack.endswith("| 2.00 | 2.50 |"), "time over time, where the benchmark gives speed over speed"
+    assert blended.startswith("| blended prefill")
+    assert blended.endswith("| 0.20 | 0.25 |")
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *SITE])

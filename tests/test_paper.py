@@ -48,12 +48,12 @@ def entry(name: str, fields: Sequence[str]) -> dict[str, Any]:
 def sample(
     folder: Path,
     change: Change = lambda results: None,
-    lmcache: bool = False,
+    optional: bool = False,
     turns: int = 3,
     slug: str = "x",
 ) -> Path:
     """A folder of results as `make bench` and `kvkit demo` leave them, after `change`."""
-    fields = {**paper.NEEDED, **(paper.OPTIONAL if lmcache else {})}
+    fields = {**paper.NEEDED, **(paper.OPTIONAL if optional else {})}
     results = {name: entry(name, needed) for name, needed in fields.items()}
     change(results)
     about = {
@@ -69,15 +69,52 @@ def sample(
     return folder
 
 
+def compiled(folder: Path) -> Path:
+    """A file as the compile gate records it."""
+    found = {"registers": 80, "spill_bytes": 0, "shared_bytes": 1024}
+    found |= {"loads": 4, "loads_16": 2, "stores": 2, "stores_16": 2}
+    kernels = [
+        {"problem": f"a {kernel}", "kernel": kernel, "target": target, **found}
+        for kernel in ("copy_rows", "attend")
+        for target in ("sm_90", "gfx942")
+    ]
+    path = folder / "compile.json"
+    path.write_text(json.dumps({"triton": "3", "kernels": kernels}))
+    return path
+
+
+def blended(folder: Path, size: str = "1k", slug: str = "x") -> Path:
+    """A file as `kvkit bench blend` leaves it."""
+    names = ("full", "naive", "default .05", "default .15", "k deviation .15", "k deviation .15, block mask")
+    measured: dict[str, dict[str, Any]] = {
+        name: {
+            "samples": 2,
+            "rows": 0.1 * number,
+            "kl": 0.3 / number,
+            "kl_interval": [0.2 / number, 0.4 / number],
+            "top1": 0.9,
+            "perplexity": 9.0,
+            "speedup": 2.0 * number,
+        }
+        for number, name in enumerate(names, 1)
+    }
+    measured["default .15"] |= {"kl_of_k_deviation": 0.6, "kl_of_k_deviation_interval": [0.5, 0.7]}
+    asked = {name: figures | {"exact": 0.5} for name, figures in measured.items()}
+    sets = {"contiguous": measured, "documents": measured, "retrieval": asked}
+    path = folder / f"blend-{size}-{slug}.json"
+    path.write_text(json.dumps({"model": "a model", "samples": 2, "tokens": 1024, "sets": sets}))
+    return path
+
+
 def pages(pdf: Path) -> int:
     return len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
 
 
-@pytest.mark.parametrize("lmcache", [False, True])
+@pytest.mark.parametrize("optional", [False, True])
 def test_sample_results_make_a_paper(
-    lmcache: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    optional: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pdf = paper.build(sample(tmp_path / "results", lmcache=lmcache), tmp_path / "out")
+    pdf = paper.build(sample(tmp_path / "results", optional=optional), tmp_path / "out")
     assert pdf == tmp_path / "out" / "kvkit.pdf"
     assert pages(pdf) >= 3
     assert capsys.readouterr().err == ""  # no warnings of Typst
@@ -98,6 +135,38 @@ def test_the_paper_says_what_the_results_say(tmp_path: Path) -> None:
     assert first == again
     assert changed[0] != first[0]
     assert changed[1] == first[1]
+
+
+def test_kernels_and_blending_are_in_the_paper_where_they_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = sample(tmp_path / "results", optional=True)
+    made = {"none": paper.build(results, tmp_path / "none").read_bytes()}
+    for name, write in {"gate": compiled, "1k": blended, "4k": lambda f: blended(f, "4k")}.items():
+        write(results)
+        made[name] = paper.build(results, tmp_path / name).read_bytes()
+    assert len(set(made.values())) == 4
+    assert not (tmp_path / "gate" / "blend.svg").exists()
+    assert (tmp_path / "1k" / "blend.svg").exists()
+    assert capsys.readouterr().err == ""
+    blended(results, slug="another machine")
+    assert paper.build(results, tmp_path / "other").read_bytes() == made["4k"]
+
+
+def test_gaps_in_what_was_compiled_or_blended_are_named_with_their_commands(tmp_path: Path) -> None:
+    results = sample(tmp_path / "results")
+    path = compiled(results)
+    path.write_text(path.read_text().replace("spill_bytes", "spilt"))
+    with pytest.raises(paper.PaperError, match=r"lacks spill_bytes: run `python -m kvkit\.kernels\.compiled"):
+        paper.build(results, tmp_path / "out")
+    path.unlink()
+    path = blended(results, "4k")
+    document = json.loads(path.read_text())
+    del document["sets"]["documents"]["naive"]["kl_interval"]
+    path.write_text(json.dumps(document))
+    found = "lacks kl_interval of naive in documents: run `kvkit bench blend --tokens 4096 --json "
+    with pytest.raises(paper.PaperError, match=re.escape(found)):
+        paper.build(results, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", paper.NEEDED)
