@@ -204,7 +204,7 @@ def test_operations_says_what_the_circuit_does() -> None:
     first, *others = (f"{pause:.0f} s" for pause in health.PAUSES_S)
     assert f"For {first}, then {', '.join(others)} at most" in text
     assert f"{health.FAILURES_TO_PAUSE} failures in a row, or one timeout" in text
-    assert f"the last {health.RECENT} moves took {health.SLOW_FACTOR:.0f} times as long" in text
+    assert f"the last {health.RECENT} reads took {health.SLOW_FACTOR:.0f} times as long" in text
 
 
 def test_settings_that_take_the_place_of_lmcaches_exist() -> None:
