@@ -325,6 +325,7 @@ def test_a_quota_holds_for_one_tenant(tmp_path: Path) -> None:
         other = load_config(**settings).namespace(cache.layout, model="m", dtype="float32", salt="other")
         cache.store(TOKENS, place)
         cache.store(TOKENS, place, other)
+        cache.flush()
         assert [cache.lookup(TOKENS, space).by_tier for space in (None, other)] == [
             {"memory": 256, "disk": 256}
         ] * 2
