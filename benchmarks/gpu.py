@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 NEEDED = (
     *("torch", "triton", "numba", "xxhash", "fsspec", "google_crc32c", "pydantic", "pydantic_settings"),
-    *("rich", "typer", "pytest", "pytest_benchmark", "hypothesis"),
+    *("prometheus_client", "rich", "typer", "pytest", "pytest_benchmark", "hypothesis", "transformers"),
 )
 TESTS = ("gpu", "blend_triton", "problems", "tuning", "pages", "staging")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
