@@ -129,7 +129,7 @@ class Cache:
 
     def lookup_async(self, tokens: Any, namespace: Namespace | None = None) -> Transfer[Hit]:
         """`lookup` in the background."""
-        return Transfer.start(self._loading, lambda _: self.lookup(tokens, namespace))
+        return Transfer.start(self._loading, lambda _: self.lookup(tokens, namespace), urgent=True)
 
     def load(self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
@@ -157,7 +157,7 @@ class Cache:
         Raises:
             CacheError, RopeError: as `load`.
         """
-        return Transfer.start(self._loading, self._load(hit, place, rotate))
+        return Transfer.start(self._loading, self._load(hit, place, rotate), urgent=True)
 
     def load_layers(self, hit: Hit, place: Place | Sequence[Place]) -> LayerLoad:
         """`load` one layer at a time: an iterator over the layers, in model order, as they arrive.

@@ -46,8 +46,8 @@ class Transfer(Future[T], Generic[T]):
             wake()
 
     @staticmethod
-    def start(workers: Workers, move: Callable[[Transfer[T]], T]) -> Transfer[T]:
-        """Have one of `workers` carry out `move`, which looks at `stopped` now and then.
+    def start(workers: Workers, move: Callable[[Transfer[T]], T], urgent: bool = False) -> Transfer[T]:
+        """Have one of `workers` carry out `move`, which looks at `stopped` now and then; urgent ones first.
 
         Raises:
             Closed: the workers were told to end.
@@ -62,5 +62,5 @@ class Transfer(Future[T], Generic[T]):
             except BaseException as error:
                 transfer.set_exception(error)
 
-        workers.start(work)
+        workers.start(work, urgent=urgent)
         return transfer

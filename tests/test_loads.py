@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from engine import Engine, small_layout, small_namespace
 
-from kvkit.cache import Cache, CacheError
+from kvkit.cache import LOADING_THREADS, Cache, CacheError
 from kvkit.policy import Policy
 from kvkit.record import RecordFormat
 from kvkit.sequence import Hit
@@ -304,6 +304,29 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
     tier.close()
     release_all(leases)
     staging.close()
+
+
+def test_loads_go_before_prefetches(tmp_path: Path) -> None:
+    """Every loading thread is busy with a prefetch; another waits, then a load: the load comes next."""
+    engine = make_engine()
+    sequences = [sequence(1, seed) for seed in range(LOADING_THREADS + 2)]
+    for tokens in sequences:
+        fill(engine, tmp_path, tokens)
+    disk = Recorder(ObjectTier(str(tmp_path)))
+    disk.gate.clear()
+    with new_cache(engine, new_staging(engine, 32), [disk]) as cache:
+        *busy, waiting, wanted = sequences
+        hit = cache.lookup(wanted)
+        futures = [cache.prefetch(tokens) for tokens in busy]
+        while len(disk.got) < LOADING_THREADS:
+            wait(futures, 0.001)
+        late = cache.prefetch(waiting)
+        load = cache.load_async(hit, engine.places(engine.table(CHUNK)))
+        disk.gate.set()
+        assert load.result(DEADLINE_S).tokens == CHUNK
+        late.result(DEADLINE_S)
+        late_name = cache.lookup(waiting).chunks.names[0]
+        assert disk.got.index(hit.chunks.names[0]) < disk.got.index(late_name)
 
 
 def test_a_store_goes_where_the_call_says(tmp_path: Path) -> None:
