@@ -121,13 +121,15 @@ def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hi
         if shelve and tier not in near:
             names = chunks.records(first, first + len(leases) // chunks.groups)
             for name, lease in zip(names, leases, strict=True):
-                shelf.keep(name, lease)
+                shelf.keep(name, lease, transfer)
 
-    fetched = fetch(access, shelf, chunks, found, use, transfer)
-    reached = RetrievePlan(fetched.tokens // chunks.chunk_tokens)
+    wanted = found
+    if shelve and not access.policy.write_back_to:  # more than the shelf holds would be read for nothing
+        wanted = planning.clip(found, shelf.slots // chunks.groups)
+    reached = fetch(access, shelf, chunks, wanted, use, transfer).tokens // chunks.chunk_tokens
     if shelve:  # a lookup does not see the shelf: the hit stays where the records are
-        return Hit(chunks, planning.clip(found, reached.wanted))
-    return Hit(chunks, access.find(chunks, reached, frozenset()))
+        return Hit(chunks, found if reached == wanted.chunks else planning.clip(found, reached))
+    return Hit(chunks, access.find(chunks, RetrievePlan(reached), frozenset()))
 
 
 def get(access: Access, shelf: Shelf, chunks: Chunks, chunk: int) -> list[Lease]:
