@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +21,7 @@ from kvkit.testing import record_names
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from timing import interleaved, ratio
+from timing import interleaved, nothing, ratio
 
 RECORDS = 32
 MIB = 1 << 20
@@ -124,9 +123,6 @@ def write_bare(flags: int, path: str, data: memoryview) -> None:
     os.rename(temporary, path)
 
 
-def nothing() -> None: ...
-
-
 def compare(
     benchmark: Any,
     ours: Callable[[], object],
@@ -136,22 +132,10 @@ def compare(
     before: Callable[[], object] = nothing,
 ) -> None:
     """Time of `ours` over that of `other`, from calls that take turns. `before` each call is not timed."""
-    warmup = 2
-    benchmark.pedantic(ours, setup=before, rounds=rounds if benchmark.enabled else 1)
-    times: dict[str, list[float]] = {"ours": [], "other": []}
-
-    def timed(name: str, function: Callable[[], object]) -> Callable[[], None]:
-        def call() -> None:
-            before()
-            began = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - began)
-
-        return call
-
-    calls = {"ours": timed("ours", ours), "other": timed("other", other)}
-    interleaved(calls, rounds if benchmark.enabled else 1, warmup)
-    found = ratio({name: taken[warmup:] for name, taken in times.items()}, "ours", "other")
+    rounds = rounds if benchmark.enabled else 1
+    benchmark.pedantic(ours, setup=before, rounds=rounds)
+    times = interleaved({"ours": ours, "other": other}, rounds, warmup=2, before=before)
+    found = ratio(times, "ours", "other")
     benchmark.extra_info.update(ratio_min=found["min"], ratio_median=found["median"], against=against)
 
 

@@ -7,12 +7,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 
+def nothing() -> None: ...
+
+
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 3,
+    before: Callable[[], object] = nothing,
 ) -> dict[str, list[float]]:
     """Seconds of every call, `rounds` of them per function, after `warmup` that are not timed.
 
-    Each round calls every function once, and starts with another one than the round before.
+    Each round calls every function once, and starts with another one than the round before. `before` each
+    call is not timed.
     """
     names = list(functions)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -20,6 +27,7 @@ def interleaved(
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             function = functions[name]
+            before()
             began = time.perf_counter()
             function()
             took = time.perf_counter() - began
