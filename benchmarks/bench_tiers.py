@@ -21,7 +21,7 @@ from kvkit.testing import record_names
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from timing import interleaved, nothing, ratio
+from timing import forget, interleaved, nothing, ratio
 
 RECORDS = 32
 MIB = 1 << 20
@@ -70,14 +70,6 @@ class Fixture:
                 move(self.paths[i], self.leases[i].buffer[: self.record_bytes])
 
         list(self.pool.map(part, range(THREADS)))
-
-    def forget(self) -> None:
-        """Have the page cache drop the files, so that the next read is cold."""
-        for path in self.paths:
-            file = os.open(path, os.O_RDONLY)
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
 
     def close(self) -> None:
         self.tier.close()
@@ -150,7 +142,7 @@ def test_read(benchmark: Any, fixture: Fixture, cache: str) -> None:
         lambda: fixture.bare(read_bare),
         "open, preadv, close in as many threads",
         30 if cache == "warm" else 12,
-        fixture.forget if cache == "cold" else nothing,
+        partial(forget, fixture.paths) if cache == "cold" else nothing,
     )
     assert all(lease.array.any() for lease in fixture.leases)
 
@@ -165,7 +157,7 @@ def test_read_against_fsspec(benchmark: Any, fixture: Fixture, cache: str) -> No
         lambda: local.cat(fixture.paths),
         "fsspec LocalFileSystem.cat",
         12 if cache == "warm" else 6,
-        fixture.forget if cache == "cold" else nothing,
+        partial(forget, fixture.paths) if cache == "cold" else nothing,
     )
 
 
