@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from kvkit.layout import KVLayout, LayerGroup, Namespace
 from kvkit.policy import Policy
 from kvkit.record import RecordFormat
 from kvkit.staging import Staging
+from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from tests.servers import S3Server
@@ -65,7 +65,7 @@ class TwoTiers:
         self.s3 = open_tier(
             f"s3://{server.BUCKET}/{prefix}", name="s3", options=server.options, timeout_s=TIMEOUT_S
         )
-        tiers: list[Any] = [self.disk, self.s3]
+        tiers: list[Tier] = [self.disk, self.s3]
         if memory:
             tiers.insert(0, MemoryTier(staging, memory * staging.slot_bytes))
         policy = Policy(tuple(tier.name for tier in tiers), (), write_back_to)
