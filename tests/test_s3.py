@@ -294,9 +294,7 @@ def test_a_connection_that_breaks_is_tried_again(
     leases = staging.acquire(1, DEADLINE_S)
     done = Completions()
     tier.get([name], leases, done)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(proxy.requests) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    proxy.wait_for_requests(2)
     proxy.spoil = ""
     assert done.wait(1) == [(name, None)]
     assert np.array_equal(leases[0].record, record_bytes(name))

@@ -13,6 +13,8 @@ from typing import Any
 
 from guest import PORT
 
+from tests.waiting import wait_until
+
 BOOT_S, CALL_S = 60.0, 60.0
 NFS_PORT = 2049
 OPTIONS = "vers=4.2,soft,timeo=15,retrans=1"
@@ -59,16 +61,9 @@ class Server:
         files = {"-f": "ganesha.conf", "-L": "ganesha.log", "-p": "ganesha.pid"}
         arguments = [part for flag, name in files.items() for part in (flag, self._folder / name)]
         (self._folder / "ganesha.pid").unlink(missing_ok=True)
+        (self._folder / "ganesha.log").touch()
         self._process = subprocess.Popen(["ganesha.nfsd", "-F", "-N", "NIV_WARN", *arguments])
-        deadline = time.monotonic() + BOOT_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", NFS_PORT), timeout=1).close()
-                return
-            except OSError:
-                assert self._process.poll() is None, (self._folder / "ganesha.log").read_text()
-                assert time.monotonic() < deadline, "the NFS server does not start"
-                time.sleep(0.02)
+        wait_until(_listens, self._process, self._folder / "ganesha.log")
 
     def kill(self) -> None:
         """End it with -9."""
@@ -172,6 +167,14 @@ class Client:
     def call(self, function: str, /, **arguments: Any) -> Any:
         """Call a function of `actions` there; returns its result."""
         return self.start(function, **arguments).result()
+
+
+def _listens() -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", NFS_PORT), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def run(*command: str | Path) -> None:
