@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,6 +48,7 @@ __all__ = [
     "CacheError",
     "CacheTimeout",
     "Counts",
+    "Endpoint",
     "Hit",
     "Loaded",
     "Place",
@@ -62,6 +63,17 @@ class CacheTimeout(TimeoutError):
     """Puts were still under way at the deadline."""
 
 
+class Endpoint(Protocol):
+    """Where others reach a cache: `kvkit.server.Server`."""
+
+    @property
+    def url(self) -> str:
+        """Such as http://127.0.0.1:9477."""
+
+    def close(self) -> object:
+        """Finish requests and end; bounded."""
+
+
 class Cache:
     """KV of token sequences, in tiers. Thread-safe; a context manager that closes.
 
@@ -72,6 +84,9 @@ class Cache:
         staging: slots of at least one record each. The cache closes it.
         policy: what goes where; None: `Policy.default`.
         timeout_s: the longest that any single wait may take, in seconds.
+
+    Attributes:
+        endpoint: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
 
     Raises:
         PolicyError: the policy names no tier of these.
@@ -102,6 +117,7 @@ class Cache:
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near])
         self.staging = staging
         self.timeout_s = timeout_s
+        self.endpoint: Endpoint | None = None
         self._access = Access(self.tiers, self.policy, staging, timeout_s)
         self._shelf = Shelf(staging.slots // 2)
         staging.on_shortage(self._shelf.give_up)
@@ -298,13 +314,15 @@ class Cache:
         self.staging.check_integrity()
 
     def close(self) -> None:
-        """Finish what was started, then close tiers and staging.
+        """Close the endpoint, finish what was started, then close tiers and staging.
 
         Moves and puts that miss the deadline are logged and left behind.
         """
         if self._closed:
             return
         self._closed = True
+        if self.endpoint is not None:
+            self.endpoint.close()
         for workers in (self._loading, self._storing, self._reading):
             if not workers.close(self.timeout_s):
                 log.warning("close: a load or a store is still under way after %s s", self.timeout_s)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from pydantic import BaseModel
-from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
+from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
 from typer.main import get_command
 
 from benchmarks.tables import MACHINE, PAGES, ROOT, render
@@ -29,6 +30,7 @@ from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
 from kvkit.kernels.launch import Pages
 from kvkit.layout import KVLayout, LayerGroup
+from kvkit.server import DEFAULT_PORT
 from kvkit.tiers import health
 
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
@@ -194,9 +196,7 @@ def test_metrics_and_paths_that_are_named_exist() -> None:
     assert all(f" {path} " in (server.__doc__ or "") for path in paths)
     rules = [yaml.safe_load(block) for block in blocks("docs/operations.md", "yaml")]
     assert {rule["expr"] for rule in rules[1]["groups"][0]["rules"]}
-    assert rules[0]["scrape_configs"][0]["static_configs"][0]["targets"] == [
-        f"127.0.0.1:{server.DEFAULT_PORT}"
-    ]
+    assert rules[0]["scrape_configs"][0]["static_configs"][0]["targets"] == [f"127.0.0.1:{DEFAULT_PORT}"]
 
 
 def test_operations_says_what_the_circuit_does() -> None:
@@ -231,25 +231,54 @@ def test_configurations_are_accepted(
     assert load_config(path).model_fields_set
 
 
-@pytest.mark.parametrize("page", ["docs/recipes.md", "docs/operations.md"])
-def test_examples_run_and_print_what_they_say(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the first configuration of the page, made small."""
-    text = blocks(page, "toml")[0].replace("file:///", f"file://{tmp_path}/").replace("16GiB", "16MiB")
-    (tmp_path / "kvkit.toml").write_text(
-        'staging = "16MiB"\n' + text + ("port = 0\n" if "[server]" in text else "")
+def run_examples(page: str, folder: Path, port: int = DEFAULT_PORT) -> dict[str, Any]:
+    """Run a page's Python with its first configuration, made small, below `folder`, which is entered.
+
+    Returns:
+        the names that it defined.
+
+    Raises:
+        AssertionError: it prints something else than its comments promise.
+    """
+    text = blocks(page, "toml")[0].replace("file:///", f"file://{folder}/").replace("16GiB", "16MiB")
+    (folder / "kvkit.toml").write_text(
+        'staging = "16MiB"\n' + text + (f"port = {port}\n" if "[server]" in text else "")
     )
-    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     examples = blocks(page, "python")
     assert examples
-    for code in examples:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, page, "exec"), names)
-        promised = [line for comment in re.findall(r"print\(.*\)  # (.*)", code) for line in _lines(comment)]
-        assert printed.getvalue().splitlines() == promised, code
+    with contextlib.chdir(folder):
+        for code in examples:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, page, "exec"), names)
+            comments = re.findall(r"print\(.*\)  # (.*)", code.replace(str(DEFAULT_PORT), str(port)))
+            promised = [line for comment in comments for line in _lines(comment)]
+            assert printed.getvalue().splitlines() == promised, code
+    return names
+
+
+def test_recipes_run_and_print_what_they_say(tmp_path: Path) -> None:
+    run_examples("docs/recipes.md", tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
+def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own shell lines, with curl told to fail where the answer is an error."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    (tmp_path / ".curlrc").write_text('silent\nfail\nwrite-out = "\\n---\\n"\n')
+    (port,) = free_ports(1)
+    with run_examples("docs/operations.md", tmp_path, port)["cache"]:
+        lines = blocks("docs/operations.md", "sh")[-1].replace(str(DEFAULT_PORT), str(port))
+        shell = subprocess.run(["sh", "-e", "-c", lines], capture_output=True, text=True, check=True)
+    answers = shell.stdout.split("\n---\n")
+    assert "kvkit_lookups_total 0.0" in answers.pop(1)
+    health, tiers, lookup, pin, clear = map(json.loads, filter(None, answers))
+    assert health == {"status": "ok", "tiers": {"disk": "ok"}}
+    assert [tier["name"] for tier in tiers] == ["disk"]
+    assert lookup == {"tokens": 3, "hit_tokens": 0, "by_tier": {}}
+    assert (pin, clear) == ({"pinned_tokens": 0}, {"removed_records": 0})
 
 
 def _lines(comment: str) -> list[str]:
