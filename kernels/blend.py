@@ -117,24 +117,10 @@ def attention(
     """
     if not rows.count:
         return ()
-    heads, size = k_pages.shape[1], k_pages.shape[3]
-    group = q.shape[1] // heads
+    heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
     given = {
-        "q": q,
-        "k": k_pages,
-        "v": v,
-        **_keys(k_pages, rows, scale, window, softcap),
-        "v_block": v.stride(0),
-        "v_head": v.stride(1),
-        "v_token": v.stride(2),
-        "q_row": q.stride(0),
-        "q_head": q.stride(1),
-        "heads": heads,
-        "SIZE": size,
-        "V_SIZE": v.shape[3],
-        "GROUP": group,
-        "VALUES": v_pages is not None,
+        **_scored(q, k_pages, v_pages, rows, scale, window, softcap),
         "ALIKE": k_pages.stride() == v.stride(),  # a token of V is as far from its start as one of K
     }
     config = config or _best(attend, given)
@@ -188,34 +174,20 @@ def scores(
     config: Config | None = None,
 ) -> tuple[Launch, ...]:
     """What computes `launch.query_scores` into `out`, float32 [length]; checks nothing."""
-    length, heads, size = int(rows.lengths[0]), k_pages.shape[1], k_pages.shape[3]
+    length, heads = int(rows.lengths[0]), k_pages.shape[1]
     if not length:
         return ()
     before: tuple[Launch, ...] = ()
     if lse is None:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         before = attention(q, k_pages, None, rows, scale, window, softcap, None, lse)
-    v = k_pages if v_pages is None else v_pages
     mass = q.new_empty(heads, length, dtype=torch.float32)
     given = {
-        "q": q,
-        "k": k_pages,
-        "v": v,
-        **_keys(k_pages, rows, scale, window, softcap),
-        "v_block": v.stride(0),
-        "v_head": v.stride(1),
-        "v_token": v.stride(2),
-        "q_row": q.stride(0),
-        "q_head": q.stride(1),
+        **_scored(q, k_pages, v_pages, rows, scale, window, softcap),
         "lse": lse.contiguous(),
         "mass": mass,
-        "heads": heads,
         "count": rows.count,
         "length": length,
-        "SIZE": size,
-        "V_SIZE": v.shape[3],
-        "GROUP": q.shape[1] // heads,
-        "VALUES": v_pages is not None,
     }
     config = config or _best(weigh, given)
     programs = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"]) * heads
@@ -308,14 +280,24 @@ def deviation(
     return (Launch(measure, (triton.cdiv(count, dict(config.tiles)["ROWS"]),), given, config),)
 
 
-def _keys(
-    k_pages: torch.Tensor, rows: Rows, scale: float, window: int | None, softcap: float | None
+def _scored(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> dict[str, object]:
-    """Arguments of both kernels that compute scores."""
+    """Arguments of both kernels that compute scores. Without `v_pages`, V is K and is not read."""
+    v = k_pages if v_pages is None else v_pages
     tokens = k_pages.shape[2]
     one_block = not rows.lengths.size or int(rows.lengths.max()) <= tokens
     capped = 0.0 if softcap is None else softcap
     return {
+        "q": q,
+        "k": k_pages,
+        "v": v,
         "tables": rows.device_tables,
         "positions": rows.device_positions,
         "table_stride": rows.device_tables.stride(0),
@@ -326,9 +308,19 @@ def _keys(
         "k_block": k_pages.stride(0),
         "k_head": k_pages.stride(1),
         "k_token": k_pages.stride(2),
+        "v_block": v.stride(0),
+        "v_head": v.stride(1),
+        "v_token": v.stride(2),
+        "q_row": q.stride(0),
+        "q_head": q.stride(1),
+        "heads": k_pages.shape[1],
         "PAGE": 0 if one_block else tokens,
         "WINDOWED": window is not None,
         "CAPPED": softcap is not None,
+        "SIZE": k_pages.shape[3],
+        "V_SIZE": v.shape[3],
+        "GROUP": q.shape[1] // k_pages.shape[1],
+        "VALUES": v_pages is not None,
     }
 
 
