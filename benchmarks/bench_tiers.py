@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from kvkit.staging import Lease, Staging, release_all
+from batch import Batch
+from kvkit.staging import Staging, release_all
 from kvkit.testing import record_names
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
@@ -28,39 +27,16 @@ MIB = 1 << 20
 THREADS = default_threads()
 
 
-class Fixture:
-    """Slots that were touched and filled, a folder on the disk of the repository, and threads."""
+class Fixture(Batch):
+    """A batch, a folder on the disk of the repository, and threads."""
 
     def __init__(self, root: Path, record_bytes: int, records: int) -> None:
+        super().__init__(records, record_bytes)
         self.root = root
-        self.names = record_names(records)
         self.paths = [str(root / name) for name in self.names]
         self.record_bytes = record_bytes
-        self.staging = Staging(record_bytes, records)
-        assert self.staging.ready.wait(300)
-        self.leases = self.staging.acquire(records, 0, at_least=records)
-        rng = np.random.default_rng(0)
-        for lease in self.leases:
-            lease.array[:] = rng.integers(0, 256, len(lease.array), np.uint8)
-            lease.used = record_bytes
         self.tier = ObjectTier(str(root), threads=THREADS)
         self.pool = ThreadPoolExecutor(THREADS)
-
-    def move(self, start: Callable[[Sequence[str], Sequence[Lease], Any], None]) -> None:
-        """One batch through the tier, until the last record completes."""
-        left = len(self.names)
-        lock, finished = threading.Lock(), threading.Event()
-
-        def on_complete(name: str, error: BaseException | None) -> None:
-            nonlocal left
-            assert error is None
-            with lock:
-                left -= 1
-                if left == 0:
-                    finished.set()
-
-        start(self.names, self.leases, on_complete)
-        assert finished.wait(300)
 
     def bare(self, move: Callable[[str, memoryview], None]) -> None:
         """The same batch by threads that do nothing else."""
@@ -74,8 +50,7 @@ class Fixture:
     def close(self) -> None:
         self.tier.close()
         self.pool.shutdown()
-        release_all(self.leases)
-        self.staging.close()
+        self.release()
         shutil.rmtree(self.root)
 
 
