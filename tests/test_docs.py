@@ -231,35 +231,42 @@ def test_configurations_are_accepted(
     assert load_config(path).model_fields_set
 
 
-def run_examples(page: str, folder: Path, port: int = DEFAULT_PORT) -> dict[str, Any]:
-    """Run a page's Python with its first configuration, made small, below `folder`, which is entered.
-
-    Returns:
-        the names that it defined.
+def run_examples(page: str, port: int = DEFAULT_PORT) -> dict[str, Any]:
+    """Run a page's Python, one block after the other; returns the names that it defined.
 
     Raises:
         AssertionError: it prints something else than its comments promise.
     """
-    text = blocks(page, "toml")[0].replace("file:///", f"file://{folder}/").replace("16GiB", "16MiB")
-    (folder / "kvkit.toml").write_text(
-        'staging = "16MiB"\n' + text + (f"port = {port}\n" if "[server]" in text else "")
-    )
     names: dict[str, Any] = {}
     examples = blocks(page, "python")
     assert examples
-    with contextlib.chdir(folder):
-        for code in examples:
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                exec(compile(code, page, "exec"), names)
-            comments = re.findall(r"print\(.*\)  # (.*)", code.replace(str(DEFAULT_PORT), str(port)))
-            promised = [line for comment in comments for line in _lines(comment)]
-            assert printed.getvalue().splitlines() == promised, code
+    for code in examples:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page, "exec"), names)
+        comments = re.findall(r"print\(.*\)  # (.*)", code.replace(str(DEFAULT_PORT), str(port)))
+        promised = [line for comment in comments for line in _lines(comment)]
+        assert printed.getvalue().splitlines() == promised, code
     return names
 
 
-def test_recipes_run_and_print_what_they_say(tmp_path: Path) -> None:
-    run_examples("docs/recipes.md", tmp_path)
+def configure(page: str, folder: Path, extra: str = "") -> None:
+    """Write a page's first configuration, made small, to `folder`, with its tiers below it."""
+    text = blocks(page, "toml")[0].replace("file:///", f"file://{folder}/").replace("16GiB", "16MiB")
+    (folder / "kvkit.toml").write_text('staging = "16MiB"\n' + text + extra)
+
+
+def test_recipes_run_and_print_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure("docs/recipes.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_examples("docs/recipes.md")
+
+
+def test_the_example_of_blending_runs_and_prints_what_it_says() -> None:
+    done = run_examples("docs/blend.md")
+    text = (ROOT / "docs/blend.md").read_text()
+    assert f"Of {len(done['prompt'])} tokens {done['done'].reused_tokens} are reused" in text
+    assert len(done["new"]) == 16
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
@@ -268,8 +275,10 @@ def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_STATE_HOME")
     (tmp_path / ".curlrc").write_text('silent\nfail\nwrite-out = "\\n---\\n"\n')
+    monkeypatch.chdir(tmp_path)
     (port,) = free_ports(1)
-    with run_examples("docs/operations.md", tmp_path, port)["cache"]:
+    configure("docs/operations.md", tmp_path, f"port = {port}\n")
+    with run_examples("docs/operations.md", port)["cache"]:
         lines = blocks("docs/operations.md", "sh")[-1].replace(str(DEFAULT_PORT), str(port))
         shell = subprocess.run(["sh", "-e", "-c", lines], capture_output=True, text=True, check=True)
     answers = shell.stdout.split("\n---\n")
