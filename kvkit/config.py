@@ -296,7 +296,9 @@ class Config(BaseSettings):
 
 
 def load_config(path: str | Path | None = None, **settings: Any) -> Config:
-    """Read a TOML file (none: the environment alone); `settings` win over both.
+    """Read a TOML file (none: the environment alone).
+
+    `settings` win over both; a table among them replaces the file's as a whole.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or impossible.

@@ -406,24 +406,35 @@ def test_a_list_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.chunk_tokens, config.policy.store_to) == (128, ("disk",))
 
 
-def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the package of docs/tiers.md on the path, as an installer would."""
+def test_what_wins_over_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/configuration.md says: settings over the environment's, whole tables over the file's."""
+    path = tmp_path / "kvkit.toml"
+    path.write_text("[server]\nenabled = true\nport = 1\n")
+    monkeypatch.setenv("KVKIT_SERVER__PORT", "2")
+    monkeypatch.setenv("KVKIT_SERVER__HOST", "127.0.0.2")
+    merged = load_config(path).server
+    assert (merged.enabled, merged.port, merged.host) == (True, 1, "127.0.0.2")
+    replaced = load_config(path, server={"enabled": True}).server
+    assert (replaced.enabled, replaced.port, replaced.host) == (True, 2, "127.0.0.2")
+
+
+def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the package of docs/tiers.md below `folder` and put it on the path; returns its sources."""
+    source, site = folder / "kvkit-sqlite", folder / "site"
+    source.mkdir()
     code, tests = blocks("docs/tiers.md", "python")
-    project = tomllib.loads(blocks("docs/tiers.md", "toml")[0])["project"]
-    (group, kinds), *others = project["entry-points"].items()
-    assert not others
-    lines = "\n".join(f"{kind} = {factory}" for kind, factory in kinds.items())
-    about = folder / "kvkit_sqlite-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
-    (folder / "sqlite_tier.py").write_text(code)
-    (folder / "test_sqlite_tier.py").write_text(tests)
-    monkeypatch.syspath_prepend(str(folder))
+    (source / "sqlite_tier.py").write_text(code)
+    (source / "test_sqlite_tier.py").write_text(tests)
+    (source / "pyproject.toml").write_text(blocks("docs/tiers.md", "toml")[0])
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    done = subprocess.run([*pip, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(str(site))
+    return source
 
 
 def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_the_tier(tmp_path, monkeypatch)
+    source = install_the_tier(tmp_path, monkeypatch)
     done = subprocess.run(
         [
             sys.executable,
@@ -435,8 +446,8 @@ def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: 
             "--noconftest",
             "test_sqlite_tier.py",
         ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=source,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
