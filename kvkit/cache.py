@@ -125,7 +125,7 @@ class Cache:
         self._storing = Workers(STORING_THREADS, "kvkit-store")
         self._reading = Workers(READING_THREADS, "kvkit-layers")
         self._closed = False
-        self._warm = self._loading.submit(_warm_up)
+        self._loading.submit(_warm_up)
 
     def lookup(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.

@@ -153,7 +153,6 @@ class ThreadedTier(Tier):
             raise ValueError(f"tier {name!r}: threads={threads}, want at least 1")
         self.name = name
         self._workers = Workers(threads, f"kvkit-{name}")
-        self._threads = threads
 
     @abstractmethod
     def read(self, name: str, buffer: memoryview) -> int:
