@@ -98,9 +98,8 @@ class Access:
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            self.start(
-                "put", segment.tier, names, held, self._expect(segment.tier, names, held, written_back)
-            )
+            expected = self._expect(segment.tier, names, held, written_back)
+            self.start("put", segment.tier, names, held, expected)
 
     def start(
         self,
@@ -110,19 +109,24 @@ class Access:
         leases: Sequence[Lease],
         on_complete: OnComplete,
     ) -> None:
-        """Have a tier get or put records; when the last has completed, what it took is counted."""
-        left, size, began = len(names), 0, time.monotonic()
+        """Have a tier get or put records; when the last has completed, what it took is counted.
+
+        `on_complete` takes one report per name, whatever the tier does: raise half-way, or report twice.
+        """
+        size, began = 0, time.monotonic()
         lock = threading.Lock()
-        sizes = dict(zip(names, leases, strict=True))
+        # shares: when the tier reports, it has released its own, and another record may lie in the slot
+        held = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
 
         def completed(name: str, error: BaseException | None) -> None:
-            nonlocal left, size
+            nonlocal size
             with lock:
-                lease = sizes.pop(name, None)
-                if lease is not None:
-                    left -= 1
-                    size += 0 if error is not None else self.staging.used[lease.slot]
-                last = lease is not None and left == 0
+                lease = held.pop(name, None)
+                if lease is None:
+                    return
+                size += 0 if error is not None else lease.used
+                last = not held
+            lease.release()
             if last and size:
                 now = time.monotonic()
                 self.count(lambda counts: counts.moved(tier, direction, size, now - began))
@@ -228,18 +232,15 @@ class Access:
     def _expect(
         self, tier: str, names: Sequence[str], leases: Sequence[Lease], written_back: bool
     ) -> OnComplete:
-        """A callback that takes one report per name; whatever a tier does, none is counted twice."""
-        pending = {name: lease.used for name, lease in zip(names, leases, strict=True)}
-        self.puts.add(len(pending))
+        """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
+        sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
+        self.puts.add(len(sizes))
 
         def on_complete(name: str, error: BaseException | None) -> None:
             with self._lock:
-                size = pending.pop(name, None)
-                if size is None:
-                    return
                 if error is None:
                     self._counts.stored_records[tier] += 1
-                    self._counts.stored_bytes[tier] += size
+                    self._counts.stored_bytes[tier] += sizes[name]
                     self._counts.written_back_records[tier] += written_back
                 elif isinstance(error, TierFull):
                     self._counts.refused[tier] += 1
