@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from kvkit import plan as planning
@@ -27,7 +26,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ASKING_THREADS = 4
-"""Threads that ask tiers outside this process, so that a caller can stop waiting."""
+"""Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
+that hangs keeps them all."""
+
+MAX_DESCRIBED = 4096
+"""Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
 
 
 class Access:
@@ -50,9 +53,13 @@ class Access:
         self._lock = threading.Lock()
         self._counts = Counts()
         self._described: set[tuple[str, str]] = set()
-        self.asking = Workers(ASKING_THREADS, "kvkit-ask")
+        self._asking = {
+            name: Workers(ASKING_THREADS, f"kvkit-ask-{name}")
+            for name, tier in tiers.items()
+            if not tier.near
+        }
 
-    def find(self, chunks: Chunks, plan: RetrievePlan, bad: Iterable[tuple[str, int]]) -> RetrievePlan:
+    def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
         grew = True
         while grew and not plan.complete:
@@ -70,7 +77,7 @@ class Access:
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, the tier holds; none if it fails."""
         try:
-            held = self.bounded(self.tiers[tier], lambda: self.tiers[tier].run(names))
+            held = self.bounded(tier, lambda asked: asked.run(names))
             self.health[tier].answered(time.monotonic())
             return held
         except Exception as error:
@@ -78,9 +85,12 @@ class Access:
             self.failed(tier, error)
             return 0
 
-    def bounded(self, tier: Tier, call: Callable[[], T]) -> T:
+    def bounded(self, name: str, call: Callable[[Tier], T]) -> T:
         """What `call` returns; a tier outside this process gets until the deadline to answer."""
-        return call() if tier.near else self.asking.submit(call).result(self.timeout_s)
+        tier = self.tiers[name]
+        if tier.near:
+            return call(tier)
+        return self._asking[name].submit(lambda: call(tier), urgent=True).result(self.timeout_s)
 
     def put(
         self,
@@ -171,7 +181,7 @@ class Access:
         with self._lock:
             self._counts.damaged[tier, damage] += 1
         try:
-            self.bounded(self.tiers[tier], lambda: self.tiers[tier].delete([name]))
+            self.bounded(tier, lambda asked: asked.delete([name]))
         except Exception as error:
             log.warning("tier %r: %s could not be deleted: %s", tier, name, error)
 
@@ -182,18 +192,45 @@ class Access:
         else:
             self.failed(tier, error)
 
-    def describe(self, tier: str, formats: Sequence[RecordFormat]) -> None:
-        """Have the tier keep zarr.json for these arrays, once."""
-        for form in formats:
-            if (tier, form.array) in self._described:
-                continue
-            target = self.tiers[tier]
+    def describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
+        """Have the tier keep zarr.json for these arrays, once, in the background: `puts` waits for it.
+
+        Records are read without it, so a failure is no failure of the tier; the next store tries again.
+        """
+        with self._lock:
+            new = [form for form in formats if (name, form.array) not in self._described]
+            if len(self._described) + len(new) > MAX_DESCRIBED:
+                self._described.clear()
+            self._described.update((name, form.array) for form in new)
+        if not new:
+            return
+        tier = self.tiers[name]
+        self.puts.add(1)
+
+        def work() -> None:
+            for form in new:
+                try:
+                    tier.describe(form.array, record.zarr_metadata(form, tier.codec))
+                except Exception as error:
+                    log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
+                    with self._lock:
+                        self._described.discard((name, form.array))
+            self.puts.done()
+
+        if tier.near:
+            work()
+        else:
+            self._asking[name].start(work)
+
+    def close(self) -> None:
+        """Close the tiers, each within the deadline, and end the threads that ask them."""
+        for name in self.tiers:
             try:
-                metadata = record.zarr_metadata(form, target.codec)
-                self.bounded(target, partial(target.describe, form.array, metadata))
-                self._described.add((tier, form.array))
+                self.bounded(name, lambda tier: tier.close())
             except Exception as error:
-                log.warning("tier %r: %s has no zarr.json yet: %s", tier, form.array, error)
+                log.warning("tier %r did not close: %s", name, error or type(error).__name__)
+        for workers in self._asking.values():
+            workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
         """Whether it is worth asking: not while it keeps failing."""

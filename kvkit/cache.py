@@ -277,7 +277,7 @@ class Cache:
             raise CacheTimeout(f"{left} puts are still under way after {limit} s")
 
     def puts_under_way(self) -> int:
-        """Records that a flush would wait for."""
+        """Puts that a flush would wait for: of records, and of what describes their arrays."""
         return self._access.puts.count
 
     def counts(self) -> Counts:
@@ -331,12 +331,7 @@ class Cache:
         except CacheTimeout as error:
             log.warning("close: %s", error)
         self._shelf.give_up(self.staging.slots)
-        for tier in self.tiers.values():
-            try:
-                self._access.bounded(tier, tier.close)
-            except Exception as error:
-                log.warning("tier %r did not close: %s", tier.name, error or type(error).__name__)
-        self._access.asking.close(0.0)
+        self._access.close()
         self.staging.close()
 
     def __enter__(self) -> Cache:
