@@ -185,6 +185,17 @@ class Access:
         except Exception as error:
             log.warning("tier %r: %s could not be deleted: %s", tier, name, error)
 
+    def pin(self, tier: str, names: Sequence[str], seconds: float) -> int:
+        """How many of `names` the tier holds on to; none if it fails."""
+        if self.passed_over(tier):
+            return 0
+        try:
+            return self.bounded(tier, lambda asked: asked.pin(names, seconds))
+        except Exception as error:
+            log.warning("tier %r does not pin: %s", tier, error or type(error).__name__)
+            self.failed(tier, error)
+            return 0
+
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
         """Reads of a tier ended early: by `name`, if a record is to blame."""
         if name is not None and isinstance(error, DamagedObject):
@@ -233,8 +244,12 @@ class Access:
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
-        """Whether it is worth asking: not while it keeps failing."""
+        """Whether to ask it: not while it keeps failing. After a pause one caller gets yes, and must ask."""
         return self.health[tier].usable(time.monotonic())
+
+    def passed_over(self, tier: str) -> bool:
+        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing."""
+        return self.health[tier].state(time.monotonic()) == "open"
 
     def failed(self, tier: str, error: BaseException) -> None:
         """Note that a tier did not deliver."""

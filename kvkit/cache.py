@@ -220,7 +220,7 @@ class Cache:
         chunks = self._chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
-        return Transfer.start(self._loading, lambda _: loads.get(self._access, self._shelf, chunks, chunk))
+        return Transfer.start(self._loading, partial(loads.get, self._access, self._shelf, chunks, chunk))
 
     def store(
         self,
@@ -262,7 +262,7 @@ class Cache:
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
         chunks = self._chunks(tokens, namespace)
-        held = [tier.pin(chunks.names, seconds) for tier in self.tiers.values()]
+        held = [self._access.pin(tier, chunks.names, seconds) for tier in self.tiers]
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -293,7 +293,7 @@ class Cache:
         return {name: tier.waiting() for name, tier in self.tiers.items()}
 
     def clear(self, tier: str) -> int:
-        """Delete every record of a tier, whatever its namespace; how many there were.
+        """Delete every record of a tier, whatever its namespace; how many there were. Waits for the tier.
 
         Raises:
             CacheError: there is no such tier.

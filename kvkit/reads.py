@@ -219,8 +219,7 @@ class Shelf:
     """Records that prefetches left in their slots, for the loads that follow. Thread-safe.
 
     It holds at most `slots`, and gives any up when somebody waits for a slot. A prefetch displaces what
-    earlier
-    ones left, the oldest first, and never its own: the head of a sequence is wanted first.
+    earlier ones left, the oldest first, and never its own: the head of a sequence is wanted first.
     """
 
     def __init__(self, slots: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvkit import plan as planning
 from kvkit import record
 from kvkit.access import Access
+from kvkit.counts import Counts
 from kvkit.kernels import launch
 from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
@@ -54,6 +55,8 @@ def store(
         finally:
             release_all(leases)
         position += count
+    if stopped():
+        access.count(Counts.note_cancelled)
     return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
 
 

@@ -374,3 +374,119 @@ def test_a_hit_is_what_is_loaded_even_if_more_turns_up(tmp_path: Path) -> None:
         table = engine.table(len(tokens))
         assert cache.load(hit, engine.places(table)).tokens == 3 * CHUNK
         engine.assert_loaded(tokens, table, 3)
+
+
+def test_a_load_passes_over_a_tier_that_failed_since_the_lookup(tmp_path: Path) -> None:
+    """Three tiers; the second fails. What it has is read from the third, whatever the hit says."""
+    engine, tokens = make_engine(), sequence(6)
+    for name, first, stop in (("a", 0, 2), ("b", 0, 4), ("c", 2, 6)):
+        fill(engine, tmp_path / name, tokens[: stop * CHUNK], first)
+    tiers = [Recorder(ObjectTier(str(tmp_path / name), name=name)) for name in "abc"]
+    with new_cache(engine, new_staging(engine, 8), tiers) as cache:
+        hit = cache.lookup(tokens)
+        assert list(hit.by_tier) == ["a", "b", "c"]
+        cache._access.failed("b", TimeoutError())
+        assert cache.tier_states()["b"] == "open"
+        table = engine.table(len(tokens))
+        assert cache.load(hit, engine.places(table)).by_tier == {"a": 2 * CHUNK, "c": 4 * CHUNK}
+        engine.assert_loaded(tokens, table, 6)
+        assert not tiers[1].got, "a tier that is passed over was read"
+        assert cache.tier_states()["b"] == "open"
+
+
+def test_a_get_that_is_called_off_ends_before_its_deadline(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(2)
+    fill(engine, tmp_path, tokens)
+    disk = FaultyTier(ObjectTier(str(tmp_path)), lambda op, _: Fault.HANG if op == "get" else None)
+    with new_cache(engine, new_staging(engine, 4), [disk]) as cache:
+        future = cache.get_non_blocking(tokens, 1)
+        while not disk.hanging:
+            wait([future], 0.001)
+        assert not future.cancel()
+        assert future.result(DEADLINE_S / 2) == []
+        assert cache.tier_states() == {"disk": "ok"}
+        disk.release()
+
+
+def test_a_get_asks_no_tier_that_is_passed_over(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(2)
+    fill(engine, tmp_path / "disk", tokens)
+    asked: list[str] = []
+
+    def plan(operation: str, name: str) -> None:
+        asked.append(operation)
+
+    broken = FaultyTier(ObjectTier(str(tmp_path / "broken"), name="broken"), plan)
+    disk = ObjectTier(str(tmp_path / "disk"))
+    with new_cache(engine, new_staging(engine, 4), [broken, disk], write_back_to=("broken",)) as cache:
+        cache._access.failed("broken", TimeoutError())
+        leases = cache.get_non_blocking(tokens, 1).result(DEADLINE_S)
+        assert len(leases) == 1
+        release_all(leases)
+        assert cache.pin(tokens, 1) == len(tokens), "of the other tier"
+        assert not asked
+
+
+def test_a_tier_that_cannot_pin_holds_nothing(tmp_path: Path) -> None:
+    class Unpinned(ObjectTier):
+        def pin(self, names: Sequence[str], seconds: float) -> int:
+            raise OSError("on purpose")
+
+    engine, tokens = make_engine(), sequence(2)
+    for name in "ab":
+        fill(engine, tmp_path / name, tokens)
+    tiers = [Unpinned(str(tmp_path / "a"), name="a"), ObjectTier(str(tmp_path / "b"), name="b")]
+    with new_cache(engine, new_staging(engine, 4), tiers) as cache:
+        assert cache.pin(tokens, 1) == len(tokens)
+        assert cache.counts().read_errors == {"a": 1}
+
+
+def test_callers_may_reuse_the_array_of_their_tokens(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(3)
+    fill(engine, tmp_path / "a", tokens)
+    with new_cache(engine, new_staging(engine, 4), [ObjectTier(str(tmp_path / "a"))]) as cache:
+        mine = tokens.copy()
+        hit = cache.lookup(mine)
+        mine[:] = 0
+        table = engine.table(len(tokens))
+        assert cache.load(hit, engine.places(table)).tokens == len(tokens)
+        engine.assert_loaded(tokens, table, 3)
+        assert not cache.counts().damaged, "good records were taken for damaged ones, and deleted"
+
+
+def test_loaded_bytes_are_those_of_the_records(tmp_path: Path) -> None:
+    layout = small_layout()
+    engine = Engine(layout, small_namespace(layout, 12))
+    tokens = sequence(3)
+    staging = new_staging(engine, 4)
+    with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
+        table = engine.table(len(tokens))
+        engine.compute(tokens, table)
+        cache.store(tokens, engine.places(table))
+        cache.flush()
+        cache.load(cache.lookup(tokens), engine.places(table))
+        assert cache.counts().loaded_bytes == cache.counts().stored_bytes
+
+
+def test_a_store_that_is_called_off_is_counted_and_says_how_much(tmp_path: Path) -> None:
+    """It is called off while its first batch is put; there is room for one batch of two chunks at a time."""
+    engine, tokens = make_engine(), sequence(6)
+    begun, gate = threading.Event(), threading.Event()
+
+    class Gated(ObjectTier):
+        def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+            begun.set()
+            gate.wait(DEADLINE_S)
+            super().put(names, leases, on_complete)
+
+    with new_cache(engine, new_staging(engine, 2), [Gated(str(tmp_path))]) as cache:
+        table = engine.table(len(tokens))
+        engine.compute(tokens, table)
+        future = cache.store_async(tokens, engine.places(table))
+        assert begun.wait(DEADLINE_S)
+        assert not future.cancel()
+        gate.set()
+        assert future.result(DEADLINE_S).new_tokens == 2 * CHUNK
+        assert cache.counts().cancelled == 1
+        cache.flush()
+        assert cache.lookup(tokens).tokens == 2 * CHUNK
