@@ -251,6 +251,10 @@ class Access:
         """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing."""
         return self.health[tier].state(time.monotonic()) == "open"
 
+    def worked(self, tier: str) -> None:
+        """Note that a tier delivered."""
+        self.health[tier].worked(time.monotonic())
+
     def failed(self, tier: str, error: BaseException) -> None:
         """Note that a tier did not deliver."""
         if isinstance(error, FileNotFoundError | StagingTimeout | Stopped):  # not the tier's fault

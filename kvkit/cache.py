@@ -55,8 +55,11 @@ __all__ = [
     "Stored",
 ]
 
-LOADING_THREADS, STORING_THREADS, READING_THREADS = 4, 2, 8
+LOADING_THREADS, STORING_THREADS = 4, 2
 """Moves in the background at a time; they mostly wait for tiers, which have threads of their own."""
+
+READING_THREADS = 8
+"""Layers of records that are read at a time, of each tier."""
 
 
 class CacheTimeout(TimeoutError):
@@ -123,7 +126,7 @@ class Cache:
         staging.on_shortage(self._shelf.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
-        self._reading = Workers(READING_THREADS, "kvkit-layers")
+        self._reading = {name: Workers(READING_THREADS, f"kvkit-layers-{name}") for name in self.tiers}
         self._closed = False
         self._loading.submit(_warm_up)
 
@@ -323,7 +326,7 @@ class Cache:
         self._closed = True
         if self.endpoint is not None:
             self.endpoint.close()
-        for workers in (self._loading, self._storing, self._reading):
+        for workers in (self._loading, self._storing, *self._reading.values()):
             if not workers.close(self.timeout_s):
                 log.warning("close: a load or a store is still under way after %s s", self.timeout_s)
         try:

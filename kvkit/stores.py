@@ -11,6 +11,7 @@ from kvkit import record
 from kvkit.access import Access
 from kvkit.counts import Counts
 from kvkit.kernels import launch
+from kvkit.plan import StorePlan
 from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
 from kvkit.sequence import Chunks, Place
@@ -36,10 +37,7 @@ def store(
 ) -> Stored:
     """Pack and seal the chunks that a target lacks, and start putting them."""
     groups = chunks.groups
-    resident = {t: access.ask(t, chunks.names) // groups for t in targets if access.usable(t)}
-    plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
-    for segment in plan.segments:
-        access.describe(segment.tier, chunks.formats)
+    plan = plan_missing(access, chunks, targets)
     position = plan.start
     while position < plan.stop and not stopped():
         count = min(MAX_IN_FLIGHT, plan.stop - position)
@@ -58,6 +56,15 @@ def store(
     if stopped():
         access.count(Counts.note_cancelled)
     return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
+
+
+def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
+    """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
+    resident = {t: access.ask(t, chunks.names) // chunks.groups for t in targets if access.usable(t)}
+    plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
+    for segment in plan.segments:
+        access.describe(segment.tier, chunks.formats)
+    return plan
 
 
 def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[Lease]) -> None:
