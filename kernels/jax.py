@@ -293,14 +293,15 @@ def query_scores(
     softcap: float | None = None,
     lse: jax.Array | None = None,
 ) -> jax.Array:
-    """How much attention some rows of a request pay to each key: float32 [blocks * N], 0 from `length` on.
+    """How much attention some rows of a request pay to each key: float32 [Hq, blocks * N].
 
-    As the reference says, but of the shape of the table, so that a longer request compiles nothing new.
+    As the reference says, but of the shape of the table, 0 from `length` on, so that a longer request
+    compiles nothing new.
     Never more scores at once than [Hq, ROW_TILE, KEY_TILE].
 
     Args:
         q: [S, Hq, D].
-        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv]; with v_pages terms are multiplied by the norm of v.
+        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv]; with v_pages scores are multiplied by the norm of v.
         table: int [blocks].
         positions: int [S].
         length: keys of the request, a scalar.
@@ -450,16 +451,17 @@ def _query_scores(
         def key_tile(t: jax.Array, mass: jax.Array) -> jax.Array:
             j = t * keys + jnp.arange(keys)
             scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scale, window, softcap)
-            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums)).sum(1)  # [H, keys]
+            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums))  # [H, rows * G, keys]
+            share = share.reshape(kv_heads, rows, -1, keys).sum(1)
             if v_pages is not None:
                 v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0).astype(jnp.float32)
-                share = share * jnp.sqrt(jnp.square(v).sum(-1))
-            return mass.at[j].add(share.sum(0), mode="drop")
+                share = share * jnp.sqrt(jnp.square(v).sum(-1))[:, None]
+            return mass.at[:, j].add(share.reshape(-1, keys), mode="drop")
 
         more: jax.Array = lax.fori_loop(*_key_tiles(at, length, window, keys), key_tile, mass)
         return more
 
-    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros(total, jnp.float32))
+    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros((q.shape[1], total), jnp.float32))
     return found
 
 

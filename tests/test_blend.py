@@ -15,6 +15,7 @@ from kvkit.blend import (
     Selection,
     Span,
     count_of,
+    fade_scores,
     plan_blend,
     select_tokens,
     split,
@@ -136,6 +137,12 @@ def test_without_scores_spans_are_chosen_from_their_starts() -> None:
 def test_equal_scores_go_by_position() -> None:
     selected = select_tokens(np.ones(9, np.float32), np.zeros(1, np.int32), np.ones(9, bool), 4)
     assert selected.tolist() == [0, 1, 2, 3]
+
+
+def test_scores_fade_behind_the_starts_of_spans() -> None:
+    scores = np.array([5, 4, 4, 4, 4, 6], np.float32)
+    faded = fade_scores(scores, np.array([1, 4], np.int32), 2)
+    np.testing.assert_allclose(faded, [0, 4, 4 / 1.5, 2, 4, 4], atol=1e-6)
 
 
 def test_impossible_selections_are_errors() -> None:
