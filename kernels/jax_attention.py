@@ -63,6 +63,7 @@ def blend_attention(
         return jnp.zeros((0, query_heads, v_size), q.dtype), jnp.zeros((0, query_heads), jnp.float32)
     group = query_heads // heads
     tile_rows, tile_keys, warps, stages = _tile(m * group, max(size, v_size), q.dtype.itemsize)
+    # query heads of a program: all that read one KV head, or as many as a tile has rows for
     packed = max(n for n in range(1, min(group, tile_rows) + 1) if group % n == 0)
     # the rows that belong to no request are those of a last one without keys
     row_starts = jnp.append(row_starts, m).clip(0, m).astype(jnp.int32)
@@ -139,7 +140,7 @@ def _attend(
     request, first, after = requests[tile], firsts[tile], afters[tile]
     lane = _arange(tile_rows)
     row, query_head = first + _div(lane, packed), first_head + _rem(lane, packed)
-    valid = (lane < tile_rows // packed * packed) & (row < after)
+    valid = row < after  # also of the lanes that a whole tile leaves over
     queries = _load(q, (row[:, None], query_head[:, None]), valid)
     position = triton.load(positions.at[row], mask=valid, other=-1)
 
