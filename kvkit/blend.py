@@ -168,14 +168,22 @@ def plan_blend(
     return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question:])
 
 
-def fade_scores(scores: NDArray[np.float32], starts: NDArray[np.int32], tokens: int) -> NDArray[np.float32]:
-    """`scores` [N] over 1 + offset / `tokens`, the offset being that from the start of a token's span.
+def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) -> NDArray[np.float32]:
+    """What a question attends to, [N], corrected for where tokens stand: `scores` times
+
+        sqrt(N - position) / (1 + offset / fade)
+
+    The numerator takes back half (on a logarithmic scale) of attention's preference for what is near. The
+    offset is that from the start of a token's span; what stands before the first span gets nothing.
 
     Args:
-        starts: int [spans], ascending, where spans begin. What stands before the first gets none.
-        tokens: above 0.
+        starts: int [spans], ascending, where spans begin.
+        fade: as in `Selection`.
     """
-    return (scores / (1 + _offsets(starts, len(scores)) / tokens)).astype(np.float32)
+    distance = np.arange(len(scores), 0, -1)
+    fading = 1 + _offsets(starts, len(scores)) / fade if fade else 1.0
+    placed: NDArray[np.float32] = (scores * np.sqrt(distance) / fading).astype(np.float32)
+    return placed
 
 
 def select_tokens(

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.blend import BlendError, BlendPlan, Selection, count_of, fade_scores, select_tokens
+from kvkit.blend import BlendError, BlendPlan, Selection, by_place, count_of, select_tokens
 from kvkit.kernels import launch
 from kvkit.kernels.rows import Rows
 from kvkit.rope import Rope
@@ -202,7 +202,7 @@ class _Run:
         return self.decoder.logits(h)[-1]
 
     def question_scores(self, selection: Selection, layers: int) -> NDArray[np.float32]:
-        """float32 [N]: how much the question attends to each token in the first `layers` layers, faded."""
+        """float32 [N]: how much the question attends to each token in the first `layers` layers, by place."""
         rows, question = self.plan.computed, self.plan.question
         which = self._tensor(np.searchsorted(rows, question))
         asked = self._rows(question)
@@ -219,7 +219,7 @@ class _Run:
 
         self.layers(rows, self._embed(rows), range(layers), look)
         scores: NDArray[np.float32] = total.cpu().numpy()
-        return fade_scores(scores, self.plan.starts, selection.fade) if selection.fade else scores
+        return by_place(scores, self.plan.starts, selection.fade)
 
     def deviations(self, method: str) -> tuple[torch.Tensor, NDArray[np.float32]]:
         """h after layer 0 of every row that is not exact, and how much K or V of layer 1 changes, [N]."""

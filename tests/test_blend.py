@@ -14,8 +14,8 @@ from kvkit.blend import (
     BlendPlan,
     Selection,
     Span,
+    by_place,
     count_of,
-    fade_scores,
     plan_blend,
     select_tokens,
     split,
@@ -139,10 +139,15 @@ def test_equal_scores_go_by_position() -> None:
     assert selected.tolist() == [0, 1, 2, 3]
 
 
-def test_scores_fade_behind_the_starts_of_spans() -> None:
+def test_scores_by_place() -> None:
+    """Scores fade behind the starts of spans, and count more the further the prompt's end is."""
     scores = np.array([5, 4, 4, 4, 4, 6], np.float32)
-    faded = fade_scores(scores, np.array([1, 4], np.int32), 2)
-    np.testing.assert_allclose(faded, [0, 4, 4 / 1.5, 2, 4, 4], atol=1e-6)
+    starts = np.array([1, 4], np.int32)
+    far = np.sqrt([6, 5, 4, 3, 2, 1])
+    np.testing.assert_allclose(
+        by_place(scores, starts, 2), far * [0, 4, 4 / 1.5, 2, 4, 4], rtol=1e-6, atol=1e-6
+    )
+    np.testing.assert_allclose(by_place(scores, starts, 0), far * scores, rtol=1e-6)
 
 
 def test_impossible_selections_are_errors() -> None:
