@@ -125,6 +125,63 @@ def test_the_next_tier_reads_while_the_first_does(tmp_path: Path) -> None:
         engine.assert_loaded(tokens, table, 12)
 
 
+def fill_by_turns(
+    engine: Engine, folder: Path, tokens: np.ndarray[Any, np.dtype[np.int32]], length: int
+) -> list[str]:
+    """Folders near and far with `length` chunks of `tokens` by turns; the names of all records."""
+    for name in ("near", "far"):
+        fill(engine, folder / name, tokens)
+    with new_cache(engine, new_staging(engine, 2), [ObjectTier(str(folder / "near"))]) as cache:
+        chunks = cache.lookup(tokens).chunks
+    for i in range(len(chunks)):
+        for name in chunks.records(i, i + 1):
+            (folder / ("near" if i // length % 2 else "far") / name).unlink()
+    return list(chunks.names)
+
+
+@pytest.mark.parametrize("slots", [16, 64])
+def test_slots_go_to_what_tiers_read_at_once_and_then_to_what_waits_for_their_threads(
+    slots: int, tmp_path: Path
+) -> None:
+    """The near tier, which comes first, hangs: the far one goes on as far as there are slots."""
+    engine, tokens = make_engine(blocks=128), sequence(32)
+    names = fill_by_turns(engine, tmp_path, tokens, 8)
+    near = Recorder(ObjectTier(str(tmp_path / "near"), name="near", threads=4))
+    far = Recorder(ObjectTier(str(tmp_path / "far"), name="far", threads=16))
+    near.gate.clear()
+    few = slots == 16
+    expected = {
+        "near": names[:4] if few else names[:8] + names[16:24],
+        "far": names[8:16] + names[24 : 28 if few else 32],
+    }
+    with new_cache(engine, new_staging(engine, slots), [near, far]) as cache:
+        table = engine.table(len(tokens))
+        future = cache.load_async(cache.lookup(tokens), engine.places(table))
+        while len(near.got) + len(far.got) < min(slots, 32):
+            wait([future], 0.001)
+        assert {"near": sorted(near.got), "far": sorted(far.got)} == {
+            tier: sorted(expected[tier]) for tier in expected
+        }
+        near.gate.set()
+        assert future.result(DEADLINE_S).tokens == len(tokens)
+        engine.assert_loaded(tokens, table, 32)
+
+
+@pytest.mark.parametrize(("groups", "slots"), [(1, 1), (1, 2), (2, 2), (1, 5), (2, 16)])
+def test_ranges_by_turns_pass_through_any_number_of_slots(groups: int, slots: int, tmp_path: Path) -> None:
+    engine, tokens = make_engine(groups), sequence(24)
+    fill_by_turns(engine, tmp_path, tokens, 4)
+    tiers = [ObjectTier(str(tmp_path / name), name=name, threads=3) for name in ("near", "far")]
+    staging = new_staging(engine, slots)
+    with new_cache(engine, staging, tiers) as cache:
+        table = engine.table(len(tokens))
+        hit = cache.lookup(tokens)
+        assert len(hit.plan.segments) == 6
+        assert cache.load(hit, engine.places(table)).by_tier == hit.by_tier
+        engine.assert_loaded(tokens, table, 24)
+        assert staging.free == slots
+
+
 def test_loads_that_read_ahead_do_not_block_each_other(tmp_path: Path) -> None:
     """Each holds slots for what comes later while what comes first finds none: somebody has to give up."""
     engine = make_engine()
