@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvkit import plan as planning
 from kvkit import record
 from kvkit.counts import Counts, Direction
-from kvkit.plan import RetrievePlan, Segment
+from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
@@ -165,15 +165,16 @@ class Access:
         The one way back for blocking and background loads, prefetches and single gets. Callers come here in
         the order of the chunks, and stop at the first gap. `targets` narrows the policy's.
         """
-        stop = first + len(leases) // chunks.groups
-        near = [name for name, tier in self.tiers.items() if tier.near]
-        taken = RetrievePlan(stop, (Segment(source, first, stop),))
-        plan = planning.plan_write_back(taken, stop, self.policy, near)
+        plan = self._plan_write_back(source, first, first + len(leases) // chunks.groups)
         wanted = self.policy.write_back_to if targets is None else targets
         segments = [s for s in plan.segments if s.tier in wanted and self.usable(s.tier)]
         for segment in segments:
             self.describe(segment.tier, chunks.formats)
         self.put(segments, chunks, first, leases, written_back=True)
+
+    def is_written_back(self, source: str) -> bool:
+        """Whether a tier is to get what comes from `source`."""
+        return bool(self._plan_write_back(source, 0, 1).segments)
 
     def drop(self, tier: str, name: str, damage: Damage) -> None:
         """Delete a record that is not what it should be."""
@@ -284,6 +285,11 @@ class Access:
         """The health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
+
+    def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
+        near = [name for name, tier in self.tiers.items() if tier.near]
+        taken = RetrievePlan(stop, (Segment(source, start, stop),))
+        return planning.plan_write_back(taken, stop, self.policy, near)
 
     def _expect(
         self, tier: str, names: Sequence[str], leases: Sequence[Lease], written_back: bool

@@ -20,6 +20,7 @@ from kvkit.sequence import Chunks, Hit, Loaded, Place
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject
 from kvkit.transfers import Stopped, Transfer
+from kvkit.write_backs import WriteBacks
 
 Use = Callable[[str, int, Sequence[Lease]], None]
 """Called with a tier, the first of some validated chunks that it delivered, and their records."""
@@ -31,56 +32,62 @@ def fetch(
     """Read and verify the chunks of `plan` in order and have `use` make something of them.
 
     A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
-    nowhere this ends before it. What was used is always a leading run, and that run is written back.
+    nowhere this ends before it. What was used is always a leading run, and that run is written back:
+    when the last read is in, or before if slots are short.
     """
     used: Counter[str] = Counter()
     bad: set[tuple[str, int]] = set()
     done, stop = 0, plan.chunks
     # what turned up since is not wanted: the engine counts on `plan`
     plan = RetrievePlan(stop, plan.segments)
-    while done < stop and not transfer.stopped:
-        rest = [planning.Segment(s.tier, max(s.start, done), s.stop) for s in plan.segments if s.stop > done]
-        segments = list(takewhile(lambda s: not access.passed_over(s.tier), rest))
-        if not segments:  # its tier failed since the lookup
-            bad.add((rest[0].tier, done))
-            plan = access.find(chunks, planning.clip(plan, done), bad)
-            stop = plan.chunks
-            continue
-        # 1. every segment's reads start, in order of need
-        end = segments[-1].stop
-        reads = PlanReads(access, chunks, segments, shelf)
-        transfer.when_stopped(reads.interrupt)
-        error: BaseException | None = None
-        try:
-            while done < end and error is None and not transfer.stopped:
-                # 2. records that were read, of one tier
-                ready = reads.take()
-                tier = reads.tier
-                try:
-                    # 3. verified, 4. used, 5. written back
-                    good, error = _verified(access, tier, chunks, done, ready)
-                    leases = ready[: good * chunks.groups]
-                    if leases:
-                        use(tier, done, leases)
-                        access.write_back(tier, chunks, done, leases)
-                finally:
-                    release_all(ready)
-                done += good
-                used[tier] += good
-                if error is not None:
-                    break
-                if reads.failed is not None:
-                    name, error = reads.failed
-                    access.ended(tier, name, error)
-        finally:
-            reads.abandon()
-        if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
-            break
-        # 6. what could not be had there is sought elsewhere
-        if error is not None:
-            bad.add((tier, done))
-            plan = access.find(chunks, planning.clip(plan, done), bad)
-            stop = plan.chunks
+    with WriteBacks(access, chunks) as back:
+        while done < stop and not transfer.stopped:
+            rest = [
+                planning.Segment(s.tier, max(s.start, done), s.stop) for s in plan.segments if s.stop > done
+            ]
+            segments = list(takewhile(lambda s: not access.passed_over(s.tier), rest))
+            if not segments:  # its tier failed since the lookup
+                bad.add((rest[0].tier, done))
+                plan = access.find(chunks, planning.clip(plan, done), bad)
+                stop = plan.chunks
+                continue
+            # 1. every segment's reads start, in order of need
+            end = segments[-1].stop
+            reads = PlanReads(access, chunks, segments, shelf)
+            transfer.when_stopped(reads.interrupt)
+            error: BaseException | None = None
+            try:
+                while done < end and error is None and not transfer.stopped:
+                    # 2. records that were read, of one tier
+                    if reads.short:
+                        back.start()
+                    ready = reads.take()
+                    tier = reads.tier
+                    try:
+                        # 3. verified, 4. used, 5. written back, later
+                        good, error = _verified(access, tier, chunks, done, ready)
+                        leases = ready[: good * chunks.groups]
+                        if leases:
+                            use(tier, done, leases)
+                            back.hold(tier, done, leases)
+                    finally:
+                        release_all(ready)
+                    done += good
+                    used[tier] += good
+                    if error is not None:
+                        break
+                    if reads.failed is not None:
+                        name, error = reads.failed
+                        access.ended(tier, name, error)
+            finally:
+                reads.abandon()
+            if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
+                break
+            # 6. what could not be had there is sought elsewhere
+            if error is not None:
+                bad.add((tier, done))
+                plan = access.find(chunks, planning.clip(plan, done), bad)
+                stop = plan.chunks
     if transfer.stopped:
         access.count(Counts.note_cancelled)
     size = chunks.chunk_tokens

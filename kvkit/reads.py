@@ -46,6 +46,11 @@ class PlanReads:
         return self._reads[0].tier
 
     @property
+    def short(self) -> bool:
+        """Whether there are chunks to read ahead and no slots for them."""
+        return self._access.staging.free < self._groups and not all(reads.begun for reads in self._reads)
+
+    @property
     def failed(self) -> tuple[str | None, BaseException] | None:
         """What ended the reads early: the record to blame, if any, and the error."""
         reads = self._reads[0]
@@ -128,6 +133,11 @@ class SegmentReads:
         """Records that the tier was asked for and has not delivered."""
         with self._changed:
             return len(self._in_flight) - sum(name in self._results for name, _ in self._in_flight)
+
+    @property
+    def begun(self) -> bool:
+        """Whether every chunk is under way, or was taken."""
+        return self._next == self._stop
 
     @property
     def done(self) -> bool:
