@@ -213,6 +213,7 @@ class Cache:
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
+        first: int = 0,
     ) -> Stored:
         """Put the whole chunks of `tokens` (int32 [T]) that a target tier lacks. Reads the engine's pages.
 
@@ -221,12 +222,14 @@ class Cache:
 
         Args:
             to: tiers, instead of the policy's `store_to`.
+            first: the chunk to begin with: those before it are not stored, and `place` begins there.
 
         Raises:
-            CacheError: a place does not match the layout or is too short for the tokens.
+            CacheError: a place does not match the layout or is too short for the tokens, or the tokens have
+                fewer than `first` whole chunks.
             PolicyError: `to` names a tier that does not exist.
         """
-        return self._store(tokens, place, namespace, to)(Transfer())
+        return self._store(tokens, place, namespace, to, first)(Transfer())
 
     def store_async(
         self,
@@ -235,13 +238,14 @@ class Cache:
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
+        first: int = 0,
     ) -> Transfer[Stored]:
-        """`store` in the background: the pages must not change until the future is done.
+        """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        return Transfer.start(self._storing, self._store(tokens, place, namespace, to))
+        return Transfer.start(self._storing, self._store(tokens, place, namespace, to, first))
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
@@ -344,14 +348,17 @@ class Cache:
         place: Place | Sequence[Place],
         namespace: Namespace | None,
         to: Sequence[str] | None,
+        first: int,
     ) -> Callable[[Transfer[Stored]], Stored]:
         chunks = self._chunks(tokens, namespace)
+        if first:
+            chunks = chunks.part(first, len(chunks))
         places = check_places(place, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
         for name in targets:
             if name not in self.tiers:
                 raise PolicyError(f"to={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return lambda transfer: stores.store(self._access, chunks, places, targets, lambda: transfer.stopped)
+        return partial(stores.store, self._access, chunks, places, targets)
 
 
 def _warm_up() -> None:

@@ -31,7 +31,7 @@ from kvkit.kernels.launch import Pages
 from kvkit.policy import Policy
 from kvkit.reads import keep_whole
 from kvkit.record import Damage
-from kvkit.sequence import Chunks, Hit, Loaded, Place
+from kvkit.sequence import Chunks, Hit, Loaded, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.stores import Stored
 from kvkit.threads import Workers
@@ -263,6 +263,7 @@ class LayerStore:
             offset, size = record.layer_range(form, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
             rows = self._places[layer.group].rows(form, self._first, len(leases))
+            clear_gaps(rows, pieces)
             launch.pack(layer.pages, pieces, **rows)
 
     def _finish(self) -> int:

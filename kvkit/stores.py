@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvkit import plan as planning
@@ -12,8 +12,9 @@ from kvkit.access import Access
 from kvkit.kernels import launch
 from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
-from kvkit.sequence import Chunks, Place
+from kvkit.sequence import Chunks, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def store(
     chunks: Chunks,
     places: Sequence[Place],
     targets: Sequence[str],
-    stopped: Callable[[], bool],
+    transfer: Transfer[Stored],
 ) -> Stored:
     """Pack and seal the chunks that a target lacks, and start putting them."""
     groups = chunks.groups
@@ -40,7 +41,7 @@ def store(
     for segment in plan.segments:
         access.describe(segment.tier, chunks.formats)
     position = plan.start
-    while position < plan.stop and not stopped():
+    while position < plan.stop and not transfer.stopped:
         count = min(MAX_IN_FLIGHT, plan.stop - position)
         try:
             leases = access.staging.acquire(count * groups, access.timeout_s, at_least=groups)
@@ -49,7 +50,10 @@ def store(
             break
         count = keep_whole(leases, groups)
         try:
-            _pack(chunks, places, position, leases)
+            with transfer.pages:  # tiers and slots were waited for: the engine may want its pages back by now
+                if transfer.stopped:
+                    break
+                _pack(chunks, places, position, leases)
             access.put(plan.segments, chunks, position, leases)
         finally:
             release_all(leases)
@@ -64,7 +68,9 @@ def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[
     for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
         mine = leases[g::groups]
         payloads = [record.payload(form, lease.array) for lease in mine]
-        launch.pack(place.pages, payloads, **place.rows(form, first, count))
+        rows = place.rows(form, first, count)
+        clear_gaps(rows, payloads)
+        launch.pack(place.pages, payloads, **rows)
         for i, lease in enumerate(mine):
             record.seal(form, lease.buffer, *chunks.identity(first + i))
             lease.used = form.record_bytes
