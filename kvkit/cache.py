@@ -239,13 +239,25 @@ class Cache:
         *,
         to: Sequence[str] | None = None,
         first: int = 0,
+        ready: Callable[[], object] | None = None,
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
+
+        Args:
+            ready: called first, in the background; returns when the pages hold what is to be stored (a CUDA
+                event's `synchronize`).
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        return Transfer.start(self._storing, self._store(tokens, place, namespace, to, first))
+        move = self._store(tokens, place, namespace, to, first)
+
+        def store(transfer: Transfer[Stored]) -> Stored:
+            if ready is not None:
+                ready()
+            return move(transfer)
+
+        return Transfer.start(self._storing, store)
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
