@@ -240,17 +240,20 @@ class Cache:
         to: Sequence[str] | None = None,
         first: int = 0,
         ready: Callable[[], object] | None = None,
+        on_stored: Callable[[str, int], None] | None = None,
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
 
         Args:
             ready: called first, in the background; returns when the pages hold what is to be stored (a CUDA
                 event's `synchronize`).
+            on_stored: called with the name of a tier and the number of a chunk, counted from `first`, when
+                that tier has it completely; from any thread, and often after the future is done.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move = self._store(tokens, place, namespace, to, first)
+        move = self._store(tokens, place, namespace, to, first, on_stored)
 
         def store(transfer: Transfer[Stored]) -> Stored:
             if ready is not None:
@@ -361,6 +364,7 @@ class Cache:
         namespace: Namespace | None,
         to: Sequence[str] | None,
         first: int,
+        on_stored: Callable[[str, int], None] | None = None,
     ) -> Callable[[Transfer[Stored]], Stored]:
         chunks = self._chunks(tokens, namespace)
         if first:
@@ -370,7 +374,7 @@ class Cache:
         for name in targets:
             if name not in self.tiers:
                 raise PolicyError(f"to={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return partial(stores.store, self._access, chunks, places, targets)
+        return partial(stores.store, self._access, chunks, places, targets, on_stored)
 
 
 def _warm_up() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvkit import plan as planning
 from kvkit import record
-from kvkit.access import Access
+from kvkit.access import Access, OnPut
 from kvkit.kernels import launch
 from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
@@ -17,6 +19,8 @@ from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
+
+OnStored = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,14 @@ def store(
     chunks: Chunks,
     places: Sequence[Place],
     targets: Sequence[str],
+    on_stored: OnStored | None,
     transfer: Transfer[Stored],
 ) -> Stored:
-    """Pack and seal the chunks that a target lacks, and start putting them."""
+    """Pack and seal the chunks that a target lacks, and start putting them.
+
+    `on_stored` is called with a tier and a chunk when the tier has all of its records, from any thread.
+    """
+    on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
     groups = chunks.groups
     resident = {t: access.ask(t, chunks.names) // groups for t in targets if access.usable(t)}
     plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
@@ -54,11 +63,28 @@ def store(
                 if transfer.stopped:
                     break
                 _pack(chunks, places, position, leases)
-            access.put(plan.segments, chunks, position, leases)
+            access.put(plan.segments, chunks, position, leases, on_put=on_put)
         finally:
             release_all(leases)
         position += count
     return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
+
+
+def _whole_chunks(chunks: Chunks, on_stored: OnStored) -> OnPut:
+    """What calls `on_stored` when the last record of a chunk was put into a tier."""
+    numbers = {name: i // chunks.groups for i, name in enumerate(chunks.names)}
+    counts: Counter[tuple[str, int]] = Counter()
+    lock = threading.Lock()
+
+    def on_put(tier: str, name: str) -> None:
+        chunk = numbers[name]
+        with lock:
+            counts[tier, chunk] += 1
+            complete = counts[tier, chunk] == chunks.groups
+        if complete:
+            on_stored(tier, chunk)
+
+    return on_put
 
 
 def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[Lease]) -> None:

@@ -86,6 +86,26 @@ def test_a_store_begins_at_a_later_chunk(tmp_path: Path) -> None:
             cache.store(TOKENS, engine.places(table), first=6)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_chunk_is_stored_when_all_its_records_are(groups: int, tmp_path: Path) -> None:
+    engine = make_engine(groups)
+    table = engine.table(len(TOKENS))
+    engine.compute(TOKENS, table)
+    told: list[tuple[str, int]] = []
+    with open_cache(engine, tmp_path, slots=24, memory_slots=10) as cache:
+        cache.store(TOKENS[:CHUNK], engine.places(table))
+        cache.flush()
+        transfer = cache.store_async(
+            TOKENS,
+            engine.places(table[PER_CHUNK:]),
+            first=1,
+            on_stored=lambda tier, chunk: told.append((tier, chunk)),
+        )
+        transfer.result(30.0)
+        cache.flush()
+    assert sorted(told) == [(tier, chunk) for tier in ("disk", "memory") for chunk in range(CHUNKS - 1)]
+
+
 @pytest.mark.parametrize("way", ["store", "layers"])
 def test_blocks_that_are_not_there_are_zeros_in_the_record(way: str, tmp_path: Path) -> None:
     engine = make_engine()

@@ -10,6 +10,10 @@ from engine import POISON
 
 pytest.importorskip("vllm")
 
+import msgspec
+import zmq
+from servers import free_ports
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm_engine import BLOCK, Engine, connector, on_disk, prompt
 
 LONG, SHORT = prompt(600, seed=1), prompt(300, seed=2)
@@ -247,3 +251,36 @@ def test_two_connectors_in_one_engine(process: Engine, expected: Expected, tmp_p
     assert (cold["cached"], hit["cached"]) == (0, 512)
     assert cold["tokens"] == hit["tokens"] == expected(LONG)
     process.flush()
+
+
+def test_what_is_stored_is_told(process: Engine, expected: Expected, tmp_path: Path) -> None:
+    """Events of vLLM's own cache and of kvkit's tiers name the same blocks."""
+    (port,) = free_ports(1)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe("")
+        socket.bind(f"tcp://127.0.0.1:{port}")  # vLLM binds only to all addresses, and else connects
+        process.open(
+            connector(on_disk(tmp_path)),
+            enable_prefix_caching=True,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://127.0.0.1:{port}",
+            },
+        )
+        told: list[tuple[str, object]] = []
+        attempt = 0
+        while len({medium for medium, _ in told}) < 2 and attempt < 20:
+            # events that come before the subscription are lost, and a step is needed to send them
+            process.text(LONG, cache_salt=f"attempt {attempt}")
+            process.flush()
+            process.text(prompt(20))
+            attempt += 1
+            while socket.poll(1000):
+                *_, payload = socket.recv_multipart()
+                for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                    if isinstance(event, BlockStored):
+                        told += [(event.medium, hash_) for hash_ in event.block_hashes]
+    blocks = {medium: {hash_ for m, hash_ in told if m == medium} for medium in ("GPU", "STORAGE")}
+    assert blocks["STORAGE"]
+    assert blocks["STORAGE"] <= blocks["GPU"]

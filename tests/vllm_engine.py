@@ -168,13 +168,15 @@ class _Served:
 
     def open(self, options: Settings) -> None:
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.platforms import current_platform
 
         self.close()
-        transfer = options.pop("kv_transfer_config")
+        transfer, events = options.pop("kv_transfer_config"), options.pop("kv_events_config", None)
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
+        if events is not None:
+            options["kv_events_config"] = KVEventsConfig(**events)
         self.llm = LLM(**options)
         # vLLM's kernels are in place for good; a second search for them stumbles over llvmlite's modules
         current_platform.__class__.register_triton_kernel_overrides = classmethod(lambda cls: None)

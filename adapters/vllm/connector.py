@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkit.adapters.vllm import groups
+from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.identity import identity, model_identity
 from kvkit.adapters.vllm.messages import Report, Sequence, Step
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
@@ -34,6 +35,7 @@ from kvkit.config import ConfigError
 from kvkit.layout import KVLayout, Namespace
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -61,10 +63,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         parallel = vllm_config.parallel_config
         _check(self._settings.load, len(specs), parallel)
         self._scheduler: Scheduler | None = None
+        self._events: Events | None = None
         self._worker: Worker | None = None
+        events = vllm_config.kv_events_config
+        tells_stores = events is not None and events.enable_kv_cache_events
         if role == KVConnectorRole.WORKER:
             self._worker = Worker(
-                self._config, self._settings, specs, kv_cache_config.num_blocks, self._namespace
+                self._config, self._settings, specs, kv_cache_config.num_blocks, self._namespace, tells_stores
             )
             return
         # behind a window's end, only whole chunks are known to hold all that is attended to
@@ -78,6 +83,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
         )
+        if tells_stores:
+            self._events = Events(
+                self._config.tiers.__getitem__,
+                self._config.chunk_tokens,
+                kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
+                parallel.world_size,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -166,13 +178,24 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
-        return self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        if self._events is not None:
+            for save in step.saves:
+                stop = len(save.sequence.tokens) // self._config.chunk_tokens
+                self._events.saved(self._scheduler.view(save.request), save.first, stop)
+        return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._scheduler.hear(report)
+            if self._events is not None:
+                for stored in report.stored:
+                    self._events.stored(*stored)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [] if self._events is None else self._events.take()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None

@@ -102,11 +102,13 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         failed: requests of which less was loaded than was promised.
         failed_step: the last step in which a load that the step waited for failed; 0 for none.
+        stored: (request, tier, chunk) of what a tier has completely, if anyone wants to know.
     """
 
     answers: list[Answer] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     failed_step: int = 0
+    stored: list[tuple[str, str, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Both reports as one. Mutates neither."""
@@ -115,4 +117,5 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.answers + other.answers,
             self.failed + other.failed,
             max(self.failed_step, other.failed_step),
+            self.stored + other.stored,
         )

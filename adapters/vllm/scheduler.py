@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
 
@@ -197,6 +197,10 @@ class Scheduler:
             if name in self._requests:  # it would be tried again and again
                 self._requests[name].barred = True
         self._heard = max(self._heard, report.failed_step)
+
+    def view(self, request_id: str) -> Any:
+        """vLLM's request, of one that is not finished."""
+        return self._requests[request_id].view
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class Worker:
         specs: of every layer, per KV cache group of vLLM.
         blocks: vLLM's blocks.
         namespace: given the layout, this rank's; without LoRA and salt.
+        tells_stores: whether reports say what was stored.
     """
 
     def __init__(
@@ -85,12 +87,15 @@ class Worker:
         specs: list[dict[str, Any]],
         blocks: int,
         namespace: Callable[[KVLayout], Namespace],
+        tells_stores: bool,
     ) -> None:
         self._config = config
         self._settings = settings
         self._specs = specs
         self._blocks = blocks
         self._namespace_of = namespace
+        self._tells_stores = tells_stores
+        self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
         self._lookups: dict[str, tuple[int, Transfer[Hit]]] = {}
         self._hits: dict[str, tuple[int, Hit]] = {}
@@ -217,9 +222,10 @@ class Worker:
         failed, self._failed = self._failed, []
         failed_step = self._failed_step if self._failed_step != self._told_step else 0
         self._told_step = self._failed_step
-        if not answers and not failed and not failed_step:
+        stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        if not answers and not failed and not failed_step and not stored:
             return None
-        return Report(answers, failed, failed_step)
+        return Report(answers, failed, failed_step, stored)
 
     def take_stats(self) -> stats.Stats | None:
         """What was counted since the last call."""
@@ -245,9 +251,13 @@ class Worker:
             self._space(sequence),
             first=save.first,
             ready=ready,
+            on_stored=self._note_stored(save) if self._tells_stores else None,
         )
         transfer.add_done_callback(lambda done: self._stats.stored(_result(done), time.monotonic() - began))
         self._saving.append(transfer)
+
+    def _note_stored(self, save: Save) -> Callable[[str, int], None]:
+        return lambda tier, chunk: self._stored.append((save.request, tier, save.first + chunk))
 
     def _finish_all(self, step: int) -> None:
         """End the loads that a step waits for."""
