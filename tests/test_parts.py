@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cache import hanging, make_engine, open_cache, sequence, store
+from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import CacheError, Stored
 from kvkit.plan import RetrievePlan, Segment, cut
 from kvkit.sequence import Chunks
+from kvkit.staging import release_all
+from kvkit.testing import Fault, FaultyTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.transfers import Transfer
 
@@ -134,20 +136,34 @@ def test_blocks_that_are_not_there_are_zeros_in_the_record(way: str, tmp_path: P
     assert second.tobytes() == whole[1]
 
 
-def test_pages_taken_back_are_not_read(tmp_path: Path) -> None:
-    """A store that waits for a tier: `revoke` returns at once, and what it stores later is nothing."""
+@pytest.mark.parametrize("waits_for", ["tier", "slot"])
+def test_pages_taken_back_are_not_read(waits_for: str, tmp_path: Path) -> None:
+    """A store that waits: `revoke` returns at once, and nothing is stored later."""
     engine = make_engine()
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
-    tier = hanging(tmp_path, "run")
-    with open_cache(engine, None, memory_slots=0, extra=[tier], timeout_s=10.0) as cache:
+    waiting = threading.Event()
+
+    def plan(operation: str, name: str) -> Fault | None:
+        if operation != "run" or waits_for != "tier":
+            return None
+        waiting.set()
+        return Fault.HANG
+
+    tier = FaultyTier(ObjectTier(str(tmp_path), name="slow"), plan)
+    with open_cache(engine, None, memory_slots=0, extra=[tier], timeout_s=30.0) as cache:
+        taken = []
+        if waits_for == "slot":
+            taken = cache.staging.acquire(cache.staging.slots, 1.0, at_least=cache.staging.slots)
+            cache.staging.on_shortage(lambda _: waiting.set())
         transfer = cache.store_async(TOKENS, engine.places(table))
+        assert waiting.wait(30.0)
         transfer.revoke()
         engine.wipe()
         tier.release()
-        if not transfer.cancelled():
-            assert transfer.result(30.0).new_tokens == 0
-    assert not list(ObjectTier(f"file://{tmp_path}").scan())
+        release_all(taken)
+        assert transfer.result(30.0).new_tokens == 0
+    assert not list(ObjectTier(str(tmp_path)).scan())
 
 
 def test_taking_pages_back_waits_for_a_copy_that_is_under_way() -> None:

@@ -175,11 +175,8 @@ def _whole(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def _split(blocks: npt.NDArray[np.int64], ratio: int) -> npt.NDArray[np.int64]:
-    """The kernel's blocks of vLLM's; -1 stays -1."""
-    if ratio == 1:
-        return blocks
-    each = blocks[:, None] * ratio + np.arange(ratio)
-    return np.where(blocks[:, None] < 0, -1, each).reshape(-1)
+    """The kernel's blocks of vLLM's; what is < 0 stays so."""
+    return (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
