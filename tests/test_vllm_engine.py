@@ -200,19 +200,20 @@ def test_requests_of_an_engine_that_caches_itself(
 @pytest.mark.parametrize("load", ["sync", "layerwise"])
 def test_loads_that_a_step_waits_for(process: Engine, expected: Expected, tmp_path: Path, load: str) -> None:
     process.open(connector(on_disk(tmp_path), load=load))
-    cold, hit = (process.generate([LONG])[0] for _ in range(2))
-    assert (cold["cached"], hit["cached"]) == (0, 512)
-    assert cold["tokens"] == hit["tokens"] == expected(LONG)
+    cold, hit = (process.generate([SHORT])[0] for _ in range(2))
+    assert (cold["cached"], hit["cached"]) == (0, 256)
+    assert cold["tokens"] == hit["tokens"] == expected(SHORT)
+    assert process.cached(LONG[:400]) == [0]
     process.flush()
-    # one of four chunks: nothing that the failed step computed behind it may be kept
-    assert damage(tmp_path, slice(0, 1)) == 1
+    # the step that fails to load three chunks completes a fourth, which rests on them and must not be kept
+    assert damage(tmp_path, slice(None)) == 5
     before = process.metrics()
-    answers = process.generate([LONG, SHORT])
-    assert [answer["tokens"] for answer in answers] == [expected(LONG), expected(SHORT)]
+    (found,) = process.generate([LONG])
+    assert found["tokens"] == expected(LONG)
     assert difference(process.metrics(), before, "vllm:kvkit_load_errors_total{}") == [1]
     process.flush()
     (again,) = process.generate([LONG])
-    assert again["tokens"] == expected(LONG)
+    assert (again["cached"], again["tokens"]) == (512, expected(LONG))
 
 
 def test_a_load_that_fails_can_fail_its_request_alone(
