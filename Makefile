@@ -22,7 +22,7 @@ $(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from disk
 	$(BIN)/kvkit demo
 
-test: $(VENV)/dev.stamp check  ## everything that CI runs
+test: $(VENV)/dev.stamp check  ## what CI runs, but for test-nfs
 	$(BIN)/python -m pytest
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there

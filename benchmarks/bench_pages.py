@@ -24,6 +24,7 @@ from kvkit.kernels import reference
 from kvkit.kernels.launch import Pages, Quantised, pack, unpack
 from kvkit.layout import ORDERS, LayerGroup
 from kvkit.rope import Rope, Rotation
+from kvkit.staging import Staging
 from timing import interleaved, ratio
 
 THREADS = 2
@@ -54,7 +55,10 @@ FORMS: tuple[Quantised, ...] = ("fp8", "int8")
 
 
 class Job:
-    """Chunks in random blocks of a pool twice as large; every page has been touched."""
+    """Chunks in random blocks of a pool twice as large, and records in slots as a cache has them.
+
+    Every page has been touched.
+    """
 
     def __init__(self, group: LayerGroup, chunks: int) -> None:
         per_chunk = CHUNK_TOKENS // group.block_tokens
@@ -66,9 +70,12 @@ class Job:
         self.pages = Pages.of(group, self.tensors)
         random = np.random.default_rng(0)
         self.blocks = random.permutation(2 * chunks * per_chunk)[: chunks * per_chunk].reshape(chunks, -1)
-        arena = np.zeros(self.bytes + 64, np.uint8)
-        start = -arena.ctypes.data % 64
-        self.records = np.split(arena[start : start + self.bytes], chunks)
+        size = self.bytes // chunks
+        staging = Staging(size, chunks)
+        self.leases = staging.acquire(chunks, 1.0)
+        self.records = [lease.array[:size] for lease in self.leases]
+        for record in self.records:
+            record[:] = 0
         self.source = torch.ones(self.bytes, dtype=torch.uint8)
         self.target = torch.zeros(self.bytes, dtype=torch.uint8)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 
+from kvkit import quality
 from kvkit.adapters import smollm2
 from kvkit.adapters.blend import BlendedModel
 from kvkit.adapters.transformers import CachedModel
@@ -16,16 +19,13 @@ from kvkit.blend import Selection
 from kvkit.config import load_config
 from timing import interleaved, ratio
 
-DOCUMENT_TOKENS = 256
-QUESTION_TOKENS = 64
 CHUNK_TOKENS = 64
 
 
 def load(full_size: bool) -> Any:
     """SmolLM2-135M in float32, or a tiny model of the same kind."""
     if full_size:
-        folder = smollm2.fetch()
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(smollm2.fetch(), dtype=torch.float32).eval()
     config = transformers.LlamaConfig(
         vocab_size=512,
         hidden_size=32,
@@ -37,16 +37,26 @@ def load(full_size: bool) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def prompt(documents: int, full_size: bool) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+    """Texts, a question about one of them, and where the texts stand; the first token is another one."""
+    if full_size:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.fetch())
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        (sample,) = quality.samples("documents", encode, 1, documents * quality.DOCUMENT_TOKENS)
+        ids, spans = sample.prompt, sample.documents
+    else:
+        size = CHUNK_TOKENS
+        ids = np.random.default_rng(0).integers(5, 512, documents * size + size, np.int32)
+        spans = tuple((start, start + size) for start in range(0, documents * size, size))
+    return np.concatenate([ids[-1:], ids]), [(start + 1, stop + 1) for start, stop in spans]
+
+
 @pytest.mark.parametrize("documents", [4, 16], ids=["1k", "4k"])
 def test_blended_prefill(benchmark: Any, documents: int) -> None:
     """Documents come from memory, in a prompt whose first token is another one; the blended prefill includes
     looking them up, verifying, moving and unpacking them."""
     model = load(benchmark.enabled)
-    size = DOCUMENT_TOKENS if benchmark.enabled else CHUNK_TOKENS
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(5, model.config.vocab_size, 1 + documents * size + QUESTION_TOKENS, np.int32)
-    starts = range(1, documents * size + 1, size)
-    spans = [(start, start + size) for start in starts]
+    tokens, spans = prompt(documents, benchmark.enabled)
     config = load_config(
         chunk_tokens=CHUNK_TOKENS, staging="256MiB", tiers={"memory": {"capacity": "768MiB"}}
     )
@@ -56,7 +66,7 @@ def test_blended_prefill(benchmark: Any, documents: int) -> None:
         blended.flush()
         plain = CachedModel(model, blended.cached.layout, None)
         done = blended.prefill(tokens, spans)
-        assert done.reused_tokens == documents * size
+        assert done.reused_tokens == sum(stop - start for start, stop in spans)
         naive = Selection("first_n", 0.0, 0)
         chosen = blended.selection
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import redis
 import s3fs
 from obstore.store import S3Store
 
-from kvkit.staging import Lease, Staging, release_all
-from kvkit.testing import record_names
+from batch import Batch
 from kvkit.tiers.base import Tier, default_threads
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import PREFIX, RedisTier
@@ -36,35 +34,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-class Batch:
-    """Slots that were touched and filled, their names, and as many threads as the tier has."""
+class Remote(Batch):
+    """A batch, and as many threads as the tier has."""
 
     def __init__(self, records: int, record_bytes: int) -> None:
-        self.names = record_names(records)
-        self.staging = Staging(record_bytes, records)
-        assert self.staging.ready.wait(300)
-        self.leases = self.staging.acquire(records, 0, at_least=records)
-        rng = np.random.default_rng(0)
-        for lease in self.leases:
-            lease.array[:] = rng.integers(0, 256, len(lease.array), np.uint8)
-            lease.used = record_bytes
+        super().__init__(records, record_bytes)
         self._pool = ThreadPoolExecutor(THREADS)
-
-    def move(self, start: Callable[[Sequence[str], Sequence[Lease], Any], None]) -> None:
-        """The batch through a tier, until the last record completes."""
-        left = len(self.names)
-        lock, finished = threading.Lock(), threading.Event()
-
-        def on_complete(name: str, error: BaseException | None) -> None:
-            nonlocal left
-            assert error is None, error
-            with lock:
-                left -= 1
-                if left == 0:
-                    finished.set()
-
-        start(self.names, self.leases, on_complete)
-        assert finished.wait(300)
 
     def bare(self, move: Callable[[str, memoryview], object]) -> None:
         """The batch by threads that do nothing else."""
@@ -74,14 +49,13 @@ class Batch:
     def close(self, tier: Tier) -> None:
         tier.close()
         self._pool.shutdown()
-        release_all(self.leases)
-        self.staging.close()
+        self.release()
 
 
 @pytest.fixture(params=[2, 32], ids=["32x2MiB", "4x32MiB"])
-def batch(request: Any, benchmark: Any) -> Batch:
+def batch(request: Any, benchmark: Any) -> Remote:
     records, size = (RECORDS, 2 * MIB) if request.param == 2 else (4, 32 * MIB)
-    return Batch(records, size) if benchmark.enabled else Batch(4, size >> 6)
+    return Remote(records, size) if benchmark.enabled else Remote(4, size >> 6)
 
 
 def compare(benchmark: Any, ours: Callable[[], object], other: Callable[[], object], against: str) -> None:
@@ -110,7 +84,7 @@ def bare_store(server: S3Server, prefix: str) -> S3Store:
 
 
 @pytest.mark.parametrize("peer", ["obstore", "s3fs"])
-def test_get(benchmark: Any, server: S3Server, batch: Batch, peer: str) -> None:
+def test_get(benchmark: Any, server: S3Server, batch: Remote, peer: str) -> None:
     """Into slots; against the client's own get, which leaves the bytes where it put them."""
     prefix = f"get-{peer}-{batch.leases[0].used}"
     tier, store = s3_tier(server, prefix), bare_store(server, prefix)
@@ -139,7 +113,7 @@ def test_get(benchmark: Any, server: S3Server, batch: Batch, peer: str) -> None:
 
 def test_put(benchmark: Any, server: S3Server) -> None:
     """32 x 2 MiB under new names each time; the tier also asks first whether the object is there."""
-    batch = Batch(RECORDS, 2 * MIB if benchmark.enabled else 32768)
+    batch = Remote(RECORDS, 2 * MIB if benchmark.enabled else 32768)
     turn = itertools.count()
     tier = s3_tier(server, "put")
     store = bare_store(server, "put-bare")
@@ -165,7 +139,7 @@ def test_put(benchmark: Any, server: S3Server) -> None:
 def test_one_layer(benchmark: Any, server: S3Server) -> None:
     """The layers of one record, each a request, one after the other."""
     layers, layer_bytes = (30, 196608) if benchmark.enabled else (3, 4096)
-    batch = Batch(1, layers * layer_bytes)
+    batch = Remote(1, layers * layer_bytes)
     tier, store = s3_tier(server, "layers"), bare_store(server, "layers")
     batch.move(tier.put)
     name, slot = batch.names[0], batch.leases[0].buffer
@@ -186,7 +160,7 @@ def test_one_layer(benchmark: Any, server: S3Server) -> None:
 @pytest.mark.parametrize("job", ["get", "put"])
 def test_redis(benchmark: Any, tmp_path: Path, job: str) -> None:
     """32 x 2 MiB; against redis-py with hiredis, with a copy into the slot."""
-    batch = Batch(RECORDS, 2 * MIB if benchmark.enabled else 4096)
+    batch = Remote(RECORDS, 2 * MIB if benchmark.enabled else 4096)
     with RedisServer(tmp_path, "valkey") as server:
         tier = RedisTier(server.url, threads=THREADS, timeout_s=60)
         client = redis.Redis(port=server.port)

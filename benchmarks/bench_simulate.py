@@ -23,7 +23,9 @@ from kvkit.simulate.traces import GENERATORS, Trace, mixed, read_trace
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
 REQUESTS = 2000
-RESULTS = Path(__file__).parent / "results" / "simulate.json"
+HERE = Path(__file__).parent
+EXAMPLE = HERE / "traces" / "mixed.jsonl"
+RESULTS = HERE / "results" / "simulate.json"
 
 
 def lookups(trace: Trace) -> int:
@@ -79,6 +81,7 @@ def traces(paths: list[str]) -> Iterator[tuple[str, int, Trace]]:
     for name, make in GENERATORS.items():
         for seed in SEEDS:
             yield name, seed, make(REQUESTS, seed)
+    yield "traces/mixed.jsonl", 0, read_trace(EXAMPLE)
     for path in paths:
         yield f"Mooncake, {Path(path).stem.removesuffix('_trace')}", 0, read_trace(path)
 

@@ -5,63 +5,38 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from kvkit.staging import Lease, Staging, release_all
+from batch import Batch
+from kvkit.staging import Staging, release_all
 from kvkit.testing import record_names
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from timing import interleaved, ratio
+from timing import forget, interleaved, nothing, ratio
 
 RECORDS = 32
 MIB = 1 << 20
 THREADS = default_threads()
 
 
-class Fixture:
-    """Slots that were touched and filled, a folder on the disk of the repository, and threads."""
+class Fixture(Batch):
+    """A batch, a folder on the disk of the repository, and threads."""
 
     def __init__(self, root: Path, record_bytes: int, records: int) -> None:
+        super().__init__(records, record_bytes)
         self.root = root
-        self.names = record_names(records)
         self.paths = [str(root / name) for name in self.names]
         self.record_bytes = record_bytes
-        self.staging = Staging(record_bytes, records)
-        assert self.staging.ready.wait(300)
-        self.leases = self.staging.acquire(records, 0, at_least=records)
-        rng = np.random.default_rng(0)
-        for lease in self.leases:
-            lease.array[:] = rng.integers(0, 256, len(lease.array), np.uint8)
-            lease.used = record_bytes
         self.tier = ObjectTier(str(root), threads=THREADS)
         self.pool = ThreadPoolExecutor(THREADS)
-
-    def move(self, start: Callable[[Sequence[str], Sequence[Lease], Any], None]) -> None:
-        """One batch through the tier, until the last record completes."""
-        left = len(self.names)
-        lock, finished = threading.Lock(), threading.Event()
-
-        def on_complete(name: str, error: BaseException | None) -> None:
-            nonlocal left
-            assert error is None
-            with lock:
-                left -= 1
-                if left == 0:
-                    finished.set()
-
-        start(self.names, self.leases, on_complete)
-        assert finished.wait(300)
 
     def bare(self, move: Callable[[str, memoryview], None]) -> None:
         """The same batch by threads that do nothing else."""
@@ -72,19 +47,10 @@ class Fixture:
 
         list(self.pool.map(part, range(THREADS)))
 
-    def forget(self) -> None:
-        """Have the page cache drop the files, so that the next read is cold."""
-        for path in self.paths:
-            file = os.open(path, os.O_RDONLY)
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
-
     def close(self) -> None:
         self.tier.close()
         self.pool.shutdown()
-        release_all(self.leases)
-        self.staging.close()
+        self.release()
         shutil.rmtree(self.root)
 
 
@@ -124,9 +90,6 @@ def write_bare(flags: int, path: str, data: memoryview) -> None:
     os.rename(temporary, path)
 
 
-def nothing() -> None: ...
-
-
 def compare(
     benchmark: Any,
     ours: Callable[[], object],
@@ -136,22 +99,10 @@ def compare(
     before: Callable[[], object] = nothing,
 ) -> None:
     """Time of `ours` over that of `other`, from calls that take turns. `before` each call is not timed."""
-    warmup = 2
-    benchmark.pedantic(ours, setup=before, rounds=rounds if benchmark.enabled else 1)
-    times: dict[str, list[float]] = {"ours": [], "other": []}
-
-    def timed(name: str, function: Callable[[], object]) -> Callable[[], None]:
-        def call() -> None:
-            before()
-            began = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - began)
-
-        return call
-
-    calls = {"ours": timed("ours", ours), "other": timed("other", other)}
-    interleaved(calls, rounds if benchmark.enabled else 1, warmup)
-    found = ratio({name: taken[warmup:] for name, taken in times.items()}, "ours", "other")
+    rounds = rounds if benchmark.enabled else 1
+    benchmark.pedantic(ours, setup=before, rounds=rounds)
+    times = interleaved({"ours": ours, "other": other}, rounds, warmup=2, before=before)
+    found = ratio(times, "ours", "other")
     benchmark.extra_info.update(ratio_min=found["min"], ratio_median=found["median"], against=against)
 
 
@@ -166,7 +117,7 @@ def test_read(benchmark: Any, fixture: Fixture, cache: str) -> None:
         lambda: fixture.bare(read_bare),
         "open, preadv, close in as many threads",
         30 if cache == "warm" else 12,
-        fixture.forget if cache == "cold" else nothing,
+        partial(forget, fixture.paths) if cache == "cold" else nothing,
     )
     assert all(lease.array.any() for lease in fixture.leases)
 
@@ -181,7 +132,7 @@ def test_read_against_fsspec(benchmark: Any, fixture: Fixture, cache: str) -> No
         lambda: local.cat(fixture.paths),
         "fsspec LocalFileSystem.cat",
         12 if cache == "warm" else 6,
-        fixture.forget if cache == "cold" else nothing,
+        partial(forget, fixture.paths) if cache == "cold" else nothing,
     )
 
 

@@ -13,7 +13,14 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/records.md", "docs/simulate.md", "docs/kernels.md", "docs/blend.md")
+PAGES = (
+    "README.md",
+    "docs/records.md",
+    "docs/simulate.md",
+    "docs/engine.md",
+    "docs/kernels.md",
+    "docs/blend.md",
+)
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
 
@@ -21,7 +28,8 @@ MACHINE = "amd-epyc-2-cores"
 def render(page: str, results: Path = RESULTS) -> str:
     """`page` with each table between its markers made anew.
 
-    In `kernels`, `blend_1k` and `blend_4k`, what was not measured is left out, all of it with a sentence.
+    In `engine`, `kernels`, `blend_1k` and `blend_4k`, what was not measured is left out, all of it with a
+    sentence.
 
     Raises:
         KeyError: a marker names no table, or a benchmark of another table has no result; `make bench` makes
@@ -36,6 +44,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "checksums": lambda: _checksums(figures),
         "codecs": lambda: _codecs(figures),
         "eviction": lambda: _eviction(json.loads((results / "simulate.json").read_text())),
+        "engine": lambda: _engine(figures),
         "kernels": lambda: _kernels(figures),
         "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
@@ -154,6 +163,30 @@ def _eviction(found: dict[str, Any]) -> list[list[str]]:
             best = max(means, key=lambda cell: float(cell[:-1]))
             cells = [f"**{cell}**" if cell == best else cell for cell in means]
             rows.append([trace, f"{share:.0%}", *cells])
+    return rows
+
+
+def _engine(figures: dict[str, Any]) -> list[list[str]]:
+    """Ratios of times, and beside a prefetch's what it would be if the slower tier took all of the time."""
+    rows = [["what", "against", "ratio of minima", "of medians", "at best"]]
+    both = "64 × 8 MiB, half from a cold disk, half from S3"
+    moves = {
+        "prefetch_from_disk_and_s3": f"prefetch {both}",
+        "overlap_of_waiting_tiers[prefetch]": "the same, waiting alone",
+        "overlap_of_waiting_tiers[load-64-slots]": "load them through 64 slots, waiting alone",
+        "overlap_of_waiting_tiers[load-16-slots]": "load them through 16 slots, waiting alone",
+    }
+    for name, what in moves.items():
+        found = figures.get(f"engine::{name}")
+        if found is not None:
+            ratios = (found[key] for key in ("ratio_min", "ratio_median", "bound_median"))
+            rows.append([what, "one half, then the other", *(f"{ratio:.2f}" for ratio in ratios)])
+    for target in ("memory", "disk"):
+        found = figures.get(f"engine::write_back[{target}]")
+        if found is not None:
+            what = f"load 32 × 8 MiB from S3, writing back to {target}"
+            ratios = (found[key] for key in ("ratio_min", "ratio_median"))
+            rows.append([what, "without writing back", *(f"{ratio:.2f}" for ratio in ratios), "1.00"])
     return rows
 
 

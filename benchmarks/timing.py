@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+
+def nothing() -> None: ...
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 3,
+    before: Callable[[], object] = nothing,
 ) -> dict[str, list[float]]:
     """Seconds of every call, `rounds` of them per function, after `warmup` that are not timed.
 
-    Each round calls every function once, and starts with another one than the round before.
+    Each round calls every function once, and starts with another one than the round before. `before` each
+    call is not timed.
     """
     names = list(functions)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -20,6 +29,7 @@ def interleaved(
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             function = functions[name]
+            before()
             began = time.perf_counter()
             function()
             took = time.perf_counter() - began
@@ -34,3 +44,23 @@ def ratio(times: Mapping[str, Sequence[float]], a: str, b: str) -> dict[str, flo
         "min": min(times[a]) / min(times[b]),
         "median": statistics.median(times[a]) / statistics.median(times[b]),
     }
+
+
+def forget(files: Iterable[str | os.PathLike[str]]) -> None:
+    """Have the page cache drop the files, so that the next read is cold."""
+    for path in files:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def processor_s() -> float:
+    """Seconds that processors worked for this process and for those that it started, and that still run."""
+    started = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    return sum(_processor_s(pid) for pid in ("self", *started))
+
+
+def _processor_s(pid: str) -> float:
+    behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(ticks) for ticks in behind_name[11:13]) / os.sysconf("SC_CLK_TCK")

@@ -41,7 +41,8 @@ def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[
     given, name = launch.arguments, _name(launch)
     if name in ("attend", "weigh"):
         size = triton.next_power_of_2(max(given["SIZE"], given.get("V_SIZE", 0)))
-        return _tile_configs(name, given["q"].element_size(), size, given["GROUP"], len(given["q"]), amd)
+        packed = given["GROUP"] if name == "attend" else 1
+        return _tile_configs(name, given["q"].element_size(), size, packed, len(given["q"]), amd)
     return _row_configs(name)
 
 
@@ -49,7 +50,6 @@ def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[
 def _row_configs(kernel: str) -> tuple[Config, ...]:
     rows = {
         "merge": (16, 8, 32),
-        "fold": (256, 128, 512),
         "scatter_rows": (16, 8, 32, 64),
         "measure": (8, 4, 16),
     }
@@ -117,24 +117,10 @@ def attention(
     """
     if not rows.count:
         return ()
-    heads, size = k_pages.shape[1], k_pages.shape[3]
-    group = q.shape[1] // heads
+    heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
     given = {
-        "q": q,
-        "k": k_pages,
-        "v": v,
-        **_keys(k_pages, rows, scale, window, softcap),
-        "v_block": v.stride(0),
-        "v_head": v.stride(1),
-        "v_token": v.stride(2),
-        "q_row": q.stride(0),
-        "q_head": q.stride(1),
-        "heads": heads,
-        "SIZE": size,
-        "V_SIZE": v.shape[3],
-        "GROUP": group,
-        "VALUES": v_pages is not None,
+        **_scored(q, k_pages, v_pages, rows, scale, window, softcap),
         "ALIKE": k_pages.stride() == v.stride(),  # a token of V is as far from its start as one of K
     }
     config = config or _best(attend, given)
@@ -187,43 +173,24 @@ def scores(
     out: torch.Tensor,
     config: Config | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `launch.query_scores` into `out`, float32 [length]; checks nothing."""
-    length, heads, size = int(rows.lengths[0]), k_pages.shape[1], k_pages.shape[3]
+    """What computes `launch.query_scores` into `out`, float32 [Hq, length]; checks nothing."""
+    length = int(rows.lengths[0])
     if not length:
         return ()
     before: tuple[Launch, ...] = ()
     if lse is None:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         before = attention(q, k_pages, None, rows, scale, window, softcap, None, lse)
-    v = k_pages if v_pages is None else v_pages
-    mass = q.new_empty(heads, length, dtype=torch.float32)
     given = {
-        "q": q,
-        "k": k_pages,
-        "v": v,
-        **_keys(k_pages, rows, scale, window, softcap),
-        "v_block": v.stride(0),
-        "v_head": v.stride(1),
-        "v_token": v.stride(2),
-        "q_row": q.stride(0),
-        "q_head": q.stride(1),
+        **_scored(q, k_pages, v_pages, rows, scale, window, softcap),
         "lse": lse.contiguous(),
-        "mass": mass,
-        "heads": heads,
+        "out": out,
         "count": rows.count,
         "length": length,
-        "SIZE": size,
-        "V_SIZE": v.shape[3],
-        "GROUP": q.shape[1] // heads,
-        "VALUES": v_pages is not None,
     }
     config = config or _best(weigh, given)
-    programs = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"]) * heads
-    weighing = Launch(weigh, (programs,), given | {"INTERPRET": _interpreted()}, config)
-    folding = {"mass": mass, "out": out, "heads": heads, "length": length}
-    chosen = _best(fold, folding)
-    folded = Launch(fold, (triton.cdiv(length, dict(chosen.tiles)["ROWS"]),), folding, chosen)
-    return *before, weighing, folded
+    programs = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"]) * q.shape[1]
+    return *before, Launch(weigh, (programs,), given | {"INTERPRET": _interpreted()}, config)
 
 
 def scatter(
@@ -308,14 +275,24 @@ def deviation(
     return (Launch(measure, (triton.cdiv(count, dict(config.tiles)["ROWS"]),), given, config),)
 
 
-def _keys(
-    k_pages: torch.Tensor, rows: Rows, scale: float, window: int | None, softcap: float | None
+def _scored(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> dict[str, object]:
-    """Arguments of both kernels that compute scores."""
+    """Arguments of both kernels that compute scores. Without `v_pages`, V is K and is not read."""
+    v = k_pages if v_pages is None else v_pages
     tokens = k_pages.shape[2]
     one_block = not rows.lengths.size or int(rows.lengths.max()) <= tokens
     capped = 0.0 if softcap is None else softcap
     return {
+        "q": q,
+        "k": k_pages,
+        "v": v,
         "tables": rows.device_tables,
         "positions": rows.device_positions,
         "table_stride": rows.device_tables.stride(0),
@@ -326,9 +303,19 @@ def _keys(
         "k_block": k_pages.stride(0),
         "k_head": k_pages.stride(1),
         "k_token": k_pages.stride(2),
+        "v_block": v.stride(0),
+        "v_head": v.stride(1),
+        "v_token": v.stride(2),
+        "q_row": q.stride(0),
+        "q_head": q.stride(1),
+        "heads": k_pages.shape[1],
         "PAGE": 0 if one_block else tokens,
         "WINDOWED": window is not None,
         "CAPPED": softcap is not None,
+        "SIZE": k_pages.shape[3],
+        "V_SIZE": v.shape[3],
+        "GROUP": q.shape[1] // k_pages.shape[1],
+        "VALUES": v_pages is not None,
     }
 
 
@@ -575,23 +562,22 @@ def merge(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def weigh(
-    q, k, v, tables, positions, lse, mass,
+    q, k, v, tables, positions, lse, out,
     scale, softcap, window, table_stride,
     q_row, q_head, k_block, k_head, k_token, v_block, v_head, v_token, heads, count, length,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr,
     INTERPRET: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """mass [H, length]: what all rows and query heads of one KV head pay to some keys."""
-    start = tl.program_id(0) // heads * TILE_KEYS
-    head = tl.program_id(0) % heads
+    """out [Hq, length]: what all rows of one query head pay to some keys."""
+    start = tl.program_id(0) // (heads * GROUP) * TILE_KEYS
+    query_head = tl.program_id(0) % (heads * GROUP)
+    head = query_head // GROUP
     j, inside, places = _places(tables, start, 0, length, k_block, k_token, PAGE, TILE_KEYS, True)
     keys = _load_rows(k + head.to(tl.int64) * k_head, places, inside, SIZE, True)
     total = tl.zeros([TILE_KEYS], tl.float32)
-    for first in range(0, count, TILE_ROWS // GROUP):
-        queries, row, query_head, valid = _load_queries(
-            q, first, count, head, q_row, q_head, SIZE, GROUP, TILE_ROWS
-        )
+    for first in range(0, count, TILE_ROWS):
+        queries, row, _, valid = _load_queries(q, first, count, query_head, q_row, q_head, SIZE, 1, TILE_ROWS)
         position = tl.load(positions + row, mask=valid, other=-1)
         logsum = tl.load(lse + row.to(tl.int64) * heads * GROUP + query_head, mask=valid, other=0.0)
         s = _scores(queries, keys, scale, softcap, CAPPED, INTERPRET)
@@ -605,19 +591,7 @@ def weigh(
         _, _, places = _places(tables, start, 0, length, v_block, v_token, PAGE, TILE_KEYS, True)
         values = _load_rows(v + head.to(tl.int64) * v_head, places, inside, V_SIZE, True).to(tl.float32)
         total *= tl.sqrt(tl.sum(values * values, 1))
-    tl.store(mass + head.to(tl.int64) * length + j, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=RUNTIME)
-def fold(mass, out, heads, length, ROWS: tl.constexpr):
-    """out [length]: the sum over the heads of mass [H, length], in their order."""
-    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS], tl.float32)
-    mass += j
-    for _ in range(heads):
-        total += tl.load(mass, mask=j < length, other=0.0)
-        mass += length
-    tl.store(out + j, total, mask=j < length)
+    tl.store(out + query_head.to(tl.int64) * length + j, total, mask=inside)
 
 
 @triton.jit

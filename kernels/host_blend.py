@@ -74,7 +74,7 @@ def scores(
     group, length = q.shape[1] // heads, int(rows.lengths[0])
     if lse is None:
         _, lse = attention(q, k_pages, k_pages, rows, scale, window, softcap)
-    mass = torch.zeros(heads, length)
+    mass = torch.zeros(heads, group, length)
     for _, tiles in _tiles(rows, window):
         k = gather(k_pages, rows.tables[0], length)  # [H, n, D]
         for first, after, begin, end in tiles:
@@ -86,10 +86,10 @@ def scores(
             mask = rows.mask(first, after, begin, end, window)
             for head in range(heads):
                 found = _scores(split[head], k[head, begin:end], scale, softcap, mask)
-                mass[head, begin:end] += found.sub_(logsum[head, :, :, None]).exp_().sum((0, 1))
+                mass[head, :, begin:end] += found.sub_(logsum[head, :, :, None]).exp_().sum(1)
     if v_pages is not None:
-        mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)
-    return mass.sum(0)
+        mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)[:, None]
+    return mass.flatten(0, 1)
 
 
 def scatter(

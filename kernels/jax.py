@@ -12,9 +12,12 @@ Every function may be called as it is or under `jax.jit`, where groups, ropes, s
 Python values. Equal shapes compile once: slots, tables, positions and lengths are data. Slots are int32
 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
 
-XLA compiles the same functions for every platform. The Triton kernels are not called through jax-triton:
-they find pages by their addresses, which JAX keeps to itself, and start on a plan that the host makes of
-positions, which under `jax.jit` are not known yet; for Pallas they would have to be written a second time.
+XLA compiles the same functions for every platform, except that `blend_attention` is the Pallas kernel of
+`kvkit.kernels.jax_attention` on CUDA; which one is chosen when a function is lowered, so that one function
+serves every platform. The rest gathers and scatters, which XLA does at the speed of memory, or, as
+`query_scores`, loops over tiles. The Triton kernels are not called through jax-triton: they find pages by
+their addresses, which JAX keeps to itself, and start on a plan that the host makes of positions, which under
+`jax.jit` are not known yet.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
+from kvkit.kernels import jax_attention
 from kvkit.kernels.launch import LaunchError, Quantised
 from kvkit.kernels.reference import LARGEST, SMALLEST_AMAX
 from kvkit.layout import LayerGroup
@@ -199,13 +203,18 @@ def blend_attention(
     and, with a window, from its first: never more scores at once than [Hq, ROW_TILE, KEY_TILE]. Products
     add up in float32.
 
+    On CUDA it is one Pallas kernel, which JAX does not split among GPUs by itself: use `jax.shard_map`.
+    `jax.export` takes CUDA as the only platform, and with it
+    `disabled_checks=[DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]`: later versions need not
+    understand the call.
+
     Args:
         q: [M, Hq, D], rows of all requests one after another; float32, float16 or bfloat16, as the pages.
         k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv].
         tables: int [requests, blocks]; entries beyond a request's length may be anything.
         positions: int [M], of each row.
-        row_starts: int [requests + 1]; rows from the last one on belong to no request, so that M may be
-            rounded up.
+        row_starts: int [requests + 1], the first 0; rows from the last one on belong to no request, so that
+            M may be rounded up.
         lengths: int [requests], keys of each request.
         scale, window, softcap: as in the reference.
 
@@ -293,14 +302,15 @@ def query_scores(
     softcap: float | None = None,
     lse: jax.Array | None = None,
 ) -> jax.Array:
-    """How much attention some rows of a request pay to each key: float32 [blocks * N], 0 from `length` on.
+    """How much attention some rows of a request pay to each key: float32 [Hq, blocks * N].
 
-    As the reference says, but of the shape of the table, so that a longer request compiles nothing new.
+    As the reference says, but of the shape of the table, 0 from `length` on, so that a longer request
+    compiles nothing new.
     Never more scores at once than [Hq, ROW_TILE, KEY_TILE].
 
     Args:
         q: [S, Hq, D].
-        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv]; with v_pages terms are multiplied by the norm of v.
+        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv]; with v_pages scores are multiplied by the norm of v.
         table: int [blocks].
         positions: int [S].
         length: keys of the request, a scalar.
@@ -391,6 +401,34 @@ def _blend_attention(
     window: int | None,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
+        q,
+        k_pages,
+        v_pages,
+        tables,
+        positions,
+        row_starts,
+        lengths,
+        cuda=functools.partial(jax_attention.blend_attention, **options),
+        default=functools.partial(_attention, **options),
+    )
+    return found
+
+
+def _attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    row_starts: jax.Array,
+    lengths: jax.Array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`blend_attention` for XLA."""
     m, query_heads, _ = q.shape
     rows = max(1, min(ROW_TILE, m))
     # a tile that begins among the last rows ends beyond them
@@ -450,16 +488,17 @@ def _query_scores(
         def key_tile(t: jax.Array, mass: jax.Array) -> jax.Array:
             j = t * keys + jnp.arange(keys)
             scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scale, window, softcap)
-            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums)).sum(1)  # [H, keys]
+            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums))  # [H, rows * G, keys]
+            share = share.reshape(kv_heads, rows, -1, keys).sum(1)
             if v_pages is not None:
                 v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0).astype(jnp.float32)
-                share = share * jnp.sqrt(jnp.square(v).sum(-1))
-            return mass.at[j].add(share.sum(0), mode="drop")
+                share = share * jnp.sqrt(jnp.square(v).sum(-1))[:, None]
+            return mass.at[:, j].add(share.reshape(-1, keys), mode="drop")
 
         more: jax.Array = lax.fori_loop(*_key_tiles(at, length, window, keys), key_tile, mass)
         return more
 
-    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros(total, jnp.float32))
+    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros((q.shape[1], total), jnp.float32))
     return found
 
 

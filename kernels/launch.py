@@ -327,10 +327,10 @@ def query_scores(
     softcap: float | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much attention the rows of a request pay to each of its keys: float32 [length].
+    """How much attention the rows of a request pay to each of its keys: float32 [Hq, length].
 
-    score_j = sum over rows and query heads of softmax_j, masked as in `blend_attention`; with `v_pages` each
-    term is multiplied by the norm of its head's v_j. Mutates nothing; sums in float32, in an order that is
+    score_hj = sum over rows of query head h's softmax_j, masked as in `blend_attention`; with `v_pages` times
+    the norm of the v_j that it reads. Mutates nothing; sums in float32, in an order that is
     always the same.
 
     Args:
@@ -355,7 +355,7 @@ def query_scores(
         return host_blend.scores(q, k_pages, v_pages, rows, scale, window, softcap, lse)
     from kvkit.kernels import blend
 
-    out = q.new_empty(int(rows.lengths[0]), dtype=torch.float32)
+    out = q.new_empty(q.shape[1], int(rows.lengths[0]), dtype=torch.float32)
     with torch.cuda.device(q.device):
         for launch in blend.scores(q, k_pages, v_pages, rows, scale, window, softcap, lse, out):
             launch.run()

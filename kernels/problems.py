@@ -362,11 +362,10 @@ def _attention_problem(spec: Attention) -> Problem:
     def work(config: Config) -> Work:
         """Whole tiles, as the matrix units take them."""
         tiles = dict(config.tiles)
-        in_tile = tiles["TILE_ROWS"] // group
         if spec.kernel == "weigh":
-            pairs = spec.length * -(-rows.count // in_tile) * tiles["TILE_ROWS"]
-            return Work(moved, 2 * heads.heads * heads.size * pairs)
-        pairs = rows.tiles(in_tile, window=spec.window).keys * tiles["TILE_ROWS"]
+            pairs = spec.length * -(-rows.count // tiles["TILE_ROWS"]) * tiles["TILE_ROWS"]
+            return Work(moved, 2 * heads.query_heads * heads.size * pairs)
+        pairs = rows.tiles(tiles["TILE_ROWS"] // group, window=spec.window).keys * tiles["TILE_ROWS"]
         return Work(moved, 2 * heads.heads * sizes * pairs)
 
     return Problem(
@@ -393,7 +392,7 @@ def _attention_case(spec: Attention, device: torch.device, filled: bool) -> Case
     k_pages, v_pages = _split(pages, heads.size)
     out = new(rows.count, heads.query_heads, heads.v_size)
     lse = torch.empty(rows.count, heads.query_heads, device=device)
-    mass = torch.empty(spec.length, device=device)
+    mass = torch.empty(heads.query_heads, spec.length, device=device)
     if filled:
         _fill(q)
         _fill(pages)

@@ -303,10 +303,10 @@ def query_scores(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """How much attention some rows of a request pay to each key: float32 [length], computed in float64.
+    """How much attention some rows of a request pay to each key: float32 [Hq, length], computed in float64.
 
-    score_j = sum over rows and query heads of softmax_j, masked as in `blend_attention`; with `v_pages` each
-    term is multiplied by the norm of its head's v_j. Arguments are those of `blend_attention` for one
+    score_hj = sum over rows of query head h's softmax_j, masked as in `blend_attention`; with `v_pages` times
+    the norm of the v_j that it reads. Arguments are those of `blend_attention` for one
     request: q [S, Hq, D], table [blocks], positions [S].
     """
     group = q.shape[1] // k_pages.shape[1]
@@ -319,7 +319,7 @@ def query_scores(
     if v_pages is not None:
         norm = gather(v_pages, table, length).double().norm(dim=-1)  # [n, H]
         mass = mass * norm.repeat_interleave(group, 1).T
-    return mass.sum(0).float()
+    return mass.float()
 
 
 def _seen(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from kvkit import plan as planning
 from kvkit import record
 from kvkit.counts import Counts, Direction
-from kvkit.plan import RetrievePlan, Segment
+from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
@@ -28,7 +27,11 @@ T = TypeVar("T")
 OnPut = Callable[[str, str], None]
 
 ASKING_THREADS = 4
-"""Threads that ask tiers outside this process, so that a caller can stop waiting."""
+"""Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
+that hangs keeps them all."""
+
+MAX_DESCRIBED = 4096
+"""Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
 
 
 class Access:
@@ -51,9 +54,13 @@ class Access:
         self._lock = threading.Lock()
         self._counts = Counts()
         self._described: set[tuple[str, str]] = set()
-        self.asking = Workers(ASKING_THREADS, "kvkit-ask")
+        self._asking = {
+            name: Workers(ASKING_THREADS, f"kvkit-ask-{name}")
+            for name, tier in tiers.items()
+            if not tier.near
+        }
 
-    def find(self, chunks: Chunks, plan: RetrievePlan, bad: Iterable[tuple[str, int]]) -> RetrievePlan:
+    def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
         grew = True
         while grew and not plan.complete:
@@ -71,7 +78,7 @@ class Access:
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, the tier holds; none if it fails."""
         try:
-            held = self.bounded(self.tiers[tier], lambda: self.tiers[tier].run(names))
+            held = self.bounded(tier, lambda asked: asked.run(names))
             self.health[tier].answered(time.monotonic())
             return held
         except Exception as error:
@@ -79,9 +86,12 @@ class Access:
             self.failed(tier, error)
             return 0
 
-    def bounded(self, tier: Tier, call: Callable[[], T]) -> T:
+    def bounded(self, name: str, call: Callable[[Tier], T]) -> T:
         """What `call` returns; a tier outside this process gets until the deadline to answer."""
-        return call() if tier.near else self.asking.submit(call).result(self.timeout_s)
+        tier = self.tiers[name]
+        if tier.near:
+            return call(tier)
+        return self._asking[name].submit(lambda: call(tier), urgent=True).result(self.timeout_s)
 
     def put(
         self,
@@ -103,8 +113,8 @@ class Access:
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            expect = self._expect(segment.tier, names, held, written_back, on_put)
-            self.start("put", segment.tier, names, held, expect)
+            expected = self._expect(segment.tier, names, held, written_back, on_put)
+            self.start("put", segment.tier, names, held, expected)
 
     def start(
         self,
@@ -114,19 +124,24 @@ class Access:
         leases: Sequence[Lease],
         on_complete: OnComplete,
     ) -> None:
-        """Have a tier get or put records; when the last has completed, what it took is counted."""
-        left, size, began = len(names), 0, time.monotonic()
+        """Have a tier get or put records; when the last has completed, what it took is counted.
+
+        `on_complete` takes one report per name, whatever the tier does: raise half-way, or report twice.
+        """
+        size, began = 0, time.monotonic()
         lock = threading.Lock()
-        sizes = dict(zip(names, leases, strict=True))
+        # shares: when the tier reports, it has released its own, and another record may lie in the slot
+        held = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
 
         def completed(name: str, error: BaseException | None) -> None:
-            nonlocal left, size
+            nonlocal size
             with lock:
-                lease = sizes.pop(name, None)
-                if lease is not None:
-                    left -= 1
-                    size += 0 if error is not None else self.staging.used[lease.slot]
-                last = lease is not None and left == 0
+                lease = held.pop(name, None)
+                if lease is None:
+                    return
+                size += 0 if error is not None else lease.used
+                last = not held
+            lease.release()
             if last and size:
                 now = time.monotonic()
                 self.count(lambda counts: counts.moved(tier, direction, size, now - began))
@@ -155,15 +170,16 @@ class Access:
         The one way back for blocking and background loads, prefetches and single gets. Callers come here in
         the order of the chunks, and stop at the first gap. `targets` narrows the policy's.
         """
-        stop = first + len(leases) // chunks.groups
-        near = [name for name, tier in self.tiers.items() if tier.near]
-        taken = RetrievePlan(stop, (Segment(source, first, stop),))
-        plan = planning.plan_write_back(taken, stop, self.policy, near)
+        plan = self._plan_write_back(source, first, first + len(leases) // chunks.groups)
         wanted = self.policy.write_back_to if targets is None else targets
         segments = [s for s in plan.segments if s.tier in wanted and self.usable(s.tier)]
         for segment in segments:
             self.describe(segment.tier, chunks.formats)
         self.put(segments, chunks, first, leases, written_back=True)
+
+    def is_written_back(self, source: str) -> bool:
+        """Whether a tier is to get what comes from `source`."""
+        return bool(self._plan_write_back(source, 0, 1).segments)
 
     def drop(self, tier: str, name: str, damage: Damage) -> None:
         """Delete a record that is not what it should be."""
@@ -171,9 +187,20 @@ class Access:
         with self._lock:
             self._counts.damaged[tier, damage] += 1
         try:
-            self.bounded(self.tiers[tier], lambda: self.tiers[tier].delete([name]))
+            self.bounded(tier, lambda asked: asked.delete([name]))
         except Exception as error:
             log.warning("tier %r: %s could not be deleted: %s", tier, name, error)
+
+    def pin(self, tier: str, names: Sequence[str], seconds: float) -> int:
+        """How many of `names` the tier holds on to; none if it fails."""
+        if self.passed_over(tier):
+            return 0
+        try:
+            return self.bounded(tier, lambda asked: asked.pin(names, seconds))
+        except Exception as error:
+            log.warning("tier %r does not pin: %s", tier, error or type(error).__name__)
+            self.failed(tier, error)
+            return 0
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
         """Reads of a tier ended early: by `name`, if a record is to blame."""
@@ -182,22 +209,57 @@ class Access:
         else:
             self.failed(tier, error)
 
-    def describe(self, tier: str, formats: Sequence[RecordFormat]) -> None:
-        """Have the tier keep zarr.json for these arrays, once."""
-        for form in formats:
-            if (tier, form.array) in self._described:
-                continue
-            target = self.tiers[tier]
+    def describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
+        """Have the tier keep zarr.json for these arrays, once, in the background: `puts` waits for it.
+
+        Records are read without it, so a failure is no failure of the tier; the next store tries again.
+        """
+        with self._lock:
+            new = [form for form in formats if (name, form.array) not in self._described]
+            if len(self._described) + len(new) > MAX_DESCRIBED:
+                self._described.clear()
+            self._described.update((name, form.array) for form in new)
+        if not new:
+            return
+        tier = self.tiers[name]
+        self.puts.add(1)
+
+        def work() -> None:
+            for form in new:
+                try:
+                    tier.describe(form.array, record.zarr_metadata(form, tier.codec))
+                except Exception as error:
+                    log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
+                    with self._lock:
+                        self._described.discard((name, form.array))
+            self.puts.done()
+
+        if tier.near:
+            work()
+        else:
+            self._asking[name].start(work)
+
+    def close(self) -> None:
+        """Close the tiers, each within the deadline, and end the threads that ask them."""
+        for name in self.tiers:
             try:
-                metadata = record.zarr_metadata(form, target.codec)
-                self.bounded(target, partial(target.describe, form.array, metadata))
-                self._described.add((tier, form.array))
+                self.bounded(name, lambda tier: tier.close())
             except Exception as error:
-                log.warning("tier %r: %s has no zarr.json yet: %s", tier, form.array, error)
+                log.warning("tier %r did not close: %s", name, error or type(error).__name__)
+        for workers in self._asking.values():
+            workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
-        """Whether it is worth asking: not while it keeps failing."""
+        """Whether to ask it: not while it keeps failing. After a pause one caller gets yes, and must ask."""
         return self.health[tier].usable(time.monotonic())
+
+    def passed_over(self, tier: str) -> bool:
+        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing."""
+        return self.health[tier].state(time.monotonic()) == "open"
+
+    def worked(self, tier: str) -> None:
+        """Note that a tier delivered."""
+        self.health[tier].worked(time.monotonic())
 
     def failed(self, tier: str, error: BaseException) -> None:
         """Note that a tier did not deliver."""
@@ -229,6 +291,11 @@ class Access:
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
 
+    def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
+        near = [name for name, tier in self.tiers.items() if tier.near]
+        taken = RetrievePlan(stop, (Segment(source, start, stop),))
+        return planning.plan_write_back(taken, stop, self.policy, near)
+
     def _expect(
         self,
         tier: str,
@@ -237,18 +304,15 @@ class Access:
         written_back: bool,
         on_put: OnPut | None,
     ) -> OnComplete:
-        """A callback that takes one report per name; whatever a tier does, none is counted twice."""
-        pending = {name: lease.used for name, lease in zip(names, leases, strict=True)}
-        self.puts.add(len(pending))
+        """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
+        sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
+        self.puts.add(len(sizes))
 
         def on_complete(name: str, error: BaseException | None) -> None:
             with self._lock:
-                size = pending.pop(name, None)
-                if size is None:
-                    return
                 if error is None:
                     self._counts.stored_records[tier] += 1
-                    self._counts.stored_bytes[tier] += size
+                    self._counts.stored_bytes[tier] += sizes[name]
                     self._counts.written_back_records[tier] += written_back
                 elif isinstance(error, TierFull):
                     self._counts.refused[tier] += 1

@@ -105,6 +105,9 @@ class Selection:
         layers: of `question_attention`: in how many layers the question looks before the choice is made, or
             fewer where that would take more than half of the budget.
         value_norm: of `question_attention`: weigh attention by the norm of the value that is attended to.
+        fade: of `question_attention`: a score counts half so many tokens behind its span's start, a third at
+            twice as many, and so on: the KV of later tokens, which saw more of their own span, differs less
+            from what a full prefill computes. 0: scores do not fade.
 
     Raises:
         BlendError: a field is out of range.
@@ -112,17 +115,20 @@ class Selection:
 
     method: str = "question_attention"
     ratio: float = 0.15
-    first_n: int = 16
+    first_n: int = 8
     layers: int = 8
     value_norm: bool = True
+    fade: int = 64
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise BlendError(f"method={self.method!r}: want one of {', '.join(METHODS)}")
         if not 0 <= self.ratio <= 1:
             raise BlendError(f"ratio={self.ratio}: want 0 to 1")
-        if self.first_n < 0 or self.layers < 1:
-            raise BlendError(f"first_n={self.first_n}, layers={self.layers}: want at least 0 and 1")
+        if self.first_n < 0 or self.layers < 1 or self.fade < 0:
+            raise BlendError(
+                f"first_n={self.first_n}, layers={self.layers}, fade={self.fade}: want at least 0, 1 and 0"
+            )
 
 
 def plan_blend(
@@ -162,6 +168,24 @@ def plan_blend(
     return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question:])
 
 
+def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) -> NDArray[np.float32]:
+    """What a question attends to, [N], corrected for where tokens stand: `scores` times
+
+        sqrt(N - position) / (1 + offset / fade)
+
+    The numerator takes back half (on a logarithmic scale) of attention's preference for what is near. The
+    offset is that from the start of a token's span; what stands before the first span gets nothing.
+
+    Args:
+        starts: int [spans], ascending, where spans begin.
+        fade: as in `Selection`.
+    """
+    distance = np.arange(len(scores), 0, -1)
+    fading = 1 + _offsets(starts, len(scores)) / fade if fade else 1.0
+    placed: NDArray[np.float32] = (scores * np.sqrt(distance) / fading).astype(np.float32)
+    return placed
+
+
 def select_tokens(
     scores: NDArray[np.float32] | None,
     starts: NDArray[np.int32],
@@ -187,15 +211,20 @@ def select_tokens(
         raise BlendError(f"count={count}, first_n={first_n}: want at least 0")
     if scores is not None and scores.shape != free.shape:
         raise BlendError(f"scores: {scores.shape}, want {free.shape} as free")
-    positions = np.arange(len(free))
-    span = np.searchsorted(starts, positions, side="right") - 1  # -1 before the first
-    origin = starts[span] if len(starts) else np.zeros(len(free), np.int64)
-    offset = np.where(span >= 0, positions - origin, np.iinfo(np.int64).max)
+    positions, offset = np.arange(len(free)), _offsets(starts, len(free))
     ranked = -offset if scores is None else scores
     order = np.lexsort((positions, -ranked, offset >= first_n))  # the first of every span, then by score
     order = order[free[order]]
     must = int((offset[free] < first_n).sum())
     return np.sort(order[: max(count, must)]).astype(np.int32)
+
+
+def _offsets(starts: NDArray[np.int32], tokens: int) -> NDArray[np.int64]:
+    """How far each of so many tokens is from its span's start, int64 [tokens]; huge before the first."""
+    positions = np.arange(tokens)
+    span = np.searchsorted(starts, positions, side="right") - 1  # -1 before the first
+    origin = starts[span] if len(starts) else np.zeros(tokens, np.int64)
+    return np.where(span >= 0, positions - origin, np.iinfo(np.int64).max)
 
 
 def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, int]:

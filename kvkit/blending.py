@@ -7,8 +7,9 @@ question) and the selected ones, together and in order; the KV of all other toke
 Which rows are selected is decided first, and all of them then start at layer 0:
 
     question_attention   the computed rows alone run through `layers` layers against the KV as found; there
-                         the question's attention is summed over layers, heads and rows. They run again with
-                         the selected rows, so that every row that counts has seen the updated keys.
+                         the question's attention is summed over its rows, and over layers that of the
+                         head that pays most: few heads look for what the question is about. The rows run
+                         again with the selected ones, so that each that counts has seen the updated keys.
                          Choosing costs computed rows * layers looked into.
     k_, v_deviation      every row that is not exact runs through layer 0, and its K and V of layer 1 are
                          computed and compared with what was there; the selected rows go on from layer 1.
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.blend import BlendError, BlendPlan, Selection, count_of, select_tokens
+from kvkit.blend import BlendError, BlendPlan, Selection, by_place, count_of, select_tokens
 from kvkit.kernels import launch
 from kvkit.kernels.rows import Rows
 from kvkit.rope import Rope
@@ -201,7 +202,7 @@ class _Run:
         return self.decoder.logits(h)[-1]
 
     def question_scores(self, selection: Selection, layers: int) -> NDArray[np.float32]:
-        """float32 [N]: how much the question attends to each token in the first `layers` layers."""
+        """float32 [N]: how much the question attends to each token in the first `layers` layers, by place."""
         rows, question = self.plan.computed, self.plan.question
         which = self._tensor(np.searchsorted(rows, question))
         asked = self._rows(question)
@@ -211,15 +212,14 @@ class _Run:
             form = self.decoder.attention(layer)
             k, v = self.kv.layers[layer]
             values = v if selection.value_norm else None
-            total.add_(
-                launch.query_scores(
-                    q[which], k, values, asked, form.scale, form.window, form.softcap, lse[which]
-                )
+            paid = launch.query_scores(
+                q[which], k, values, asked, form.scale, form.window, form.softcap, lse[which]
             )
+            total.add_(paid.amax(0))
 
         self.layers(rows, self._embed(rows), range(layers), look)
         scores: NDArray[np.float32] = total.cpu().numpy()
-        return scores
+        return by_place(scores, self.plan.starts, selection.fade)
 
     def deviations(self, method: str) -> tuple[torch.Tensor, NDArray[np.float32]]:
         """h after layer 0 of every row that is not exact, and how much K or V of layer 1 changes, [N]."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,18 +48,33 @@ __all__ = [
     "CacheError",
     "CacheTimeout",
     "Counts",
+    "Endpoint",
     "Hit",
     "Loaded",
     "Place",
     "Stored",
 ]
 
-LOADING_THREADS, STORING_THREADS, READING_THREADS = 4, 2, 8
+LOADING_THREADS, STORING_THREADS = 4, 2
 """Moves in the background at a time; they mostly wait for tiers, which have threads of their own."""
+
+READING_THREADS = 8
+"""Layers of records that are read at a time, of each tier."""
 
 
 class CacheTimeout(TimeoutError):
     """Puts were still under way at the deadline."""
+
+
+class Endpoint(Protocol):
+    """Where others reach a cache: `kvkit.server.Server`."""
+
+    @property
+    def url(self) -> str:
+        """Such as http://127.0.0.1:9477."""
+
+    def close(self) -> object:
+        """Finish requests and end; bounded."""
 
 
 class Cache:
@@ -72,6 +87,9 @@ class Cache:
         staging: slots of at least one record each. The cache closes it.
         policy: what goes where; None: `Policy.default`.
         timeout_s: the longest that any single wait may take, in seconds.
+
+    Attributes:
+        endpoint: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
 
     Raises:
         PolicyError: the policy names no tier of these.
@@ -102,14 +120,15 @@ class Cache:
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near])
         self.staging = staging
         self.timeout_s = timeout_s
+        self.endpoint: Endpoint | None = None
         self._access = Access(self.tiers, self.policy, staging, timeout_s)
         self._shelf = Shelf(staging.slots // 2)
         staging.on_shortage(self._shelf.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
-        self._reading = Workers(READING_THREADS, "kvkit-layers")
+        self._reading = {name: Workers(READING_THREADS, f"kvkit-layers-{name}") for name in self.tiers}
         self._closed = False
-        self._warm = self._loading.submit(_warm_up)
+        self._loading.submit(_warm_up)
 
     def lookup(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.
@@ -204,7 +223,7 @@ class Cache:
         chunks = self._chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
-        return Transfer.start(self._loading, lambda _: loads.get(self._access, self._shelf, chunks, chunk))
+        return Transfer.start(self._loading, partial(loads.get, self._access, self._shelf, chunks, chunk))
 
     def store(
         self,
@@ -265,7 +284,7 @@ class Cache:
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
         chunks = self._chunks(tokens, namespace)
-        held = [tier.pin(chunks.names, seconds) for tier in self.tiers.values()]
+        held = [self._access.pin(tier, chunks.names, seconds) for tier in self.tiers]
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -280,7 +299,7 @@ class Cache:
             raise CacheTimeout(f"{left} puts are still under way after {limit} s")
 
     def puts_under_way(self) -> int:
-        """Records that a flush would wait for."""
+        """Puts that a flush would wait for: of records, and of what describes their arrays."""
         return self._access.puts.count
 
     def counts(self) -> Counts:
@@ -296,7 +315,7 @@ class Cache:
         return {name: tier.waiting() for name, tier in self.tiers.items()}
 
     def clear(self, tier: str) -> int:
-        """Delete every record of a tier, whatever its namespace; how many there were.
+        """Delete every record of a tier, whatever its namespace; how many there were. Waits for the tier.
 
         Raises:
             CacheError: there is no such tier.
@@ -317,14 +336,16 @@ class Cache:
         self.staging.check_integrity()
 
     def close(self) -> None:
-        """Finish what was started, then close tiers and staging.
+        """Close the endpoint, finish what was started, then close tiers and staging.
 
         Moves and puts that miss the deadline are logged and left behind.
         """
         if self._closed:
             return
         self._closed = True
-        for workers in (self._loading, self._storing, self._reading):
+        if self.endpoint is not None:
+            self.endpoint.close()
+        for workers in (self._loading, self._storing, *self._reading.values()):
             if not workers.close(self.timeout_s):
                 log.warning("close: a load or a store is still under way after %s s", self.timeout_s)
         try:
@@ -332,12 +353,7 @@ class Cache:
         except CacheTimeout as error:
             log.warning("close: %s", error)
         self._shelf.give_up(self.staging.slots)
-        for tier in self.tiers.values():
-            try:
-                self._access.bounded(tier, tier.close)
-            except Exception as error:
-                log.warning("tier %r did not close: %s", tier.name, error or type(error).__name__)
-        self._access.asking.close(0.0)
+        self._access.close()
         self.staging.close()
 
     def __enter__(self) -> Cache:

@@ -73,7 +73,6 @@ from kvkit.record import RecordFormat
 from kvkit.server import (
     DEFAULT_PORT,
     MIN_TOKEN_CHARS,
-    Managed,
     Server,
     ServerError,
     default_token_file,
@@ -297,7 +296,9 @@ class Config(BaseSettings):
 
 
 def load_config(path: str | Path | None = None, **settings: Any) -> Config:
-    """Read a TOML file (none: the environment alone); `settings` win over both.
+    """Read a TOML file (none: the environment alone).
+
+    `settings` win over both; a table among them replaces the file's as a whole.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or impossible.
@@ -325,10 +326,11 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
 
 
 def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
-    """A cache with the tiers of `config`. Closing it closes them.
+    """A cache with the tiers of `config` and, where `server.enabled`, an endpoint. Closing it closes them.
 
     Raises:
-        ConfigError: a size is too small for this layout's records, or a tier cannot be opened.
+        ConfigError: a size is too small for this layout's records; a tier cannot be opened; or the endpoint
+            cannot: its address is taken, the token's file is no such file, or a package is missing.
     """
     if not config.tiers:
         raise ConfigError("tiers: none given; want at least one, such as [tiers.disk] with a url")
@@ -351,7 +353,7 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
     try:
         for name, tier in config.tiers.items():
             tiers.append(_open_tier(name, tier, staging, namespace.rank))
-        return Cache(
+        cache = Cache(
             layout,
             namespace,
             tiers,
@@ -364,26 +366,23 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
             opened.close()
         staging.close()
         raise ConfigError(f"tiers: {error}") from error
+    if config.server.enabled:
+        try:
+            cache.endpoint = _open_server(config, cache)
+        except ServerError as error:
+            cache.close()
+            raise ConfigError(str(error)) from error
+    return cache
 
 
-def open_server(config: Config, cache: Managed) -> Server | None:
-    """The HTTP endpoint of `cache`, if `config` wants one. Close it before the cache.
-
-    Raises:
-        ConfigError: the address is taken, the token's file is no such file, or a package is missing.
-    """
+def _open_server(config: Config, cache: Cache) -> Server:
     settings = config.server
-    if not settings.enabled:
-        return None
-    try:
-        token = (
-            settings.token.get_secret_value()
-            if settings.token is not None
-            else make_token(settings.token_file or default_token_file())
-        )
-        return Server(cache, token=token, host=settings.host, port=settings.port, timeout_s=config.timeout_s)
-    except ServerError as error:
-        raise ConfigError(str(error)) from error
+    token = (
+        settings.token.get_secret_value()
+        if settings.token is not None
+        else make_token(settings.token_file or default_token_file())
+    )
+    return Server(cache, token=token, host=settings.host, port=settings.port, timeout_s=config.timeout_s)
 
 
 def _open_tier(name: str, config: TierConfig, staging: Staging, rank: int) -> Tier:

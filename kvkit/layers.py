@@ -14,27 +14,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkit import plan as planning
 from kvkit import record
 from kvkit.access import Access
 from kvkit.kernels import launch
 from kvkit.kernels.launch import Pages
-from kvkit.policy import Policy
+from kvkit.loads import count_loaded
+from kvkit.plan import StorePlan
 from kvkit.reads import keep_whole
 from kvkit.record import Damage
 from kvkit.sequence import Chunks, Hit, Loaded, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
-from kvkit.stores import Stored
-from kvkit.threads import Workers
+from kvkit.stores import Stored, plan_missing
+from kvkit.threads import Closed, Workers
 from kvkit.tiers.base import DamagedObject, copy_ranges
 
 log = logging.getLogger(__name__)
@@ -55,20 +54,44 @@ class _Layer:
     pages: Pages
 
 
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """One layer on its way: a piece and a read per chunk, and the slots that the pieces lie in.
+
+    Each read comes with a share of its slot: one that comes too late must not write into another's.
+    """
+
+    layer: _Layer
+    leases: Sequence[Lease]
+    pieces: list[Piece] = field(default_factory=list)
+    reads: list[tuple[Future[None], Lease]] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Give the slots back, but for those that are being read into."""
+        for read, share in self.reads:
+            if read.cancel():
+                share.release()
+        release_all(self.leases)
+
+
 class LayerLoad:
     """An iterator over the layers of a hit, in model order; each is in its pages when it is returned.
 
-    A record that fails ends the leading run before it for all layers that follow: `loaded` says, once the
-    iterator is used up, how many tokens are complete. Nothing is written back (prefetch does that). Close it,
-    or use it up, to give the slots back.
+    A record that fails, or finds no room, ends the leading run before it for all layers that follow: `loaded`
+    says, once the iterator is used up, how many tokens are complete. All layers are returned whatever fails.
+    Nothing is written back (prefetch does that). Close it, or use it up, to give the slots back.
+
+    Args:
+        readers: threads that read parts of records, for each tier its own: one that hangs keeps them all.
     """
 
-    def __init__(self, access: Access, readers: Workers, hit: Hit, places: Sequence[Place]) -> None:
+    def __init__(
+        self, access: Access, readers: Mapping[str, Workers], hit: Hit, places: Sequence[Place]
+    ) -> None:
         self._access = access
         self._readers = readers
         self._chunks = hit.chunks
         self._places = places
-        self._plan = hit.plan
         self._tiers = [s.tier for s in hit.plan.segments for _ in range(s.start, s.stop)]
         self._count = hit.plan.chunks
         self._headers: dict[tuple[int, int], bytearray] = {}
@@ -95,82 +118,115 @@ class LayerLoad:
 
     def _run(self) -> Generator[int]:
         """The layers, each after its pieces were read, verified and unpacked."""
-        self._borrow()
-        under_way: deque[tuple[_Layer, list[Lease], list[Piece], list[Future[None]]]] = deque()
+        under_way: deque[_Reads] = deque()
         waiting = deque(self._layers)
         try:
+            self._borrow()
             while waiting or under_way:
                 while waiting and len(under_way) <= LAYERS_AHEAD:
-                    started = self._start(waiting[0], wait_s=0.0 if under_way else self._access.timeout_s)
+                    started = self._start(waiting[0], ahead=bool(under_way))
                     if started is None:
                         break
-                    under_way.append((waiting.popleft(), *started))
-                if not under_way:
-                    self._count = 0  # not a single layer found room
-                    return
-                layer, leases, pieces, reads = under_way[0]
+                    waiting.popleft()
+                    under_way.append(started)
                 try:
-                    self._finish(layer, pieces, reads)
+                    self._finish(under_way[0])
                 finally:
-                    under_way.popleft()
-                    release_all(leases)
-                yield layer.number
+                    done = under_way.popleft()
+                    done.end()
+                yield done.layer.number
+            count_loaded(self._access, self._chunks, self.loaded)
         finally:
-            for _, leases, _, _ in under_way:
-                release_all(leases)
+            for reads in under_way:
+                reads.end()
             release_all(self._lent.values())
             self._lent.clear()
 
     def _borrow(self) -> None:
-        """Hold on to the records that lie in memory, which might be let go while earlier layers are used."""
+        """Hold on to the records that lie in memory, which might be let go while earlier layers are used.
+
+        The run ends before the first tier that failed since the lookup.
+        """
         groups = self._chunks.groups
+        passed_over = {tier for tier in set(self._tiers) if self._access.passed_over(tier)}
         for chunk, tier in enumerate(self._tiers):
+            if tier in passed_over:
+                self._count = chunk
+                break
             for group in range(groups):
                 lease = self._access.tiers[tier].borrow(self._chunks.names[chunk * groups + group])
                 if lease is not None:
                     self._lent[chunk, group] = lease
 
-    def _start(
-        self, layer: _Layer, wait_s: float
-    ) -> tuple[list[Lease], list[Piece], list[Future[None]]] | None:
-        """Begin to read one layer of every chunk; None if there is no room. What has room decides the run."""
+    def _start(self, layer: _Layer, ahead: bool) -> _Reads | None:
+        """Begin to read one layer of every chunk. What has room decides the run.
+
+        None if it is not needed yet (`ahead`) and has no room now.
+        """
         form = self._chunks.formats[layer.group]
         offset, size = record.layer_range(form, layer.place)
         per_slot = self._access.staging.slot_bytes // size
         far = [c for c in range(self._count) if (c, layer.group) not in self._lent]
-        slots = min(-(-len(far) // per_slot), self._access.staging.slots)
-        if len(far) > slots * per_slot:
-            self._count = far[slots * per_slot]
-            far = far[: slots * per_slot]
-        leases: list[Lease] = []
-        if slots:
-            try:
-                leases = self._access.staging.acquire(slots, wait_s, at_least=slots)
-            except StagingTimeout as error:
-                if wait_s:
-                    log.warning("load ended early: %s", error)
-                return None
+        leases = self._room(-(-len(far) // per_slot), ahead)
+        if leases is None:
+            return None
+        if len(far) > len(leases) * per_slot:
+            self._count = far[len(leases) * per_slot]
         room = {chunk: divmod(i, per_slot) for i, chunk in enumerate(far)}
-        pieces, reads = [], []
-        for chunk in range(self._count):
-            if chunk in room:
-                slot, place = room[chunk]
-                lease = leases[slot]
-                piece = lease.array[place * size : (place + 1) * size]
-            else:
-                lease = self._lent[chunk, layer.group]
-                piece = lease.array[offset : offset + size]
-            pieces.append(piece)
-            reads.append(self._readers.submit(partial(self._read_held, lease.share(), layer, chunk, piece)))
-        return leases, pieces, reads
+        reads = _Reads(layer, leases)
+        try:
+            for chunk in range(self._count):
+                lent = self._lent.get((chunk, layer.group))
+                if lent is None:
+                    slot, place = room[chunk]
+                    self._read_later(reads, chunk, leases[slot], place * size, None)
+                else:
+                    self._read_later(reads, chunk, lent, offset, lent)
+        except BaseException:
+            reads.end()
+            raise
+        return reads
 
-    def _read_held(self, lease: Lease, layer: _Layer, chunk: int, piece: Piece) -> None:
-        """`_read`, with a share of the slot: one that comes too late must not write into another's."""
-        with lease:
-            self._read(layer, chunk, piece)
+    def _room(self, wanted: int, ahead: bool) -> list[Lease] | None:
+        """`wanted` slots: all at once or None if that is `ahead`; else it waits, then takes what there is."""
+        staging = self._access.staging
+        slots = min(wanted, staging.slots)
+        if not slots:
+            return []
+        try:
+            return staging.acquire(slots, 0.0 if ahead else self._access.timeout_s, at_least=slots)
+        except StagingTimeout as error:
+            if ahead:
+                return None
+            log.warning("a layer is loaded in part: %s", error)
+        try:
+            return staging.acquire(slots, 0.0)
+        except StagingTimeout:
+            return []
 
-    def _read(self, layer: _Layer, chunk: int, piece: Piece) -> None:
+    def _read_later(self, reads: _Reads, chunk: int, lease: Lease, start: int, lent: Lease | None) -> None:
+        """Add a piece from byte `start` of a slot on, and a read that fills it, to `reads`. Mutates it."""
+        layer = reads.layer
+        _, size = record.layer_range(self._chunks.formats[layer.group], layer.place)
+        piece = lease.array[start : start + size]
+        share = lease.share()
+
+        def read() -> None:
+            with share:
+                self._read(layer, chunk, piece, lent)
+
+        try:
+            future = self._readers[self._tiers[chunk]].submit(read)
+        except Closed:
+            share.release()
+            raise
+        reads.pieces.append(piece)
+        reads.reads.append((future, share))
+
+    def _read(self, layer: _Layer, chunk: int, piece: Piece, lent: Lease | None) -> None:
         """Fill `piece` with a layer of a chunk, and, the first time, check whose record it is.
+
+        A piece of a record that is `lent` is there already.
 
         Raises:
             OSError: it is not to be had.
@@ -178,21 +234,20 @@ class LayerLoad:
         form = self._chunks.formats[layer.group]
         name = self._chunks.names[chunk * self._chunks.groups + layer.group]
         tier = self._access.tiers[self._tiers[chunk]]
-        header = self._headers.get((chunk, layer.group))
+        known = self._headers.get((chunk, layer.group))
+        header = bytearray(form.header_bytes) if known is None else known
         ranges = [record.layer_range(form, layer.place)]
         data = memoryview(piece.data)
         buffers = [data]
-        if header is None:
-            header = bytearray(form.header_bytes)
+        if known is None:
             ranges.insert(0, (0, form.header_bytes))
             buffers.insert(0, memoryview(header))
-        lent = self._lent.get((chunk, layer.group))
         if lent is None:
             tier.get_ranges(name, ranges, buffers)
-        elif len(ranges) > 1:
+        elif known is None:
             copy_ranges(name, lent.buffer[: lent.used], ranges[:1], buffers[:1])
         damage: Damage | None = None
-        if (chunk, layer.group) not in self._headers:
+        if known is None:  # even if another layer's read has been quicker: this is the one that is used
             damage = record.verify_header(form, header, *self._chunks.identity(chunk))
         if damage is None:
             damage = record.verify_layer(form, header, layer.place, data)
@@ -200,9 +255,10 @@ class LayerLoad:
             raise DamagedObject(f"{name}: {damage}", damage)
         self._headers[chunk, layer.group] = header
 
-    def _finish(self, layer: _Layer, pieces: Sequence[Piece], reads: Sequence[Future[None]]) -> None:
+    def _finish(self, started: _Reads) -> None:
         """Unpack the leading run of a layer; the first chunk that failed ends it for good."""
-        for chunk, read in enumerate(reads[: self._count]):
+        layer = started.layer
+        for chunk, (read, _) in enumerate(started.reads[: self._count]):
             try:
                 read.result(self._access.timeout_s)
             except Exception as error:
@@ -211,16 +267,18 @@ class LayerLoad:
                 log.warning("layer %d of %s: %s", layer.number, name, error or type(error).__name__)
                 self._access.ended(self._tiers[chunk], name, error)
                 break
+        for tier in set(self._tiers[: self._count]):
+            self._access.worked(tier)
         if self._count:
             form = self._chunks.formats[layer.group]
             rows = self._places[layer.group].rows(form, 0, self._count)
-            launch.unpack(layer.pages, pieces[: self._count], **rows)
+            launch.unpack(layer.pages, started.pieces[: self._count], **rows)
 
 
 class LayerStore:
     """A store that takes the layers of an engine one after another. A context manager: leaving it finishes.
 
-    Chunks that find no slots are left out, from the end.
+    Entering it leases the slots; chunks that find none are left out, from the end.
 
     Attributes:
         stored: what was stored, once the context is left.
@@ -232,22 +290,12 @@ class LayerStore:
         self._access = access
         self._chunks = chunks
         self._places = places
-        self._layers = layers_of(places)
-        groups = chunks.groups
-        resident = {t: access.ask(t, chunks.names) // groups for t in targets if access.usable(t)}
-        self._plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
-        self._first = self._plan.start
+        self._targets = targets
+        self._layers = {layer.number: layer for layer in layers_of(places)}
         self.stored = Stored(0, 0)
+        self._plan = StorePlan()
         self._packed: set[int] = set()
         self._leases: list[Lease] = []
-        wanted = (self._plan.stop - self._first) * groups
-        if wanted:
-            try:
-                most = min(wanted, access.staging.slots // groups * groups)
-                self._leases = access.staging.acquire(most, access.timeout_s, at_least=groups)
-                keep_whole(self._leases, groups)
-            except StagingTimeout as error:
-                log.warning("nothing is stored: %s", error)
 
     def layer(self, number: int) -> None:
         """Pack a layer of the model, whose KV is complete. Its pages may change when this returns.
@@ -255,37 +303,46 @@ class LayerStore:
         Raises:
             KeyError: the model has no such layer.
         """
-        layer = {entry.number: entry for entry in self._layers}[number]
+        layer = self._layers[number]
         self._packed.add(number)
         leases = self._leases[layer.group :: self._chunks.groups]
         if leases:
             form = self._chunks.formats[layer.group]
             offset, size = record.layer_range(form, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
-            rows = self._places[layer.group].rows(form, self._first, len(leases))
+            rows = self._places[layer.group].rows(form, self._plan.start, len(leases))
             clear_gaps(rows, pieces)
             launch.pack(layer.pages, pieces, **rows)
 
     def _finish(self) -> int:
         """Seal the records and start putting them, if no layer is missing; how many chunks."""
-        chunks, leases = self._chunks, self._leases
+        chunks, leases, first = self._chunks, self._leases, self._plan.start
         self._leases = []
         stored = 0
         try:
             if len(self._packed) == len(self._layers) and leases:
                 for i, lease in enumerate(leases):
                     form = chunks.formats[i % chunks.groups]
-                    record.seal(form, lease.buffer, *chunks.identity(self._first + i // chunks.groups))
+                    record.seal(form, lease.buffer, *chunks.identity(first + i // chunks.groups))
                     lease.used = form.record_bytes
-                for segment in self._plan.segments:
-                    self._access.describe(segment.tier, chunks.formats)
-                self._access.put(self._plan.segments, chunks, self._first, leases)
+                self._access.put(self._plan.segments, chunks, first, leases)
                 stored = len(leases) // chunks.groups
         finally:
             release_all(leases)
         return stored
 
     def __enter__(self) -> LayerStore:
+        access, groups = self._access, self._chunks.groups
+        self._packed.clear()
+        self._plan = plan_missing(access, self._chunks, self._targets)
+        wanted = (self._plan.stop - self._plan.start) * groups
+        if wanted:
+            try:
+                most = min(wanted, access.staging.slots // groups * groups)
+                self._leases = access.staging.acquire(most, access.timeout_s, at_least=groups)
+                keep_whole(self._leases, groups)
+            except StagingTimeout as error:
+                log.warning("nothing is stored: %s", error)
         return self
 
     def __exit__(

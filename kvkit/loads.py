@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from kvkit import plan as planning
@@ -19,6 +20,7 @@ from kvkit.sequence import Chunks, Hit, Loaded, Place
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject
 from kvkit.transfers import Stopped, Transfer
+from kvkit.write_backs import WriteBacks
 
 Use = Callable[[str, int, Sequence[Lease]], None]
 """Called with a tier, the first of some validated chunks that it delivered, and their records."""
@@ -30,51 +32,62 @@ def fetch(
     """Read and verify the chunks of `plan` in order and have `use` make something of them.
 
     A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
-    nowhere this ends before it. What was used is always a leading run, and that run is written back.
+    nowhere this ends before it. What was used is always a leading run, and that run is written back:
+    when the last read is in, or before if slots are short.
     """
     used: Counter[str] = Counter()
     bad: set[tuple[str, int]] = set()
     done, stop = 0, plan.chunks
-    plan = RetrievePlan(
-        stop, plan.segments
-    )  # what turned up since is not wanted: the engine counts on `plan`
-    while done < stop and not transfer.stopped:
-        # 1. every segment's reads start, in order of need
-        rest = [s for s in plan.segments if s.stop > done]
-        segments = [planning.Segment(s.tier, max(s.start, done), s.stop) for s in rest]
-        reads = PlanReads(access, chunks, segments, shelf)
-        transfer.when_stopped(reads.interrupt)
-        error: BaseException | None = None
-        try:
-            while done < stop and error is None and not transfer.stopped:
-                # 2. records that were read, of one tier
-                ready = reads.take()
-                tier = reads.tier
-                try:
-                    # 3. verified, 4. used, 5. written back
-                    good, error = _verified(access, tier, chunks, done, ready)
-                    leases = ready[: good * chunks.groups]
-                    if leases:
-                        use(tier, done, leases)
-                        access.write_back(tier, chunks, done, leases)
-                finally:
-                    release_all(ready)
-                done += good
-                used[tier] += good
-                if error is not None:
-                    break
-                if reads.failed is not None:
-                    name, error = reads.failed
-                    access.ended(tier, name, error)
-        finally:
-            reads.abandon()
-        if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
-            break
-        # 6. what could not be had there is sought elsewhere
-        if error is not None:
-            bad.add((tier, done))
-            plan = access.find(chunks, planning.clip(plan, done), bad)
-            stop = plan.chunks
+    # what turned up since is not wanted: the engine counts on `plan`
+    plan = RetrievePlan(stop, plan.segments)
+    with WriteBacks(access, chunks) as back:
+        while done < stop and not transfer.stopped:
+            rest = [
+                planning.Segment(s.tier, max(s.start, done), s.stop) for s in plan.segments if s.stop > done
+            ]
+            segments = list(takewhile(lambda s: not access.passed_over(s.tier), rest))
+            if not segments:  # its tier failed since the lookup
+                bad.add((rest[0].tier, done))
+                plan = access.find(chunks, planning.clip(plan, done), bad)
+                stop = plan.chunks
+                continue
+            # 1. every segment's reads start, in order of need
+            end = segments[-1].stop
+            reads = PlanReads(access, chunks, segments, shelf)
+            transfer.when_stopped(reads.interrupt)
+            error: BaseException | None = None
+            try:
+                while done < end and error is None and not transfer.stopped:
+                    # 2. records that were read, of one tier
+                    if reads.short:
+                        back.start()
+                    ready = reads.take()
+                    tier = reads.tier
+                    try:
+                        # 3. verified, 4. used, 5. written back, later
+                        good, error = _verified(access, tier, chunks, done, ready)
+                        leases = ready[: good * chunks.groups]
+                        if leases:
+                            use(tier, done, leases)
+                            back.hold(tier, done, leases)
+                    finally:
+                        release_all(ready)
+                    done += good
+                    used[tier] += good
+                    if error is not None:
+                        break
+                    if reads.failed is not None:
+                        name, error = reads.failed
+                        access.ended(tier, name, error)
+            finally:
+                reads.abandon()
+            if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
+                break
+            # 6. what could not be had there is sought elsewhere
+            if error is not None:
+                bad.add((tier, done))
+                plan = access.find(chunks, planning.clip(plan, done), bad)
+                stop = plan.chunks
     if transfer.stopped:
         access.count(Counts.note_cancelled)
     size = chunks.chunk_tokens
@@ -100,15 +113,20 @@ def load(
             launch.unpack(place.pages, payloads, **place.rows(form, first, count), rotate=part)
 
     loaded = fetch(access, shelf, chunks, hit.plan, use, transfer)
+    count_loaded(access, chunks, loaded)
+    return loaded
+
+
+def count_loaded(access: Access, chunks: Chunks, loaded: Loaded) -> None:
+    """Count what a load put into the engine."""
 
     def note(counts: Counts) -> None:
-        per_token = sum(form.record_bytes for form in chunks.formats) // chunks.chunk_tokens
+        chunk_bytes = sum(form.record_bytes for form in chunks.formats)
         for tier, tokens in loaded.by_tier.items():
             counts.loaded_tokens[tier] += tokens
-            counts.loaded_bytes[tier] += tokens * per_token
+            counts.loaded_bytes[tier] += tokens // chunks.chunk_tokens * chunk_bytes
 
     access.count(note)
-    return loaded
 
 
 def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hit]) -> Hit:
@@ -132,28 +150,44 @@ def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hi
     return Hit(chunks, access.find(chunks, RetrievePlan(reached), frozenset()))
 
 
-def get(access: Access, shelf: Shelf, chunks: Chunks, chunk: int) -> list[Lease]:
+def get(
+    access: Access, shelf: Shelf, chunks: Chunks, chunk: int, transfer: Transfer[list[Lease]]
+) -> list[Lease]:
     """The verified records of one chunk, a lease per layer group; empty if no tier has them.
 
     They are written back as those of a load are, to a tier that holds the chunk before them.
     """
     for tier in access.policy.retrieve_from:
+        if transfer.stopped:
+            break
         if not access.usable(tier) or access.ask(tier, chunks.records(chunk, chunk + 1)) < chunks.groups:
             continue
         segment = planning.Segment(tier, chunk, chunk + 1)
         reads = PlanReads(access, chunks, [segment], shelf)
-        leases = reads.take()
-        good, _ = _verified(access, tier, chunks, chunk, leases)
-        if reads.failed is not None:
-            access.ended(tier, *reads.failed)
-        reads.abandon()
-        if good:
-            before = chunks.records(chunk - 1, chunk) if chunk else []
-            targets = [t for t in access.policy.write_back_to if access.ask(t, before) == len(before)]
-            access.write_back(tier, chunks, chunk, leases, targets)
-            return leases
-        release_all(leases)
+        transfer.when_stopped(reads.interrupt)
+        leases: list[Lease] = []
+        try:
+            leases = reads.take()
+            good, _ = _verified(access, tier, chunks, chunk, leases)
+            if reads.failed is not None:
+                access.ended(tier, *reads.failed)
+            if good:
+                access.write_back(tier, chunks, chunk, leases, _continued(access, chunks, chunk))
+                found, leases = leases, []
+                return found
+        finally:
+            reads.abandon()
+            release_all(leases)
     return []
+
+
+def _continued(access: Access, chunks: Chunks, chunk: int) -> list[str]:
+    """The tiers to write back to that hold the chunk before this one."""
+    if chunk == 0:
+        return list(access.policy.write_back_to)
+    before = chunks.records(chunk - 1, chunk)
+    usable = [tier for tier in access.policy.write_back_to if access.usable(tier)]
+    return [tier for tier in usable if access.ask(tier, before) == len(before)]
 
 
 def _verified(

@@ -19,7 +19,7 @@
 | kvkit_transfer_seconds | tier, direction | histogram: time of a transfer, one call of a tier's get or put |
 | kvkit_transfer_bytes_per_second | tier, direction | histogram: throughput of a transfer |
 | kvkit_queue_depth | tier | reads and writes that wait for one of the tier's threads |
-| kvkit_puts_under_way | | records that a flush would wait for |
+| kvkit_puts_under_way | | puts that a flush would wait for |
 | kvkit_slots | | slots of the staging memory |
 | kvkit_slots_in_use | | those that are leased, a memory tier's records among them |
 | kvkit_tier_state | tier, state | 1 for the state that the tier is in (ok, slow, open, half-open), else 0 |
@@ -116,7 +116,7 @@ class CacheCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         staging = self._cache.staging
-        yield GaugeMetricFamily("kvkit_puts_under_way", "Records to flush", self._cache.puts_under_way())
+        yield GaugeMetricFamily("kvkit_puts_under_way", "Puts to flush", self._cache.puts_under_way())
         yield GaugeMetricFamily("kvkit_slots", "Slots of the staging memory", staging.slots)
         yield GaugeMetricFamily("kvkit_slots_in_use", "Slots that are leased", staging.slots - staging.free)
         depths = GaugeMetricFamily("kvkit_queue_depth", "Reads and writes that wait", labels=("tier",))

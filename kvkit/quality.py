@@ -97,6 +97,7 @@ def _methods() -> dict[str, Method]:
         "default .15, 4 layers": Method(Selection(layers=4)),
         "default .15, 16 layers": Method(Selection(layers=16)),
         "default .15, no value norm": Method(Selection(value_norm=False)),
+        "default .15, no fade": Method(Selection(fade=0)),
     }
     for ratio in (0.05, 0.15, 0.30):
         name = f"{ratio:.2f}"[1:]
@@ -237,15 +238,15 @@ class Judge:
             by method: kl, mean KL divergence from full recompute's distributions, in nats a token; top1,
             share of tokens where the most likely one is the same; nll, mean negative log likelihood of the
             continuation; exact, 1 if the most likely tokens are the answer, where one is asked for;
-            rows, share of tokens * layers that were computed; seconds, of the prefill, with the KV that was
-            found elsewhere in place.
+            rows, share of tokens * layers that were computed; seconds, of the processor, all its threads
+            together, for the prefill, with the KV that was found elsewhere in place.
         """
         total = len(sample.prompt)
         room = total + len(sample.continuation)
         kv = GrowingCache(self.layout, room, self.decoder.device)
-        began = time.perf_counter()
+        began = time.process_time()
         last = self._logits(sample.prompt, kv)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         full = self._follow(last, sample, kv)
         measured = {"full": _figures(full, full, sample) | {"rows": 1.0, "seconds": seconds}}
         found, plan = self._documents(sample, room)
@@ -253,9 +254,9 @@ class Judge:
             for layer, source in zip(kv.layers, found.layers, strict=True):
                 layer.room_k.copy_(source.room_k)
                 layer.room_v.copy_(source.room_v)
-            began = time.perf_counter()
+            began = time.process_time()
             blended = self._blend(method, sample, plan, kv)
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
             kv.mark_filled(total)
             logits = self._follow(blended.logits[None], sample, kv)
             rows = blended.row_layers / (total * self.decoder.layers)
@@ -409,7 +410,7 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[
     """Of every set and method: mean figures, with a 95 % interval [low, high] for `kl`, `top1` and `exact`.
 
     `kl_of_k_deviation`: the KL divergence over that of K deviation at the same ratio, with its interval.
-    `speedup`: full recompute's seconds over the method's, of the medians.
+    `speedup`: full recompute's seconds of the processor over the method's, of the medians.
     """
     sets: dict[str, list[dict[str, Measures]]] = {}
     for entry in entries:

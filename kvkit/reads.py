@@ -19,15 +19,16 @@ from kvkit.transfers import Stopped
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 32
-"""Chunks that one load has under way at a time: enough to keep every thread of a tier busy."""
+"""Chunks of one segment that are read ahead at a time, where there are slots for them."""
 
 
 class PlanReads:
     """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `abandon`.
 
-    While the records of one tier are used, those of the next are on their way. A load never waits for a slot
-    while it holds one, so loads cannot deadlock with each other, and any number of chunks passes through any
-    number of slots: what was read ahead for later is given up when what comes first finds no room.
+    While the records of one tier are used, those of the next are on their way: slots go to what each tier can
+    read at once before any goes to reads that would wait for one of its threads. A load never waits for a
+    slot while it holds one, so loads cannot deadlock with each other, and any number of chunks passes through
+    any number of slots: what was read ahead for later is given up when what comes first finds no room.
 
     Args:
         segments: of `chunks`, consecutive.
@@ -35,12 +36,19 @@ class PlanReads:
     """
 
     def __init__(self, access: Access, chunks: Chunks, segments: Sequence[Segment], shelf: Shelf) -> None:
+        self._access = access
+        self._groups = chunks.groups
         self._reads = deque(SegmentReads(access, chunks, segment, shelf) for segment in segments)
 
     @property
     def tier(self) -> str:
         """The tier whose records `take` returns next."""
         return self._reads[0].tier
+
+    @property
+    def short(self) -> bool:
+        """Whether there are chunks to read ahead and no slots for them."""
+        return self._access.staging.free < self._groups and not all(reads.begun for reads in self._reads)
 
     @property
     def failed(self) -> tuple[str | None, BaseException] | None:
@@ -56,14 +64,12 @@ class PlanReads:
         while self._reads[0].done and len(self._reads) > 1:
             self._reads.popleft()
         first, *later = self._reads
-        first.fill(wait=False)
-        if first.idle and any(not reads.idle for reads in later):
+        self._fill()
+        if first.idle:  # others hold the slots
             for reads in later:
                 reads.restart()
-        if first.idle:
-            first.fill(wait=True)
-        for reads in later:
-            reads.fill(wait=False)
+            first.fill(1, wait=True)
+            self._fill()
         return first.take_ready()
 
     def interrupt(self) -> None:
@@ -75,6 +81,20 @@ class PlanReads:
         """Give back what was not taken; tiers keep their own shares until their reads are done."""
         for reads in self._reads:
             reads.restart()
+
+    def _fill(self) -> None:
+        """Start reads, in the order of need, while there are slots."""
+        # 1. what each tier works on at once
+        room = {reads.tier: self._access.tiers[reads.tier].reads_at_once for reads in self._reads}
+        for reads in self._reads:
+            room[reads.tier] -= reads.unread
+        for reads in self._reads:
+            if room[reads.tier] > 0:
+                room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
+        # 2. what its threads go on with, so that they need not wait for this one
+        for reads in self._reads:
+            if self._access.staging.free >= self._groups:  # for these alone nobody gives up a slot
+                reads.fill(MAX_IN_FLIGHT)
 
 
 class SegmentReads:
@@ -109,19 +129,34 @@ class SegmentReads:
         return not self._in_flight
 
     @property
+    def unread(self) -> int:
+        """Records that the tier was asked for and has not delivered."""
+        with self._changed:
+            return len(self._in_flight) - sum(name in self._results for name, _ in self._in_flight)
+
+    @property
+    def begun(self) -> bool:
+        """Whether every chunk is under way, or was taken."""
+        return self._next == self._stop
+
+    @property
     def done(self) -> bool:
         """Whether every chunk was taken."""
         return self._first == self._stop
 
-    def fill(self, wait: bool) -> None:
-        """Start reads while there are chunks and slots; `wait` for the first slots."""
-        wanted = min(self._stop - self._next, MAX_IN_FLIGHT - len(self._in_flight) // self._groups)
+    def fill(self, at_most: int, wait: bool = False) -> int:
+        """Start reads of `at_most` chunks while there are slots; `wait` for the first slots.
+
+        Returns how many records the tier was asked for; none where it lends them.
+        """
+        ahead = MAX_IN_FLIGHT - len(self._in_flight) // self._groups
+        wanted = min(at_most, self._stop - self._next, ahead)
         if wanted < 1 or self.error is not None:
-            return
+            return 0
         start = self._next * self._groups
         names = self._names[start : start + wanted * self._groups]
         if self._borrow(names):
-            return
+            return 0
         try:
             leases = self._access.staging.acquire(
                 len(names), self._access.timeout_s if wait else 0.0, at_least=self._groups
@@ -130,12 +165,13 @@ class SegmentReads:
             if wait:
                 log.warning("load stopped early: %s", error)
                 self.error = error
-            return
+            return 0
         self._next += keep_whole(leases, self._groups)
         names = names[: len(leases)]
         self._in_flight.extend(zip(names, leases, strict=True))
         on_complete = partial(self._on_complete, self._round)
         self._access.start("get", self.tier, names, leases, on_complete)
+        return len(names)
 
     def take_ready(self) -> list[Lease]:
         """The leases of the next chunks that were read, for the caller to release.
@@ -219,8 +255,7 @@ class Shelf:
     """Records that prefetches left in their slots, for the loads that follow. Thread-safe.
 
     It holds at most `slots`, and gives any up when somebody waits for a slot. A prefetch displaces what
-    earlier
-    ones left, the oldest first, and never its own: the head of a sequence is wanted first.
+    earlier ones left, the oldest first, and never its own: the head of a sequence is wanted first.
     """
 
     def __init__(self, slots: int) -> None:

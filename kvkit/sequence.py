@@ -84,7 +84,8 @@ class Chunks:
             names = [first.name(key) for key in keys]
         else:
             names = [form.name(key) for key in keys for form in formats]
-        return Chunks(ids[: len(keys) * size], keys, names, formats, first.digest)
+        # a copy: engines write the next tokens into the same array, and a move may be under way for long
+        return Chunks(ids[: len(keys) * size].copy(), keys, names, formats, first.digest)
 
     def __len__(self) -> int:
         return len(self.keys)

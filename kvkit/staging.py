@@ -116,7 +116,7 @@ class Staging:
         self._references = [0] * slots
         self._free = deque(range(slots))
         self._waiting: deque[object] = deque()
-        self._reclaim: Callable[[int], None] = lambda _: None
+        self._reclaims: list[Callable[[int], None]] = []
         self._changed = threading.Condition()
         self._closed = False
         self._pinned: list[int] = []
@@ -130,9 +130,24 @@ class Staging:
         with self._changed:
             return len(self._free)
 
+    @property
+    def waiting(self) -> int:
+        """Callers of `acquire` that have no slots yet."""
+        with self._changed:
+            return len(self._waiting)
+
     def on_shortage(self, reclaim: Callable[[int], None]) -> None:
-        """Have `reclaim` called with the number of slots that somebody is about to wait for."""
-        self._reclaim = reclaim
+        """Have `reclaim` called with the number of slots that somebody is about to wait for.
+
+        Who keeps slots after that looks at `waiting`: a caller waits before it has others reclaim.
+        """
+        with self._changed:
+            self._reclaims.append(reclaim)
+
+    def off_shortage(self, reclaim: Callable[[int], None]) -> None:
+        """Call `reclaim` no more."""
+        with self._changed:
+            self._reclaims.remove(reclaim)
 
     def acquire(self, at_most: int, timeout_s: float, at_least: int = 1) -> list[Lease]:
         """Lease `at_least` to `at_most` slots; waits only for the least, first come first served.
@@ -150,13 +165,15 @@ class Staging:
                 f"and no more than the {self.slots} slots of the arena"
             )
         deadline = time.monotonic() + timeout_s
-        missing = at_least - self.free
-        if missing > 0:
-            self._reclaim(missing)
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
-            try:
+            missing = at_least - len(self._free)
+            reclaims = tuple(self._reclaims) if missing > 0 else ()
+        try:
+            for reclaim in reclaims:
+                reclaim(missing)
+            with self._changed:
                 while not self._closed and (self._waiting[0] is not ticket or len(self._free) < at_least):
                     left = deadline - time.monotonic()
                     if left <= 0:
@@ -173,7 +190,8 @@ class Staging:
                     self.used[slot] = 0
                     leases.append(Lease(self, slot))
                 return leases
-            finally:
+        finally:
+            with self._changed:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from kvkit import plan as planning
 from kvkit import record
 from kvkit.access import Access, OnPut
+from kvkit.counts import Counts
 from kvkit.kernels import launch
+from kvkit.plan import StorePlan
 from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
 from kvkit.sequence import Chunks, Place, clear_gaps
@@ -45,10 +47,7 @@ def store(
     """
     on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
     groups = chunks.groups
-    resident = {t: access.ask(t, chunks.names) // groups for t in targets if access.usable(t)}
-    plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
-    for segment in plan.segments:
-        access.describe(segment.tier, chunks.formats)
+    plan = plan_missing(access, chunks, targets)
     position = plan.start
     while position < plan.stop and not transfer.stopped:
         count = min(MAX_IN_FLIGHT, plan.stop - position)
@@ -67,7 +66,18 @@ def store(
         finally:
             release_all(leases)
         position += count
+    if transfer.stopped:
+        access.count(Counts.note_cancelled)
     return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
+
+
+def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
+    """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
+    resident = {t: access.ask(t, chunks.names) // chunks.groups for t in targets if access.usable(t)}
+    plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
+    for segment in plan.segments:
+        access.describe(segment.tier, chunks.formats)
+    return plan
 
 
 def _whole_chunks(chunks: Chunks, on_stored: OnStored) -> OnPut:

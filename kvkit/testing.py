@@ -124,6 +124,7 @@ class TierContract:
     def test_attributes(self, tier: Tier, staging: Staging) -> None:
         assert tier.name
         assert tier.scope in ("node", "shared")
+        assert tier.reads_at_once >= 1
         self.finish(tier, staging)
 
     def test_starts_empty(self, tier: Tier, staging: Staging) -> None:
@@ -349,6 +350,7 @@ class Wrapper(Tier):
         self.scope = inner.scope
         self.codec = inner.codec
         self.near = inner.near
+        self.reads_at_once = inner.reads_at_once
 
     def run(self, names: Sequence[str]) -> int:
         return self.inner.run(names)

@@ -53,10 +53,12 @@ class Workers:
             self._changed.notify(len(jobs))
 
     def submit(self, function: Callable[[], T], urgent: bool = False) -> Future[T]:
-        """Have `function` run; what it returns or raises is in the future."""
+        """Have `function` run, unless the future is cancelled before; what it returns or raises is in it."""
         future: Future[T] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:

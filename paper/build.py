@@ -221,6 +221,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "ratio": blend.Selection().ratio,
             "first_n": blend.Selection().first_n,
             "looked": blend.Selection().layers,
+            "fade": blend.Selection().fade,
         },
     }
 

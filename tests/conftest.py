@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
+from kvkit.testing import SLOT_BYTES, SLOTS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
@@ -21,6 +22,12 @@ if not torch.cuda.is_available():
 
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvkit")
+
+
+@pytest.fixture
+def staging() -> Staging:
+    """Slots for what the contract of a tier moves."""
+    return Staging(SLOT_BYTES, SLOTS)
 
 
 @pytest.fixture

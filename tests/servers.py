@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,8 +27,8 @@ from typing import Literal, Self
 
 import pytest
 
-START_S = 60.0
-"""A server that does not answer so long after its start, in seconds, has failed."""
+from kvkit.testing import DEADLINE_S
+from tests.waiting import START_S, wait_until
 
 
 def free_ports(count: int) -> list[int]:
@@ -60,6 +59,11 @@ class Process(ABC):
     def answers(self) -> bool:
         """Whether it serves. OSError and HTTP errors count as no."""
 
+    def _serves(self) -> bool:
+        with suppress(OSError, http.client.HTTPException):
+            return self.answers()
+        return False
+
     @property
     def pid(self) -> int:
         assert self._process is not None
@@ -80,16 +84,11 @@ class Process(ABC):
                 stderr=log,
                 preexec_fn=_die_with_parent,
             )
-        deadline = time.monotonic() + START_S
-        while True:
-            with suppress(OSError, http.client.HTTPException):
-                if self.answers():
-                    return
-            assert self._process.poll() is None, f"it ended:\n{self._tail()}"
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"it did not serve within {START_S} s:\n{self._tail()}")
-            time.sleep(0.02)
+        try:
+            wait_until(self._serves, self._process, self.log)
+        except AssertionError:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """End it with SIGKILL."""
@@ -113,9 +112,6 @@ class Process(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-
-    def _tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
 
 
 class Storage(Process):
@@ -291,6 +287,7 @@ class Proxy:
         self.port = self._listener.getsockname()[1]
         self.spoil: Spoil = ""
         self.requests: list[str] = []
+        self._heard = threading.Condition()
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -305,6 +302,15 @@ class Proxy:
         for thread in self._threads:
             thread.join(START_S)
         self._listener.close()
+
+    def wait_for_requests(self, count: int) -> None:
+        """Return when `count` HTTP requests have come through.
+
+        Raises:
+            AssertionError: they have not within `DEADLINE_S`.
+        """
+        with self._heard:
+            assert self._heard.wait_for(lambda: len(self.requests) >= count, DEADLINE_S), self.requests
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -330,7 +336,9 @@ class Proxy:
             return True
         line, _, _ = data.partition(b"\r\n")
         if line.endswith(b"HTTP/1.1"):
-            self.requests.append(line.decode())
+            with self._heard:
+                self.requests.append(line.decode())
+                self._heard.notify_all()
             if self.spoil == "error":
                 client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return False

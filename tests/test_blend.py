@@ -14,6 +14,7 @@ from kvkit.blend import (
     BlendPlan,
     Selection,
     Span,
+    by_place,
     count_of,
     plan_blend,
     select_tokens,
@@ -136,6 +137,17 @@ def test_without_scores_spans_are_chosen_from_their_starts() -> None:
 def test_equal_scores_go_by_position() -> None:
     selected = select_tokens(np.ones(9, np.float32), np.zeros(1, np.int32), np.ones(9, bool), 4)
     assert selected.tolist() == [0, 1, 2, 3]
+
+
+def test_scores_by_place() -> None:
+    """Scores fade behind the starts of spans, and count more the further the prompt's end is."""
+    scores = np.array([5, 4, 4, 4, 4, 6], np.float32)
+    starts = np.array([1, 4], np.int32)
+    far = np.sqrt([6, 5, 4, 3, 2, 1])
+    np.testing.assert_allclose(
+        by_place(scores, starts, 2), far * [0, 4, 4 / 1.5, 2, 4, 4], rtol=1e-6, atol=1e-6
+    )
+    np.testing.assert_allclose(by_place(scores, starts, 0), far * scores, rtol=1e-6)
 
 
 def test_impossible_selections_are_errors() -> None:

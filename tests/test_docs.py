@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from pydantic import BaseModel
-from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
+from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
 from typer.main import get_command
 
 from benchmarks.tables import MACHINE, PAGES, ROOT, render
@@ -30,6 +31,7 @@ from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
 from kvkit.kernels.launch import Pages
 from kvkit.layout import KVLayout, LayerGroup
+from kvkit.server import DEFAULT_PORT
 from kvkit.tiers import health
 
 SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
@@ -196,9 +198,7 @@ def test_metrics_and_paths_that_are_named_exist() -> None:
     assert all(f" {path} " in (server.__doc__ or "") for path in paths)
     rules = [yaml.safe_load(block) for block in blocks("docs/operations.md", "yaml")]
     assert {rule["expr"] for rule in rules[1]["groups"][0]["rules"]}
-    assert rules[0]["scrape_configs"][0]["static_configs"][0]["targets"] == [
-        f"127.0.0.1:{server.DEFAULT_PORT}"
-    ]
+    assert rules[0]["scrape_configs"][0]["static_configs"][0]["targets"] == [f"127.0.0.1:{DEFAULT_PORT}"]
 
 
 def test_operations_says_what_the_circuit_does() -> None:
@@ -233,16 +233,12 @@ def test_configurations_are_accepted(
     assert load_config(path).model_fields_set
 
 
-@pytest.mark.parametrize("page", ["docs/recipes.md", "docs/operations.md"])
-def test_examples_run_and_print_what_they_say(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the first configuration of the page, made small."""
-    text = blocks(page, "toml")[0].replace("file:///", f"file://{tmp_path}/").replace("16GiB", "16MiB")
-    (tmp_path / "kvkit.toml").write_text(
-        'staging = "16MiB"\n' + text + ("port = 0\n" if "[server]" in text else "")
-    )
-    monkeypatch.chdir(tmp_path)
+def run_examples(page: str, port: int = DEFAULT_PORT) -> dict[str, Any]:
+    """Run a page's Python, one block after the other; returns the names that it defined.
+
+    Raises:
+        AssertionError: it prints something else than its comments promise.
+    """
     names: dict[str, Any] = {}
     examples = blocks(page, "python")
     assert examples
@@ -250,8 +246,50 @@ def test_examples_run_and_print_what_they_say(
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, page, "exec"), names)
-        promised = [line for comment in re.findall(r"print\(.*\)  # (.*)", code) for line in _lines(comment)]
+        comments = re.findall(r"print\(.*\)  # (.*)", code.replace(str(DEFAULT_PORT), str(port)))
+        promised = [line for comment in comments for line in _lines(comment)]
         assert printed.getvalue().splitlines() == promised, code
+    return names
+
+
+def configure(page: str, folder: Path, extra: str = "") -> None:
+    """Write a page's first configuration, made small, to `folder`, with its tiers below it."""
+    text = blocks(page, "toml")[0].replace("file:///", f"file://{folder}/").replace("16GiB", "16MiB")
+    (folder / "kvkit.toml").write_text('staging = "16MiB"\n' + text + extra)
+
+
+def test_recipes_run_and_print_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure("docs/recipes.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_examples("docs/recipes.md")
+
+
+def test_the_example_of_blending_runs_and_prints_what_it_says() -> None:
+    done = run_examples("docs/blend.md")
+    text = (ROOT / "docs/blend.md").read_text()
+    assert f"Of {len(done['prompt'])} tokens {done['done'].reused_tokens} are reused" in text
+    assert len(done["new"]) == 16
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
+def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own shell lines, with curl told to fail where the answer is an error."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    (tmp_path / ".curlrc").write_text('silent\nfail\nwrite-out = "\\n---\\n"\n')
+    monkeypatch.chdir(tmp_path)
+    (port,) = free_ports(1)
+    configure("docs/operations.md", tmp_path, f"port = {port}\n")
+    with run_examples("docs/operations.md", port)["cache"]:
+        lines = blocks("docs/operations.md", "sh")[-1].replace(str(DEFAULT_PORT), str(port))
+        shell = subprocess.run(["sh", "-e", "-c", lines], capture_output=True, text=True, check=True)
+    answers = shell.stdout.split("\n---\n")
+    assert "kvkit_lookups_total 0.0" in answers.pop(1)
+    health, tiers, lookup, pin, clear = map(json.loads, filter(None, answers))
+    assert health == {"status": "ok", "tiers": {"disk": "ok"}}
+    assert [tier["name"] for tier in tiers] == ["disk"]
+    assert lookup == {"tokens": 3, "hit_tokens": 0, "by_tier": {}}
+    assert (pin, clear) == ({"pinned_tokens": 0}, {"removed_records": 0})
 
 
 def _lines(comment: str) -> list[str]:
@@ -370,24 +408,35 @@ def test_a_list_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.chunk_tokens, config.policy.store_to) == (128, ("disk",))
 
 
-def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the package of docs/tiers.md on the path, as an installer would."""
+def test_what_wins_over_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/configuration.md says: settings over the environment's, whole tables over the file's."""
+    path = tmp_path / "kvkit.toml"
+    path.write_text("[server]\nenabled = true\nport = 1\n")
+    monkeypatch.setenv("KVKIT_SERVER__PORT", "2")
+    monkeypatch.setenv("KVKIT_SERVER__HOST", "127.0.0.2")
+    merged = load_config(path).server
+    assert (merged.enabled, merged.port, merged.host) == (True, 1, "127.0.0.2")
+    replaced = load_config(path, server={"enabled": True}).server
+    assert (replaced.enabled, replaced.port, replaced.host) == (True, 2, "127.0.0.2")
+
+
+def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the package of docs/tiers.md below `folder` and put it on the path; returns its sources."""
+    source, site = folder / "kvkit-sqlite", folder / "site"
+    source.mkdir()
     code, tests = blocks("docs/tiers.md", "python")
-    project = tomllib.loads(blocks("docs/tiers.md", "toml")[0])["project"]
-    (group, kinds), *others = project["entry-points"].items()
-    assert not others
-    lines = "\n".join(f"{kind} = {factory}" for kind, factory in kinds.items())
-    about = folder / "kvkit_sqlite-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
-    (folder / "sqlite_tier.py").write_text(code)
-    (folder / "test_sqlite_tier.py").write_text(tests)
-    monkeypatch.syspath_prepend(str(folder))
+    (source / "sqlite_tier.py").write_text(code)
+    (source / "test_sqlite_tier.py").write_text(tests)
+    (source / "pyproject.toml").write_text(blocks("docs/tiers.md", "toml")[0])
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    done = subprocess.run([*pip, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(str(site))
+    return source
 
 
 def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_the_tier(tmp_path, monkeypatch)
+    source = install_the_tier(tmp_path, monkeypatch)
     done = subprocess.run(
         [
             sys.executable,
@@ -399,8 +448,8 @@ def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: 
             "--noconftest",
             "test_sqlite_tier.py",
         ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=source,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -19,7 +19,7 @@ FLOORS = (
     ("tiers",),
     ("testing", "sequence", "counts", "transfers"),
     ("access",),
-    ("reads",),
+    ("reads", "write_backs"),
     ("loads", "stores"),
     ("layers",),
     ("cache",),

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkit.kernels import jax as kernels
-from kvkit.kernels import launch, reference
+from kvkit.kernels import jax_attention, launch, reference
 from kvkit.kernels.launch import LaunchError, Quantised
 from kvkit.layout import ITEM_BYTES, LayerGroup
 from kvkit.rope import Rope, Rotation
@@ -39,6 +39,10 @@ ROPES = {
     "partial": Rope((0.5, 0.25), first=3),
     "partial interleaved": Rope((0.5,), interleaved=True, first=1),
 }
+# the two forms of attention: XLA's, which a CPU takes, and a GPU's in Pallas' interpreter
+PALLAS = jax.jit(partial(jax_attention.blend_attention, interpret=True), static_argnums=(7, 8, 9))
+FORMS = {"xla": kernels.blend_attention, "pallas": PALLAS}
+TRITON_CALL = "__gpu$xla.gpu.triton"
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -204,7 +208,8 @@ def test_64_bit_slots() -> None:
     slots = random_slots(20, 2, 7, 3, True)
     with jax.enable_x64(True):
         check_moves(SMALL, False, 4, slots, {"slots": jnp.asarray(slots)}, True)
-        attention_case(0, "float32", None, None)
+        for form in FORMS:
+            attention_case(0, "float32", 9, 2.0, form)
         check_scores(0, None, None, True)
 
 
@@ -358,6 +363,7 @@ def attention_case(
     dtype: str,
     window: int | None,
     softcap: float | None,
+    form: str = "xla",
     shape: tuple[int, int, int, int, int, int, int, int] = (3, 2, 3, 8, 6, 4, 11, 37),
 ) -> None:
     requests, heads, group, size, v_size, n, per, m = shape
@@ -369,7 +375,7 @@ def attention_case(
         q[:rows], k, v, tables, positions[:rows], starts, lengths, size**-0.5, window, softcap
     )
     tables = spoil(k, v, tables, lengths)
-    o, lse = kernels.blend_attention(
+    o, lse = FORMS[form](
         to_jax(q),
         to_jax(k),
         to_jax(v),
@@ -391,10 +397,11 @@ def attention_case(
 @contextmanager
 def tiles(rows: int, keys: int) -> Iterator[None]:
     """Small problems of many tiles."""
-    compiled = kernels._blend_attention, kernels._query_scores
+    compiled = kernels._blend_attention, kernels._query_scores, PALLAS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "ROW_TILE", rows)
         patch.setattr(kernels, "KEY_TILE", keys)
+        patch.setattr(jax_attention, "_tile", lambda *_: (16, 16, 4, 1))
         for function in compiled:
             function.clear_cache()
         yield
@@ -402,15 +409,32 @@ def tiles(rows: int, keys: int) -> Iterator[None]:
         function.clear_cache()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, 2.0), (1, None)])
-def test_attention(dtype: str, window: int | None, softcap: float | None) -> None:
+def test_attention(form: str, dtype: str, window: int | None, softcap: float | None) -> None:
     """Rows, lengths, positions and tables are data: 12 problems, compiled once."""
     with tiles(8, 12):
         for seed in range(12):
-            attention_case(seed, dtype, window, softcap)
+            attention_case(seed, dtype, window, softcap, form)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 1, 5, 8, 6, 32, 3, 37),  # tiles of keys within blocks
+        (2, 1, 34, 16, 16, 4, 9, 9),  # more query heads than a tile has rows, no channels to pad
+        (2, 1, 17, 16, 16, 4, 9, 9),  # and a prime number of them
+    ],
+)
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_in_tiles_of_16(shape: Any, window: int | None) -> None:
+    with tiles(8, 12):
+        for seed in range(4):
+            attention_case(seed, "float32", window, None, "pallas", shape)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=4, deadline=None)
 @given(
     requests=st.integers(1, 4),
@@ -424,16 +448,26 @@ def test_attention(dtype: str, window: int | None, softcap: float | None) -> Non
     seed=st.integers(0, 2**32),
 )
 def test_attention_of_any_shape(
-    requests: int, heads: int, group: int, size: int, v_size: int, n: int, per: int, m: int, seed: int
+    form: str,
+    requests: int,
+    heads: int,
+    group: int,
+    size: int,
+    v_size: int,
+    n: int,
+    per: int,
+    m: int,
+    seed: int,
 ) -> None:
-    attention_case(seed, "float32", None, None, (requests, heads, group, size, v_size, n, per, m))
+    attention_case(seed, "float32", None, None, form, (requests, heads, group, size, v_size, n, per, m))
 
 
-def test_keys_beyond_a_row_do_not_change_it() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_beyond_a_row_do_not_change_it(form: str) -> None:
     k, v, tables = paged(1, 1, 4, (8, 8), "float32", 6, 0)
     q, positions = torch.randn(3, 2, 8), torch.tensor([0, 5, 11])
-    attend = partial(kernels.blend_attention, to_jax(q))
-    rows = int32(tables), int32(positions), jnp.array([0, 3]), jnp.array([24]), 0.3
+    attend = partial(FORMS[form], to_jax(q))
+    rows = int32(tables), int32(positions), jnp.array([0, 3]), jnp.array([24]), 0.3, None, None
     before = attend(to_jax(k), to_jax(v), *rows)
     j = torch.arange(12, 24)
     for pages in (k, v):
@@ -454,9 +488,9 @@ def check_scores(seed: int, window: int | None, softcap: float | None, with_v: b
     jq, jk, jv = map(to_jax, (q, k, v))
     at = int32(tables[0]), int32(positions), jnp.int32(length)
     found = kernels.query_scores(jq, jk, jv if with_v else None, *at, *rest)
-    assert found.shape == (44,)
-    torch.testing.assert_close(to_torch(found)[:length], wanted, atol=1e-5, rtol=1e-5)
-    assert not np.asarray(found)[length:].any()
+    assert found.shape == (6, 44)
+    torch.testing.assert_close(to_torch(found)[:, :length], wanted, atol=1e-5, rtol=1e-5)
+    assert not np.asarray(found)[:, length:].any()
     request = int32(tables), int32(positions), jnp.array([0, 19]), int32(lengths)
     _, lse = kernels.blend_attention(jq, jk, jv, *request, *rest)
     again = kernels.query_scores(jq, jk, jv if with_v else None, *at, *rest, lse=lse)
@@ -476,7 +510,7 @@ def test_every_row_pays_one_per_head() -> None:
     q, positions = torch.randn(150, 4, 16).bfloat16(), torch.arange(150) * 7
     at = int32(tables[0]), int32(positions), 1000
     found = kernels.query_scores(to_jax(q), to_jax(k), None, *at, 0.25)
-    assert float(found.sum()) == pytest.approx(150 * 4, rel=1e-4)
+    np.testing.assert_allclose(found.sum(1), [150] * 4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -608,10 +642,36 @@ def test_donated_pages_are_written_in_place(dtype: str) -> None:
     assert memory.temp_size_in_bytes < pages_bytes / 10
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_without_values_or_rows(form: str) -> None:
+    k, v, tables = paged(1, 2, 4, (8, 6), "float32", 6, 0)
+    q, jk, jv, table = to_jax(torch.randn(3, 4, 8)), to_jax(k), to_jax(v), int32(tables)
+    rest = jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24]), 0.3, None, None
+    nothing, lse = FORMS[form](q, jk, jv[..., :0], table, *rest)
+    assert nothing.shape == (3, 4, 0)
+    np.testing.assert_array_equal(lse, FORMS[form](q, jk, jv, table, *rest)[1])
+    o, lse = FORMS[form](q[:0], jk, jv, table, rest[0][:0], jnp.array([0, 0]), *rest[2:])
+    assert (o.shape, o.dtype) == ((0, 4, 6), jnp.float32)
+    assert (lse.shape, lse.dtype) == ((0, 4), jnp.float32)
+
+
+def test_hostile_tables_and_lengths_read_nothing_outside() -> None:
+    """What they hold beyond the pages is cut off: the same as of the nearest that there is."""
+    k, v, _ = paged(1, 2, 4, (8, 8), "float32", 3, 0)
+    q, positions = to_jax(torch.randn(5, 4, 8)), jnp.arange(5) * 5
+    attend = partial(PALLAS, q, to_jax(k), to_jax(v))
+    rest = positions, jnp.array([0, 5])
+    found = attend(jnp.array([[-2, 2**31 - 1, 1]]), *rest, jnp.array([2**31 - 1]), 0.3, None, None)
+    wanted = attend(jnp.array([[0, len(k) - 1, 1]]), *rest, jnp.array([12]), 0.3, None, None)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
 def test_lowers_for(platform: str) -> None:
-    """Every operation has StableHLO for a platform that is not at hand."""
-    lower = partial(jax.export.export, platforms=[platform])
+    """Every operation has StableHLO for a platform that is not at hand; attention a kernel on NVIDIA's."""
+    kernel = jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)
+    lower = partial(jax.export.export, platforms=[platform], disabled_checks=[kernel])
     rope, group = Rope(tuple(0.1 for _ in range(32))), replace(SMALL, k_size=64, v_size=64, dtype="bfloat16")
     pages = [spec((64, 2, 4, 128), "bfloat16")] * 2
     slots, turns = spec((2, 8), "int32"), spec((2, 8, 64), "float32")
@@ -624,14 +684,32 @@ def test_lowers_for(platform: str) -> None:
         return kernels.unpack(group, p, packed, slots=s, rope=rope, turns=t, quantised="fp8")
 
     one = spec(tables.shape[1:], "int32"), positions, spec((), "int32")
-    for function, arguments in (
-        (move, (pages, slots, turns)),
-        (partial(kernels.blend_attention, scale=0.125, window=77, softcap=30.0), specs),
-        (partial(kernels.query_scores, scale=0.125), (q, k, v, *one)),
-        (partial(kernels.rope_scatter, rope=rope, deviation=True), (q, row, row, cos_sin, positions, k, v)),
+    for function, arguments, attends in (
+        (move, (pages, slots, turns), False),
+        (partial(kernels.blend_attention, scale=0.125, window=77, softcap=30.0), specs, True),
+        (partial(kernels.query_scores, scale=0.125), (q, k, v, *one), True),
+        (
+            partial(kernels.rope_scatter, rope=rope, deviation=True),
+            (q, row, row, cos_sin, positions, k, v),
+            False,
+        ),
     ):
         exported = lower(jax.jit(function))(*arguments)
         assert exported.platforms == (platform,)
+        assert (TRITON_CALL in exported.mlir_module()) == (attends and platform == "cuda")
+
+
+def test_one_function_serves_both_platforms() -> None:
+    """Lowered for CUDA it holds the kernel; called here it runs, also under `jax.vmap`."""
+    k, v, tables = paged(1, 2, 4, (8, 8), "float32", 6, 0)
+    rows = int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24])
+    attend = jax.jit(partial(kernels.blend_attention, scale=0.3))
+    q = to_jax(torch.randn(2, 3, 4, 8))
+    arguments = q[0], to_jax(k), to_jax(v), *rows
+    assert TRITON_CALL in attend.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    every, _ = jax.vmap(lambda x: attend(x, *arguments[1:]))(q)
+    for o, x in zip(every, q, strict=True):
+        np.testing.assert_allclose(o, attend(x, *arguments[1:])[0], atol=1e-6)
 
 
 def test_nothing_else_imports_jax() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,17 @@ import pytest
 from engine import POISON, Engine
 from test_loads import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
-from kvkit.cache import Cache
+from kvkit.cache import READING_THREADS, Cache
 from kvkit.kernels.launch import Pages
 from kvkit.layers import LayerStore
 from kvkit.layout import KVLayout, LayerGroup
 from kvkit.policy import Policy
-from kvkit.testing import Fault, FaultyTier
+from kvkit.record import layer_range
+from kvkit.staging import release_all
+from kvkit.testing import Fault, FaultyTier, Wrapper
+from kvkit.threads import Closed
+from kvkit.tiers.base import Ranges
+from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 
@@ -202,3 +209,154 @@ def test_one_layer_of_pages_is_a_view(order: str) -> None:
         assert alone.group.layers == (group.layers[place],)
         assert np.array_equal(alone.table, expected.table)
     assert KVLayout((pages.layer(1).group,)).layers == 1
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_a_layer_without_room_ends_the_run_and_all_layers_are_returned(spare: int, tmp_path: Path) -> None:
+    """Two chunks are in memory, the others on disk, and `spare` slots are free for their pieces."""
+    engine, tokens = make_engine(), sequence(16)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 8)
+    tiers = [MemoryTier(staging, 2 * staging.slot_bytes), ObjectTier(str(tmp_path))]
+    with Cache(
+        engine.layout,
+        engine.namespace,
+        tiers,
+        staging=staging,
+        policy=Policy(("memory", "disk"), ("memory", "disk"), ("memory",)),
+        timeout_s=0.5,
+    ) as cache:
+        cache.prefetch(tokens[: 2 * CHUNK]).result(DEADLINE_S)
+        hit = cache.lookup(tokens)
+        assert hit.by_tier == {"memory": 2 * CHUNK, "disk": 14 * CHUNK}
+        pieces = staging.slot_bytes // hit.chunks.formats[0].layer_bytes
+        taken = staging.acquire(6 - spare, 0.0, at_least=6 - spare)
+        table = engine.table(len(tokens))
+        load = cache.load_layers(hit, engine.places(table))
+        assert list(load) == [0, 1]
+        assert pieces < 14, "one slot has room for all"
+        assert load.loaded.tokens == min(16, 2 + spare * pieces) * CHUNK
+        engine.assert_loaded(tokens, table, load.loaded.tokens // CHUNK)
+        release_all(taken)
+        assert cache.tier_states() == {"memory": "ok", "disk": "ok"}
+
+
+def test_a_load_whose_readers_end_gives_its_slots_back(tmp_path: Path) -> None:
+    engine, tokens = make_engine(4), sequence(4)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 16)
+    with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
+        load = cache.load_layers(cache.lookup(tokens), engine.places(engine.table(len(tokens))))
+        assert next(load) == 0
+        assert cache._reading["disk"].close(DEADLINE_S)
+        with pytest.raises(Closed):
+            list(load)
+        assert staging.free == staging.slots
+
+
+def test_a_store_that_is_never_entered_takes_no_slot(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    staging = new_staging(engine, 4)
+    with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
+        store = cache.store_layers(tokens, engine.places(engine.table(len(tokens))))
+        assert staging.free == staging.slots
+        assert store.stored.new_tokens == 0
+
+
+def test_a_header_is_verified_by_each_read_that_uses_it(tmp_path: Path) -> None:
+    """The second layer's read begins before the first's ends, and is given a record of other tokens."""
+    engine, tokens, others = make_engine(), sequence(1), sequence(1, 1)
+    for each in (tokens, others):
+        fill(engine, tmp_path, each)
+
+    class Changing(Wrapper):
+        """`inner`, whose layer 1 is another record's, and comes when layer 0 was returned."""
+
+        def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+            if ranges[-1] == second:
+                assert returned.wait(DEADLINE_S)
+                name = foreign
+            self.inner.get_ranges(name, ranges, buffers)
+
+    with new_cache(engine, new_staging(engine, 4), [Changing(ObjectTier(str(tmp_path)))]) as cache:
+        hit = cache.lookup(tokens)
+        foreign = cache.lookup(others).chunks.names[0]
+        second = layer_range(hit.chunks.formats[0], 1)
+        returned = threading.Event()
+        load = cache.load_layers(hit, engine.places(engine.table(len(tokens))))
+        assert next(load) == 0
+        returned.set()
+        assert next(load) == 1
+        assert untouched(engine, 1), "a record of other tokens reached the engine"
+        assert load.loaded.tokens == 0
+
+
+def test_a_tier_that_hangs_does_not_keep_others_layers_from_being_read(tmp_path: Path) -> None:
+    engine, tokens, more = make_engine(), sequence(2), sequence(READING_THREADS, 1)
+    fill(engine, tmp_path / "disk", tokens)
+    fill(engine, tmp_path / "hung", more)
+    hung = FaultyTier(
+        ObjectTier(str(tmp_path / "hung"), name="hung"), lambda op, _: Fault.HANG if op == "get" else None
+    )
+    disk = ObjectTier(str(tmp_path / "disk"))
+    with new_cache(engine, new_staging(engine, 16), [hung, disk]) as cache:
+        stuck = cache.load_layers(cache.lookup(more), engine.places(engine.table(len(more))))
+        waiter = threading.Thread(target=list, args=(stuck,))
+        waiter.start()
+        while cache._reading["hung"].waiting < READING_THREADS:  # the second layer waits for the first
+            waiter.join(0.001)
+        other = make_engine()
+        table = other.table(len(tokens))
+        load = cache.load_layers(cache.lookup(tokens), other.places(table))
+        assert list(load) == [0, 1]
+        assert load.loaded.by_tier == {"disk": len(tokens)}
+        other.assert_loaded(tokens, table, 2)
+        assert waiter.is_alive()
+        hung.release()
+        waiter.join(DEADLINE_S)
+        assert not waiter.is_alive()
+        assert stuck.loaded.tokens == len(more)
+
+
+def test_layers_that_are_read_end_a_row_of_failures(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(2)
+    fill(engine, tmp_path, tokens)
+    broken: set[str] = set()
+    disk = FaultyTier(
+        ObjectTier(str(tmp_path)), lambda op, name: Fault.FAIL if op == "get" and name in broken else None
+    )
+    with new_cache(engine, new_staging(engine, 8), [disk]) as cache:
+        hit = cache.lookup(tokens)
+        broken.update(hit.chunks.records(1, 2))
+        for _ in range(2 * FAILURES_TO_PAUSE):
+            load = cache.load_layers(hit, engine.places(engine.table(len(tokens))))
+            assert list(load) == [0, 1]
+            assert load.loaded.tokens == CHUNK
+        assert cache.tier_states() == {"disk": "ok"}
+        assert cache.counts().loaded_tokens == {"disk": 2 * FAILURES_TO_PAUSE * CHUNK}
+
+
+def test_layers_are_not_read_from_a_tier_that_failed_since_the_lookup(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    fill(engine, tmp_path / "a", tokens[: 3 * CHUNK])
+    fill(engine, tmp_path / "b", tokens, first=3)
+    asked: list[str] = []
+
+    def plan(operation: str, name: str) -> None:
+        asked.append(operation)
+
+    tiers = [
+        ObjectTier(str(tmp_path / "a"), name="a"),
+        FaultyTier(ObjectTier(str(tmp_path / "b"), name="b"), plan),
+    ]
+    with new_cache(engine, new_staging(engine, 8), tiers) as cache:
+        hit = cache.lookup(tokens)
+        assert hit.tokens == len(tokens)
+        asked.clear()
+        cache._access.failed("b", TimeoutError())
+        table = engine.table(len(tokens))
+        load = cache.load_layers(hit, engine.places(table))
+        assert list(load) == [0, 1]
+        assert load.loaded.by_tier == {"a": 3 * CHUNK}
+        engine.assert_loaded(tokens, table, 3)
+        assert not asked

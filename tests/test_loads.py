@@ -125,6 +125,63 @@ def test_the_next_tier_reads_while_the_first_does(tmp_path: Path) -> None:
         engine.assert_loaded(tokens, table, 12)
 
 
+def fill_by_turns(
+    engine: Engine, folder: Path, tokens: np.ndarray[Any, np.dtype[np.int32]], length: int
+) -> list[str]:
+    """Folders near and far with `length` chunks of `tokens` by turns; the names of all records."""
+    for name in ("near", "far"):
+        fill(engine, folder / name, tokens)
+    with new_cache(engine, new_staging(engine, 2), [ObjectTier(str(folder / "near"))]) as cache:
+        chunks = cache.lookup(tokens).chunks
+    for i in range(len(chunks)):
+        for name in chunks.records(i, i + 1):
+            (folder / ("near" if i // length % 2 else "far") / name).unlink()
+    return list(chunks.names)
+
+
+@pytest.mark.parametrize("slots", [16, 64])
+def test_slots_go_to_what_tiers_read_at_once_and_then_to_what_waits_for_their_threads(
+    slots: int, tmp_path: Path
+) -> None:
+    """The near tier, which comes first, hangs: the far one goes on as far as there are slots."""
+    engine, tokens = make_engine(blocks=128), sequence(32)
+    names = fill_by_turns(engine, tmp_path, tokens, 8)
+    near = Recorder(ObjectTier(str(tmp_path / "near"), name="near", threads=4))
+    far = Recorder(ObjectTier(str(tmp_path / "far"), name="far", threads=16))
+    near.gate.clear()
+    few = slots == 16
+    expected = {
+        "near": names[:4] if few else names[:8] + names[16:24],
+        "far": names[8:16] + names[24 : 28 if few else 32],
+    }
+    with new_cache(engine, new_staging(engine, slots), [near, far]) as cache:
+        table = engine.table(len(tokens))
+        future = cache.load_async(cache.lookup(tokens), engine.places(table))
+        while len(near.got) + len(far.got) < min(slots, 32):
+            wait([future], 0.001)
+        assert {"near": sorted(near.got), "far": sorted(far.got)} == {
+            tier: sorted(expected[tier]) for tier in expected
+        }
+        near.gate.set()
+        assert future.result(DEADLINE_S).tokens == len(tokens)
+        engine.assert_loaded(tokens, table, 32)
+
+
+@pytest.mark.parametrize(("groups", "slots"), [(1, 1), (1, 2), (2, 2), (1, 5), (2, 16)])
+def test_ranges_by_turns_pass_through_any_number_of_slots(groups: int, slots: int, tmp_path: Path) -> None:
+    engine, tokens = make_engine(groups), sequence(24)
+    fill_by_turns(engine, tmp_path, tokens, 4)
+    tiers = [ObjectTier(str(tmp_path / name), name=name, threads=3) for name in ("near", "far")]
+    staging = new_staging(engine, slots)
+    with new_cache(engine, staging, tiers) as cache:
+        table = engine.table(len(tokens))
+        hit = cache.lookup(tokens)
+        assert len(hit.plan.segments) == 6
+        assert cache.load(hit, engine.places(table)).by_tier == hit.by_tier
+        engine.assert_loaded(tokens, table, 24)
+        assert staging.free == slots
+
+
 def test_loads_that_read_ahead_do_not_block_each_other(tmp_path: Path) -> None:
     """Each holds slots for what comes later while what comes first finds none: somebody has to give up."""
     engine = make_engine()
@@ -374,3 +431,119 @@ def test_a_hit_is_what_is_loaded_even_if_more_turns_up(tmp_path: Path) -> None:
         table = engine.table(len(tokens))
         assert cache.load(hit, engine.places(table)).tokens == 3 * CHUNK
         engine.assert_loaded(tokens, table, 3)
+
+
+def test_a_load_passes_over_a_tier_that_failed_since_the_lookup(tmp_path: Path) -> None:
+    """Three tiers; the second fails. What it has is read from the third, whatever the hit says."""
+    engine, tokens = make_engine(), sequence(6)
+    for name, first, stop in (("a", 0, 2), ("b", 0, 4), ("c", 2, 6)):
+        fill(engine, tmp_path / name, tokens[: stop * CHUNK], first)
+    tiers = [Recorder(ObjectTier(str(tmp_path / name), name=name)) for name in "abc"]
+    with new_cache(engine, new_staging(engine, 8), tiers) as cache:
+        hit = cache.lookup(tokens)
+        assert list(hit.by_tier) == ["a", "b", "c"]
+        cache._access.failed("b", TimeoutError())
+        assert cache.tier_states()["b"] == "open"
+        table = engine.table(len(tokens))
+        assert cache.load(hit, engine.places(table)).by_tier == {"a": 2 * CHUNK, "c": 4 * CHUNK}
+        engine.assert_loaded(tokens, table, 6)
+        assert not tiers[1].got, "a tier that is passed over was read"
+        assert cache.tier_states()["b"] == "open"
+
+
+def test_a_get_that_is_called_off_ends_before_its_deadline(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(2)
+    fill(engine, tmp_path, tokens)
+    disk = FaultyTier(ObjectTier(str(tmp_path)), lambda op, _: Fault.HANG if op == "get" else None)
+    with new_cache(engine, new_staging(engine, 4), [disk]) as cache:
+        future = cache.get_non_blocking(tokens, 1)
+        while not disk.hanging:
+            wait([future], 0.001)
+        assert not future.cancel()
+        assert future.result(DEADLINE_S / 2) == []
+        assert cache.tier_states() == {"disk": "ok"}
+        disk.release()
+
+
+def test_a_get_asks_no_tier_that_is_passed_over(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(2)
+    fill(engine, tmp_path / "disk", tokens)
+    asked: list[str] = []
+
+    def plan(operation: str, name: str) -> None:
+        asked.append(operation)
+
+    broken = FaultyTier(ObjectTier(str(tmp_path / "broken"), name="broken"), plan)
+    disk = ObjectTier(str(tmp_path / "disk"))
+    with new_cache(engine, new_staging(engine, 4), [broken, disk], write_back_to=("broken",)) as cache:
+        cache._access.failed("broken", TimeoutError())
+        leases = cache.get_non_blocking(tokens, 1).result(DEADLINE_S)
+        assert len(leases) == 1
+        release_all(leases)
+        assert cache.pin(tokens, 1) == len(tokens), "of the other tier"
+        assert not asked
+
+
+def test_a_tier_that_cannot_pin_holds_nothing(tmp_path: Path) -> None:
+    class Unpinned(ObjectTier):
+        def pin(self, names: Sequence[str], seconds: float) -> int:
+            raise OSError("on purpose")
+
+    engine, tokens = make_engine(), sequence(2)
+    for name in "ab":
+        fill(engine, tmp_path / name, tokens)
+    tiers = [Unpinned(str(tmp_path / "a"), name="a"), ObjectTier(str(tmp_path / "b"), name="b")]
+    with new_cache(engine, new_staging(engine, 4), tiers) as cache:
+        assert cache.pin(tokens, 1) == len(tokens)
+        assert cache.counts().read_errors == {"a": 1}
+
+
+def test_callers_may_reuse_the_array_of_their_tokens(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(3)
+    fill(engine, tmp_path / "a", tokens)
+    with new_cache(engine, new_staging(engine, 4), [ObjectTier(str(tmp_path / "a"))]) as cache:
+        mine = tokens.copy()
+        hit = cache.lookup(mine)
+        mine[:] = 0
+        table = engine.table(len(tokens))
+        assert cache.load(hit, engine.places(table)).tokens == len(tokens)
+        engine.assert_loaded(tokens, table, 3)
+        assert not cache.counts().damaged, "good records were taken for damaged ones, and deleted"
+
+
+def test_loaded_bytes_are_those_of_the_records(tmp_path: Path) -> None:
+    layout = small_layout()
+    engine = Engine(layout, small_namespace(layout, 12))
+    tokens = sequence(3)
+    staging = new_staging(engine, 4)
+    with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
+        table = engine.table(len(tokens))
+        engine.compute(tokens, table)
+        cache.store(tokens, engine.places(table))
+        cache.flush()
+        cache.load(cache.lookup(tokens), engine.places(table))
+        assert cache.counts().loaded_bytes == cache.counts().stored_bytes
+
+
+def test_a_store_that_is_called_off_is_counted_and_says_how_much(tmp_path: Path) -> None:
+    """It is called off while its first batch is put; there is room for one batch of two chunks at a time."""
+    engine, tokens = make_engine(), sequence(6)
+    begun, gate = threading.Event(), threading.Event()
+
+    class Gated(ObjectTier):
+        def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+            begun.set()
+            gate.wait(DEADLINE_S)
+            super().put(names, leases, on_complete)
+
+    with new_cache(engine, new_staging(engine, 2), [Gated(str(tmp_path))]) as cache:
+        table = engine.table(len(tokens))
+        engine.compute(tokens, table)
+        future = cache.store_async(tokens, engine.places(table))
+        assert begun.wait(DEADLINE_S)
+        assert not future.cancel()
+        gate.set()
+        assert future.result(DEADLINE_S).new_tokens == 2 * CHUNK
+        assert cache.counts().cancelled == 1
+        cache.flush()
+        assert cache.lookup(tokens).tokens == 2 * CHUNK

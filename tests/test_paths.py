@@ -20,9 +20,12 @@ from kvkit.layout import Namespace
 from kvkit.record import ALIGN
 from kvkit.staging import Staging
 from kvkit.testing import SLOT_BYTES, SLOTS, Fault, FaultyTier, get, put, record_names
+from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.paths import SpreadTier, path_of
 from kvkit.tiers.striped import parts
+
+FAIL = Fault.FAIL
 
 
 def test_a_path_is_a_function_of_the_name_alone() -> None:
@@ -81,6 +84,43 @@ def test_a_full_path_refuses_its_records_alone(tmp_path: Path) -> None:
     assert all(h for h, first in zip(held, on_first, strict=True) if not first)
     assert tier.evicted == sum(on_first) - 1
     tier.close()
+
+
+def test_a_path_that_fails_keeps_no_other_from_deleting_closing_and_taking(tmp_path: Path) -> None:
+    staging = Staging(SLOT_BYTES, SLOTS)
+    closed: list[str] = []
+
+    class Noted(FaultyTier):
+        def close(self) -> None:
+            closed.append(self.name)
+            super().close()
+            if self.name in dead:
+                raise OSError("on purpose")
+
+    dead: set[str] = set()
+    paths = [
+        Noted(ObjectTier(str(tmp_path / name), name=name), lambda op, _, n=name: FAIL if n in dead else None)
+        for name in "abc"
+    ]
+    tier = SpreadTier("disk", paths)
+    names = record_names(12)
+    assert put(tier, staging, names) == [None] * 12
+    dead.add("c")
+    with pytest.raises(OSError, match="planned fault: delete"):
+        tier.delete(names)
+    assert [size is not None for size in map(paths[2].inner.size, names)] == [
+        path_of(n, 3) == 2 for n in names
+    ]
+    assert not any(paths[i].inner.size(name) for i in (0, 1) for name in names), "they were not asked"
+    for _ in range(FAILURES_TO_PAUSE):
+        assert all(isinstance(found, FileNotFoundError) for found in get(tier, staging, names))
+    for name, error in zip(names, put(tier, staging, names), strict=True):
+        assert (error is None) == (path_of(name, 3) != 2)
+        assert not isinstance(error, FileNotFoundError), "nothing was sought"
+    with pytest.raises(OSError, match="on purpose"):
+        tier.close()
+    assert sorted(closed) == ["a", "b", "c"]
+    assert staging.free == staging.slots
 
 
 @given(st.integers(0, 5 * ALIGN), st.integers(2, 5))

@@ -81,7 +81,7 @@ def test_the_default_is_right_and_nothing_else_is(problem: Problem) -> None:
     ("problem", "kernel", "names"),
     [
         (small_attention(ATTENTIONS[0]), "attend", ("out", "lse")),
-        (small_attention(ATTENTIONS[-1]), "fold", ("out",)),
+        (small_attention(ATTENTIONS[-1]), "weigh", ("out",)),
         (small_scatter(SCATTERS[1]), "scatter_rows", ("out", "k_pages", "v_pages", "deviation")),
         (problems._deviation_problem(37, 2, 16), "measure", ("out",)),
     ],
@@ -105,7 +105,7 @@ def test_names_and_buckets_are_unique() -> None:
 
 
 def test_every_kernel_has_a_problem() -> None:
-    """All that `launch` starts; merge and fold come with the attention and the scores."""
+    """All that `launch` starts; merge comes with the attention."""
     assert {problem.bucket.op for problem in every_problem()} == {
         *("copy_rows", "decode_rows", "encode_rows"),
         *("attend", "weigh", "scatter_rows", "measure"),

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import redis
+from remote import finish, kill_amid_a_load, same
 from servers import Proxy, RedisServer
 
-from kvkit.staging import Staging, release_all
+from kvkit.staging import Staging
 from kvkit.testing import (
-    DEADLINE_S,
     RECORDS,
     SLOT_BYTES,
-    SLOTS,
-    Completions,
     TierContract,
     get,
     put,
@@ -33,11 +29,6 @@ TIMEOUT_S = 1.0
 PASSWORD = "a-password-that-must-not-be-shown"
 
 
-@pytest.fixture
-def staging() -> Staging:
-    return Staging(SLOT_BYTES, SLOTS)
-
-
 @pytest.fixture(params=["redis", "valkey"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(tmp_path, request.param) as server:
@@ -48,14 +39,6 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServ
 def valkey(tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(tmp_path, "valkey") as server:
         yield server
-
-
-def finish(tier: Tier, staging: Staging) -> None:
-    TierContract().finish(tier, staging)
-
-
-def same(found: object, name: str) -> bool:
-    return isinstance(found, np.ndarray) and np.array_equal(found, record_bytes(name))
 
 
 class TestRedis(TierContract):
@@ -192,26 +175,7 @@ def test_a_server_that_lets_go_what_was_used_least(tmp_path: Path, staging: Stag
 def test_the_server_is_killed_and_restarted_amid_a_load(server: RedisServer, staging: Staging) -> None:
     """Each record is right or an error, in time; a restarted server is used again, and is empty."""
     tier = RedisTier(server.url, threads=2, timeout_s=TIMEOUT_S)
-    names = record_names(RECORDS)
-    assert put(tier, staging, names) == [None] * RECORDS
-    leases = staging.acquire(RECORDS, DEADLINE_S, at_least=RECORDS)
-    lock = threading.Lock()
-    errors: dict[str, BaseException | None] = {}
-    done = Completions()
-
-    def on_complete(name: str, error: BaseException | None) -> None:
-        with lock:
-            errors[name] = error
-            if len(errors) == 3:
-                server.kill()
-        done(name, error)
-
-    tier.get(names, leases, on_complete)
-    done.wait(RECORDS)
-    for name, lease in zip(names, leases, strict=True):
-        assert isinstance(errors[name], TierError) or np.array_equal(lease.record, record_bytes(name))
-    assert any(isinstance(error, TierError) for error in errors.values()), "nothing was under way"
-    release_all(leases)
+    names = kill_amid_a_load(server, tier, staging)
     with pytest.raises(TierError, match="refused"):
         tier.run(names)
     server.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,14 +14,13 @@ from typing import Any
 import numpy as np
 import obstore
 import pytest
+from remote import finish, kill_amid_a_load, same
 from servers import Proxy, S3Server, s3  # noqa: F401 - s3 is a fixture
 
 from kvkit.staging import Staging, release_all
 from kvkit.testing import (
     DEADLINE_S,
     RECORDS,
-    SLOT_BYTES,
-    SLOTS,
     Completions,
     TierContract,
     get,
@@ -35,11 +33,6 @@ from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.s3 import Bucket
 
 TIMEOUT_S = 1.0
-
-
-@pytest.fixture
-def staging() -> Staging:
-    return Staging(SLOT_BYTES, SLOTS)
 
 
 @pytest.fixture
@@ -62,14 +55,6 @@ def proxy(s3: S3Server) -> Iterator[Proxy]:  # noqa: F811
 
 def through(proxy: Proxy, server: S3Server) -> dict[str, str]:
     return server.options | {"endpoint": f"http://127.0.0.1:{proxy.port}"}
-
-
-def finish(tier: Tier, staging: Staging) -> None:
-    TierContract().finish(tier, staging)
-
-
-def same(found: object, name: str) -> bool:
-    return isinstance(found, np.ndarray) and np.array_equal(found, record_bytes(name))
 
 
 class TestBucket(TierContract):
@@ -221,30 +206,11 @@ def test_a_store_that_refuses(
 def test_the_server_is_killed_and_restarted_amid_a_load(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811
     """What was read before is right, what failed is an error in time, and all of it is there again after."""
     tier = ObjectTier(url, options=s3.options, threads=2, timeout_s=TIMEOUT_S)
-    names = record_names(RECORDS)
-    assert put(tier, staging, names) == [None] * RECORDS
-    leases = staging.acquire(RECORDS, DEADLINE_S, at_least=RECORDS)
-    lock = threading.Lock()
-    errors: dict[str, BaseException | None] = {}
-    done = Completions()
-
-    def on_complete(name: str, error: BaseException | None) -> None:
-        with lock:
-            errors[name] = error
-            if len(errors) == 3:
-                s3.kill()
-        done(name, error)
-
     try:
-        tier.get(names, leases, on_complete)
-        done.wait(RECORDS)
+        names = kill_amid_a_load(s3, tier, staging)
         assert all(isinstance(error, TierError) for error in put(tier, staging, record_names(9)[8:]))
     finally:
         s3.start()
-    for name, lease in zip(names, leases, strict=True):
-        assert isinstance(errors[name], TierError) or np.array_equal(lease.record, record_bytes(name))
-    assert any(isinstance(error, TierError) for error in errors.values()), "nothing was under way"
-    release_all(leases)
     assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
     assert tier.run(names) == RECORDS
     finish(tier, staging)
@@ -294,9 +260,7 @@ def test_a_connection_that_breaks_is_tried_again(
     leases = staging.acquire(1, DEADLINE_S)
     done = Completions()
     tier.get([name], leases, done)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(proxy.requests) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    proxy.wait_for_requests(2)
     proxy.spoil = ""
     assert done.wait(1) == [(name, None)]
     assert np.array_equal(leases[0].record, record_bytes(name))

@@ -23,7 +23,8 @@ from managed import ManagedCache, filled_counts
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit import server as module
-from kvkit.config import ConfigError, load_config, open_cache, open_server
+from kvkit.cache import Cache, Endpoint
+from kvkit.config import ConfigError, load_config, open_cache
 from kvkit.server import Server, ServerError, is_loopback, make_token, read_token
 from kvkit.testing import DEADLINE_S, put, record_names
 from kvkit.tiers.health import PAUSES_S
@@ -49,7 +50,7 @@ def server(cache: ManagedCache) -> Iterator[Server]:
 
 
 def call(
-    server: Server,
+    server: Endpoint,
     method: str,
     path: str,
     body: bytes | dict[str, Any] | None = None,
@@ -68,13 +69,13 @@ def call(
 
 
 def ask(
-    server: Server, method: str, path: str, body: bytes | dict[str, Any] | None = None
+    server: Endpoint, method: str, path: str, body: bytes | dict[str, Any] | None = None
 ) -> tuple[int, Any]:
     status, text = call(server, method, path, body)
     return status, json.loads(text)
 
 
-def raw(server: Server, *parts: bytes) -> bytes:
+def raw(server: Endpoint, *parts: bytes) -> bytes:
     """What comes back for these bytes, up to the end of the connection or of the first answer's head."""
     parsed = urlsplit(server.url)
     with socket.create_connection((parsed.hostname, parsed.port), DEADLINE_S) as connection:
@@ -108,32 +109,31 @@ def test_a_cache_that_serves_is_seen_and_steered(tmp_path: Path) -> None:
     engine.compute(tokens, table)
     body = {"tokens": tokens.tolist()}
     with open_cache(config, layout, namespace) as cache:
-        server = open_server(config, cache)
+        server = cache.endpoint
         assert server is not None
-        with server:
-            cache.store(tokens, engine.places(table))
-            cache.flush()
-            assert cache.load(cache.lookup(tokens), engine.places(table)).by_tier == {"disk": 24}
-            cache.flush()
-            _, text = call(server, "GET", "/metrics")
-            values = {
-                (s.name, s.labels["tier"]): s.value
-                for family in text_string_to_metric_families(text)
-                for s in family.samples
-                if "tier" in s.labels and not s.name.endswith("_bucket")
-            }
-            assert values["kvkit_hit_tokens_total", "disk"] == 24
-            assert values["kvkit_loaded_tokens_total", "disk"] == 24
-            assert values["kvkit_loaded_bytes_total", "disk"] == cache.counts().loaded_bytes["disk"] > 0
-            assert values["kvkit_stored_records_total", "disk"] == 3
-            assert values["kvkit_written_back_records_total", "memory"] == 3
-            assert values["kvkit_transfer_seconds_count", "disk"] > 0
-            assert ask(server, "POST", "/lookup", body)[1]["by_tier"] == {"memory": 24}
-            assert ask(server, "POST", "/pin", body | {"seconds": 60})[1] == {"pinned_tokens": 24}
-            assert ask(server, "POST", "/clear", {"tier": "memory"})[1] == {"removed_records": 3}
-            assert ask(server, "POST", "/lookup", body)[1]["by_tier"] == {"disk": 24}
-            assert ask(server, "GET", "/health")[0] == 200
-            assert [tier["state"] for tier in ask(server, "GET", "/tiers")[1]] == ["ok", "ok"]
+        cache.store(tokens, engine.places(table))
+        cache.flush()
+        assert cache.load(cache.lookup(tokens), engine.places(table)).by_tier == {"disk": 24}
+        cache.flush()
+        _, text = call(server, "GET", "/metrics")
+        values = {
+            (s.name, s.labels["tier"]): s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+            if "tier" in s.labels and not s.name.endswith("_bucket")
+        }
+        assert values["kvkit_hit_tokens_total", "disk"] == 24
+        assert values["kvkit_loaded_tokens_total", "disk"] == 24
+        assert values["kvkit_loaded_bytes_total", "disk"] == cache.counts().loaded_bytes["disk"] > 0
+        assert values["kvkit_stored_records_total", "disk"] == 3
+        assert values["kvkit_written_back_records_total", "memory"] == 3
+        assert values["kvkit_transfer_seconds_count", "disk"] > 0
+        assert ask(server, "POST", "/lookup", body)[1]["by_tier"] == {"memory": 24}
+        assert ask(server, "POST", "/pin", body | {"seconds": 60})[1] == {"pinned_tokens": 24}
+        assert ask(server, "POST", "/clear", {"tier": "memory"})[1] == {"removed_records": 3}
+        assert ask(server, "POST", "/lookup", body)[1]["by_tier"] == {"disk": 24}
+        assert ask(server, "GET", "/health")[0] == 200
+        assert [tier["state"] for tier in ask(server, "GET", "/tiers")[1]] == ["ok", "ok"]
 
 
 def test_metrics_are_the_counts(server: Server, cache: ManagedCache) -> None:
@@ -488,20 +488,27 @@ def test_a_token_file_that_is_none(tmp_path: Path) -> None:
         make_token(tmp_path / "file" / "token")
 
 
-def test_a_configuration_opens_it(
-    cache: ManagedCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the cache, and closes it with the cache."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert open_server(load_config(), cache) is None, "off by default"
-    server = open_server(load_config(server={"enabled": True, "port": 0}), cache)
-    assert server is not None
-    with server:
+    layout = small_layout()
+
+    def opened(**settings: Any) -> Cache:
+        tiers = {"disk": {"url": str(tmp_path / "store")}}
+        config = load_config(chunk_tokens=8, staging="64KiB", tiers=tiers, server=settings)
+        return open_cache(config, layout, config.namespace(layout, model="m", dtype="float32"))
+
+    with opened() as cache:
+        assert cache.endpoint is None, "off by default"
+    with opened(enabled=True, port=0) as cache:
+        assert cache.endpoint is not None
         header = {"Authorization": f"Bearer {read_token(tmp_path / 'kvkit' / 'token')}"}
-        assert call(server, "GET", "/tiers", headers=header)[0] == 200
-        port = urlsplit(server.url).port
+        assert call(cache.endpoint, "GET", "/tiers", headers=header)[0] == 200
+        port = urlsplit(cache.endpoint.url).port
         with pytest.raises(ConfigError, match=rf"server\.port={port}"):
-            open_server(load_config(server={"enabled": True, "port": port}), cache)
-    server = open_server(load_config(server={"enabled": True, "port": 0, "token": TOKEN}), cache)
-    assert server is not None
-    with server:
-        assert call(server, "GET", "/tiers")[0] == 200
+            opened(enabled=True, port=port)
+    with pytest.raises(ConnectionRefusedError):
+        call(cache.endpoint, "GET", "/tiers", headers=header)
+    with opened(enabled=True, port=port, token=TOKEN) as cache:
+        assert cache.endpoint is not None
+        assert call(cache.endpoint, "GET", "/tiers")[0] == 200

@@ -38,11 +38,6 @@ from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.paths import SpreadTier
 
 
-@pytest.fixture
-def staging() -> Staging:
-    return Staging(SLOT_BYTES, SLOTS)
-
-
 def memory_url() -> str:
     return f"memory://{uuid.uuid4().hex}"
 

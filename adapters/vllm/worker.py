@@ -17,7 +17,7 @@ from kvkit.adapters.vllm import groups, stats
 from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.cache import Cache, Loaded, Stored
-from kvkit.config import Config, open_cache, open_server
+from kvkit.config import Config, ServerConfig, open_cache
 from kvkit.layers import LayerLoad
 from kvkit.layout import KVLayout, Namespace
 from kvkit.sequence import Hit
@@ -117,9 +117,10 @@ class Worker:
         opaque = next(iter(tensors.values())).device.type == "cpu"
         layout, self._groups = groups.group_pages(self._specs, tensors, self._blocks, opaque)
         self._namespace = self._base = self._namespace_of(layout)
-        self.cache: Cache = open_cache(self._config, layout, self._namespace)
         first = self._namespace.rank == 0
-        self._server = open_server(self._config, self.cache) if first else None
+        # one rank's endpoint is enough, and a port takes one
+        config = self._config if first else self._config.model_copy(update={"server": ServerConfig()})
+        self.cache: Cache = open_cache(config, layout, self._namespace)
         self._stats = stats.Recorder(self.cache, counts_tokens=first)
         self._number = {
             name: layer
@@ -233,8 +234,6 @@ class Worker:
 
     def close(self) -> None:
         """Finish what was started and close the cache."""
-        if self._server is not None:
-            self._server.close()
         self.cache.close()
 
     def _look_up(self, ask: Ask) -> None:

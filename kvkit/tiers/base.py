@@ -52,6 +52,7 @@ class Tier(ABC):
         codec: how its records are compressed, one of `kvkit.record.CODECS`.
         near: whether its records are in this host's memory already, so that nothing is gained by
             copying them into another tier.
+        reads_at_once: records that it reads at the same time; what else it is asked for waits.
         evicted: records that were let go to make room so far.
     """
 
@@ -59,6 +60,7 @@ class Tier(ABC):
     scope: Scope = "node"
     codec: str = "none"
     near: bool = False
+    reads_at_once: int = 32
     evicted: int = 0
 
     @abstractmethod
@@ -152,8 +154,8 @@ class ThreadedTier(Tier):
         if threads < 1:
             raise ValueError(f"tier {name!r}: threads={threads}, want at least 1")
         self.name = name
+        self.reads_at_once = threads
         self._workers = Workers(threads, f"kvkit-{name}")
-        self._threads = threads
 
     @abstractmethod
     def read(self, name: str, buffer: memoryview) -> int:

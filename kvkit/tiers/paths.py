@@ -9,13 +9,14 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from operator import methodcaller
 from typing import TypeVar
 
 from kvkit.staging import Lease
-from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError
 from kvkit.tiers.health import Health
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ class SpreadTier(Tier):
         self._move(names, leases, on_complete, reading=False)
 
     def delete(self, names: Sequence[str]) -> None:
-        for path, mine in self._shares(names).items():
-            self._paths[path].delete([names[i] for i in mine])
+        with ExitStack() as others:  # one that fails does not keep the others from it
+            for path, mine in self._shares(names).items():
+                others.callback(self._paths[path].delete, [names[i] for i in mine])
 
     def size(self, name: str) -> int | None:
         return self._try(path_of(name, len(self._paths)), lambda tier: tier.size(name), None)
@@ -70,7 +72,7 @@ class SpreadTier(Tier):
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         path = path_of(name, len(self._paths))
         if not self._health[path].usable(time.monotonic()):
-            raise self._missing(name, path, "it failed a moment ago")
+            raise self._refused(name, path, reading=True)
         try:
             self._paths[path].get_ranges(name, ranges, buffers)
         except OSError as error:
@@ -92,8 +94,9 @@ class SpreadTier(Tier):
             self._try(path, lambda tier: tier.describe(array, metadata), None)
 
     def close(self) -> None:
-        for path in self._paths:
-            path.close()
+        with ExitStack() as others:  # as in `delete`
+            for path in self._paths:
+                others.callback(path.close)
 
     def _shares(self, names: Sequence[str]) -> dict[int, list[int]]:
         """Which of `names`, by index, lie on each path."""
@@ -111,7 +114,7 @@ class SpreadTier(Tier):
             tier, health = self._paths[path], self._health[path]
             if not health.usable(time.monotonic()):
                 for i in mine:
-                    on_complete(names[i], self._missing(names[i], path, "it failed a moment ago"))
+                    on_complete(names[i], self._refused(names[i], path, reading))
                 continue
             move = tier.get if reading else tier.put
             report = partial(self._report, path, on_complete, reading)
@@ -138,6 +141,12 @@ class SpreadTier(Tier):
             self._health[path].answered(now)
         else:
             self._health[path].failed(now, isinstance(error, TimeoutError))
+
+    def _refused(self, name: str, path: int, reading: bool) -> TierError | FileNotFoundError:
+        """What a path that is passed over says of a record."""
+        if reading:
+            return self._missing(name, path, "it failed a moment ago")
+        return TierError(f"tier {self.name!r}: path {path} does not take {name}: it failed a moment ago")
 
     def _missing(self, name: str, path: int, why: object) -> FileNotFoundError:
         log.warning("tier %r: path %d does not deliver %s: %s", self.name, path, name, why)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def clients(server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[Cl
     for client in clients:
         client.wait()
     return clients
+
+
+@pytest.fixture(autouse=True)
+def the_server_lives(server: Server) -> Iterator[None]:
+    """What a client makes of a dead server would hide the cause."""
+    yield
+    server.check_alive()
 
 
 @pytest.fixture

@@ -1,0 +1,62 @@
+/* A disk that dies, for tests/test_eio.py to preload: calls on files below one folder fail with EIO.
+
+   Python reads records by preadv2, writes them by write, and makes them durable by fsync. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static char broken_call[16], broken_folder[PATH_MAX];
+static atomic_int broken, left, failures;
+
+/* From now on `call` fails on what is below `folder`, but for the first `after` times. */
+void eio_start(const char *call, const char *folder, int after) {
+    snprintf(broken_call, sizeof broken_call, "%s", call);
+    snprintf(broken_folder, sizeof broken_folder, "%s/", folder);
+    left = after;
+    failures = 0;
+    broken = 1;
+}
+
+/* The disk works again; returns how many calls failed. */
+int eio_stop(void) {
+    broken = 0;
+    return failures;
+}
+
+static int fails(const char *call, int file) {
+    char link[32], path[PATH_MAX];
+    if (!broken || strcmp(call, broken_call))
+        return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t size = readlink(link, path, sizeof path - 1);
+    if (size < 0)
+        return 0;
+    path[size] = 0;
+    if (strncmp(path, broken_folder, strlen(broken_folder)) || atomic_fetch_sub(&left, 1) > 0)
+        return 0;
+    failures++;
+    errno = EIO;
+    return 1;
+}
+
+ssize_t write(int file, const void *data, size_t size) {
+    return fails("write", file) ? -1 : syscall(SYS_write, file, data, size);
+}
+
+int fsync(int file) {
+    return fails("fsync", file) ? -1 : syscall(SYS_fsync, file);
+}
+
+ssize_t preadv64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
+    return fails("preadv2", file) ? -1 : syscall(SYS_preadv2, file, parts, count, offset, 0L, flags);
+}
+
+ssize_t preadv2(int file, const struct iovec *parts, int count, off_t offset, int flags) {
+    return preadv64v2(file, parts, count, offset, flags);
+}
