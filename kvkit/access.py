@@ -24,6 +24,7 @@ from kvkit.transfers import Stopped
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OnPut = Callable[[str, str], None]
 
 ASKING_THREADS = 4
 """Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
@@ -99,8 +100,12 @@ class Access:
         first: int,
         leases: Sequence[Lease],
         written_back: bool = False,
+        on_put: OnPut | None = None,
     ) -> None:
-        """Start putting sealed records, chunk `first` on, into the tiers whose segment has them."""
+        """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
+
+        `on_put` is called with a tier and a name when it has that record, from any thread.
+        """
         last = first + len(leases) // chunks.groups
         for segment in segments:
             start, stop = max(first, segment.start), min(last, segment.stop)
@@ -108,7 +113,7 @@ class Access:
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            expected = self._expect(segment.tier, names, held, written_back)
+            expected = self._expect(segment.tier, names, held, written_back, on_put)
             self.start("put", segment.tier, names, held, expected)
 
     def start(
@@ -292,7 +297,12 @@ class Access:
         return planning.plan_write_back(taken, stop, self.policy, near)
 
     def _expect(
-        self, tier: str, names: Sequence[str], leases: Sequence[Lease], written_back: bool
+        self,
+        tier: str,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        written_back: bool,
+        on_put: OnPut | None,
     ) -> OnComplete:
         """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
@@ -313,6 +323,8 @@ class Access:
             elif error is not None:
                 log.warning("tier %r did not take %s: %s", tier, name, error)
             self.health[tier].answered(time.monotonic())  # a full disk can still be read
+            if error is None and on_put is not None:
+                on_put(tier, name)
             self.puts.done()
 
         return on_complete

@@ -232,6 +232,7 @@ class Cache:
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
+        first: int = 0,
     ) -> Stored:
         """Put the whole chunks of `tokens` (int32 [T]) that a target tier lacks. Reads the engine's pages.
 
@@ -240,12 +241,14 @@ class Cache:
 
         Args:
             to: tiers, instead of the policy's `store_to`.
+            first: the chunk to begin with: those before it are not stored, and `place` begins there.
 
         Raises:
-            CacheError: a place does not match the layout or is too short for the tokens.
+            CacheError: a place does not match the layout or is too short for the tokens, or the tokens have
+                fewer than `first` whole chunks.
             PolicyError: `to` names a tier that does not exist.
         """
-        return self._store(tokens, place, namespace, to)(Transfer())
+        return self._store(tokens, place, namespace, to, first)(Transfer())
 
     def store_async(
         self,
@@ -254,13 +257,29 @@ class Cache:
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
+        first: int = 0,
+        ready: Callable[[], object] | None = None,
+        on_stored: Callable[[str, int], None] | None = None,
     ) -> Transfer[Stored]:
-        """`store` in the background: the pages must not change until the future is done.
+        """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
+
+        Args:
+            ready: called first, in the background; returns when the pages hold what is to be stored (a CUDA
+                event's `synchronize`).
+            on_stored: called with the name of a tier and the number of a chunk, counted from `first`, when
+                that tier has it completely; from any thread, and often after the future is done.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        return Transfer.start(self._storing, self._store(tokens, place, namespace, to))
+        move = self._store(tokens, place, namespace, to, first, on_stored)
+
+        def store(transfer: Transfer[Stored]) -> Stored:
+            if ready is not None:
+                ready()
+            return move(transfer)
+
+        return Transfer.start(self._storing, store)
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
@@ -360,14 +379,18 @@ class Cache:
         place: Place | Sequence[Place],
         namespace: Namespace | None,
         to: Sequence[str] | None,
+        first: int,
+        on_stored: Callable[[str, int], None] | None = None,
     ) -> Callable[[Transfer[Stored]], Stored]:
         chunks = self._chunks(tokens, namespace)
+        if first:
+            chunks = chunks.part(first, len(chunks))
         places = check_places(place, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
         for name in targets:
             if name not in self.tiers:
                 raise PolicyError(f"to={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return lambda transfer: stores.store(self._access, chunks, places, targets, lambda: transfer.stopped)
+        return partial(stores.store, self._access, chunks, places, targets, on_stored)
 
 
 def _warm_up() -> None:

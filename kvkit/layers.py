@@ -30,7 +30,7 @@ from kvkit.loads import count_loaded
 from kvkit.plan import StorePlan
 from kvkit.reads import keep_whole
 from kvkit.record import Damage
-from kvkit.sequence import Chunks, Hit, Loaded, Place
+from kvkit.sequence import Chunks, Hit, Loaded, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.stores import Stored, plan_missing
 from kvkit.threads import Closed, Workers
@@ -311,6 +311,7 @@ class LayerStore:
             offset, size = record.layer_range(form, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
             rows = self._places[layer.group].rows(form, self._plan.start, len(leases))
+            clear_gaps(rows, pieces)
             launch.pack(layer.pages, pieces, **rows)
 
     def _finish(self) -> int:

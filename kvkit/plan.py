@@ -63,6 +63,16 @@ def clip(plan: RetrievePlan, chunks: int) -> RetrievePlan:
     return RetrievePlan(plan.wanted, kept)
 
 
+def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
+    """Chunks [start, stop) of `plan` as a plan of their own: `start` becomes chunk 0."""
+    kept = tuple(
+        Segment(s.tier, max(s.start, start) - start, min(s.stop, stop) - start)
+        for s in plan.segments
+        if s.start < stop and s.stop > start
+    )
+    return RetrievePlan(stop - start, kept)
+
+
 @dataclass(frozen=True, slots=True)
 class StorePlan:
     """Segments to put, per target tier in the policy's order."""

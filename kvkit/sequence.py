@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvkit.chunks import as_tokens, chunk_keys
 from kvkit.kernels.launch import Pages
 from kvkit.layout import KVLayout, Namespace
-from kvkit.plan import RetrievePlan
+from kvkit.plan import RetrievePlan, cut
 from kvkit.record import RecordFormat
 
 Ids = npt.NDArray[np.int64]
@@ -38,6 +38,8 @@ class Place:
         pages: the engine's pages of the group.
         blocks: int64 [>= chunks * chunk_tokens / block_tokens], the sequence's block table, or
         slots: int64 [>= chunks * chunk_tokens], a slot (block * N + offset) per token; one of the two.
+
+    A block or slot < 0 is not there: a load leaves its tokens out, a store has zeros in their place.
     """
 
     pages: Pages
@@ -62,12 +64,14 @@ class Chunks:
         keys: a key per chunk.
         names: an object name per record: chunk 0's groups, chunk 1's groups, ...
         formats: a record format per layer group.
+        parent: key of the chunk before these; the namespace digest where there is none.
     """
 
     tokens: npt.NDArray[np.int32]
     keys: list[bytes]
     names: list[str]
     formats: tuple[RecordFormat, ...]
+    parent: bytes
 
     @staticmethod
     def of(tokens: Any, layout: KVLayout, namespace: Namespace) -> Chunks:
@@ -81,7 +85,7 @@ class Chunks:
         else:
             names = [form.name(key) for key in keys for form in formats]
         # a copy: engines write the next tokens into the same array, and a move may be under way for long
-        return Chunks(ids[: len(keys) * size].copy(), keys, names, formats)
+        return Chunks(ids[: len(keys) * size].copy(), keys, names, formats, first.digest)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -99,12 +103,29 @@ class Chunks:
     def identity(self, chunk: int) -> tuple[bytes, bytes, npt.NDArray[np.int32]]:
         """Parent key, key and token ids of a chunk."""
         size = self.chunk_tokens
-        parent = self.keys[chunk - 1] if chunk else self.formats[0].digest
+        parent = self.keys[chunk - 1] if chunk else self.parent
         return parent, self.keys[chunk], self.tokens[chunk * size : (chunk + 1) * size]
 
     def records(self, start: int, stop: int) -> list[str]:
         """The names of chunks [start, stop)."""
         return self.names[start * self.groups : stop * self.groups]
+
+    def part(self, start: int, stop: int) -> Chunks:
+        """Chunks [start, stop) alone; `start` becomes chunk 0.
+
+        Raises:
+            CacheError: there are no such chunks.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise CacheError(f"start={start}, stop={stop}: there are {len(self)} whole chunks")
+        size = self.chunk_tokens
+        return Chunks(
+            self.tokens[start * size : stop * size],
+            self.keys[start:stop],
+            self.records(start, stop),
+            self.formats,
+            self.keys[start - 1] if start else self.parent,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +142,17 @@ class Hit:
     @property
     def by_tier(self) -> dict[str, int]:
         return {tier: n * self.chunks.chunk_tokens for tier, n in self.plan.by_tier().items()}
+
+    def part(self, start: int, stop: int) -> Hit:
+        """Chunks [start, stop) of the hit as a hit of its own: for an engine that has those before.
+
+        Its places begin at chunk `start`. Where the hit ends before `stop`, so does the part.
+
+        Raises:
+            CacheError: `start` lies behind the hit, or `stop` before it.
+        """
+        stop = min(stop, self.plan.chunks)
+        return Hit(self.chunks.part(start, stop), cut(self.plan, start, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +189,17 @@ def check_places(
 def formats_of(layout: KVLayout, namespace: Namespace) -> tuple[RecordFormat, ...]:
     """A record format per layer group; remembered, since requests share few namespaces."""
     return tuple(RecordFormat.of(layout, group, namespace) for group in range(len(layout.groups)))
+
+
+def clear_gaps(rows: Rows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
+    """Zero the pieces whose chunk has blocks or slots that are not there. Mutates them.
+
+    A slot of the staging memory holds what was last in it, which may be another tenant's.
+    """
+    ids = rows["blocks"] if "blocks" in rows else rows["slots"]
+    for piece, row in zip(pieces, ids, strict=True):
+        if row.min() < 0:
+            piece[:] = 0
 
 
 def _cut(ids: Ids, per_chunk: int, first: int, count: int) -> Ids:

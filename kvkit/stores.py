@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvkit import plan as planning
 from kvkit import record
-from kvkit.access import Access
+from kvkit.access import Access, OnPut
 from kvkit.counts import Counts
 from kvkit.kernels import launch
 from kvkit.plan import StorePlan
 from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
-from kvkit.sequence import Chunks, Place
+from kvkit.sequence import Chunks, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
+
+OnStored = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +38,18 @@ def store(
     chunks: Chunks,
     places: Sequence[Place],
     targets: Sequence[str],
-    stopped: Callable[[], bool],
+    on_stored: OnStored | None,
+    transfer: Transfer[Stored],
 ) -> Stored:
-    """Pack and seal the chunks that a target lacks, and start putting them."""
+    """Pack and seal the chunks that a target lacks, and start putting them.
+
+    `on_stored` is called with a tier and a chunk when the tier has all of its records, from any thread.
+    """
+    on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
     groups = chunks.groups
     plan = plan_missing(access, chunks, targets)
     position = plan.start
-    while position < plan.stop and not stopped():
+    while position < plan.stop and not transfer.stopped:
         count = min(MAX_IN_FLIGHT, plan.stop - position)
         try:
             leases = access.staging.acquire(count * groups, access.timeout_s, at_least=groups)
@@ -48,12 +58,15 @@ def store(
             break
         count = keep_whole(leases, groups)
         try:
-            _pack(chunks, places, position, leases)
-            access.put(plan.segments, chunks, position, leases)
+            with transfer.pages:  # tiers and slots were waited for: the engine may want its pages back by now
+                if transfer.stopped:
+                    break
+                _pack(chunks, places, position, leases)
+            access.put(plan.segments, chunks, position, leases, on_put=on_put)
         finally:
             release_all(leases)
         position += count
-    if stopped():
+    if transfer.stopped:
         access.count(Counts.note_cancelled)
     return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
 
@@ -67,6 +80,23 @@ def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> Stor
     return plan
 
 
+def _whole_chunks(chunks: Chunks, on_stored: OnStored) -> OnPut:
+    """What calls `on_stored` when the last record of a chunk was put into a tier."""
+    numbers = {name: i // chunks.groups for i, name in enumerate(chunks.names)}
+    counts: Counter[tuple[str, int]] = Counter()
+    lock = threading.Lock()
+
+    def on_put(tier: str, name: str) -> None:
+        chunk = numbers[name]
+        with lock:
+            counts[tier, chunk] += 1
+            complete = counts[tier, chunk] == chunks.groups
+        if complete:
+            on_stored(tier, chunk)
+
+    return on_put
+
+
 def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[Lease]) -> None:
     """Fill slots with the sealed records of chunks `first` on, groups side by side."""
     groups = chunks.groups
@@ -74,7 +104,9 @@ def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[
     for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
         mine = leases[g::groups]
         payloads = [record.payload(form, lease.array) for lease in mine]
-        launch.pack(place.pages, payloads, **place.rows(form, first, count))
+        rows = place.rows(form, first, count)
+        clear_gaps(rows, payloads)
+        launch.pack(place.pages, payloads, **rows)
         for i, lease in enumerate(mine):
             record.seal(form, lease.buffer, *chunks.identity(first + i))
             lease.used = form.record_bytes

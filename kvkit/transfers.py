@@ -21,11 +21,15 @@ class Transfer(Future[T], Generic[T]):
 
     While it is under way the engine's pages are in use: `cancel` asks it to stop, and the future completes,
     soon, with what was moved by then. Only a transfer that had not begun becomes cancelled.
+
+    Attributes:
+        pages: held while a store reads the engine's pages.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._stop = threading.Event()
+        self.pages = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
 
     @property
@@ -38,6 +42,15 @@ class Transfer(Future[T], Generic[T]):
         self._stop.set()
         self._wake()
         return super().cancel()
+
+    def revoke(self) -> None:
+        """Have a store read the engine's pages no more: they may change when this returns.
+
+        Waits for a copy that is under way, never for a tier or a slot. What was copied is still stored.
+        """
+        self.cancel()
+        with self.pages:
+            pass
 
     def when_stopped(self, wake: Callable[[], None]) -> None:
         """Have `wake` called when someone asks it to stop; at once if someone has. Replaces the last one."""

@@ -25,6 +25,7 @@ from typer.main import get_command
 from benchmarks.tables import MACHINE, PAGES, ROOT, render
 from docs import reference
 from kvkit import metrics, server
+from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
 from kvkit.cache import Cache, Place
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
@@ -187,7 +188,8 @@ def test_commands_that_are_named_exist(page: str) -> None:
 
 def test_metrics_and_paths_that_are_named_exist() -> None:
     text = "".join((ROOT / page).read_text() for page in SITE)
-    known = set(re.findall(r"kvkit_\w+", metrics.__doc__ or ""))
+    known = set(re.findall(r"kvkit_\w+", (metrics.__doc__ or "") + reference.vllm_metrics()))
+    known |= set(ConnectorSettings.model_fields)
     named = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"\bkvkit_[a-z_]+", text)}
     assert named
     assert named <= known

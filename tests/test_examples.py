@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,18 @@ def test_what_is_committed_of_a_notebook_is_small_and_valid(path: Path) -> None:
 
 def test_the_notebooks_are_found() -> None:
     assert [path.name for path in NOTEBOOKS] == ["01_reuse.ipynb", "02_kernels.ipynb"]
+
+
+def test_vllm(tmp_path: Path) -> None:
+    """Every turn but the first loads what came before."""
+    pytest.importorskip("vllm")
+    smollm2.fetch()
+    command = [sys.executable, str(EXAMPLES / "03_vllm.py"), str(tmp_path / "kv")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    turns = re.findall(r"prompt: (\d+) tokens, loaded: (\d+), prefill: \d+ ms", done.stdout)
+    assert len(turns) == 3
+    assert turns[0][1] == "0"
+    for (before, _), (_, loaded) in pairwise(turns):
+        assert int(loaded) >= int(before) // 128 * 128
+    assert list((tmp_path / "kv").rglob("c.*"))

@@ -1,0 +1,281 @@
+"""kvkit as a KV connector of vLLM: hands each of vLLM's calls to the scheduler's or the workers' side.
+
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kvkit_config": "kvkit.toml"}}'
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvkit.adapters.vllm import groups
+from kvkit.adapters.vllm.events import Events
+from kvkit.adapters.vllm.identity import identity, model_identity
+from kvkit.adapters.vllm.messages import Report, Sequence, Step
+from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
+from kvkit.adapters.vllm.settings import read_settings
+from kvkit.adapters.vllm.stats import PromMetrics, Stats
+from kvkit.adapters.vllm.worker import Worker
+from kvkit.config import ConfigError
+from kvkit.layout import KVLayout, Namespace
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+NAME = "KVKitConnector"
+
+
+def register() -> None:
+    """Make the connector known to vLLM by its name. May be called again; vLLM does so in each process."""
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+
+
+class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """A best-effort cache: what it does not find, or cannot load, is computed.
+
+    Raises:
+        ConfigError: a setting is unknown, or impossible for this model.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        specs = groups.layer_specs(kv_cache_config, current_platform.is_cpu())
+        blocks = groups.check_chunks(self._config.chunk_tokens, specs)
+        parallel = vllm_config.parallel_config
+        _check(self._settings.load, len(specs), parallel)
+        self._scheduler: Scheduler | None = None
+        self._events: Events | None = None
+        self._worker: Worker | None = None
+        events = vllm_config.kv_events_config
+        tells_stores = events is not None and events.enable_kv_cache_events
+        if role == KVConnectorRole.WORKER:
+            self._worker = Worker(
+                self._config, self._settings, specs, kv_cache_config.num_blocks, self._namespace, tells_stores
+            )
+            return
+        # behind a window's end, only whole chunks are known to hold all that is attended to
+        grain = self._config.chunk_tokens if groups.has_windows(specs) else math.lcm(*blocks)
+        self._scheduler = Scheduler(
+            Sizes(self._config.chunk_tokens, blocks, grain),
+            _sequence,
+            ranks=parallel.world_size,
+            timeout_s=self._settings.lookup_timeout_s,
+            waits=self._settings.load != "async",
+            save_generated=self._settings.save_generated,
+            clock=time.monotonic,
+        )
+        if tells_stores:
+            self._events = Events(
+                self._config.tiers.__getitem__,
+                self._config.chunk_tokens,
+                kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
+                parallel.world_size,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return extra_config.get("load") == "layerwise"
+
+    # the workers' side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.open(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None
+        self._worker.settle()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None
+        self._worker.begin(self._step())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_loads(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._settings.load == "layerwise":
+            assert self._worker is not None
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: whole chunks are saved after the forward, over all layers at once."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.save(self._step())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        received, failed = self._worker.finish(finished_req_ids)
+        # with one group of layers, the blocks that failed say more: what came before them is kept
+        one = len(self._kv_cache_config.kv_cache_groups) == 1
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=set() if one else failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.invalid_blocks()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        assert self._worker is not None
+        return self._worker.report()
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        return None if self._worker is None else self._worker.take_stats()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    # the scheduler's side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        assert self._scheduler is not None
+        found: dict[CacheHitSource, int] = {}
+        for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
+            in_memory = self._config.tiers[tier].in_memory
+            source = CacheHitSource.HOST if in_memory else CacheHitSource.DISK
+            found[source] = found.get(source, 0) + tokens
+        return found
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        assert self._scheduler is not None
+        state = scheduler_output.kv_connector_block_state
+        step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        if self._events is not None:
+            for save in step.saves:
+                stop = len(save.sequence.tokens) // self._config.chunk_tokens
+                self._events.saved(self._scheduler.view(save.request), save.first, stop)
+        return step
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self._scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self._scheduler.hear(report)
+            if self._events is not None:
+                for stored in report.stored:
+                    self._events.stored(*stored)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [] if self._events is None else self._events.take()
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finish(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.forget(uuid.uuid4().hex)
+        return True
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
+        return PromMetrics(*arguments)
+
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        return step
+
+    def _namespace(self, layout: KVLayout) -> Namespace:
+        """Of this rank's KV, without LoRA and salt."""
+        config, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        draft = self._vllm_config.speculative_config
+        kv_dtype = self._vllm_config.cache_config.cache_dtype
+        extra = (config.quantization, kv_dtype, None if draft is None else draft.model)
+        name, revision = model_identity(config.model, config.revision, config.hf_config, extra)
+        return self._config.namespace(
+            layout,
+            model=name,
+            dtype=str(config.dtype).removeprefix("torch."),
+            revision=revision,
+            rank=parallel.rank % parallel.world_size,
+            world=parallel.world_size,
+            isa=_instruction_set(self._vllm_config) if layout.groups[0].opaque else "",
+        )
+
+
+def _check(load: str, tables: int, parallel: Any) -> None:
+    """
+    Raises:
+        ConfigError: kvkit cannot serve this arrangement.
+    """
+    if load != "async" and (tables > 1 or parallel.world_size > 1):
+        raise ConfigError(
+            f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
+            "take back a step whose load failed; want load = 'async'"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+
+
+def _sequence(request: Any, tokens: int) -> Sequence | None:
+    """The first `tokens` tokens of vLLM's request; None where some are not told by ids (embeddings)."""
+    if request.prompt_embeds is not None:
+        return None
+    media = [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
+    lora = request.lora_request
+    return Sequence(
+        identity(request.all_token_ids[:tokens], media),
+        "" if lora is None else f"{lora.lora_name}@{lora.lora_path}",
+        request.cache_salt or "",
+    )
+
+
+def _instruction_set(vllm_config: Any) -> str:
+    """What decides the order of K within vLLM's CPU pages."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    config, cache = vllm_config.model_config, vllm_config.cache_config
+    order = _get_attn_isa(config.dtype, cache.block_size, config.get_head_size(), cache.cache_dtype)
+    return f"{order}/{torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,94 @@
+"""KV events: tells whoever listens to vLLM (a router) what a tier holds, once it is there on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvkit.config import TierConfig
+
+KEPT = 16_384
+"""Chunks that are remembered while their records are on the way; the oldest give way."""
+
+
+class Hashed(Protocol):
+    """The part of vLLM's `Request` that names its blocks."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    lora_request: Any
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Tokens whose ids are known."""
+
+
+class Events:
+    """Events of the chunks that were given to workers to save.
+
+    Args:
+        tiers: of the configuration.
+        chunk_tokens: tokens of a chunk.
+        hash_tokens: tokens that one of vLLM's block hashes stands for.
+        ranks: workers that save.
+    """
+
+    def __init__(
+        self, tiers: Callable[[str], TierConfig], chunk_tokens: int, hash_tokens: int, ranks: int
+    ) -> None:
+        self._tiers = tiers
+        self._chunk_tokens = chunk_tokens
+        self._hash_tokens = hash_tokens
+        self._ranks = ranks
+        self._chunks: OrderedDict[tuple[str, int], dict[str, Any]] = OrderedDict()
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._ready: list[KVCacheEvent] = []
+
+    def saved(self, request: Hashed, start: int, stop: int) -> None:
+        """Note that chunks [start, stop) of a request are on their way."""
+        for chunk in range(start, stop):
+            begin, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
+            first, last = begin // self._hash_tokens, end // self._hash_tokens
+            hashes = [maybe_convert_block_hash(h) for h in request.block_hashes[first:last]]
+            lora = request.lora_request
+            self._chunks[request.request_id, chunk] = {
+                "block_hashes": hashes,
+                "parent_block_hash": maybe_convert_block_hash(request.block_hashes[first - 1])
+                if first
+                else None,
+                "token_ids": list(request.all_token_ids[begin:end]),
+                "block_size": self._hash_tokens,
+                "lora_id": None if lora is None else lora.adapter_id,
+                "lora_name": None if lora is None else lora.lora_name,
+            }
+            if len(self._chunks) > KEPT:
+                self._chunks.popitem(last=False)
+
+    def stored(self, request: str, tier: str, chunk: int) -> None:
+        """Note that a rank has stored a chunk in a tier."""
+        key = request, tier, chunk
+        self._counts[key] += 1
+        if self._counts[key] < self._ranks:
+            return
+        del self._counts[key]
+        told = self._chunks.get((request, chunk))
+        if told is None:
+            return
+        config = self._tiers(tier)
+        self._ready.append(
+            BlockStored(
+                **told,
+                medium=MEDIUM_CPU if config.in_memory else MEDIUM_STORAGE,
+                locality="REMOTE" if config.scope == "shared" else "LOCAL",
+                ownership=tier,
+            )
+        )
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        ready, self._ready = self._ready, []
+        return ready

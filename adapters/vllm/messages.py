@@ -1,0 +1,121 @@
+"""What the scheduler's and the workers' sides tell each other: plain data, one message a step.
+
+Step     scheduler to every worker: what to look up, load and save
+Report   every worker to the scheduler: what was found, what failed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+TokenIds = npt.NDArray[np.int32]
+Tables = tuple[list[int], ...]
+"""Block ids of a request per KV cache group of vLLM; -1: the block is not there, or not to be touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Whose KV it is: all that goes into the keys and differs between requests.
+
+    Args:
+        tokens: int32 [T], as `kvkit.adapters.vllm.identity.identity` gives them.
+        lora: adapter of the request, empty for none.
+        salt: the request's cache salt, empty for none.
+    """
+
+    tokens: TokenIds
+    lora: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Look up `sequence` for a request. `number` tells the answer from those to earlier questions."""
+
+    request: str
+    number: int
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load tokens [start, stop) of what the answer `number` found, both multiples of the block size.
+
+    `blocks` begin at the chunk that holds `start`, and have -1 for those before it.
+    """
+
+    request: str
+    number: int
+    start: int
+    stop: int
+    blocks: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the whole chunks of `sequence` from chunk `first` on, where `blocks` begin."""
+
+    request: str
+    sequence: Sequence
+    first: int
+    blocks: Tables
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """What one step of the engine is to do besides computing.
+
+    Attributes:
+        idle: nothing is computed, so that there is time to wait for lookups and loads.
+        heard: the last step whose failed load the scheduler knew of when it made this one.
+        epoch: changes when everything cached until then is to be forgotten.
+    """
+
+    number: int = 0
+    asks: list[Ask] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    idle: bool = False
+    heard: int = 0
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order."""
+
+    request: str
+    number: int
+    rank: int
+    tokens: int
+    segments: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What happened since the last report, of one rank or of several.
+
+    Attributes:
+        failed: requests of which less was loaded than was promised.
+        failed_step: the last step in which a load that the step waited for failed; 0 for none.
+        stored: (request, tier, chunk) of what a tier has completely, if anyone wants to know.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    failed_step: int = 0
+    stored: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        """Both reports as one. Mutates neither."""
+        assert isinstance(other, Report)
+        return Report(
+            self.answers + other.answers,
+            self.failed + other.failed,
+            max(self.failed_step, other.failed_step),
+            self.stored + other.stored,
+        )

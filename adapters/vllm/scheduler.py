@@ -1,0 +1,264 @@
+"""The scheduler's side: who asks, who waits, what is loaded and saved. Bookkeeping over plain data, no I/O.
+
+Nothing here waits. A lookup is a message: `match` notes a question, `plan` puts it into the next step's
+message, the workers look up in the background, and `hear` notes their answers. Until all ranks have answered,
+or the deadline has passed, `match` says None and vLLM asks again in its next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from typing import Any, Protocol
+
+from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
+
+log = logging.getLogger(__name__)
+
+FRESH_S = 10.0
+"""Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
+
+
+class RequestView(Protocol):
+    """The part of vLLM's `Request` that is read here."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    skip_reading_prefix_cache: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known: neither drafts nor what is being sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What token counts are multiples of.
+
+    Args:
+        chunk_tokens: tokens of a chunk.
+        block_tokens: tokens of a block, per KV cache group of vLLM; each divides a chunk.
+        grain_tokens: hits are multiples of this.
+    """
+
+    chunk_tokens: int
+    block_tokens: tuple[int, ...]
+    grain_tokens: int
+
+
+@dataclass(slots=True)
+class _Question:
+    number: int
+    chunks: int
+    since: float
+    computed: int = 0
+    answers: dict[int, Answer] = field(default_factory=dict)
+    known_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of a request. `saved` is None until it computes for the first time after an admission."""
+
+    view: RequestView
+    question: _Question | None = None
+    admitted: Answer | None = None
+    start: int = 0
+    saved: int | None = None
+    barred: bool = False
+
+
+class Scheduler:
+    """The requests of one engine and what is asked, loaded and saved for them. Not thread-safe, like vLLM's.
+
+    Args:
+        sizes: of chunks and blocks.
+        sequence: the first n tokens of a request, as the keys see them; None where it cannot be cached.
+        ranks: workers that answer.
+        timeout_s: how long a request waits for an answer, in seconds.
+        waits: whether the step that loads waits for it (sync and layerwise loading).
+        save_generated: whether chunks with generated tokens are saved.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        sequence: Callable[[RequestView, int], Sequence | None],
+        *,
+        ranks: int,
+        timeout_s: float,
+        waits: bool,
+        save_generated: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sizes = sizes
+        self._sequence = sequence
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._waits = waits
+        self._save_generated = save_generated
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._numbers = count(1)
+        self._asks: list[Ask] = []
+        self._loads: list[Load] = []
+        self._steps = 0
+        self._heard = 0
+        self.epoch = ""
+
+    def match(self, view: RequestView, computed: int) -> tuple[int | None, bool]:
+        """How many tokens behind the first `computed` can be loaded, and whether that goes on between steps.
+
+        None: not known yet. Notes a question where there is none; asked again, it says the same.
+        """
+        request = self._requests.setdefault(view.request_id, _Request(view))
+        request.view = view
+        chunk = self._sizes.chunk_tokens
+        most = self._most(view)
+        wanted = min(view.num_tokens // chunk, -(-most // chunk))
+        if view.skip_reading_prefix_cache or request.barred or min(wanted * chunk, most) <= computed:
+            return 0, False
+        question = request.question
+        now = self._clock()
+        if question is None or question.chunks != wanted or _stale(question, now):
+            sequence = self._sequence(view, wanted * chunk)
+            if sequence is None:
+                request.barred = True
+                return 0, False
+            question = request.question = _Question(next(self._numbers), wanted, now)
+            self._asks.append(Ask(view.request_id, question.number, sequence))
+            return None, False
+        if question.known_at is None:
+            if now - question.since < self._timeout_s:
+                return None, False
+            question.known_at = now
+            log.info("%s: no answer within %s s, computed instead", view.request_id, self._timeout_s)
+        question.computed = computed
+        found = max(0, min(self._least(question).tokens, most) - computed)
+        return found, found > 0 and not self._waits
+
+    def admit(self, view: RequestView, blocks: Tables, tokens: int) -> None:
+        """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
+        request = self._requests.setdefault(view.request_id, _Request(view))
+        request.saved = None
+        question, request.question = request.question, None
+        if not tokens or question is None:
+            return
+        request.admitted = self._least(question)
+        request.start = start = question.computed
+        stop, chunk = start + tokens, self._sizes.chunk_tokens
+        table = self._cut(blocks, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
+        self._loads.append(Load(view.request_id, question.number, start, stop, table))
+
+    def sources(self, request_id: str, tokens: int) -> dict[str, int]:
+        """Which tiers the last `tokens` tokens of what was admitted come from."""
+        request = self._requests.get(request_id)
+        if request is None or request.admitted is None:
+            return {}
+        start, stop = request.start, request.start + tokens
+        found: dict[str, int] = {}
+        ends = accumulate(size for _, size in request.admitted.segments)
+        for (tier, size), end in zip(request.admitted.segments, ends, strict=True):
+            inside = min(end, stop) - max(end - size, start)
+            if inside > 0:
+                found[tier] = found.get(tier, 0) + inside
+        return found
+
+    def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Step:
+        """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
+        self._steps += 1
+        step = Step(
+            number=self._steps,
+            asks=self._asks,
+            loads=self._loads,
+            saves=list(self._saves(scheduled, blocks)),
+            idle=not scheduled,
+            heard=self._heard,
+            epoch=self.epoch,
+        )
+        self._asks, self._loads = [], []
+        return step
+
+    def hear(self, report: Report) -> None:
+        """Note what the workers tell."""
+        for answer in report.answers:
+            request = self._requests.get(answer.request)
+            question = None if request is None else request.question
+            if question is None or question.number != answer.number or question.known_at is not None:
+                continue  # too late, or about an earlier question
+            question.answers[answer.rank] = answer
+            if len(question.answers) == self._ranks:
+                question.known_at = self._clock()
+        for name in report.failed:
+            if name in self._requests:  # it would be tried again and again
+                self._requests[name].barred = True
+        self._heard = max(self._heard, report.failed_step)
+
+    def view(self, request_id: str) -> Any:
+        """vLLM's request, of one that is not finished."""
+        return self._requests[request_id].view
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)
+
+    def forget(self, epoch: str) -> None:
+        """Have nothing found from now on that was saved before. `epoch` differs from every earlier one."""
+        self.epoch = epoch
+        for request in self._requests.values():
+            request.question = None
+
+    def _most(self, view: RequestView) -> int:
+        """Tokens that may be loaded: the last one is always computed, for its logits."""
+        return (view.num_tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
+
+    def _least(self, question: _Question) -> Answer:
+        """What every rank can load; nothing if one has not answered."""
+        if len(question.answers) < self._ranks:
+            return Answer("", question.number, 0, 0)
+        return min(question.answers.values(), key=lambda answer: (answer.tokens, answer.rank))
+
+    def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[Save]:
+        """The chunks that this step completes.
+
+        A sliding window's older blocks may be gone (-1), even within the first chunk that is saved, as far as
+        they lie a window before the tokens that were computed when it was begun. Whoever resumes at that
+        chunk's end or behind it attends to a window before that end, which begins later: the zeros in their
+        place are never read. Chunks before the first may have larger gaps, and are not saved.
+        """
+        chunk = self._sizes.chunk_tokens
+        for name, tokens in scheduled.items():
+            request = self._requests.get(name)
+            if request is None:
+                continue
+            view = request.view
+            computed = view.num_computed_tokens
+            # lower than what was saved after a preemption or a failed load: those chunks are computed anew
+            first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
+            known = view.num_tokens if self._save_generated else min(view.num_tokens, view.num_prompt_tokens)
+            stop = min(computed + tokens, known) // chunk
+            request.saved = max(first, stop)
+            if stop <= first:
+                continue
+            end = stop * chunk
+            sequence, table = self._sequence(view, end), blocks(name)
+            if sequence is not None and table is not None:
+                yield Save(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
+
+    def _cut(self, blocks: Tables, first: int, last: int, start: int, stop: int) -> Tables:
+        """The blocks of tokens [first, last); -1 for the null block and those outside of [start, stop)."""
+        return tuple(
+            [
+                block if block and start <= i * size < stop else -1
+                for i, block in enumerate(table[first // size : last // size], first // size)
+            ]
+            for table, size in zip(blocks, self._sizes.block_tokens, strict=True)
+        )
+
+
+def _stale(question: _Question, now: float) -> bool:
+    return question.known_at is not None and now - question.known_at > FRESH_S

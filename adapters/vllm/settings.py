@@ -1,0 +1,56 @@
+"""The settings of the connector: what `kv_connector_extra_config` may hold."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvkit.config import Config, ConfigError, load_config
+
+
+class Settings(BaseModel):
+    """How the connector goes about it; the tiers are in kvkit's own configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kvkit_config: str | None = Field(default=None, description="path of kvkit's TOML file")
+    kvkit: dict[str, Any] = Field(
+        default_factory=dict, description="the same settings in place; they win over the file's"
+    )
+    load: Literal["async", "sync", "layerwise"] = Field(
+        default="async",
+        description="async: others compute meanwhile; sync: the step waits; layerwise: each layer waits",
+    )
+    save_generated: bool = Field(default=True, description="store chunks with generated tokens, too")
+    lookup_timeout_s: float = Field(
+        default=1.0, description="seconds that a request waits for a lookup", gt=0, le=60
+    )
+
+
+def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
+    """The connector's settings, and kvkit's configuration, of a `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible, or there are no tiers.
+    """
+    where = "kv_connector_extra_config"
+    known = list(Settings.model_fields)
+    for name in extra:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{where}.{name}: unknown setting; {hint}the settings are {', '.join(known)}")
+    try:
+        settings = Settings(**extra)
+    except ValidationError as error:
+        lines = [
+            f"{where}.{'.'.join(map(str, found['loc']))} = {found['input']!r}: {found['msg']}"
+            for found in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from error
+    config = load_config(settings.kvkit_config, **settings.kvkit)
+    if not config.tiers:
+        raise ConfigError(f"{where}: no tiers; give kvkit_config, or kvkit with tiers in it")
+    return settings, config

@@ -1,0 +1,174 @@
+"""What the connector reports to vLLM's logger and Prometheus endpoint.
+
+| metric | labels | meaning |
+|---|---|---|
+| vllm:kvkit_lookup_tokens | | tokens of whole chunks that were asked for |
+| vllm:kvkit_hit_tokens | tier | tokens that a lookup found |
+| vllm:kvkit_loaded_tokens | tier | tokens put into vLLM's pages, by the tier they came from |
+| vllm:kvkit_stored_tokens | tier | tokens that were put completely; written-back ones are among them |
+| vllm:kvkit_loaded_bytes | tier | bytes put into vLLM's pages, over all ranks |
+| vllm:kvkit_stored_bytes | tier | bytes that were put completely, over all ranks |
+| vllm:kvkit_load_errors | | loads that brought less than was promised, over all ranks |
+| vllm:kvkit_saves_called_off | | saves that a step had to call off, as a tier was slow, over all ranks |
+| vllm:kvkit_load_bytes_per_second | | histogram: throughput of a request's load |
+| vllm:kvkit_store_bytes_per_second | | histogram: throughput of a save out of vLLM's pages |
+
+Tokens are counted by rank 0. All have vLLM's own labels, too (model_name, engine).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvkit.cache import Cache, Loaded, Stored
+from kvkit.counts import BYTES_PER_SECOND, Counts
+from kvkit.sequence import formats_of
+
+TOTALS = {
+    "lookup_tokens": "Tokens of whole chunks that were asked for",
+    "load_errors": "Loads that brought less than was promised",
+    "saves_called_off": "Saves that a step had to call off",
+}
+BY_TIER = {
+    "hit_tokens": "Tokens that a lookup found",
+    "loaded_tokens": "Tokens put into vLLM's pages",
+    "stored_tokens": "Tokens that were put completely",
+    "loaded_bytes": "Bytes put into vLLM's pages",
+    "stored_bytes": "Bytes that were put completely",
+}
+OBSERVED = {
+    "load_bytes_per_second": "Throughput of a request's load",
+    "store_bytes_per_second": "Throughput of a save out of vLLM's pages",
+}
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Counts of an interval: numbers, numbers by tier, and lists of observations, by the metric's name."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> Stats:
+        """Add what `other` counted. Mutates and returns this."""
+        for name, value in other.data.items():
+            mine = self.data.get(name)
+            if mine is None:
+                self.data[name] = value
+            elif isinstance(value, dict):
+                self.data[name] = {tier: mine.get(tier, 0) + value.get(tier, 0) for tier in {**mine, **value}}
+            else:
+                self.data[name] = mine + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One number each: sums, and the mean of observations."""
+        found: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if isinstance(value, dict):
+                found[name] = sum(value.values())
+            elif isinstance(value, list):
+                found[f"mean_{name}"] = sum(value) / len(value)
+            else:
+                found[name] = value
+        return found
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The metrics as the module's text lists them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        labels = [*self._labelnames]
+        self._metrics: dict[str, Any] = {}
+        for name, text in TOTALS.items():
+            self._metrics[name] = self._counter_cls(f"vllm:kvkit_{name}", text, labels)
+        for name, text in BY_TIER.items():
+            self._metrics[name] = self._counter_cls(f"vllm:kvkit_{name}", text, [*labels, "tier"])
+        for name, text in OBSERVED.items():
+            self._metrics[name] = self._histogram_cls(
+                f"vllm:kvkit_{name}", text, labels, buckets=BYTES_PER_SECOND
+            )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an interval counted."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name]
+            if isinstance(value, dict):
+                for tier, amount in value.items():
+                    metric.labels(*values, tier).inc(amount)
+            elif isinstance(value, list):
+                for observed in value:
+                    metric.labels(*values).observe(observed)
+            else:
+                metric.labels(*values).inc(value)
+
+
+class Recorder:
+    """What one rank's cache counted since it was last asked. Thread-safe.
+
+    Args:
+        counts_tokens: whether to report tokens, which all ranks have in common.
+    """
+
+    def __init__(self, cache: Cache, counts_tokens: bool) -> None:
+        self._cache = cache
+        self._counts_tokens = counts_tokens
+        formats = formats_of(cache.layout, cache.namespace)
+        self._tokens_per_record = cache.namespace.chunk_tokens / len(formats)
+        self._bytes_per_token = sum(form.record_bytes for form in formats) / cache.namespace.chunk_tokens
+        self._lock = threading.Lock()
+        self._data: dict[str, Any] = {}
+        self._before = Counts()
+
+    def loaded(self, loaded: Loaded, seconds: float, kept: bool) -> None:
+        """Note a load, and whether it brought what was promised."""
+        with self._lock:
+            if loaded.tokens:
+                speed = loaded.tokens * self._bytes_per_token / seconds
+                self._data.setdefault("load_bytes_per_second", []).append(speed)
+            if not kept:
+                self._data["load_errors"] = self._data.get("load_errors", 0) + 1
+
+    def called_off(self, saves: int) -> None:
+        """Note saves that did not end in time."""
+        if saves:
+            with self._lock:
+                self._data["saves_called_off"] = self._data.get("saves_called_off", 0) + saves
+
+    def stored(self, stored: Stored | None, seconds: float) -> None:
+        """Note a save."""
+        if stored is not None and stored.new_tokens:
+            with self._lock:
+                speed = stored.new_tokens * self._bytes_per_token / seconds
+                self._data.setdefault("store_bytes_per_second", []).append(speed)
+
+    def take(self) -> Stats | None:
+        """What was counted since the last call; None if nothing was."""
+        now, before = self._cache.counts(), self._before
+        self._before = now
+        with self._lock:
+            data, self._data = self._data, {}
+        tiers: dict[str, Counter[str]] = {
+            "loaded_bytes": now.loaded_bytes - before.loaded_bytes,
+            "stored_bytes": now.stored_bytes - before.stored_bytes,
+        }
+        if self._counts_tokens:
+            if now.lookup_tokens > before.lookup_tokens:
+                data["lookup_tokens"] = now.lookup_tokens - before.lookup_tokens
+            tiers["hit_tokens"] = now.hit_tokens - before.hit_tokens
+            tiers["loaded_tokens"] = now.loaded_tokens - before.loaded_tokens
+            records, each = now.stored_records - before.stored_records, self._tokens_per_record
+            tiers["stored_tokens"] = Counter({tier: round(n * each) for tier, n in records.items()})
+        data |= {name: dict(counter) for name, counter in tiers.items() if counter}
+        return Stats(data) if data else None

@@ -1,0 +1,287 @@
+"""kvkit in a real vLLM engine on the CPU: the same greedy tokens as without it, and the hits expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine import POISON
+
+pytest.importorskip("vllm")
+
+import msgspec
+import zmq
+from servers import free_ports
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm_engine import BLOCK, Engine, connector, on_disk, prompt
+
+LONG, SHORT = prompt(600, seed=1), prompt(300, seed=2)
+SHARED = prompt(400, seed=3)
+FAMILY = [SHARED + prompt(80, seed=10 + i) for i in range(5)]
+"""Prompts that begin alike."""
+
+Expected = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(process: Engine) -> Expected:
+    """What an engine without kvkit answers: asked before any other engine is opened."""
+    process.open(None)
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def ask(prompts: list[list[int]], tokens: int = 8) -> None:
+        for given, answer in zip(prompts, process.text(*prompts, tokens=tokens), strict=True):
+            known[tuple(given), tokens] = answer
+
+    ask([LONG, SHORT, *FAMILY])
+    ask([SHORT], 100)
+    ask([second_turn(known[tuple(SHORT), 100])])
+    ask([prompt(250, seed=20 + i) for i in range(3)], 40)
+    return lambda given, tokens=8: known[tuple(given), tokens]
+
+
+def second_turn(answer: list[int]) -> list[int]:
+    return [*SHORT, *answer, *prompt(40, seed=4)]
+
+
+def whole(tokens: int) -> int:
+    """The tokens of a prompt that can come from the cache."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+def difference(after: dict[str, float], before: dict[str, float], *names: str) -> list[float]:
+    return [after.get(name, 0.0) - before.get(name, 0.0) for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def tiered(process: Engine, expected: Expected, folder: Path) -> Engine:
+    """An engine with memory and a folder."""
+    settings = on_disk(folder)
+    return process.open(connector({"tiers": {"memory": {"capacity": "128MiB"}} | settings["tiers"]}))
+
+
+def test_a_second_request_loads_what_the_first_computed(tiered: Engine, expected: Expected) -> None:
+    before = tiered.metrics()
+    cold, hit = (tiered.generate([LONG])[0] for _ in range(2))
+    tiered.flush()
+    assert cold["tokens"] == hit["tokens"] == expected(LONG)
+    assert (cold["cached"], hit["cached"]) == (0, 512)
+    after = tiered.metrics()
+    assert difference(
+        after,
+        before,
+        "vllm:kvkit_lookup_tokens_total{}",
+        "vllm:kvkit_hit_tokens_total{tier=memory}",
+        "vllm:kvkit_loaded_tokens_total{tier=memory}",
+        "vllm:kvkit_loaded_tokens_total{tier=disk}",
+        "vllm:kvkit_load_errors_total{}",
+        "vllm:kvkit_load_bytes_per_second_count{}",
+        "vllm:kvkit_store_bytes_per_second_count{}",
+        "vllm:external_prefix_cache_hits_total{}",
+        "vllm:prompt_tokens_cached_by_source_total{source=host}",
+    ) == [1024, 512, 512, 0, 0, 1, 1, 512, 512]
+
+
+def test_generated_tokens_are_hit_by_the_next_turn(tiered: Engine, expected: Expected) -> None:
+    (answer,) = tiered.text(SHORT, tokens=100)
+    assert answer == expected(SHORT, 100)
+    following = second_turn(answer)
+    (found,) = tiered.generate([following])
+    assert found["tokens"] == expected(following)
+    assert found["cached"] == (300 + 99) // BLOCK * BLOCK  # the last token's KV was not computed
+
+
+def test_requests_at_a_time_share_a_prefix(tiered: Engine, expected: Expected) -> None:
+    cold = tiered.generate(FAMILY)
+    warm = tiered.generate(FAMILY)
+    for given, first, second in zip(FAMILY, cold, warm, strict=True):
+        assert first["tokens"] == second["tokens"] == expected(given)
+        assert second["cached"] == whole(len(given))
+
+
+def test_a_salt_keeps_tenants_apart(tiered: Engine, expected: Expected) -> None:
+    assert tiered.cached(LONG, cache_salt="tenant a") == [0]
+    assert tiered.cached(LONG, cache_salt="tenant b") == [0]
+    (found,) = tiered.generate([LONG], cache_salt="tenant a")
+    assert (found["cached"], found["tokens"]) == (512, expected(LONG))
+
+
+def test_a_request_that_must_not_read_computes(tiered: Engine, expected: Expected) -> None:
+    assert tiered.cached(LONG) == [512]
+    (found,) = tiered.generate([LONG], skip_reading_prefix_cache=True)
+    assert (found["cached"], found["tokens"]) == (0, expected(LONG))
+
+
+def damage(folder: Path, records: slice) -> int:
+    """Flip a byte in some of the records below a folder, in the order of their names; how many."""
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f.stat().st_size > 1 << 16][records]
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= POISON
+        file.write_bytes(data)
+    return len(files)
+
+
+def test_damaged_records_are_computed_anew(tiered: Engine, expected: Expected, folder: Path) -> None:
+    """Policy recompute: the same text, one error counted; and what was computed is stored again."""
+    tiered.generate([LONG])
+    tiered.flush()
+    tiered.do("clear", "memory")
+    assert damage(folder, slice(None))
+    before = tiered.metrics()
+    (found,) = tiered.generate([LONG])
+    assert found["tokens"] == expected(LONG)
+    assert difference(tiered.metrics(), before, "vllm:kvkit_load_errors_total{}") == [1]
+    tiered.flush()
+    (again,) = tiered.generate([LONG])
+    assert (again["cached"], again["tokens"]) == (512, expected(LONG))
+
+
+def test_a_reset_forgets_everything(tiered: Engine, expected: Expected) -> None:
+    assert tiered.cached(LONG) == [512]
+    assert tiered.do("reset", True)
+    assert tiered.cached(LONG) == [0]
+    (found,) = tiered.generate([LONG])
+    assert (found["cached"], found["tokens"]) == (512, expected(LONG))
+
+
+def test_requests_of_an_engine_that_caches_itself(
+    process: Engine, expected: Expected, tmp_path: Path
+) -> None:
+    """vLLM's prefix caching, prompts in pieces, and so few blocks that requests are preempted."""
+    process.open(
+        connector(on_disk(tmp_path)),
+        enable_prefix_caching=True,
+        max_num_batched_tokens=256,
+        max_num_seqs=4,
+        num_gpu_blocks_override=9,
+        max_model_len=1024,
+    )
+    names = (
+        "vllm:prompt_tokens_by_source_total{source=local_compute}",
+        "vllm:prompt_tokens_by_source_total{source=local_cache_hit}",
+        "vllm:prompt_tokens_by_source_total{source=external_kv_transfer}",
+    )
+
+    def sources(given: list[int]) -> list[float]:
+        before = process.metrics()
+        assert process.text(given) == [expected(given)]
+        return difference(process.metrics(), before, *names)
+
+    assert sources(LONG) == [600, 0, 0]
+    assert sources(LONG) == [88, 512, 0]  # vLLM's own hit is as long as kvkit's
+    process.flush()
+    assert process.do("reset", False)
+    assert sources(LONG) == [88, 0, 512]
+    assert process.do("reset", False)
+    assert process.text(LONG[:300])  # vLLM now has two blocks, kvkit four
+    assert sources(LONG) == [88, 256, 256]
+
+    crowd = [prompt(250, seed=20 + i) for i in range(3)]
+    before = process.metrics()
+    assert process.text(*crowd, tokens=40) == [expected(given, 40) for given in crowd]
+    assert difference(process.metrics(), before, "vllm:num_preemptions_total{}")[0] > 0
+    assert process.text(*crowd, tokens=40) == [expected(given, 40) for given in crowd]
+    process.flush()
+
+
+@pytest.mark.parametrize("load", ["sync", "layerwise"])
+def test_loads_that_a_step_waits_for(process: Engine, expected: Expected, tmp_path: Path, load: str) -> None:
+    process.open(connector(on_disk(tmp_path), load=load))
+    cold, hit = (process.generate([SHORT])[0] for _ in range(2))
+    assert (cold["cached"], hit["cached"]) == (0, 256)
+    assert cold["tokens"] == hit["tokens"] == expected(SHORT)
+    assert process.cached(LONG[:400]) == [0]
+    process.flush()
+    # the step that fails to load three chunks completes a fourth, which rests on them and must not be kept
+    assert damage(tmp_path, slice(None)) == 5
+    before = process.metrics()
+    (found,) = process.generate([LONG])
+    assert found["tokens"] == expected(LONG)
+    assert difference(process.metrics(), before, "vllm:kvkit_load_errors_total{}") == [1]
+    process.flush()
+    (again,) = process.generate([LONG])
+    assert (again["cached"], again["tokens"]) == (512, expected(LONG))
+
+
+def test_a_load_that_fails_can_fail_its_request_alone(
+    process: Engine, expected: Expected, tmp_path: Path
+) -> None:
+    process.open(connector(on_disk(tmp_path), policy="fail"))
+    process.text(LONG)
+    process.flush()
+    assert damage(tmp_path, slice(None)) == 4
+    process.text(SHORT)
+    process.flush()
+    broken, whole = process.generate([LONG, SHORT])
+    assert (broken["reason"], broken["tokens"]) == ("error", [])
+    assert (whole["reason"], whole["tokens"], whole["cached"]) == ("length", expected(SHORT), 256)
+    (after,) = process.generate([LONG])  # what was damaged is gone
+    assert after["tokens"] == expected(LONG)
+
+
+def test_two_connectors_in_one_engine(process: Engine, expected: Expected, tmp_path: Path) -> None:
+    """kvkit first, then vLLM's example, which kvkit's misses are left to."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    both = [connector(on_disk(tmp_path / "kvkit")), example]
+    process.open(
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": both},
+        },
+        disable_hybrid_kv_cache_manager=True,
+    )
+    cold, hit = (process.generate([LONG])[0] for _ in range(2))
+    assert (cold["cached"], hit["cached"]) == (0, 512)
+    assert cold["tokens"] == hit["tokens"] == expected(LONG)
+    process.flush()
+
+
+def test_what_is_stored_is_told(process: Engine, expected: Expected, tmp_path: Path) -> None:
+    """Events of vLLM's own cache and of kvkit's tiers name the same blocks."""
+    (port,) = free_ports(1)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe("")
+        socket.bind(f"tcp://127.0.0.1:{port}")  # vLLM binds only to all addresses, and else connects
+        process.open(
+            connector(on_disk(tmp_path)),
+            enable_prefix_caching=True,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://127.0.0.1:{port}",
+            },
+        )
+        told: list[tuple[str, object]] = []
+        attempt = 0
+        while len({medium for medium, _ in told}) < 2 and attempt < 20:
+            # events that come before the subscription are lost, and a step is needed to send them
+            process.text(LONG, cache_salt=f"attempt {attempt}")
+            process.flush()
+            process.text(prompt(20))
+            attempt += 1
+            while socket.poll(1000):
+                *_, payload = socket.recv_multipart()
+                for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                    if isinstance(event, BlockStored):
+                        told += [(event.medium, hash_) for hash_ in event.block_hashes]
+    blocks = {medium: {hash_ for m, hash_ in told if m == medium} for medium in ("GPU", "STORAGE")}
+    assert blocks["STORAGE"]
+    assert blocks["STORAGE"] <= blocks["GPU"]

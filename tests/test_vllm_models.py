@@ -1,0 +1,157 @@
+"""Other KV caches than plain ones, in a real vLLM engine: sliding windows, latent attention, two ranks.
+
+The models are small ones with random weights, large enough that their answers depend on every token.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
+
+VOCABULARY = 1000
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+QWEN = Qwen2Config(**COMMON, num_key_value_heads=2)
+GEMMA = Gemma3TextConfig(
+    **COMMON,
+    num_key_value_heads=2,
+    head_dim=32,
+    sliding_window=256,
+    layer_types=["sliding_attention"] * 5 + ["full_attention"],
+)
+DEEPSEEK = DeepseekV2Config(
+    **COMMON,
+    num_key_value_heads=4,
+    kv_lora_rank=512,  # vLLM's kernel takes this size of latents alone
+    q_lora_rank=None,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=64,
+    v_head_dim=32,
+    first_k_dense_replace=6,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+)
+PROMPTS = [prompt(n, seed=n, vocabulary=VOCABULARY) for n in (900, 500, 700)]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+def made(config: PretrainedConfig, folder: Path) -> Path:
+    """A model folder."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.1)  # or the last token alone decides the next
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["gqa", "windows"])
+def test_answers_are_the_same_with_and_without(
+    config: PretrainedConfig, process: Engine, tmp_path: Path
+) -> None:
+    """Prompts in pieces, so that windows have lost blocks before their chunks are saved.
+
+    What is loaded is compared with vLLM's own prefix cache, which computes the rest in the same pieces.
+    """
+    options: dict[str, Any] = {
+        "model": made(config, tmp_path / "model"),
+        "skip_tokenizer_init": True,
+        "max_num_batched_tokens": 320,
+        "max_num_seqs": 4,
+    }
+
+    def ask(prompts: list[list[int]]) -> list[Settings]:
+        return [process.generate([given], tokens=20)[0] for given in prompts]
+
+    process.open(None, **options, enable_prefix_caching=True)
+    expected = ask(PROMPTS), ask(PROMPTS)
+    (other,) = ask([[7, *PROMPTS[0][1:]]])
+    assert other["logprobs"] != pytest.approx(expected[0][0]["logprobs"], abs=1e-2), "it looks at little"
+    process.open(connector(on_disk(tmp_path / "kv")), **options)
+    cold = ask(PROMPTS)
+    process.flush()
+    warm = ask(PROMPTS)
+    assert [answer["cached"] for answer in cold] == [0, 0, 0]
+    assert [answer["cached"] for answer in warm] == [(len(p) - 1) // BLOCK * BLOCK for p in PROMPTS]
+    for found, wanted in zip((*cold, *warm), (*expected[0], *expected[1]), strict=True):
+        assert found["tokens"] == wanted["tokens"]
+        assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+    turns = [[*given, *answer["tokens"], 7] for given, answer in zip(PROMPTS, cold, strict=True)]
+    following = process.generate(turns, tokens=4)
+    assert [answer["cached"] for answer in following] == [(len(p) + 19) // BLOCK * BLOCK for p in PROMPTS]
+
+
+def test_latent_attention_on_a_cpu_is_refused(process: Engine, tmp_path: Path) -> None:
+    """vLLM would pass over what was loaded, and answer wrongly."""
+    transfer = connector(on_disk(tmp_path / "kv"))
+    with pytest.raises(AssertionError, match=r"ConfigError: layer model\.layers\.0.*MLAAttentionSpec"):
+        process.open(transfer, model=made(DEEPSEEK, tmp_path / "model"), skip_tokenizer_init=True)
+
+
+def test_a_load_that_fails_with_several_groups(process: Engine, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": made(GEMMA, tmp_path / "model"), "skip_tokenizer_init": True}
+    process.open(connector(on_disk(tmp_path / "kv")), **options)
+    expected = process.text(*PROMPTS)
+    process.flush()
+    for file in (tmp_path / "kv").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 14:
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+    before = process.metrics().get("vllm:kvkit_load_errors_total{}", 0)
+    assert process.text(*PROMPTS) == expected
+    assert process.metrics()["vllm:kvkit_load_errors_total{}"] == before + len(PROMPTS)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Each rank has records of its own, and a hit is what both have."""
+    options: dict[str, Any] = {
+        "model": made(QWEN, tmp_path / "model"),
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    }
+    with Engine(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="nobind") as engine:
+        engine.open(connector(on_disk(tmp_path / "kv")), **options)
+        cold = engine.generate(PROMPTS)
+        warm = engine.generate(PROMPTS)
+        assert [answer["cached"] for answer in warm] == [(len(p) - 1) // BLOCK * BLOCK for p in PROMPTS]
+        assert [answer["tokens"] for answer in warm] == [answer["tokens"] for answer in cold]
+        spaces = list((tmp_path / "kv").iterdir())
+        assert len(spaces) == 2
+        shutil.rmtree(spaces[0])  # one of them loses its records: nothing is hit, and all is saved again
+        lost = engine.generate(PROMPTS)
+        found = engine.generate(PROMPTS)
+        assert [answer["cached"] for answer in lost] == [0, 0, 0]
+        assert [answer["cached"] for answer in found] == [answer["cached"] for answer in warm]
+        for answers in (lost, found):
+            assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in cold]

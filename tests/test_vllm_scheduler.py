@@ -1,0 +1,277 @@
+"""The scheduler's side of the vLLM connector, over made-up requests: who asks, waits, loads, saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from kvkit.adapters.vllm.messages import Answer, Report, Sequence, Step, Tables
+from kvkit.adapters.vllm.scheduler import FRESH_S, RequestView, Scheduler, Sizes
+
+CHUNK, BLOCK = 8, 4
+
+
+@dataclass
+class Request:
+    """What vLLM's request has of it."""
+
+    request_id: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(tokens: int, name: str = "a") -> Request:
+    return Request(name, list(range(100, 100 + tokens)), tokens)
+
+
+def tokens_of(view: RequestView, count: int) -> Sequence:
+    assert isinstance(view, Request)
+    assert count <= view.num_tokens, "a token that is not known"
+    return Sequence(np.array(view.tokens[:count], np.int32))
+
+
+def new_scheduler(
+    clock: Callable[[], float] = lambda: 0.0, ranks: int = 1, grain: int = BLOCK, **fields: bool
+) -> Scheduler:
+    settings = {"waits": False, "save_generated": True} | fields
+    return Scheduler(
+        Sizes(CHUNK, (BLOCK,), grain), tokens_of, ranks=ranks, timeout_s=1.0, clock=clock, **settings
+    )
+
+
+def step(scheduler: Scheduler, scheduled: dict[str, int] | None = None, blocks: Tables = ([],)) -> Step:
+    return scheduler.plan(scheduled or {}, lambda _: blocks)
+
+
+def answer(scheduler: Scheduler, asked: Step, tokens: int, rank: int = 0, tier: str = "disk") -> None:
+    (ask,) = asked.asks
+    found = Answer(ask.request, ask.number, rank, tokens, ((tier, tokens),) if tokens else ())
+    scheduler.hear(Report([found]))
+
+
+def test_a_request_waits_for_its_answer_and_is_asked_about_once() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    assert scheduler.match(a, 0) == (None, False)
+    asked = step(scheduler)
+    assert asked.idle
+    assert [ask.sequence.tokens.tolist() for ask in asked.asks] == [a.tokens[:16]]
+    assert scheduler.match(a, 0) == (None, False)
+    assert not step(scheduler).asks
+    answer(scheduler, asked, 16)
+    for _ in range(2):  # cheap and without side effects, as long as the request cannot be admitted
+        assert scheduler.match(a, 0) == (16, True)
+    assert not step(scheduler).loads
+
+
+def test_what_is_admitted_is_loaded_into_its_blocks() -> None:
+    scheduler, a = new_scheduler(), request(30)
+    scheduler.match(a, 4)
+    answer(scheduler, step(scheduler), 24)
+    assert scheduler.match(a, 4) == (20, True)
+    scheduler.admit(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 20)
+    (load,) = step(scheduler).loads
+    assert (load.start, load.stop) == (4, 24)
+    assert load.blocks == ([-1, 12, 13, 14, 15, 16],)  # what vLLM has computed itself is left alone
+    assert scheduler.sources("a", 20) == {"disk": 20}
+    scheduler.admit(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 0)  # once more, when the load is done
+    assert not step(scheduler).loads
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grain", "found"),
+    [(16, BLOCK, 12), (17, BLOCK, 16), (16, CHUNK, 8), (17, CHUNK, 16), (8, CHUNK, 0), (4, BLOCK, 0)],
+)
+def test_the_last_token_is_always_computed(tokens: int, grain: int, found: int) -> None:
+    scheduler, a = new_scheduler(grain=grain), request(tokens)
+    waits = scheduler.match(a, 0)
+    asked = step(scheduler)
+    if asked.asks:
+        assert waits == (None, False)
+        answer(scheduler, asked, len(asked.asks[0].sequence.tokens))
+    assert scheduler.match(a, 0) == (found, found > 0)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.permutations(range(4)), st.integers(0, 3))
+def test_a_hit_is_what_every_rank_has(chunks: list[int], order: list[int], computed: int) -> None:
+    scheduler, a = new_scheduler(ranks=len(chunks)), request(5 * CHUNK + 1)
+    scheduler.match(a, computed * BLOCK)
+    asked = step(scheduler)
+    for rank in [r for r in order if r < len(chunks)]:
+        assert scheduler.match(a, computed * BLOCK) == (None, False)
+        answer(scheduler, asked, chunks[rank] * CHUNK, rank)
+    found = max(0, min(chunks) * CHUNK - computed * BLOCK)
+    assert scheduler.match(a, computed * BLOCK) == (found, found > 0)
+
+
+def test_a_late_answer_is_no_answer() -> None:
+    clock = Clock()
+    scheduler, a = new_scheduler(clock, ranks=2), request(20)
+    scheduler.match(a, 0)
+    asked = step(scheduler)
+    answer(scheduler, asked, 16, rank=0)
+    clock.now = 1.0
+    assert scheduler.match(a, 0) == (0, False)
+    answer(scheduler, asked, 16, rank=1)
+    assert scheduler.match(a, 0) == (0, False)
+
+
+def test_an_answer_that_is_old_is_asked_for_again() -> None:
+    clock = Clock()
+    scheduler, a = new_scheduler(clock), request(20)
+    scheduler.match(a, 0)
+    first = step(scheduler)
+    answer(scheduler, first, 16)
+    assert scheduler.match(a, 0) == (16, True)
+    clock.now = FRESH_S + 1
+    assert scheduler.match(a, 0) == (None, False)
+    second = step(scheduler)
+    answer(scheduler, first, 16)  # to the first question
+    assert scheduler.match(a, 0) == (None, False)
+    answer(scheduler, second, 8)
+    assert scheduler.match(a, 0) == (8, True)
+
+
+def test_a_preempted_request_asks_with_what_it_generated() -> None:
+    scheduler, a = new_scheduler(), request(9)
+    scheduler.match(a, 0)
+    answer(scheduler, step(scheduler), 0)
+    assert scheduler.match(a, 0) == (0, False)
+    scheduler.admit(a, ([1, 2, 3],), 0)
+    a.tokens += range(10)
+    assert scheduler.match(a, 0) == (None, False)
+    (ask,) = step(scheduler).asks
+    assert ask.sequence.tokens.tolist() == a.tokens[:16]
+
+
+def test_a_request_whose_load_failed_computes() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    scheduler.match(a, 0)
+    answer(scheduler, step(scheduler), 16)
+    scheduler.match(a, 0)
+    scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
+    assert step(scheduler).heard == 0
+    scheduler.hear(Report(failed=["a"], failed_step=2))
+    assert scheduler.match(a, 0) == (0, False)
+    assert step(scheduler).heard == 2
+
+
+def test_what_must_not_be_read_is_not_asked_for() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    a.skip_reading_prefix_cache = True
+    assert scheduler.match(a, 0) == (0, False)
+    assert not step(scheduler).asks
+
+
+def test_a_reset_forgets_answers() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    scheduler.match(a, 0)
+    answer(scheduler, step(scheduler), 16)
+    scheduler.forget("later")
+    assert scheduler.match(a, 0) == (None, False)
+    assert step(scheduler).epoch == "later"
+
+
+def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
+    scheduler = Scheduler(
+        Sizes(CHUNK, (BLOCK,), BLOCK),
+        lambda *_: None,
+        ranks=1,
+        timeout_s=1.0,
+        waits=False,
+        save_generated=True,
+        clock=Clock(),
+    )
+    a = request(20)
+    assert scheduler.match(a, 0) == (0, False)
+    planned = step(scheduler, {"a": 20}, ([1, 2, 3, 4, 5],))
+    assert not planned.asks
+    assert not planned.saves
+
+
+def test_blocks_outside_a_window_are_not_saved() -> None:
+    scheduler = new_scheduler(grain=CHUNK)
+    a = request(24)
+    scheduler.match(a, 0)
+    a.num_computed_tokens = 12
+    planned = step(scheduler, {"a": 12}, ([0, 0, 0, 7, 8, 9],))
+    (save,) = planned.saves
+    assert (save.first, save.blocks) == (1, ([-1, 7, 8, 9],))
+
+
+@dataclass
+class Engine:
+    """A request in an engine with asynchronous scheduling: what it samples is known `lag` steps later."""
+
+    request: Request
+    lag: int
+    in_flight: list[int] = field(default_factory=list)
+
+    def settle(self, all_of_it: bool = False) -> None:
+        while len(self.in_flight) > (0 if all_of_it else self.lag):
+            self.request.tokens += [len(self.request.tokens)] * self.in_flight.pop(0)
+
+
+@given(
+    prompt=st.integers(1, 40),
+    lag=st.integers(0, 2),
+    save_generated=st.booleans(),
+    moves=st.lists(st.one_of(st.integers(1, 20), st.just("preempt"), st.integers(-5, -1)), max_size=40),
+)
+def test_every_complete_chunk_is_saved_once_and_no_other(
+    prompt: int, lag: int, save_generated: bool, moves: list[int | str]
+) -> None:
+    """However prefill is cut, whenever a request is preempted or loses what failed to load."""
+    scheduler = new_scheduler(save_generated=save_generated)
+    a = request(prompt)
+    engine = Engine(a, lag)
+    scheduler.match(a, 0)
+    blocks = list(range(1, 400))
+    saved: set[int] = set()
+    for move in moves:
+        if move == "preempt" or (isinstance(move, int) and move < 0):
+            engine.settle(all_of_it=True)
+            lost = a.num_computed_tokens if move == "preempt" else -int(move) * BLOCK
+            a.num_computed_tokens = max(0, a.num_computed_tokens - lost) // BLOCK * BLOCK
+            saved = {chunk for chunk in saved if chunk < a.num_computed_tokens // CHUNK}
+            if move == "preempt":
+                scheduler.admit(a, (blocks,), 0)
+            continue
+        left = a.num_tokens + sum(engine.in_flight) - a.num_computed_tokens
+        count = min(int(move), max(1, left))
+        planned = step(scheduler, {"a": count}, (blocks,))
+        known = min(a.num_computed_tokens + count, a.num_tokens)
+        for save in planned.saves:
+            stop = len(save.sequence.tokens) // CHUNK
+            assert len(save.sequence.tokens) == stop * CHUNK <= known
+            assert save.sequence.tokens.tolist() == a.tokens[: stop * CHUNK]
+            assert save.blocks == (blocks[save.first * CHUNK // BLOCK : stop * CHUNK // BLOCK],)
+            chunks = set(range(save.first, stop))
+            assert not chunks & saved
+            saved |= chunks
+        a.num_computed_tokens += count
+        limit = known if save_generated else min(known, prompt)
+        assert saved == set(range(limit // CHUNK))
+        if a.num_computed_tokens >= a.num_tokens + sum(engine.in_flight):
+            engine.in_flight.append(1)
+        engine.settle()

@@ -1,0 +1,148 @@
+"""The workers' side of the vLLM connector over real tiers and pages, step by step, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvkit.adapters.vllm.messages import Ask, Load, Save, Sequence, Step
+from kvkit.adapters.vllm.settings import read_settings
+from kvkit.adapters.vllm.worker import Worker
+
+BLOCKS, BLOCK, CHUNK = 12, 8, 16
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+IDS = np.arange(3 * CHUNK, dtype=np.int32)
+TABLE = [1, 2, 3, 4, 5, 6]
+
+
+class Rank:
+    """A worker with pages, and the steps that it was told."""
+
+    def __init__(self, folder: Path, load: str) -> None:
+        tiers = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
+        kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers}
+        settings, config = read_settings({"kvkit": kvkit, "load": load})
+        pool = torch.zeros(2, BLOCKS, 2, BLOCK, 16)
+        self.pages = {f"layers.{i}": pool[i] for i in range(2)}
+        self.worker = Worker(
+            config,
+            settings,
+            [dict.fromkeys(self.pages, SPEC)],
+            BLOCKS,
+            lambda layout: config.namespace(layout, model="m", dtype="float32"),
+            tells_stores=False,
+        )
+        self.worker.open(self.pages)
+        self.waits = load != "async"
+        self.number = 0
+
+    def step(self, finished: tuple[str, ...] = (), **told: Any) -> tuple[set[str], set[str]]:
+        """One step; what `finish` returns."""
+        self.number += 1
+        step = Step(self.number, **told)
+        self.worker.settle()
+        self.worker.begin(step)
+        self.worker.start_loads(step)
+        self.worker.save(step)
+        return self.worker.finish(set(finished))
+
+    def fill(self, value: float) -> None:
+        for tensor in self.pages.values():
+            tensor.fill_(value)
+
+    def save(self, first: int = 0, **told: Any) -> None:
+        """Save the three chunks of IDS from `first` on."""
+        blocks = TABLE[first * CHUNK // BLOCK :]
+        self.step(saves=[Save("a", Sequence(IDS), first, (blocks,))], **told)
+        self.worker.settle()
+        self.worker.cache.flush()
+
+    def found(self, **told: Any) -> int:
+        """Tokens of IDS that a lookup finds; the answer is number 1, for request a."""
+        self.step(asks=[Ask("a", 1, Sequence(IDS))], idle=True, **told)
+        while (report := self.worker.report()) is None:
+            self.step(idle=True, **told)
+        (answer,) = report.answers
+        return answer.tokens
+
+    def load(self, load: Load, **told: Any) -> bool:
+        """Load what was found; whether all of it came."""
+        received, failed = self.step(loads=[load], **told)
+        while self.waits is False and not received:
+            received, failed = self.step(idle=True)
+        report = self.worker.report()
+        short = report is not None and report.failed == ["a"]
+        assert received == (set() if self.waits else {"a"})
+        assert failed == ({"a"} if short and not self.waits else set())
+        assert report is None or report.failed_step == (self.number if self.waits else 0)
+        return not short
+
+
+@pytest.fixture(params=["async", "sync", "layerwise"])
+def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path, request.param)
+    yield made
+    made.worker.close()
+
+
+def test_what_was_saved_is_loaded_into_other_blocks(rank: Rank) -> None:
+    rank.fill(3.0)
+    rank.save()
+    rank.fill(0.0)
+    assert rank.found() == len(IDS)
+    assert rank.load(Load("a", 1, BLOCK, 5 * BLOCK, ([-1, 7, 8, 9, 10],)))
+    assert rank.worker.invalid_blocks() == set()
+    for tensor in rank.pages.values():
+        assert bool((tensor[7:11] == 3.0).all())
+        assert bool((tensor[:7] == 0.0).all())
+        assert bool((tensor[11:] == 0.0).all())
+
+
+def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path) -> None:
+    """Where steps wait for their loads: none is saved until the scheduler has heard of the failure."""
+    rank.fill(3.0)
+    rank.save()
+    assert rank.found() == len(IDS)
+    rank.worker.cache.clear("memory")
+    for file in tmp_path.rglob("c.*"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    save = Save("b", Sequence(IDS + 1000), 0, (TABLE,))
+    stored = rank.worker.cache.counts().stored_records["disk"]
+
+    def saved() -> int:
+        rank.worker.settle()
+        rank.worker.cache.flush()
+        return rank.worker.cache.counts().stored_records["disk"] - stored
+
+    assert not rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)), saves=[save])
+    assert rank.worker.invalid_blocks() == {7, 8, 9, 10, 11, 6}
+    assert saved() == (0 if rank.waits else 3)
+    failed_step = rank.number if rank.waits else 0
+    rank.step(saves=[save], heard=failed_step - 1 if rank.waits else 0)
+    assert saved() == (0 if rank.waits else 3)
+    rank.step(saves=[save], heard=failed_step)
+    assert saved() == 3
+
+
+def test_a_load_of_what_was_never_found_is_none(rank: Rank) -> None:
+    assert not rank.load(Load("a", 1, 0, CHUNK, ([7, 8],)))
+    assert rank.worker.invalid_blocks() == {7, 8}
+
+
+def test_a_later_epoch_finds_only_its_own(rank: Rank) -> None:
+    rank.save()
+    assert rank.found() == len(IDS)
+    assert rank.found(epoch="later") == 0
+    rank.save(epoch="later")
+    assert rank.found(epoch="later") == len(IDS)
