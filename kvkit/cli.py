@@ -202,6 +202,10 @@ def bench_serve(
         return tuple(name.strip() for name in text.split(",") if name.strip())
 
     try:
+        options = shlex.split(vllm)
+    except ValueError as error:
+        _fail(f"vllm = {vllm!r}: {error}")
+    try:
         results = run(
             Load(
                 names(workloads) or tuple(WORKLOADS),
@@ -219,7 +223,7 @@ def bench_serve(
             model=model,
             memory_gib=memory_gib,
             config=config,
-            vllm_options=shlex.split(vllm),
+            vllm_options=options,
             interleave=interleave,
             json_path=json_path,
             png_path=png_path,

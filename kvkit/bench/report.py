@@ -92,29 +92,29 @@ def as_json(found: Sequence[Measured]) -> dict[str, Any]:
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:
-    """A table of all workloads, and one of the overheads if there are any."""
-    head = ["workload", "system", "requests", "hit tokens", "of prompts"]
-    head += ["first TTFT p50", "TTFT p50", "p99", "gap p50", "p99", "requests/s", "tokens/s"]
-    shown = Table(*head)
-    for measured in found:
-        row = summarise(measured)
-        requests = f"{row['requests']}" + (f" ({row['errors']} failed)" if row["errors"] else "")
-        hits, prompts = row["hit_tokens"], row["prompt_tokens"]
-        shown.add_row(
-            *(row["workload"], row["system"], requests),
-            *(("?", "?") if hits is None else (f"{hits:,}", f"{hits / max(1, prompts):.0%}")),
-            *(_seconds(row["first_ttft_s"], "p50"), *(_seconds(row["ttft_s"], k) for k in ("p50", "p99"))),
-            *(_seconds(row["gap_s"], k) for k in ("p50", "p99")),
-            *(f"{row['requests_per_s']:.2f}", f"{row['tokens_per_s']:,.0f}"),
-        )
+    """A table per workload, and one of the overheads if there are any."""
+    made = []
+    for workload in dict.fromkeys(measured.workload for measured in found):
+        mine = [measured for measured in found if measured.workload == workload]
+        shown = Table("system", "hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s", title=workload)
+        for measured in mine:
+            row = summarise(measured)
+            failed = f" ({row['errors']} failed)" if row["errors"] else ""
+            share = "?" if row["hit_tokens"] is None else f"{row['hit_tokens']:,} of {row['prompt_tokens']:,}"
+            shown.add_row(
+                *(measured.system + failed, share, _seconds(row["first_ttft_s"], "p50")),
+                *(_seconds(row["ttft_s"], "p50"), _seconds(row["ttft_s"], "p99")),
+                *(_seconds(row["gap_s"], "p50"), f"{row['tokens_per_s']:,.0f}"),
+            )
+        made.append(shown)
     ratios = overheads(found)
-    if not ratios:
-        return [shown]
-    base = next(measured.system for measured in found if measured.workload == CONTROL)
-    overhead = Table("system", "median", "quartiles", title=f"TTFT without reuse, as a multiple of {base}'s")
-    for system, ratio in ratios.items():
-        overhead.add_row(system, f"{ratio['median']:.3f}", f"{ratio['p25']:.3f} – {ratio['p75']:.3f}")
-    return [shown, overhead]
+    if ratios:
+        base = next(measured.system for measured in found if measured.workload == CONTROL)
+        overhead = Table("system", "median", "quartiles", title=f"TTFT without reuse / {base}'s")
+        for system, ratio in ratios.items():
+            overhead.add_row(system, f"{ratio['median']:.3f}", f"{ratio['p25']:.3f} – {ratio['p75']:.3f}")
+        made.append(overhead)
+    return made
 
 
 def draw(found: Sequence[Measured], path: Path) -> None:
@@ -142,7 +142,8 @@ def draw(found: Sequence[Measured], path: Path) -> None:
                     times = [answer.ttft_s for answer in good if answer.again == again]
                     if times:
                         axes.ecdf(times, ls=style, color=f"C{number}", label=_label(measured, again))
-            axes.set(title=workload, xlabel="time to first token, s", xscale="log")
+            axes.set(title=workload, xlabel="time to first token, s")
+            axes.set_xlim(left=0)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=7)
         panels[0][0].set_ylabel("share of requests")

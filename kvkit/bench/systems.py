@@ -84,8 +84,52 @@ def started(system: str, setup: Setup) -> Iterator[str]:
             }
         port = _free_port()
         command = _vllm(setup, port, transfer)
-        with _process(system, command, environment, setup.folder, lambda: _healthy(port)):
+        with serving(system, command, environment, setup.folder, lambda: _healthy(port)):
             yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    serves: Callable[[], bool],
+) -> Iterator[None]:
+    """A process that serves; it and its children are ended with the context.
+
+    Args:
+        serves: asked again and again until it is true.
+
+    Raises:
+        StartError: it ended, or did not serve within `START_S`.
+    """
+    path = folder / f"{name}.log"
+    with open(path, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # its children are in its group, and Ctrl-C is for the client alone
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while not serves():
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_PAUSE_S)
+                raise StartError(f"{name} ended with {code}:\n{_tail(path)}")
+            if time.monotonic() > deadline:
+                raise StartError(f"{name} did not serve within {START_S:.0f} s:\n{_tail(path)}")
+        yield
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _kvkit(setup: Setup) -> dict[str, Any]:
@@ -119,7 +163,7 @@ def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[in
     module = "lmcache.v1.multiprocess.server"
     flat = [word for pair in options.items() for word in pair]
     command = [sys.executable, "-m", module, *flat, "--no-l1-use-lazy", "--disable-metrics"]
-    with _process("lmcache-server", command, environment, setup.folder, lambda: _listens(port)):
+    with serving("lmcache-server", command, environment, setup.folder, lambda: _listens(port)):
         yield port
 
 
@@ -131,43 +175,6 @@ def _vllm(setup: Setup, port: int, transfer: Mapping[str, Any] | None) -> list[s
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
     return [*command, *setup.options]
-
-
-@contextmanager
-def _process(
-    name: str,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    serves: Callable[[], bool],
-) -> Iterator[None]:
-    """A process that serves; it and its children are ended with the context."""
-    path = folder / f"{name}.log"
-    with open(path, "wb") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # its children are in its group, and Ctrl-C is for the client alone
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while not serves():
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(_PAUSE_S)
-                raise StartError(f"{name} ended with {code}:\n{_tail(path)}")
-            if time.monotonic() > deadline:
-                raise StartError(f"{name} did not serve within {START_S:.0f} s:\n{_tail(path)}")
-        yield
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _healthy(port: int) -> bool:
