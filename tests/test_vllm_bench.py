@@ -57,7 +57,7 @@ def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
     assert control_kvkit.hit_tokens == 0
 
 
-def test_a_word_is_about_a_token(tmp_path: Path) -> None:
+def test_a_word_is_about_a_token() -> None:
     from transformers import AutoTokenizer
 
     from kvkit.adapters import smollm2
@@ -65,9 +65,9 @@ def test_a_word_is_about_a_token(tmp_path: Path) -> None:
     encode = AutoTokenizer.from_pretrained(smollm2.fetch())
     for made in WORKLOADS.values():
         text = " ".join(request.text for request in made(0, 8, 200))
-        assert 0.95 < len(encode(text)["input_ids"]) / len(text.split()) < 1.1
+        assert 0.95 < len(encode(text)["input_ids"]) / len(text.split()) < 1.2, "with labels and line ends"
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match="plain ended with 1:(.|\n)*absent"):
+    with pytest.raises(ServeError, match=r"plain ended with 1:(.|\n)*absent"):
         measured(tmp_path, str(tmp_path / "absent"), "plain")
