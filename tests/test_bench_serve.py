@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
 from kvkit.bench.client import Answer
 from kvkit.bench.report import Measured, overheads, summarise, tables
+from kvkit.bench.systems import SYSTEMS
 from kvkit.bench.workloads import CONTROL, WORKLOADS
 
 
@@ -115,6 +117,14 @@ def test_a_server_that_does_not_answer(servers: tuple[Completions, Completions],
 )
 def test_wrong_settings(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     failed(run("bench", "serve", *arguments), *words)
+
+
+def test_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    result = run("bench", "serve", "--json", tmp_path / "x.json")
+    failed(result, "nothing to measure", "--url")
+    for system in SYSTEMS:
+        assert f"{system}: left out, vLLM is not installed" in result.stdout
 
 
 def test_two_servers_of_one_name(servers: tuple[Completions, Completions], tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvkit.bench import systems
-from kvkit.bench.systems import StartError, missing, serving
+from kvkit.bench.systems import StartError, ended_by_sigterm, missing, serving
 
 PARENT = """
 import subprocess, sys, time
@@ -34,7 +35,7 @@ def test_a_process_ends_with_its_children(tmp_path: Path) -> None:
         [sys.executable, "-c", PARENT],
         os.environ,
         tmp_path,
-        lambda: bool(log.read_text().endswith("\n")),
+        lambda: log.read_text().endswith("\n"),
     ):
         child = int(log.read_text())
         assert alive(child)
@@ -68,3 +69,24 @@ def test_lmcache_is_left_out_where_it_is_not(tmp_path: Path, monkeypatch: pytest
     assert missing("lmcache") == "LMCache is neither installed nor in $KVKIT_PEERS/lmcache"
     (tmp_path / "lmcache").mkdir()
     assert missing("lmcache") is None
+
+
+def test_nothing_is_started_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert {missing(system) for system in systems.SYSTEMS} == {"vLLM is not installed"}
+
+
+def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    log = tmp_path / "it.log"
+    command = [sys.executable, "-c", PARENT]
+    with (
+        pytest.raises(SystemExit, match="143"),
+        ended_by_sigterm(),
+        serving("it", command, os.environ, tmp_path, lambda: log.read_text().endswith("\n")),
+    ):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+    child = int(log.read_text())
+    while alive(child):
+        os.sched_yield()

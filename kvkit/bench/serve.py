@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from rich.console import Console
 from kvkit.adapters import smollm2
 from kvkit.bench.client import ClientError, Server, connect, counted_hits, drive
 from kvkit.bench.report import Measured, as_json, draw, tables
-from kvkit.bench.systems import SYSTEMS, Setup, StartError, missing, started
+from kvkit.bench.systems import SYSTEMS, Setup, StartError, ended_by_sigterm, missing, started
 from kvkit.bench.workloads import WORKLOADS, Request, arriving, document_qa
 from kvkit.environment import describe
 
@@ -108,16 +106,11 @@ def run(
         names = [*chosen, *(server.name for server in running)]
         if len(set(names)) < len(names):
             raise ServeError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
-        with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
+        with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
+            name = _model(model, say) if chosen else ""
+            setup = Setup(name, memory_gib, config, tuple(vllm_options), Path(folder))
             for servers in _groups(chosen, running, interleave):
                 with ExitStack() as stack:
-                    setup = Setup(
-                        _model(model, say) if any(isinstance(s, str) for s in servers) else "",
-                        memory_gib,
-                        config,
-                        tuple(vllm_options),
-                        Path(folder),
-                    )
                     ready = [s if isinstance(s, Server) else _start(s, setup, stack, say) for s in servers]
                     for measured in measure(ready, load, say):
                         key = measured.workload, measured.system
@@ -210,16 +203,6 @@ def _named(url: str) -> tuple[str, str]:
     """Name and URL of "NAME=URL" or of a URL, which is named by host and port."""
     named = re.fullmatch(r"([^=:/]+)=(.*)", url)
     return (named[1], named[2]) if named else (urlsplit(url).netloc, url)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A SIGTERM ends the process as an exception does, so that the servers that it started end, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write(

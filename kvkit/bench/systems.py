@@ -132,6 +132,16 @@ def serving(
         process.wait()
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """A SIGTERM ends the process as an exception does, so that the servers that it started end, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _kvkit(setup: Setup) -> dict[str, Any]:
     if setup.config is not None:
         extra: dict[str, Any] = {"kvkit_config": str(setup.config.absolute())}
