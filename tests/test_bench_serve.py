@@ -111,12 +111,18 @@ def test_a_server_that_does_not_answer(servers: tuple[Completions, Completions],
         (("--url", "a=http://127.0.0.1:1"), ("http://127.0.0.1:1: no OpenAI-compatible server", "refused")),
         (("--json", "/absent/x.json"), ("/absent/x.json", "no folder")),
         (("--png", "/absent/x.png"), ("/absent/x.png", "no folder")),
-        (("--config", "/absent.toml"), ("config = '/absent.toml'", "no such file")),
+        (("--config", "/absent.toml"), ("/absent.toml", "No such file")),
         (("--vllm", "it's"), ('vllm = "it\'s"', "quotation")),
     ],
 )
 def test_wrong_settings(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     failed(run("bench", "serve", *arguments), *words)
+
+
+def test_a_wrong_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "kvkit.toml"
+    path.write_text("chunk_token = 3")
+    failed(run("bench", "serve", "--config", path), "chunk_token: unknown setting", "'chunk_tokens'")
 
 
 def test_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kvkit.bench.client import ClientError, Server, connect, counted_hits, drive
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import SYSTEMS, Setup, StartError, ended_by_sigterm, missing, started
 from kvkit.bench.workloads import WORKLOADS, Request, arriving, document_qa
+from kvkit.config import ConfigError, load_config
 from kvkit.environment import describe
 
 Say = Callable[[str], None]
@@ -171,8 +172,11 @@ def _check(
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ServeError(f"{path}: there is no folder {path.parent}")
-    if config is not None and not config.is_file():
-        raise ServeError(f"config = {str(config)!r}: no such file")
+    if config is not None:
+        try:
+            load_config(config)
+        except ConfigError as error:
+            raise ServeError(str(error)) from error
 
 
 def _groups(
