@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,97 @@ def bench_blend(
     if png_path is not None:
         quality.draw(summary, png_path)
     console.print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@bench.command("serve")
+def bench_serve(
+    workloads: Annotated[
+        str,
+        typer.Option(
+            help="document-qa, document-permutation, chat, system-prompt, random; default: all of them"
+        ),
+    ] = "",
+    systems: Annotated[
+        str, typer.Option(help="vLLM to start: plain, kvkit, lmcache; default: all, none with --url")
+    ] = "",
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="an OpenAI-compatible server that runs, also as NAME=URL; can be repeated"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M, a URL's first model")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, max=10**6, help="of a workload, each round")] = 16,
+    words: Annotated[int, typer.Option(min=64, max=10**6, help="of a prompt, about a token each")] = 1500,
+    max_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="of an answer")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="requests under way at a time")] = 1,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=1e-3, max=1e6, help="requests per second; default: when there is room"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="of each workload, with other text")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of the text; a cache that stays wants another")] = 0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=86400, help="of a request")] = 300.0,
+    memory_gib: Annotated[int, typer.Option(min=1, help="of kvkit's memory tier, and of LMCache's")] = 1,
+    config: Annotated[
+        Path | None, typer.Option(help="kvkit's TOML file, in place of that memory tier")
+    ] = None,
+    vllm: Annotated[str, typer.Option(help="more of vLLM's options, such as '--dtype float32'")] = "",
+    interleave: Annotated[
+        bool, typer.Option("--interleave", help="start all systems at once; they take turns")
+    ] = False,
+    json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path(
+        "serve.json"
+    ),
+    png_path: Annotated[Path | None, typer.Option("--png", help="where to draw the times")] = None,
+) -> None:
+    """Send the field's workloads to vLLM, plain, with kvkit and with LMCache, or to any server, side by side.
+
+    Times to the first token, hit tokens, throughput, and what a cache costs where nothing is reused. vLLM's
+    own prefix cache is off unless --vllm has it on.
+    """
+    from kvkit.bench.serve import Load, ServeError, run
+    from kvkit.bench.systems import SYSTEMS
+    from kvkit.bench.workloads import WORKLOADS
+
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+
+    try:
+        options = shlex.split(vllm)
+    except ValueError as error:
+        _fail(f"vllm = {vllm!r}: {error}")
+    try:
+        results = run(
+            Load(
+                names(workloads) or tuple(WORKLOADS),
+                requests,
+                words,
+                max_tokens,
+                concurrency,
+                rate,
+                rounds,
+                seed,
+                timeout_s,
+            ),
+            systems=names(systems) or (() if url else SYSTEMS),
+            urls=url or (),
+            model=model,
+            memory_gib=memory_gib,
+            config=config,
+            vllm_options=options,
+            interleave=interleave,
+            json_path=json_path,
+            png_path=png_path,
+            console=Console(),
+        )
+    except ServeError as error:
+        _fail(str(error))
+    Console().print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)
+    for measured in results:
+        for answer in measured.answers:
+            if answer.error is not None:
+                _fail(f"{measured.workload} on {measured.system}: {answer.error}")
 
 
 @app.command()

@@ -27,7 +27,7 @@ FLOORS = (
     ("server",),
     ("config", "top", "blending"),
     ("adapters", "simulate", "listing"),
-    ("demo", "quality"),
+    ("demo", "quality", "bench"),
     ("cli",),
 )
 PURE = (
@@ -41,6 +41,7 @@ PURE = (
     "policy",
     "eviction",
     "counts",
+    "bench.workloads",
 )
 IMPURE = {
     "asyncio",
@@ -57,7 +58,7 @@ IMPURE = {
 }
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-PACKAGES = ("kernels", "tiers", "adapters", "simulate")
+PACKAGES = ("kernels", "tiers", "adapters", "simulate", "bench")
 
 
 def modules() -> list[str]:

@@ -1,0 +1,1 @@
+"""Benchmarks of servers: the field's workloads, a client, and what it measured."""

@@ -1,0 +1,255 @@
+"""A client of OpenAI-compatible servers that times every piece of a streamed completion."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvkit.bench.workloads import Request
+from kvkit.threads import Workers
+
+HIT_COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
+"""vLLM's counters of prompt tokens that it did not compute: in its own cache, in a connector's."""
+_METRICS_S = 30.0
+
+
+class ClientError(ValueError):
+    """A server cannot be used. The message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answered.
+
+    Attributes:
+        url: scheme, host and port, and what stands before "/v1/completions".
+        ignores_eos: whether it can be told to give `max_tokens` tokens in any case.
+    """
+
+    name: str
+    url: str
+    model: str
+    ignores_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one request. Times are in seconds.
+
+    Attributes:
+        again: of the request.
+        ttft_s: until the first piece of text; 0 of an error.
+        gaps_s: between one piece of text and the next. A piece is a token, or more where a server lags.
+        total_s: until the stream's end.
+        prompt_tokens, output_tokens: as the server counted.
+        cached_tokens: tokens of the prompt that it did not compute; None where it does not tell.
+        error: why there is no answer, or none that is complete; None of a good one.
+    """
+
+    again: bool
+    text: str = ""
+    ttft_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    total_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    error: str | None = None
+
+
+def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30.0) -> Server:
+    """Ask a server for its models, and take the first if `model` is None.
+
+    Raises:
+        ClientError: the URL is none, nobody answers there, or there is no such model.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ClientError(f"url = {url!r}: want http://HOST:PORT or https://HOST")
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        models = json.loads(_get(f"{base}/v1/models", timeout_s))["data"]
+        known = {str(entry["id"]): entry for entry in models}
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        raise ClientError(f"{url}: no OpenAI-compatible server ({_words(error)})") from error
+    chosen = model or next(iter(known), None)
+    if chosen is None or chosen not in known:
+        raise ClientError(f"model = {chosen!r}: {url} has {', '.join(known) or 'none'}")
+    return Server(name, base, chosen, ignores_eos=known[chosen].get("owned_by") == "vllm")
+
+
+def drive(
+    server: Server, requests: Sequence[Request], concurrency: int, timeout_s: float
+) -> tuple[list[Answer], float]:
+    """Send every request when its time has come, its session's last one is answered, and fewer than
+    `concurrency` are under way.
+
+    Returns the answers in the order of the requests, and how long it took in seconds. A failure is an answer
+    with an error; it ends its session. No request takes longer than `timeout_s`.
+    """
+    sessions: dict[int, deque[int]] = defaultdict(deque)
+    for index, request in enumerate(requests):
+        sessions[request.session].append(index)
+    ready = [(requests[queue[0]].arrival_s, queue.popleft()) for queue in sessions.values()]
+    heapify(ready)
+    answers = [Answer(request.again, error="an earlier turn failed") for request in requests]
+    history: dict[int, str] = defaultdict(str)
+    running: dict[Future[Answer], int] = {}
+    workers = Workers(concurrency, "client")
+    start = time.perf_counter()
+    while ready or running:
+        due_s = ready[0][0] - (time.perf_counter() - start) if ready else None
+        if due_s is not None and due_s <= 0 and len(running) < concurrency:
+            _, index = heappop(ready)
+            request = requests[index]
+            history[request.session] += request.text
+            prompt = history[request.session]
+            running[workers.submit(partial(ask, server, request, prompt, timeout_s))] = index
+            continue
+        if not running:
+            time.sleep(due_s or 0.0)
+            continue
+        free = len(running) < concurrency
+        done, _ = wait(running, due_s if free else None, FIRST_COMPLETED)
+        for future in done:
+            index = running.pop(future)
+            session = requests[index].session
+            answers[index] = answer = future.result()
+            history[session] += answer.text
+            if answer.error is None and sessions[session]:
+                following = sessions[session].popleft()
+                heappush(ready, (requests[following].arrival_s, following))
+    workers.close(timeout_s)
+    return answers, time.perf_counter() - start
+
+
+def ask(server: Server, request: Request, prompt: str, timeout_s: float) -> Answer:
+    """Stream one greedy completion; never raises for what the server or the network does."""
+    body: dict[str, Any] = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if server.ignores_eos:
+        body["ignore_eos"] = True
+    times: list[float] = []
+    pieces: list[str] = []
+    usage: dict[str, Any] = {}
+    finished, error = False, None
+    start = time.perf_counter()
+    try:
+        for event in _stream(f"{server.url}/v1/completions", body, timeout_s):
+            if "error" in event:
+                raise ValueError(event["error"])
+            for choice in event.get("choices") or ():
+                finished = finished or choice.get("finish_reason") is not None
+                if choice.get("text") or (finished and not times):
+                    times.append(time.perf_counter())
+                    pieces.append(choice.get("text") or "")
+            usage = event.get("usage") or usage
+    except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError, TypeError) as caught:
+        error = _words(caught)
+    end = time.perf_counter()
+    if error is None and not finished:
+        error = "the stream ended early"
+    if error is not None:
+        if end - start >= timeout_s:
+            error = f"not answered within {timeout_s:g} s"
+        return Answer(request.again, total_s=end - start, error=error)
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        request.again,
+        "".join(pieces),
+        times[0] - start,
+        tuple(b - a for a, b in itertools.pairwise(times)),
+        end - start,
+        int(usage.get("prompt_tokens") or 0),
+        int(usage.get("completion_tokens") or len(pieces)),
+        details.get("cached_tokens"),
+    )
+
+
+def counted_hits(server: Server) -> int | None:
+    """Prompt tokens that a vLLM server did not compute since it was started, by its metrics; else None."""
+    try:
+        text = _get(f"{server.url}/metrics", _METRICS_S).decode()
+        found = [f for f in text_string_to_metric_families(text) if f.name in HIT_COUNTERS]
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    samples = [s.value for f in found for s in f.samples if s.name.endswith("_total")]
+    return int(sum(samples)) if samples else None
+
+
+def _get(url: str, timeout_s: float) -> bytes:
+    with _exchange("GET", url, None, timeout_s) as response:
+        return response.read()
+
+
+def _stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The events of a stream, as they come in."""
+    with _exchange("POST", url, json.dumps(body).encode(), timeout_s) as response:
+        for line in response:
+            data = line.removeprefix(b"data:").strip()
+            if len(data) == len(line.strip()):  # a comment, a blank line, another field
+                continue
+            if data == b"[DONE]":
+                return
+            yield json.loads(data)
+
+
+@contextmanager
+def _exchange(
+    method: str, url: str, body: bytes | None, timeout_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    """The response to one request on a connection of its own, which is cut when `timeout_s` are over.
+
+    (A socket's own timeout begins anew with each byte: a server that trickles would never be late.)
+    """
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    start = time.monotonic()
+    with closing(kind(parts.netloc, timeout=timeout_s)) as connection:
+        connection.connect()
+        watch = threading.Timer(max(0.0, start + timeout_s - time.monotonic()), _cut, [connection.sock])
+        watch.daemon = True
+        watch.start()
+        try:
+            connection.request(method, parts.path, body, headers)
+            with closing(connection.getresponse()) as response:
+                if response.status != 200:
+                    text = response.read(4096).decode(errors="replace")
+                    raise http.client.HTTPException(f"HTTP {response.status}: {text}")
+                yield response
+        finally:
+            watch.cancel()
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it may be closed
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

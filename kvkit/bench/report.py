@@ -1,0 +1,164 @@
+"""What servers did, workload by workload: a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvkit.bench.client import Answer
+from kvkit.bench.workloads import CONTROL
+from kvkit.simulate.report import summary
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All rounds of one workload on one system.
+
+    Attributes:
+        wall_s: how long they took, in seconds.
+        hit_tokens: tokens of prompts that were not computed; None where the server does not tell.
+    """
+
+    system: str
+    workload: str
+    answers: tuple[Answer, ...]
+    wall_s: float
+    hit_tokens: int | None
+
+    def __add__(self, other: Measured) -> Measured:
+        """Both, as rounds of the same."""
+        hits = (self.hit_tokens, other.hit_tokens)
+        return Measured(
+            self.system,
+            self.workload,
+            self.answers + other.answers,
+            self.wall_s + other.wall_s,
+            None if None in hits else sum(hit or 0 for hit in hits),
+        )
+
+
+def summarise(measured: Measured) -> dict[str, Any]:
+    """Plain numbers. Times are in seconds, percentiles by nearest rank, over requests without an error.
+
+    `ttft_s` is that of requests that a cache can help, `first_ttft_s` that of the others.
+    """
+    good = [answer for answer in measured.answers if answer.error is None]
+    return {
+        "system": measured.system,
+        "workload": measured.workload,
+        "requests": len(measured.answers),
+        "errors": len(measured.answers) - len(good),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in good),
+        "hit_tokens": measured.hit_tokens,
+        "output_tokens": sum(answer.output_tokens for answer in good),
+        "first_ttft_s": _spread([answer.ttft_s for answer in good if not answer.again]),
+        "ttft_s": _spread([answer.ttft_s for answer in good if answer.again]),
+        "gap_s": _spread(list(itertools.chain.from_iterable(answer.gaps_s for answer in good))),
+        "wall_s": measured.wall_s,
+        "requests_per_s": len(good) / measured.wall_s,
+        "tokens_per_s": sum(a.prompt_tokens + a.output_tokens for a in good) / measured.wall_s,
+    }
+
+
+def overheads(found: Sequence[Measured]) -> dict[str, dict[str, float]]:
+    """What each system's time to the first token is to that of the first one, where nothing is reused: the
+    median of the ratios request by request, and their quartiles. Empty without the control."""
+    control = [measured for measured in found if measured.workload == CONTROL]
+    ratios = {}
+    for measured in control[1:]:
+        pairs = zip(measured.answers, control[0].answers, strict=True)
+        each = [a.ttft_s / b.ttft_s for a, b in pairs if a.error is None and b.error is None]
+        if len(each) > 1:
+            low, middle, high = statistics.quantiles(each, method="inclusive")
+            ratios[measured.system] = {"median": middle, "p25": low, "p75": high}
+    return ratios
+
+
+def as_json(found: Sequence[Measured]) -> dict[str, Any]:
+    """Summaries, overheads, and every request's figures without its text."""
+    answers = [
+        {"system": m.system, "workload": m.workload}
+        | {key: value for key, value in asdict(answer).items() if key != "text"}
+        for m in found
+        for answer in m.answers
+    ]
+    return {"results": [summarise(m) for m in found], "overhead": overheads(found), "requests": answers}
+
+
+def tables(found: Sequence[Measured]) -> list[Table]:
+    """A table per workload, and one of the overheads if there are any."""
+    made = []
+    for workload in dict.fromkeys(measured.workload for measured in found):
+        mine = [measured for measured in found if measured.workload == workload]
+        shown = Table("system", "hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s", title=workload)
+        for measured in mine:
+            row = summarise(measured)
+            failed = f" ({row['errors']} failed)" if row["errors"] else ""
+            share = "?" if row["hit_tokens"] is None else f"{row['hit_tokens']:,} of {row['prompt_tokens']:,}"
+            shown.add_row(
+                *(measured.system + failed, share, _seconds(row["first_ttft_s"], "p50")),
+                *(_seconds(row["ttft_s"], "p50"), _seconds(row["ttft_s"], "p99")),
+                *(_seconds(row["gap_s"], "p50"), f"{row['tokens_per_s']:,.0f}"),
+            )
+        made.append(shown)
+    ratios = overheads(found)
+    if ratios:
+        base = next(measured.system for measured in found if measured.workload == CONTROL)
+        overhead = Table("system", "median", "quartiles", title=f"TTFT without reuse / {base}'s")
+        for system, ratio in ratios.items():
+            overhead.add_row(system, f"{ratio['median']:.3f}", f"{ratio['p25']:.3f} – {ratio['p75']:.3f}")
+        made.append(overhead)
+    return made
+
+
+def draw(found: Sequence[Measured], path: Path) -> None:
+    """Draw times to the first token, a panel per workload, a line per system: the share of requests that
+    were answered within so many seconds.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError, ValueError: the picture cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    workloads = list(dict.fromkeys(measured.workload for measured in found))
+    figure, panels = plt.subplots(
+        1, len(workloads), figsize=(3.2 * len(workloads), 3.2), squeeze=False, layout="constrained"
+    )
+    try:
+        for axes, workload in zip(panels[0], workloads, strict=True):
+            for number, measured in enumerate(m for m in found if m.workload == workload):
+                good = [answer for answer in measured.answers if answer.error is None]
+                for again, style in ((False, ":"), (True, "-")):
+                    times = [answer.ttft_s for answer in good if answer.again == again]
+                    if times:
+                        axes.ecdf(times, ls=style, color=f"C{number}", label=_label(measured, again))
+            axes.set(title=workload, xlabel="time to first token, s")
+            axes.set_xlim(left=0)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+        panels[0][0].set_ylabel("share of requests")
+        figure.savefig(path, dpi=120)
+    finally:
+        plt.close(figure)
+
+
+def _spread(times: Sequence[float]) -> dict[str, float] | None:
+    return summary(times) if times else None
+
+
+def _seconds(spread: dict[str, float] | None, key: str) -> str:
+    return "" if spread is None else f"{spread[key]:.3f} s"
+
+
+def _label(measured: Measured, again: bool) -> str:
+    return measured.system if again or measured.workload == CONTROL else f"{measured.system}, first"

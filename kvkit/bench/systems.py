@@ -1,0 +1,223 @@
+"""vLLM servers to measure: plain, with kvkit, with LMCache. Each is a process on a free port of loopback."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SYSTEMS = ("plain", "kvkit", "lmcache")
+START_S = 600.0
+"""How long a server may take until it serves, in seconds: a large model is long in loading."""
+_STOP_S = 30.0
+_PAUSE_S = 0.1
+_CHUNK_TOKENS = 256
+_QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
+
+
+class StartError(RuntimeError):
+    """A server cannot be started. The message says why, with the end of what it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all systems have in common.
+
+    Attributes:
+        model: hub id or folder.
+        memory_gib: of kvkit's memory tier, and of LMCache's.
+        config: kvkit's TOML file, in place of that memory tier; None: there is none.
+        options: more of vLLM's command line, for every system.
+        folder: of the servers' logs.
+    """
+
+    model: str
+    memory_gib: int
+    config: Path | None
+    options: tuple[str, ...]
+    folder: Path
+
+
+def missing(system: str) -> str | None:
+    """Why a system cannot be measured here; None if it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    if system == "lmcache" and not _peers() and importlib.util.find_spec("lmcache") is None:
+        return "LMCache is neither installed nor in $KVKIT_PEERS/lmcache"
+    return None
+
+
+@contextmanager
+def started(system: str, setup: Setup) -> Iterator[str]:
+    """The URL of a server, which is ended with the context.
+
+    Raises:
+        StartError: it ended, or did not serve within `START_S`.
+    """
+    with ExitStack() as stack:
+        environment = dict(os.environ)
+        transfer: dict[str, Any] | None = None
+        if system == "kvkit":
+            transfer = _kvkit(setup)
+        elif system == "lmcache":
+            environment |= _QUIET
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_peers(), os.getenv("PYTHONPATH")]))
+            port = stack.enter_context(_lmcache_server(setup, environment))
+            transfer = {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.mp.host": "tcp://127.0.0.1",
+                    "lmcache.mp.port": port,
+                },
+            }
+        port = _free_port()
+        command = _vllm(setup, port, transfer)
+        with serving(system, command, environment, setup.folder, lambda: _healthy(port)):
+            yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    serves: Callable[[], bool],
+) -> Iterator[None]:
+    """A process that serves; it and its children are ended with the context.
+
+    Args:
+        serves: asked again and again until it is true.
+
+    Raises:
+        StartError: it ended, or did not serve within `START_S`.
+    """
+    path = folder / f"{name}.log"
+    with open(path, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # its children are in its group, and Ctrl-C is for the client alone
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while not serves():
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_PAUSE_S)
+                raise StartError(f"{name} ended with {code}:\n{_tail(path)}")
+            if time.monotonic() > deadline:
+                raise StartError(f"{name} did not serve within {START_S:.0f} s:\n{_tail(path)}")
+        yield
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """A SIGTERM ends the process as an exception does, so that the servers that it started end, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _kvkit(setup: Setup) -> dict[str, Any]:
+    if setup.config is not None:
+        extra: dict[str, Any] = {"kvkit_config": str(setup.config.absolute())}
+    else:
+        tiers = {"memory": {"capacity": f"{setup.memory_gib}GiB"}}
+        extra = {"kvkit": {"chunk_tokens": _CHUNK_TOKENS, "staging": "256MiB", "tiers": tiers}}
+    return {
+        "kv_connector": "KVKitConnector",
+        "kv_connector_module_path": "kvkit.adapters.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@contextmanager
+def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[int]:
+    """The port of LMCache's own process, which holds its memory."""
+    port = _free_port()
+    options = {
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--l1-size-gb": str(setup.memory_gib),
+        "--supported-transfer-mode": "auto",
+        "--eviction-policy": "LRU",
+        "--chunk-size": str(_CHUNK_TOKENS),
+        "--shm-name": f"kvkit-bench-{port}",
+    }
+    module = "lmcache.v1.multiprocess.server"
+    flat = [word for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", module, *flat, "--no-l1-use-lazy", "--disable-metrics"]
+    with serving("lmcache-server", command, environment, setup.folder, lambda: _listens(port)):
+        yield port
+
+
+def _vllm(setup: Setup, port: int, transfer: Mapping[str, Any] | None) -> list[str]:
+    """vLLM's server. Its own prefix cache is off, unless `setup.options`, which come later, have it on."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-prompt-tokens-details", "--no-enable-prefix-caching"]
+    if transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    return [*command, *setup.options]
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _peers() -> str | None:
+    """The folder that holds LMCache without being installed."""
+    folder = Path(os.environ.get("KVKIT_PEERS", "")) / "lmcache"
+    return str(folder) if os.environ.get("KVKIT_PEERS") and folder.is_dir() else None
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-30:])

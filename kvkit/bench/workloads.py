@@ -1,0 +1,137 @@
+"""The field's workloads for KV caches, as requests from a seed.
+
+Prompts are common English words, about one token each, so that any server takes them and any tokenizer
+splits them alike.
+
+    document-qa           questions on long documents: each is asked about once, then again, shuffled
+    document-permutation  the same documents in front of a question, in other orders
+    chat                  conversations: a turn's prompt is all that was said before, and more
+    system-prompt         one long system prompt, many short questions
+    random                nothing in common: what a cache costs where it cannot help
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+_LISTED = (
+    "about above across after again air all almost along also always animal answer area around back ball "
+    "base bear beauty bed been before began behind best better between bird black blue boat body book "
+    "both box boy bring brought build busy call came car care carry center change check child circle city "
+    "class clear close cold color come common complete could country course cover cross cry cut dark day "
+    "decide deep differ direct does dog done door down draw drive dry during each early earth ease east "
+    "eat end enough even ever every example eye face fact fall family far farm fast father feel feet few "
+    "field figure fill final find fine fire first fish five fly follow food foot force form found four "
+    "free friend front full game gave girl give gold good got govern great green ground group grow had "
+    "half hand happen hard head hear heat"
+)
+WORDS = _LISTED.split()
+"""The vocabulary."""
+
+CONTROL = "random"
+"""The workload without reuse."""
+QUESTION_WORDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        session: requests of one session come one after the other, each when the last one was answered.
+        text: the prompt, or what a session's earlier prompts and answers are followed by.
+        again: whether an earlier request began as this one does, so that a cache can help.
+        max_tokens: of the answer.
+        arrival_s: the earliest time that it is sent, in seconds after the first one.
+    """
+
+    session: int
+    text: str
+    again: bool
+    max_tokens: int = 16
+    arrival_s: float = 0.0
+
+
+def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[Request]:
+    """Documents of `words` words, `asked` questions on each. First every document once, then the others."""
+    rng = _rng(seed, "document-qa")
+    documents = [_text(rng, words) for _ in range(-(-requests // asked))]
+    first = list(range(len(documents)))
+    later = [int(d) for d in rng.permutation(np.repeat(first, asked - 1))]
+    order = (first + later)[:requests]
+    return [
+        Request(i, f"{documents[d]}\n\n{_question(rng)}", again=i >= len(documents))
+        for i, d in enumerate(order)
+    ]
+
+
+def document_permutation(seed: int, requests: int, words: int, documents: int = 4) -> list[Request]:
+    """The same `documents`, `words` words in all, in random orders. Prefixes are common as far as these."""
+    rng = _rng(seed, "document-permutation")
+    texts = [_text(rng, max(1, words // documents)) for _ in range(documents)]
+    made, seen = [], set[int]()
+    for i in range(requests):
+        order = [int(d) for d in rng.permutation(documents)]
+        text = "\n\n".join([*(texts[d] for d in order), _question(rng)])
+        made.append(Request(i, text, again=order[0] in seen))
+        seen.add(order[0])
+    return made
+
+
+def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[Request]:
+    """Conversations of `turns` turns that take turns, `words` words from the user in each."""
+    rng = _rng(seed, "chat")
+    sessions = -(-requests // turns)
+    return [
+        Request(i % sessions, f"\n\nUser: {_text(rng, words // turns)}\n\nAssistant:", again=i >= sessions)
+        for i in range(requests)
+    ]
+
+
+def system_prompt(seed: int, requests: int, words: int) -> list[Request]:
+    """A system prompt of `words` words in front of every question."""
+    rng = _rng(seed, "system-prompt")
+    shared = _text(rng, words)
+    return [Request(i, f"{shared}\n\n{_question(rng)}", again=i > 0) for i in range(requests)]
+
+
+def random_prefill(seed: int, requests: int, words: int) -> list[Request]:
+    """Prompts of `words` words that have nothing in common."""
+    rng = _rng(seed, CONTROL)
+    return [Request(i, _text(rng, words), again=False) for i in range(requests)]
+
+
+Workload: TypeAlias = Callable[[int, int, int], list[Request]]
+"""(seed, requests, words) -> requests in the order of their arrival. Equal arguments give equal requests."""
+
+WORKLOADS: dict[str, Workload] = {
+    "document-qa": document_qa,
+    "document-permutation": document_permutation,
+    "chat": chat,
+    "system-prompt": system_prompt,
+    CONTROL: random_prefill,
+}
+
+
+def arriving(requests: Sequence[Request], per_second: float, seed: int) -> list[Request]:
+    """The same requests, `per_second` of them on average, at times of a Poisson process."""
+    gaps = _rng(seed, "arrivals").exponential(1 / per_second, len(requests))
+    times = np.cumsum(gaps) - gaps[:1]
+    return [replace(request, arrival_s=float(time)) for request, time in zip(requests, times, strict=True)]
+
+
+def _rng(seed: int, name: str) -> np.random.Generator:
+    """Of its own for each workload, so that two of them share no text."""
+    return np.random.default_rng([seed, *name.encode()])
+
+
+def _text(rng: np.random.Generator, words: int) -> str:
+    return " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), words))
+
+
+def _question(rng: np.random.Generator) -> str:
+    return f"Question: {_text(rng, QUESTION_WORDS)}? Answer:"

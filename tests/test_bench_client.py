@@ -1,0 +1,142 @@
+"""The client, against a real server that answers, fails and hangs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from completions import Completions
+from servers import free_ports
+
+from kvkit.bench.client import Answer, ClientError, Server, connect, counted_hits, drive
+from kvkit.bench.workloads import Request, chat
+from kvkit.testing import DEADLINE_S
+
+SHORT_S = 0.3
+"""Less than a server that hangs takes."""
+
+
+@pytest.fixture
+def server() -> Iterator[Completions]:
+    with Completions() as served:
+        yield served
+
+
+def answers(server: Server, *requests: Request, concurrency: int = 1) -> list[Answer]:
+    return drive(server, requests, concurrency, DEADLINE_S)[0]
+
+
+def test_an_answer_is_timed_and_counted(server: Completions) -> None:
+    found = connect("s", server.url("good"))
+    assert found == Server("s", server.url("good"), "first", ignores_eos=False)
+    requests = Request(0, "one two three", False, 5), Request(1, "one two four", True, 1)
+    first, second = answers(found, *requests)
+    assert (first.text, first.error, first.again) == (" w0 w1 w2 w3 w4", None, False)
+    assert (first.prompt_tokens, first.output_tokens, first.cached_tokens) == (3, 5, 0)
+    assert (second.text, second.cached_tokens, second.again) == (" w0", 2, True)
+    assert len(first.gaps_s) == 4
+    assert second.gaps_s == ()
+    assert 0 < first.ttft_s < first.ttft_s + sum(first.gaps_s) < first.total_s
+    assert server.bodies[0] == {
+        "model": "first",
+        "prompt": "one two three",
+        "max_tokens": 5,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_vllm_is_told_to_give_all_tokens(server: Completions) -> None:
+    (answer,) = answers(connect("s", server.url("counting") + "/v1/", "first"), Request(0, "a", False))
+    assert answer.error is None
+    assert server.bodies[0]["ignore_eos"] is True
+
+
+def test_hits_are_read_from_metrics(server: Completions) -> None:
+    found = connect("s", server.url("counting"))
+    assert counted_hits(found) == 0
+    told = answers(found, Request(0, "one two", False), Request(1, "one two", True))
+    assert [answer.cached_tokens for answer in told] == [None, None]
+    assert counted_hits(found) == 2
+    assert counted_hits(connect("s", server.url("mute"))) is None
+
+
+def test_a_turn_follows_the_last_ones_answer(server: Completions) -> None:
+    requests = chat(0, 12, 64)
+    found = answers(connect("s", server.url("good")), *requests, concurrency=3)
+    assert [answer.error for answer in found] == [None] * 12
+    for session in range(3):
+        said = ""
+        for request, answer in zip(requests, found, strict=True):
+            if request.session == session:
+                said += request.text
+                assert said in server.prompts
+                said += answer.text
+    assert server.most <= 3
+
+
+def test_requests_are_under_way_together_as_many_as_allowed(server: Completions) -> None:
+    requests = [Request(i, f"{i}", False) for i in range(6)]
+    found = answers(connect("s", server.url("pairs")), *requests, concurrency=2)
+    assert [answer.error for answer in found] == [None] * 6
+    assert [answer.prompt_tokens for answer in found] == [1] * 6
+    assert server.most == 2
+
+
+def test_requests_are_sent_as_they_arrive(server: Completions) -> None:
+    requests = [Request(i, f"{i}", False, arrival_s=(4 - i) * 0.02) for i in range(5)]
+    found = answers(connect("s", server.url("good")), *requests)
+    assert server.prompts == ["4", "3", "2", "1", "0"]
+    assert [answer.error for answer in found] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("refusing", "HTTP 400: .*too long"),
+        ("failing", "out of memory"),
+        ("cut", "the stream ended early"),
+        ("garbled", "JSONDecodeError"),
+    ],
+)
+def test_a_failure_is_an_answer_and_ends_its_session(server: Completions, way: str, words: str) -> None:
+    requests = Request(0, "a", False), Request(0, "b", True), Request(1, "c", False)
+    first, following, other = answers(connect("s", server.url(way)), *requests)
+    for answer in (first, other):
+        assert answer.error is not None
+        assert re.search(words, answer.error)
+        assert (answer.ttft_s, answer.text, answer.output_tokens) == (0.0, "", 0)
+    assert following.error == "an earlier turn failed"
+    assert server.prompts == ["a", "c"]
+
+
+@pytest.mark.parametrize("way", ["hanging", "trickling"])
+def test_no_request_is_waited_for_longer_than_said(server: Completions, way: str) -> None:
+    requests = [Request(i, "a", False) for i in range(3)]
+    found, _ = drive(connect("s", server.url(way)), requests, 2, SHORT_S)
+    assert [answer.error for answer in found] == [f"not answered within {SHORT_S} s"] * 3
+
+
+def test_a_server_that_is_gone(server: Completions) -> None:
+    found = connect("s", server.url("good"))
+    (port,) = free_ports(1)
+    gone = Server("s", f"http://127.0.0.1:{port}", "first", False)
+    (answer,) = answers(gone, Request(0, "a", False))
+    assert "Connection refused" in (answer.error or "")
+    assert counted_hits(gone) is None
+    assert answers(found, Request(0, "a", False))[0].error is None
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", ""])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(ClientError, match="want http://HOST:PORT"):
+        connect("s", url)
+
+
+def test_no_server_and_no_such_model(server: Completions) -> None:
+    with pytest.raises(ClientError, match=r"no OpenAI-compatible server .HTTPException: HTTP 404"):
+        connect("s", server.url("good") + "/elsewhere")
+    with pytest.raises(ClientError, match=r"model = 'third': http.* has first, second"):
+        connect("s", server.url("good"), "third")
