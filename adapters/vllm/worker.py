@@ -239,6 +239,9 @@ class Worker:
     def _look_up(self, ask: Ask) -> None:
         lookup = self.cache.lookup_async(ask.sequence.tokens, self._space(ask.sequence))
         lookup.add_done_callback(self._wake)
+        _, before = self._lookups.get(ask.request, (0, None))
+        if before is not None:  # nobody waits for the answer to an earlier question
+            before.cancel()
         self._lookups[ask.request] = ask.number, lookup
 
     def _save(self, save: Save, ready: Callable[[], object] | None) -> None:
