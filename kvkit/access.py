@@ -75,6 +75,22 @@ class Access:
                 grew = grew or run > 0
         return plan
 
+    def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
+        """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
+
+        A tier of which nothing was read for a while is taken at no cost, so that it is tried again.
+
+        Args:
+            groups: records of a chunk.
+            first: chunks that the engine has.
+            compute_s: seconds that it takes to compute one.
+        """
+        now = time.monotonic()
+        known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
+        load_s = {tier: seconds * groups for tier, seconds in known.items() if seconds is not None}
+        kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
+        return plan if first >= plan.chunks else planning.clip(plan, first + kept)
+
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, the tier holds; none if it fails."""
         try:

@@ -14,6 +14,7 @@ steps of a load are numbered in `kvkit.loads.fetch`, a store is in `kvkit.stores
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -130,25 +131,57 @@ class Cache:
         self._closed = False
         self._loading.submit(_warm_up)
 
-    def lookup(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
+    def lookup(
+        self,
+        tokens: Any,
+        namespace: Namespace | None = None,
+        *,
+        first: int = 0,
+        prefill_tokens_per_s: float | None = None,
+    ) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.
 
         Reads no payload and changes nothing. A tier that fails holds nothing.
+
+        Args:
+            first: chunks that the engine has and will not load.
+            prefill_tokens_per_s: how fast the engine computes. Where it is known, the run ends where going on
+                computing is faster than loading, by what was measured of the tiers in the last minute.
         """
         chunks = self._chunks(tokens, namespace)
-        hit = Hit(chunks, self._access.find(chunks, RetrievePlan(len(chunks)), frozenset()))
+        found = self._access.find(chunks, RetrievePlan(len(chunks)), frozenset())
+        plan = found
+        if prefill_tokens_per_s is not None:
+            compute_s = chunks.chunk_tokens / prefill_tokens_per_s
+            plan = self._access.worth_loading(found, chunks.groups, first, compute_s)
+        hit = Hit(chunks, plan)
+        declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
+        if declined:
+            log.info("tokens that are computed, as loading them is slower: %s", dict(declined))
 
         def note(counts: Counts) -> None:
             counts.lookups += 1
             counts.lookup_tokens += len(chunks.tokens)
             counts.hit_tokens.update(hit.by_tier)
+            counts.declined_tokens.update(declined)
 
         self._access.count(note)
         return hit
 
-    def lookup_async(self, tokens: Any, namespace: Namespace | None = None) -> Transfer[Hit]:
+    def lookup_async(
+        self,
+        tokens: Any,
+        namespace: Namespace | None = None,
+        *,
+        first: int = 0,
+        prefill_tokens_per_s: float | None = None,
+    ) -> Transfer[Hit]:
         """`lookup` in the background."""
-        return Transfer.start(self._loading, lambda _: self.lookup(tokens, namespace), urgent=True)
+        return Transfer.start(
+            self._loading,
+            lambda _: self.lookup(tokens, namespace, first=first, prefill_tokens_per_s=prefill_tokens_per_s),
+            urgent=True,
+        )
 
     def load(self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
