@@ -13,10 +13,11 @@ from kvkit import record
 from kvkit.counts import Counts, Direction
 from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
+from kvkit.promises import Promise, Promises
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
-from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.threads import Workers
+from kvkit.staging import Lease, Staging, StagingTimeout, release_all
+from kvkit.threads import Closed, Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
 from kvkit.tiers.health import Health, State
 from kvkit.transfers import Stopped
@@ -50,6 +51,7 @@ class Access:
         self.staging = staging
         self.timeout_s = timeout_s
         self.puts = Outstanding()
+        self.promises = Promises()
         self.health = {name: Health() for name in tiers}
         self._lock = threading.Lock()
         self._counts = Counts()
@@ -59,6 +61,7 @@ class Access:
             for name, tier in tiers.items()
             if not tier.near
         }
+        self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in self._asking}
 
     def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
@@ -91,6 +94,19 @@ class Access:
         kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
         return plan if first >= plan.chunks else planning.clip(plan, first + kept)
 
+    def find_promised(self, chunks: Chunks, wait_s: float) -> RetrievePlan:
+        """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
+        until = time.monotonic() + wait_s
+        promised = self.promises.among(chunks.names)  # asked before the tiers: what is kept since, they have
+        plan = self.find(chunks, RetrievePlan(len(chunks)), frozenset())
+        while not plan.complete and promised:
+            gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
+            if not gap or not self.promises.wait(gap, until - time.monotonic()):
+                break
+            promised -= gap
+            plan = self.find(chunks, plan, frozenset())
+        return plan
+
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, the tier holds; none if it fails."""
         try:
@@ -117,10 +133,12 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool = False,
         on_put: OnPut | None = None,
+        promise: Promise | None = None,
     ) -> None:
         """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
 
         `on_put` is called with a tier and a name when it has that record, from any thread.
+        `promise` hears how it ends.
         """
         last = first + len(leases) // chunks.groups
         for segment in segments:
@@ -129,8 +147,47 @@ class Access:
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            expected = self._expect(segment.tier, names, held, written_back, on_put)
+            expected = self._expect(segment.tier, names, held, written_back, on_put, promise)
             self.start("put", segment.tier, names, held, expected)
+
+    def offer(
+        self,
+        tier: str,
+        chunks: Chunks,
+        first: int,
+        leases: Sequence[Lease],
+        on_put: OnPut | None,
+        promise: Promise,
+    ) -> None:
+        """As `put`, but returns at once: a tier outside this process is asked later what it lacks.
+
+        `puts` waits for it. A tier that does not answer in time, or is passed over, gets nothing.
+        """
+        held = [lease.share() for lease in leases]
+        last = first + len(leases) // chunks.groups
+        names = chunks.records(first, last)
+        promise.attempt(names)
+        self.puts.add(1)
+
+        def done() -> None:
+            release_all(held)
+            promise.give_up(names)
+            self.puts.done()
+
+        def work() -> None:
+            try:
+                run = self.ask(tier, names) // chunks.groups if self.usable(tier) else 0
+                promise.kept(chunks.records(first, first + run))
+                if first + run < last and not self.passed_over(tier):
+                    self.describe(tier, chunks.formats)
+                    self.put([Segment(tier, first + run, last)], chunks, first, held, False, on_put, promise)
+            finally:
+                done()
+
+        try:
+            self._offering[tier].start(work)
+        except Closed:
+            done()
 
     def start(
         self,
@@ -262,7 +319,7 @@ class Access:
                 self.bounded(name, lambda tier: tier.close())
             except Exception as error:
                 log.warning("tier %r did not close: %s", name, error or type(error).__name__)
-        for workers in self._asking.values():
+        for workers in (*self._offering.values(), *self._asking.values()):
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
@@ -319,10 +376,13 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool,
         on_put: OnPut | None,
+        promise: Promise | None,
     ) -> OnComplete:
         """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
         self.puts.add(len(sizes))
+        if promise is not None:
+            promise.attempt(sizes)
 
         def on_complete(name: str, error: BaseException | None) -> None:
             with self._lock:
@@ -341,6 +401,8 @@ class Access:
             self.health[tier].answered(time.monotonic())  # a full disk can still be read
             if error is None and on_put is not None:
                 on_put(tier, name)
+            if promise is not None:
+                (promise.give_up if error else promise.kept)([name])
             self.puts.done()
 
         return on_complete
