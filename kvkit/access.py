@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvkit import plan as planning
@@ -13,13 +14,13 @@ from kvkit import record
 from kvkit.counts import Counts, Direction
 from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
+from kvkit.puts import Outstanding, PutQueue
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
 from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.threads import Workers
+from kvkit.threads import Stopped, Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
 from kvkit.tiers.health import Health, State
-from kvkit.transfers import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,13 @@ class Access:
         tiers: by name.
         policy: what goes where; names these tiers only.
         staging: slots that records pass through.
+        groups: records of a chunk.
         timeout_s: the longest that any single wait may take, in seconds.
     """
 
-    def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
+    def __init__(
+        self, tiers: dict[str, Tier], policy: Policy, staging: Staging, groups: int, timeout_s: float
+    ) -> None:
         self.tiers = tiers
         self.policy = policy
         self.staging = staging
@@ -59,6 +63,12 @@ class Access:
             for name, tier in tiers.items()
             if not tier.near
         }
+        spare = staging.slots - sum(tier.slots for tier in tiers.values())
+        limit = planning.put_limit(spare, len(self._asking), groups)
+        self._queues = {
+            name: PutQueue(name, limit, partial(self.start, "put", name)) for name in self._asking
+        }
+        staging.on_shortage(self._reclaim)
 
     def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
@@ -101,20 +111,31 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool = False,
         on_put: OnPut | None = None,
-    ) -> None:
+    ) -> int:
         """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
 
-        `on_put` is called with a tier and a name when it has that record, from any thread.
+        A tier that is passed over, or whose puts hang, is left out. `on_put` is called with a tier and a name
+        when it has that record, from any thread.
+
+        Returns:
+            How many of the chunks at least one tier took.
         """
         last = first + len(leases) // chunks.groups
+        taken: set[int] = set()
         for segment in segments:
             start, stop = max(first, segment.start), min(last, segment.stop)
-            if start >= stop:
+            if start >= stop or self.passed_over(segment.tier):
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
             expected = self._expect(segment.tier, names, held, written_back, on_put)
-            self.start("put", segment.tier, names, held, expected)
+            queue = self._queues.get(segment.tier)
+            if queue is None:
+                self.start("put", segment.tier, names, held, expected)
+            else:
+                stop = start + queue.put(names, held, expected) // chunks.groups
+            taken.update(range(start, stop))
+        return len(taken)
 
     def start(
         self,
@@ -222,7 +243,7 @@ class Access:
         if not new:
             return
         tier = self.tiers[name]
-        self.puts.add(1)
+        start = self.puts.add(1)
 
         def work() -> None:
             for form in new:
@@ -232,7 +253,7 @@ class Access:
                     log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
                     with self._lock:
                         self._described.discard((name, form.array))
-            self.puts.done()
+            self.puts.done(start)
 
         if tier.near:
             work()
@@ -240,7 +261,10 @@ class Access:
             self._asking[name].start(work)
 
     def close(self) -> None:
-        """Close the tiers, each within the deadline, and end the threads that ask them."""
+        """Give up puts that wait, close the tiers, each within the deadline, and end the asking threads."""
+        self.staging.off_shortage(self._reclaim)
+        for queue in self._queues.values():
+            queue.give_up()
         for name in self.tiers:
             try:
                 self.bounded(name, lambda tier: tier.close())
@@ -296,6 +320,12 @@ class Access:
         taken = RetrievePlan(stop, (Segment(source, start, stop),))
         return planning.plan_write_back(taken, stop, self.policy, near)
 
+    def _reclaim(self, _: int) -> None:
+        """Somebody lacks slots: those of what waits for a tier that does not get on."""
+        for tier, queue in self._queues.items():
+            if queue.stuck or self.passed_over(tier):
+                queue.give_up()
+
     def _expect(
         self,
         tier: str,
@@ -304,9 +334,9 @@ class Access:
         written_back: bool,
         on_put: OnPut | None,
     ) -> OnComplete:
-        """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
+        """A callback that counts what was put; `puts` waits for it, once per name."""
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
-        self.puts.add(len(sizes))
+        start = self.puts.add(len(sizes))
 
         def on_complete(name: str, error: BaseException | None) -> None:
             with self._lock:
@@ -325,36 +355,6 @@ class Access:
             self.health[tier].answered(time.monotonic())  # a full disk can still be read
             if error is None and on_put is not None:
                 on_put(tier, name)
-            self.puts.done()
+            self.puts.done(start)
 
         return on_complete
-
-
-class Outstanding:
-    """Counts what was started and not yet reported."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
-
-    @property
-    def count(self) -> int:
-        """How many are left."""
-        with self._changed:
-            return self._count
-
-    def add(self, count: int) -> None:
-        with self._changed:
-            self._count += count
-
-    def done(self) -> None:
-        with self._changed:
-            self._count -= 1
-            if self._count == 0:
-                self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for all; how many are left at the deadline."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count == 0, timeout_s)
-            return self._count

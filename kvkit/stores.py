@@ -18,6 +18,7 @@ from kvkit.policy import Policy
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
 from kvkit.sequence import Chunks, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.threads import Stopped
 from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
@@ -48,11 +49,16 @@ def store(
     on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
     groups = chunks.groups
     plan = plan_missing(access, chunks, targets)
-    position = plan.start
+    position, stored = plan.start, 0
+    transfer.when_stopped(access.staging.wake)
     while position < plan.stop and not transfer.stopped:
         count = min(MAX_IN_FLIGHT, plan.stop - position)
         try:
-            leases = access.staging.acquire(count * groups, access.timeout_s, at_least=groups)
+            leases = access.staging.acquire(
+                count * groups, access.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+            )
+        except Stopped:
+            break
         except StagingTimeout as error:
             log.warning("store stopped after %d of %d chunks: %s", position, plan.stop, error)
             break
@@ -62,13 +68,13 @@ def store(
                 if transfer.stopped:
                     break
                 _pack(chunks, places, position, leases)
-            access.put(plan.segments, chunks, position, leases, on_put=on_put)
+            stored += access.put(plan.segments, chunks, position, leases, on_put=on_put)
         finally:
             release_all(leases)
         position += count
     if transfer.stopped:
         access.count(Counts.note_cancelled)
-    return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
+    return Stored(len(chunks) * chunks.chunk_tokens, stored * chunks.chunk_tokens)
 
 
 def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
