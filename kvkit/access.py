@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvkit import plan as planning
@@ -14,13 +15,13 @@ from kvkit.counts import Counts, Direction
 from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
 from kvkit.promises import Promise, Promises
+from kvkit.puts import Outstanding, PutQueue
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
-from kvkit.threads import Closed, Workers
+from kvkit.threads import Closed, Stopped, Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
 from kvkit.tiers.health import Health, State
-from kvkit.transfers import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,13 @@ class Access:
         tiers: by name.
         policy: what goes where; names these tiers only.
         staging: slots that records pass through.
+        groups: records of a chunk.
         timeout_s: the longest that any single wait may take, in seconds.
     """
 
-    def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
+    def __init__(
+        self, tiers: dict[str, Tier], policy: Policy, staging: Staging, groups: int, timeout_s: float
+    ) -> None:
         self.tiers = tiers
         self.policy = policy
         self.staging = staging
@@ -62,6 +66,12 @@ class Access:
             if not tier.near
         }
         self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in self._asking}
+        spare = staging.slots - sum(tier.slots for tier in tiers.values())
+        limit = planning.put_limit(spare, len(self._asking), groups)
+        self._queues = {
+            name: PutQueue(name, limit, partial(self.start, "put", name)) for name in self._asking
+        }
+        staging.on_shortage(self._reclaim)
 
     def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
@@ -134,21 +144,31 @@ class Access:
         written_back: bool = False,
         on_put: OnPut | None = None,
         promise: Promise | None = None,
-    ) -> None:
+    ) -> set[int]:
         """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
 
-        `on_put` is called with a tier and a name when it has that record, from any thread.
-        `promise` hears how it ends.
+        A tier that is passed over, or whose puts hang, is left out. `on_put` is called with a tier and a name
+        when it has that record, from any thread. `promise` hears how it ends.
+
+        Returns:
+            Those of the chunks that at least one tier took.
         """
         last = first + len(leases) // chunks.groups
+        taken: set[int] = set()
         for segment in segments:
             start, stop = max(first, segment.start), min(last, segment.stop)
-            if start >= stop:
+            if start >= stop or self.passed_over(segment.tier):
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
             expected = self._expect(segment.tier, names, held, written_back, on_put, promise)
-            self.start("put", segment.tier, names, held, expected)
+            queue = self._queues.get(segment.tier)
+            if queue is None:
+                self.start("put", segment.tier, names, held, expected)
+            else:
+                stop = start + queue.put(names, held, expected) // chunks.groups
+            taken.update(range(start, stop))
+        return taken
 
     def offer(
         self,
@@ -158,36 +178,13 @@ class Access:
         leases: Sequence[Lease],
         on_put: OnPut | None,
         promise: Promise,
-    ) -> None:
-        """As `put`, but returns at once: a tier outside this process is asked later what it lacks.
-
-        `puts` waits for it. A tier that does not answer in time, or is passed over, gets nothing.
-        """
-        held = [lease.share() for lease in leases]
+    ) -> set[int]:
+        """As `put`, for a tier outside this process, which is asked what it lacks when its turn has come."""
         last = first + len(leases) // chunks.groups
         names = chunks.records(first, last)
-        promise.attempt(names)
-        self.puts.add(1)
-
-        def done() -> None:
-            release_all(held)
-            promise.give_up(names)
-            self.puts.done()
-
-        def work() -> None:
-            try:
-                run = self.ask(tier, names) // chunks.groups if self.usable(tier) else 0
-                promise.kept(chunks.records(first, first + run))
-                if first + run < last and not self.passed_over(tier):
-                    self.describe(tier, chunks.formats)
-                    self.put([Segment(tier, first + run, last)], chunks, first, held, False, on_put, promise)
-            finally:
-                done()
-
-        try:
-            self._offering[tier].start(work)
-        except Closed:
-            done()
+        expected = self._expect(tier, names, leases, False, on_put, promise)
+        taken = self._queues[tier].put(names, leases, expected, partial(self._start_lacking, tier, chunks))
+        return set(range(first, first + taken // chunks.groups))
 
     def start(
         self,
@@ -295,7 +292,7 @@ class Access:
         if not new:
             return
         tier = self.tiers[name]
-        self.puts.add(1)
+        start = self.puts.add(1)
 
         def work() -> None:
             for form in new:
@@ -305,7 +302,7 @@ class Access:
                     log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
                     with self._lock:
                         self._described.discard((name, form.array))
-            self.puts.done()
+            self.puts.done(start)
 
         if tier.near:
             work()
@@ -313,7 +310,10 @@ class Access:
             self._asking[name].start(work)
 
     def close(self) -> None:
-        """Close the tiers, each within the deadline, and end the threads that ask them."""
+        """Give up puts that wait, close the tiers, each within the deadline, and end the asking threads."""
+        self.staging.off_shortage(self._reclaim)
+        for queue in self._queues.values():
+            queue.give_up()
         for name in self.tiers:
             try:
                 self.bounded(name, lambda tier: tier.close())
@@ -364,10 +364,50 @@ class Access:
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
 
+    def _start_lacking(
+        self,
+        tier: str,
+        chunks: Chunks,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        """Ask the tier in the background which of `names` it has, and put the others."""
+        held = [lease.share() for lease in leases]
+
+        def work() -> None:
+            run = 0
+            try:
+                if self.usable(tier):
+                    run = self.ask(tier, names)
+                for name in names[:run]:
+                    on_complete(name, FileExistsError(f"tier {tier!r} has {name}"))
+                if self.passed_over(tier):
+                    for name in names[run:]:
+                        on_complete(name, TierFull(f"tier {tier!r}: {name} is left out, for the tier fails"))
+                elif run < len(names):
+                    self.describe(tier, chunks.formats)
+                    self.start("put", tier, names[run:], held[run:], on_complete)
+            finally:
+                release_all(held)
+
+        try:
+            self._offering[tier].start(work)
+        except Closed as error:
+            release_all(held)
+            for name in names:
+                on_complete(name, error)
+
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
         near = [name for name, tier in self.tiers.items() if tier.near]
         taken = RetrievePlan(stop, (Segment(source, start, stop),))
         return planning.plan_write_back(taken, stop, self.policy, near)
+
+    def _reclaim(self, _: int) -> None:
+        """Somebody lacks slots: those of what waits for a tier that does not get on."""
+        for tier, queue in self._queues.items():
+            if queue.stuck or self.passed_over(tier):
+                queue.give_up()
 
     def _expect(
         self,
@@ -378,15 +418,18 @@ class Access:
         on_put: OnPut | None,
         promise: Promise | None,
     ) -> OnComplete:
-        """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
+        """A callback that counts what was put; `puts` waits for it, once per name."""
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
-        self.puts.add(len(sizes))
+        start = self.puts.add(len(sizes))
         if promise is not None:
             promise.attempt(sizes)
 
         def on_complete(name: str, error: BaseException | None) -> None:
+            held = isinstance(error, FileExistsError)
             with self._lock:
-                if error is None:
+                if held:
+                    pass
+                elif error is None:
                     self._counts.stored_records[tier] += 1
                     self._counts.stored_bytes[tier] += sizes[name]
                     self._counts.written_back_records[tier] += written_back
@@ -394,7 +437,7 @@ class Access:
                     self._counts.refused[tier] += 1
                 else:
                     self._counts.write_errors[tier] += 1
-            if isinstance(error, TierFull):
+            if isinstance(error, TierFull | FileExistsError):
                 log.debug("%s", error)
             elif error is not None:
                 log.warning("tier %r did not take %s: %s", tier, name, error)
@@ -402,37 +445,7 @@ class Access:
             if error is None and on_put is not None:
                 on_put(tier, name)
             if promise is not None:
-                (promise.give_up if error else promise.kept)([name])
-            self.puts.done()
+                (promise.kept if error is None or held else promise.give_up)([name])
+            self.puts.done(start)
 
         return on_complete
-
-
-class Outstanding:
-    """Counts what was started and not yet reported."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
-
-    @property
-    def count(self) -> int:
-        """How many are left."""
-        with self._changed:
-            return self._count
-
-    def add(self, count: int) -> None:
-        with self._changed:
-            self._count += count
-
-    def done(self) -> None:
-        with self._changed:
-            self._count -= 1
-            if self._count == 0:
-                self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for all; how many are left at the deadline."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count == 0, timeout_s)
-            return self._count

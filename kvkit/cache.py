@@ -122,7 +122,7 @@ class Cache:
         self.staging = staging
         self.timeout_s = timeout_s
         self.endpoint: Endpoint | None = None
-        self._access = Access(self.tiers, self.policy, staging, timeout_s)
+        self._access = Access(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
         self._shelf = Shelf(staging.slots // 2)
         staging.on_shortage(self._shelf.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
@@ -337,7 +337,7 @@ class Cache:
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every put that was started is complete or has failed.
+        """Wait until every put that was started before this call is complete or has failed.
 
         Raises:
             CacheTimeout: some are still under way after `timeout_s` (default: the cache's).

@@ -131,6 +131,14 @@ def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> Stor
     )
 
 
+def put_limit(slots: int, tiers: int, groups: int) -> int:
+    """How many of `slots` the puts of each of `tiers` hold at most, if they never end: as many as loads keep.
+
+    At least a chunk's `groups`: an arena of fewer than `tiers` + 1 chunks has nothing to keep for loads.
+    """
+    return max(groups, slots // (tiers + 1))
+
+
 def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:
     """Put what was loaded into every tier of `policy.write_back_to`.
 

@@ -19,6 +19,7 @@ from kvkit.promises import Promise
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
 from kvkit.sequence import Chunks, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.threads import Stopped
 from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
@@ -73,10 +74,16 @@ def _store(
     plan = plan_missing(access, chunks, [t for t in targets if t not in later])
     copied = StorePlan((*plan.segments, *(Segment(t, 0, len(chunks)) for t in later)))
     position = copied.start
+    stored: set[int] = set()
+    transfer.when_stopped(access.staging.wake)
     while position < copied.stop and not transfer.stopped:
         count = min(MAX_IN_FLIGHT, copied.stop - position)
         try:
-            leases = access.staging.acquire(count * groups, access.timeout_s, at_least=groups)
+            leases = access.staging.acquire(
+                count * groups, access.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+            )
+        except Stopped:
+            break
         except StagingTimeout as error:
             log.warning("store stopped after %d of %d chunks: %s", position, copied.stop, error)
             break
@@ -86,15 +93,15 @@ def _store(
                 if transfer.stopped:
                     break
                 _pack(chunks, places, position, leases)
-            access.put(plan.segments, chunks, position, leases, on_put=on_put, promise=promise)
+            stored |= access.put(plan.segments, chunks, position, leases, on_put=on_put, promise=promise)
             for tier in later:
-                access.offer(tier, chunks, position, leases, on_put, promise)
+                stored |= access.offer(tier, chunks, position, leases, on_put, promise)
         finally:
             release_all(leases)
         position += count
     if transfer.stopped:
         access.count(Counts.note_cancelled)
-    return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - copied.start) * chunks.chunk_tokens)
+    return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
 
 
 def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:

@@ -17,7 +17,7 @@ FLOORS = (
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),
-    ("testing", "sequence", "counts", "transfers"),
+    ("testing", "sequence", "counts", "transfers", "puts"),
     ("access",),
     ("reads", "write_backs"),
     ("loads", "stores"),
