@@ -16,6 +16,7 @@ from kvkit.handoff.messages import (
     AnyMessage,
     Commit,
     Data,
+    Hello,
     MessageError,
     Reserve,
     Run,
@@ -41,6 +42,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "namespace": st.text(max_size=20),
     "layout": st.text(max_size=20),
     "slot_bytes": st.integers(0, 2**40 - 1),
+    "nonce": st.binary(min_size=32, max_size=32),
+    "mac": st.binary(min_size=32, max_size=32),
     "names": names,
     "runs": st.lists(
         st.builds(Run, st.text(max_size=9), st.sampled_from(["node", "shared"]), st.integers(0, MAX_NAMES)),
@@ -102,7 +105,7 @@ def test_a_field_that_is_no_such_thing_is_an_error_or_in_bounds(message: Any, da
     except MessageError:
         return
     assert decode(encode(found)) == found
-    assert name != "another"
+    assert name != "another" or type(message) is Hello
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_a_field_that_is_no_such_thing_is_an_error_or_in_bounds(message: Any, da
         {"type": "pull", "transfer": "a", "names": []},
         {"type": "query", "id": 1, "names": record_names(MAX_NAMES + 1)},
         {"type": "data", "transfer": "a", "index": MAX_NAMES, "size": 1},
-        {"type": "ping", "unknown": 1},
+        {"type": "done", "transfer": "a", "unknown": 1},
         {"type": "shout"},
     ],
 )

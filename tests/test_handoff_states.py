@@ -19,6 +19,7 @@ from kvkit.handoff.states import (
     Buffer,
     Complete,
     End,
+    Forget,
     Limits,
     Phase,
     Refuse,
@@ -57,7 +58,7 @@ def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Outcome:
 
 
 def kinds(actions: Sequence[Action]) -> list[tuple[str, str]]:
-    return [(type(action).__name__, action.transfer) for action in actions]
+    return [(type(a).__name__, a.transfer) for a in actions if not isinstance(a, Forget)]
 
 
 def test_the_order_that_is_a_deadlock_elsewhere() -> None:
@@ -144,6 +145,18 @@ def test_deadlines() -> None:
     assert states.next_deadline(buffer) == 64.0
     buffer, actions = states.expire(buffer, 64.0)
     assert actions == (End("A", "peer of A", "nobody used it in time", frozenset(), ("a", "b")),)
+
+
+def test_damaged_records_are_let_go() -> None:
+    buffer, _ = reserve(Buffer.empty(3, LIMITS), "A", "ab")
+    buffer, _ = finish(buffer, "A")
+    buffer, _ = reserve(buffer, "B", "bc")
+    buffer, actions = states.discard(buffer, ["b", "x"])
+    assert actions == (Forget(("b",)),)
+    check_integrity(buffer)
+    assert states.discard(buffer, ["b"]) == (buffer, ())
+    buffer, (end,) = states.release(buffer, "A", "used", 0.0)
+    assert end == End("A", "peer of A", "used", frozenset(), ("a",))
 
 
 def test_a_lost_sender_leaves_what_it_committed() -> None:
@@ -331,6 +344,13 @@ class BufferMachine(RuleBasedStateMachine):
             self.take(states.release(self.buffer, found.id, "used", self.now))
         elif what == "lost":
             self.take(states.lost(self.buffer, found.peer, self.now))
+
+    @precondition(lambda self: self.buffer.held)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sets(st.sampled_from(sorted(self.buffer.held)), min_size=1)) | {"unknown"}
+        self.take(states.discard(self.buffer, gone))
+        assert not gone & self.buffer.held.keys()
 
     @precondition(lambda self: self.buffer.lent)
     @rule(data=st.data())

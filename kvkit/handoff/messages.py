@@ -45,8 +45,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Anything that is said."""
 
 
-class Hello(Message, frozen=True):
-    """Who speaks: the first message of each side.
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
+    """Who speaks: the first message of each side. (Other versions may say more in it.)
 
     Attributes:
         version: `VERSION`.
@@ -54,6 +54,7 @@ class Hello(Message, frozen=True):
         namespace: digest of the namespace without LoRA and salt, hex: records of others are of no use here.
         layout: `KVLayout.fingerprint()`.
         slot_bytes: the largest payload that it takes.
+        nonce: random, for this connection alone.
     """
 
     version: Number
@@ -61,6 +62,13 @@ class Hello(Message, frozen=True):
     namespace: Label
     layout: Label
     slot_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Proof(Message, frozen=True):
+    """That this side knows the secret: HMAC-SHA256 over both hellos, see `kvkit.handoff.auth`."""
+
+    mac: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Query(Message, frozen=True):
@@ -162,12 +170,9 @@ class Error(Message, frozen=True):
     transfer: Id | None = None
 
 
-class Ping(Message, frozen=True):
-    """I am here."""
-
-
 AnyMessage = (
     Hello
+    | Proof
     | Query
     | Found
     | Reserve
@@ -180,7 +185,6 @@ AnyMessage = (
     | Release
     | Pull
     | Error
-    | Ping
 )
 
 _encoder = msgspec.msgpack.Encoder()

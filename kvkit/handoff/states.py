@@ -142,7 +142,14 @@ class End:
     forget: tuple[str, ...]
 
 
-Action = Admit | Refuse | Complete | End
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Let these records go."""
+
+    names: tuple[str, ...]
+
+
+Action = Admit | Refuse | Complete | End | Forget
 Outcome = tuple[Buffer, tuple[Action, ...]]
 
 
@@ -220,7 +227,8 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
         deadline=now + buffer.limits.idle_s,
     )
     changed = replace(_put(buffer, done), held=held, lent=buffer.lent + len(drop))
-    return changed, (Complete(transfer, peer, frozenset(keep), drop),)
+    changed, admitted = _admit(changed, now)  # who waits for the same records needs fewer slots now
+    return changed, (Complete(transfer, peer, frozenset(keep), drop), *admitted)
 
 
 def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Outcome:
@@ -235,6 +243,23 @@ def release(buffer: Buffer, transfer: str, reason: str, now: float) -> Outcome:
     """Nobody here needs the transfer any more. Nothing happens if it is over."""
     found = buffer.transfers.get(transfer)
     return (buffer, ()) if found is None else _end(buffer, [found], reason, now)
+
+
+def discard(buffer: Buffer, names: Collection[str]) -> Outcome:
+    """These records are damaged: no transfer holds them any longer."""
+    gone = tuple(name for name in names if name in buffer.held)
+    if not gone:
+        return buffer, ()
+    transfers = {}
+    for transfer in buffer.transfers.values():
+        kept = frozenset(i for i in transfer.holds if transfer.names[i] not in gone)
+        own = transfer.own & kept if transfer.phase is Phase.COMMITTED else transfer.own
+        transfers[transfer.id] = replace(
+            transfer, shared=transfer.shared & kept, own=own, arrived=transfer.arrived & own
+        )
+    held = {name: count for name, count in buffer.held.items() if name not in gone}
+    changed = replace(buffer, transfers=transfers, held=held, lent=buffer.lent + len(gone))
+    return changed, (Forget(gone),)
 
 
 def lost(buffer: Buffer, peer: Hashable, now: float) -> Outcome:
