@@ -17,6 +17,7 @@ FLOORS = (
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),
+    ("handoff",),
     ("testing", "sequence", "counts", "transfers"),
     ("access",),
     ("reads", "write_backs"),
@@ -58,7 +59,7 @@ IMPURE = {
 }
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-PACKAGES = ("kernels", "tiers", "adapters", "simulate", "bench")
+PACKAGES = ("kernels", "tiers", "handoff", "adapters", "simulate", "bench")
 
 
 def modules() -> list[str]:
