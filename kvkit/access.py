@@ -117,10 +117,10 @@ class Access:
             plan = self.find(chunks, plan, frozenset())
         return plan
 
-    def ask(self, tier: str, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, the tier holds; none if it fails."""
+    def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
+        """How many of `names`, from the first on, the tier holds, or need not be put; none if it fails."""
         try:
-            held = self.bounded(tier, lambda asked: asked.run(names))
+            held = self.bounded(tier, lambda asked: asked.unwanted(names) if to_put else asked.run(names))
             self.health[tier].answered(time.monotonic())
             return held
         except Exception as error:
@@ -379,7 +379,7 @@ class Access:
             run = 0
             try:
                 if self.usable(tier):
-                    run = self.ask(tier, names)
+                    run = self.ask(tier, names, to_put=True)
                 for name in names[:run]:
                     on_complete(name, FileExistsError(f"tier {tier!r} has {name}"))
                 if self.passed_over(tier):

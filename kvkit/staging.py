@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
+import os
 import sys
 import threading
 import time
@@ -99,16 +101,25 @@ class Staging:
 
     Start-up is instant: a background thread touches the pages, and pins them where CUDA is there.
 
+    Args:
+        shared: have the memory in a file without a name (memfd), so that other processes of this host can
+            map it. It can neither shrink nor grow, and is gone with the last process that has it.
+
+    Attributes:
+        descriptor: the file of a shared arena until `close`, else None.
+
     Raises:
         StagingError: a size is below 1.
+        OSError: the memory cannot be had.
     """
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
+    def __init__(self, slot_bytes: int, slots: int, *, shared: bool = False) -> None:
         if slot_bytes < 1 or slots < 1:
             raise StagingError(f"slot_bytes={slot_bytes}, slots={slots}: want at least 1 of each")
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self.slots = slots
-        self._memory = mmap.mmap(-1, self.slot_bytes * slots)
+        self.descriptor = _sealed_memory(self.slot_bytes * slots) if shared else None
+        self._memory = mmap.mmap(-1 if self.descriptor is None else self.descriptor, self.slot_bytes * slots)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -121,6 +132,7 @@ class Staging:
         self._free = deque(range(slots))
         self._waiting: deque[object] = deque()
         self._reclaims: list[Callable[[int], None]] = []
+        self._when_freed: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._closed = False
         self._pinned: list[int] = []
@@ -152,6 +164,11 @@ class Staging:
         """Call `reclaim` no more."""
         with self._changed:
             self._reclaims.remove(reclaim)
+
+    def when_freed(self, freed: Callable[[], None]) -> None:
+        """Have `freed` called after a slot came free, by the thread that released it. It must not raise."""
+        with self._changed:
+            self._when_freed.append(freed)
 
     def acquire(
         self, at_most: int, timeout_s: float, at_least: int = 1, stopped: Callable[[], bool] = lambda: False
@@ -237,6 +254,9 @@ class Staging:
             for address in self._pinned:
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
             self._pinned.clear()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
     def _lease(self, at_most: int) -> list[Lease]:
         if self._closed:
@@ -262,21 +282,16 @@ class Staging:
                 raise StagingError(f"slot {lease.slot}: released twice")
             lease._released = True
             self._references[lease.slot] -= 1
-            if self._references[lease.slot] == 0:
-                self._free.appendleft(lease.slot)  # the slot used last is the one in cache
-                self._changed.notify_all()
+            if self._references[lease.slot]:
+                return
+            self._free.appendleft(lease.slot)  # the slot used last is the one in cache
+            self._changed.notify_all()
+            told = tuple(self._when_freed)
+        for freed in told:
+            freed()
 
     def _touch(self) -> None:
-        """Fault the arena in, piece by piece: the first touch of a page costs more than a copy of it."""
-        populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
-        total = self.slot_bytes * self.slots
-        for start in range(0, total, _PREFAULT_BYTES):
-            if self._closed:
-                break
-            try:
-                self._memory.madvise(populate, start, min(_PREFAULT_BYTES, total - start))
-            except OSError:  # a kernel before 5.14: pages come in on first use
-                break
+        prefault(self._memory, lambda: self._closed)
         self._pin()
         self.ready.set()
 
@@ -290,3 +305,29 @@ class Staging:
             self._pinned.append(address)
         else:
             log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)
+
+
+def prefault(memory: mmap.mmap, stop: Callable[[], bool]) -> None:
+    """Fault memory in, by pieces, until `stop`: the first touch of a page costs more than a copy of it."""
+    populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
+    for start in range(0, len(memory), _PREFAULT_BYTES):
+        if stop():
+            break
+        try:
+            memory.madvise(populate, start, min(_PREFAULT_BYTES, len(memory) - start))
+        except OSError:  # a kernel before 5.14: pages come in on first use
+            break
+
+
+def _sealed_memory(size: int) -> int:
+    """A memfd of `size` bytes that nobody can truncate under those who have it mapped."""
+    descriptor = os.memfd_create("kvkit-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -17,6 +17,7 @@ FLOORS = (
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),
+    ("handoff",),
     ("testing", "sequence", "counts", "transfers", "puts"),
     ("access",),
     ("reads", "write_backs"),
@@ -41,6 +42,9 @@ PURE = (
     "policy",
     "eviction",
     "counts",
+    "handoff.messages",
+    "handoff.outgoing",
+    "handoff.states",
     "bench.workloads",
 )
 IMPURE = {
@@ -58,7 +62,7 @@ IMPURE = {
 }
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-PACKAGES = ("kernels", "tiers", "adapters", "simulate", "bench")
+PACKAGES = ("kernels", "tiers", "handoff", "adapters", "simulate", "bench")
 
 
 def modules() -> list[str]:

@@ -1,0 +1,68 @@
+"""Where endpoints listen: unix:///path on one host, tcp://host:port between hosts."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvkit.handoff import local, tcp
+from kvkit.handoff.channel import Channel, Listener
+
+
+def listen(
+    address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None, remote: bool = False
+) -> Listener:
+    """Listen at `address`; port 0 is any that is free.
+
+    Args:
+        timeout_s: how long a frame may take, for channels of this listener.
+        tls: a context of `kvkit.handoff.tls.server_context`; for tcp only.
+        remote: whether other hosts may connect.
+
+    Raises:
+        ValueError: it is no address, the folder of a socket is open to others, or other hosts could connect
+            without `remote`.
+        OSError: it is taken, or not one of this host.
+    """
+    where = parse(address)
+    if isinstance(where, Path):
+        return local.LocalListener(where, timeout_s)
+    host, port = where
+    if not remote and not tcp.is_loopback(host):
+        raise ValueError(f"{address}: other hosts could connect; want 127.0.0.1 or [::1], or a secret")
+    return tcp.TcpListener(host, port, timeout_s, tls)
+
+
+def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Channel:
+    """A channel to the endpoint that listens at `address`.
+
+    Args:
+        timeout_s: how long this and each frame of the channel may take.
+        tls: a context of `kvkit.handoff.tls.client_context`; for tcp only.
+
+    Raises:
+        ValueError: it is no address.
+        ChannelError: nobody listens there, or did not answer in time.
+    """
+    where = parse(address)
+    if isinstance(where, Path):
+        return local.connect(where, timeout_s)
+    return tcp.connect(*where, timeout_s, tls)
+
+
+def parse(address: str) -> Path | tuple[str, int]:
+    """The path of a unix address, (host, port) of a tcp one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    parts = urlsplit(address)
+    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
+        return Path(parts.path)
+    if parts.scheme == "tcp" and parts.hostname and not parts.path:
+        with suppress(ValueError):
+            if parts.port is not None:
+                return parts.hostname, parts.port
+    raise ValueError(f"{address}: want unix:///<path> or tcp://<host>:<port>")

@@ -1,0 +1,265 @@
+"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from array import array
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvkit.handoff.channel import Channel, FrameError, Place
+from kvkit.handoff.stream import HEADER, SHORTEST_S, Stream, StreamChannel, StreamListener, connecting, limit
+from kvkit.staging import PAGE_BYTES, Staging, prefault
+
+_ARENA = struct.Struct("<QQ")
+_DESCRIPTOR_BYTES = array("i").itemsize
+_MAX_PATH_BYTES = 107
+_BACKLOG = 128
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class PeerArena:
+    """A peer's shared arena, mapped here. The memory stays while it is mapped, also when the peer is gone.
+
+    Args:
+        descriptor: its memfd; may be closed after this.
+
+    Raises:
+        ValueError: it is no memory of this size that nobody can truncate.
+    """
+
+    def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
+        size = slot_bytes * slots
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            actual = os.fstat(descriptor).st_size
+        except OSError as error:
+            raise ValueError(f"no memory that can be shared: {error}") from error
+        if seals & _SEALS != _SEALS or not 0 < size == actual or slot_bytes % PAGE_BYTES:
+            raise ValueError(f"{slots} slots of {slot_bytes} bytes in {actual} bytes with seals {seals:#x}")
+        self._memory = mmap.mmap(descriptor, size)
+        self._closed = False
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, slot_bytes)
+        threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True).start()
+
+    def write(self, slot: int, payload: memoryview) -> None:
+        """Copy `payload` to the front of a slot.
+
+        Raises:
+            ValueError: there is no such slot, or it is too small.
+        """
+        if not 0 <= slot < self.slots or payload.nbytes > self.slot_bytes:
+            raise ValueError(
+                f"slot {slot}, {payload.nbytes} bytes: the peer has {self.slots} slots of {self.slot_bytes}"
+            )
+        np.copyto(self._bytes[slot, : payload.nbytes], np.frombuffer(payload, np.uint8))
+
+    def close(self) -> None:
+        """Stop touching pages; the mapping goes with this object."""
+        self._closed = True
+
+    def _touch(self) -> None:
+        prefault(self._memory, lambda: self._closed)
+
+
+class LocalStream(Stream):
+    """A stream that can pass descriptors.
+
+    Attributes:
+        passed: descriptors that came and that nobody has closed yet.
+    """
+
+    piece_bytes = 32 << 10
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.passed: list[int] = []
+
+    def receive_first(self, buffer: memoryview, wait_s: float) -> int:
+        limit(self.socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
+        try:
+            count, extra, _, _ = self.socket.recvmsg_into([buffer], socket.CMSG_SPACE(_DESCRIPTOR_BYTES))
+        except BlockingIOError:
+            raise TimeoutError from None
+        for level, kind, data in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.passed.extend(array("i", data[: len(data) - len(data) % _DESCRIPTOR_BYTES]))
+        return count
+
+    def pass_on(self, data: bytes, descriptor: int, deadline: float) -> None:
+        """Send `data`, the descriptor with its first byte."""
+        limit(self.socket, socket.SO_SNDTIMEO, deadline - time.monotonic())
+        try:
+            sent = socket.send_fds(self.socket, [data], [descriptor])
+        except BlockingIOError:
+            raise TimeoutError from None
+        self.send([memoryview(data)[sent:]], deadline)
+
+    def close_passed(self) -> None:
+        """Close what came."""
+        while self.passed:
+            os.close(self.passed.pop())
+
+
+class LocalChannel(StreamChannel):
+    """A channel between two processes of one host.
+
+    A frame that comes with a descriptor gives the peer's arena: its body is (u64 slot bytes, u64 slots),
+    little endian. `receive` keeps it to itself.
+    """
+
+    _stream: LocalStream
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        super().__init__(LocalStream(sock), peer=f"process {pid}", timeout_s=timeout_s)
+        self._arena: PeerArena | None = None
+
+    def send(self, body: bytes, payload: memoryview | None = None, slot: int | None = None) -> None:
+        if self._arena is not None and payload is not None and slot is not None:
+            self._arena.write(slot, payload)
+            payload = None
+        super().send(body, payload)
+
+    def receive(self, place: Place, wait_s: float) -> bytes:
+        deadline = time.monotonic() + wait_s
+        while True:
+            body = super().receive(place, deadline - time.monotonic())
+            if not self._stream.passed:
+                return body
+            try:
+                self._map(body)
+            except ValueError as error:
+                self.shutdown()
+                raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+            finally:
+                self._stream.close_passed()
+
+    def share(self, arena: Staging) -> None:
+        if arena.descriptor is None:
+            raise ValueError("this arena cannot be shared: want Staging(..., shared=True) that is not closed")
+        body = _ARENA.pack(arena.slot_bytes, arena.slots)
+        frame = HEADER.pack(len(body), 0) + body
+        with self._frame() as deadline:
+            self._stream.pass_on(frame, arena.descriptor, deadline)
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close_passed()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _map(self, body: bytes) -> None:
+        """Map the arena that came; writes into it from now on.
+
+        Raises:
+            ValueError: it is none, or the second one.
+        """
+        if self._arena is not None or len(self._stream.passed) != 1 or len(body) != _ARENA.size:
+            raise ValueError("want one arena for each channel, and its sizes")
+        self._arena = PeerArena(self._stream.passed[0], *_ARENA.unpack(body))
+        self.one_sided = True
+
+
+class LocalListener(StreamListener):
+    """A socket file of mode 0600, in a folder that only its owner may enter."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        _make_folder(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _bind(sock, path)
+            os.chmod(path, 0o600)
+            sock.listen(_BACKLOG)
+            self._identity = _identity(path)
+        except BaseException:
+            sock.close()
+            raise
+        self._path = path
+        super().__init__(sock, f"unix://{path}", timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        with suppress(FileNotFoundError):
+            if _identity(self._path) == self._identity:  # not that of one that took over
+                self._path.unlink()
+
+    def _channel(self, connection: socket.socket) -> Channel:
+        return LocalChannel(connection, self._timeout_s)
+
+
+def connect(path: Path, timeout_s: float) -> LocalChannel:
+    """A channel to the endpoint that listens at `path`.
+
+    Raises:
+        ChannelError: none does, or it did not answer within `timeout_s` seconds.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with connecting(f"unix://{path}"):
+            limit(sock, socket.SO_SNDTIMEO, timeout_s)
+            try:
+                sock.connect(str(path))
+            except BlockingIOError:  # its backlog is full, and stayed so
+                raise TimeoutError from None
+            return LocalChannel(sock, timeout_s)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _make_folder(path: Path) -> None:
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ValueError(f"unix://{path}: a socket's path may have {_MAX_PATH_BYTES} bytes")
+    folder = path.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o077:
+        raise ValueError(f"unix://{path}: others may enter {folder} (mode {mode:04o}), want mode 0700")
+
+
+def _bind(sock: socket.socket, path: Path) -> None:
+    """Bind, in place of a socket whose process was killed.
+
+    Raises:
+        OSError: the path is taken.
+    """
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not _is_stale(path):
+            raise OSError(error.errno, f"unix://{path} cannot be listened at: {error.strerror}") from error
+        path.unlink(missing_ok=True)
+        sock.bind(str(path))
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether this is a socket that nobody listens at."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino

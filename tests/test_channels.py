@@ -1,0 +1,546 @@
+"""Transports of handoff against their contract: kvkit.handoff.channel and what implements it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trustme
+
+from kvkit.handoff import local
+from kvkit.handoff.addresses import connect, listen, parse
+from kvkit.handoff.channel import (
+    MAX_BODY_BYTES,
+    Channel,
+    ChannelClosed,
+    ChannelError,
+    ChannelIdle,
+    ChannelTimeout,
+    FrameError,
+    Listener,
+)
+from kvkit.handoff.stream import HEADER
+from kvkit.handoff.tls import client_context, server_context
+from kvkit.staging import PAGE_BYTES, Staging
+
+DEADLINE_S = 60.0
+SHORT_S = 0.3
+SLOT_BYTES = 4 * PAGE_BYTES
+TRICKLED = 32 << 20
+
+
+def nowhere(body: bytes) -> memoryview | None:
+    raise AssertionError(f"a payload came with {body!r}")
+
+
+def fill(channel: Channel) -> None:
+    """Send more than sockets hold."""
+    for _ in range(100):
+        channel.send(b"x" * MAX_BODY_BYTES)
+
+
+def pattern(size: int, seed: int = 0) -> memoryview:
+    return memoryview(np.random.default_rng(seed).bytes(size))
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Where to listen, and how to encrypt."""
+
+    address: str
+    server_tls: ssl.SSLContext | None = None
+    client_tls: ssl.SSLContext | None = None
+
+
+class Pair:
+    """Both ends of a channel, and the listener between them."""
+
+    def __init__(self, transport: Transport, timeout_s: float = DEADLINE_S) -> None:
+        self.listener = listen(transport.address, timeout_s=timeout_s, tls=transport.server_tls)
+        where = self.listener.address
+        with ThreadPoolExecutor(1) as other:  # TLS takes both at once
+            connecting = other.submit(connect, where, timeout_s=timeout_s, tls=transport.client_tls)
+            self.server = self.listener.accept(DEADLINE_S)
+            while not connecting.done():
+                with suppress(ChannelIdle):
+                    self.server.receive(nowhere, 0.01)
+            self.client = connecting.result(DEADLINE_S)
+
+    def close(self) -> None:
+        for end in (self.client, self.server, self.listener):
+            end.close()
+
+
+class Certificates:
+    """An authority, and files of it and of what it signs."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        authority = trustme.CA()
+        self.ca, self.own = folder / "ca.pem", folder / "own.pem"
+        authority.cert_pem.write_to_path(self.ca)
+        authority.issue_cert(*names).private_key_and_cert_chain_pem.write_to_path(self.own)
+
+    def server(self, peers: Path | None = None) -> ssl.SSLContext:
+        return server_context(self.own, self.own, peers)
+
+    def client(self, shown: Path | None = None) -> ssl.SSLContext:
+        return client_context(self.ca, shown, shown)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"), "127.0.0.1")
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"unix://{tmp_path}/run/kvkit.sock" if request.param == "unix" else "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path, certificates: Certificates) -> Transport:
+    if request.param == "unix":
+        return Transport(f"unix://{tmp_path}/run/kvkit.sock")
+    if request.param == "tcp":
+        return Transport("tcp://127.0.0.1:0")
+    return Transport("tcp://127.0.0.1:0", certificates.server(), certificates.client())
+
+
+@pytest.fixture
+def pair(transport: Transport) -> Iterator[Pair]:
+    pair = Pair(transport)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def short(transport: Transport) -> Iterator[Pair]:
+    """A pair whose frames have to be through in no time."""
+    pair = Pair(transport, SHORT_S)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Staging]:
+    arena = Staging(SLOT_BYTES, 4, shared=True)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def test_bodies_and_payloads_arrive_in_order_both_ways(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    sizes = [1, 100, PAGE_BYTES, 3_000_000, 17]
+
+    def send(end: Channel, seed: int) -> None:
+        for size in sizes:
+            end.send(b"%d" % size, pattern(size, seed))
+            end.send(b"alone")
+
+    def receive(end: Channel, seed: int) -> None:
+        for size in sizes:
+            target = bytearray(size)
+            assert end.receive(lambda body, to=target: memoryview(to), DEADLINE_S) == b"%d" % size
+            assert target == pattern(size, seed)
+            assert end.receive(nowhere, DEADLINE_S) == b"alone"
+
+    both = [(pair.client, pair.server, 1), (pair.server, pair.client, 2)]
+    jobs = [threads.submit(send, source, seed) for source, _, seed in both]
+    jobs += [threads.submit(receive, target, seed) for _, target, seed in both]
+    for job in jobs:
+        job.result(DEADLINE_S)
+
+
+def test_frames_of_several_threads_do_not_mix(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    jobs = [
+        threads.submit(lambda n=n: [pair.client.send(b"%d" % n, pattern(200_000, n)) for _ in range(5)])
+        for n in range(3)
+    ]
+    for _ in range(15):
+        target = bytearray(200_000)
+        body = pair.server.receive(lambda _, to=target: memoryview(to), DEADLINE_S)
+        assert target == pattern(200_000, int(body))
+    for job in jobs:
+        job.result(DEADLINE_S)
+
+
+def test_the_largest_body_and_no_body(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    largest = os.urandom(MAX_BODY_BYTES)
+    job = threads.submit(pair.client.send, largest)
+    assert pair.server.receive(nowhere, DEADLINE_S) == largest
+    job.result(DEADLINE_S)
+    with pytest.raises(ValueError, match=f"{MAX_BODY_BYTES + 1} bytes"):
+        pair.client.send(largest + b"!")
+    pair.client.send(b"")
+    assert pair.server.receive(nowhere, DEADLINE_S) == b""
+
+
+def test_a_payload_that_nobody_wants_is_dropped(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    job = threads.submit(pair.client.send, b"unwanted", pattern(300_001))
+    assert pair.server.receive(lambda body: None, DEADLINE_S) == b"unwanted"
+    job.result(DEADLINE_S)
+    pair.client.send(b"next")
+    assert pair.server.receive(nowhere, DEADLINE_S) == b"next"
+
+
+def test_waiting_for_a_frame_ends_without_harm(pair: Pair) -> None:
+    for wait_s in (0, 0.01):
+        with pytest.raises(ChannelIdle):
+            pair.server.receive(nowhere, wait_s)
+    pair.client.send(b"late")
+    assert pair.server.receive(nowhere, DEADLINE_S) == b"late"
+
+
+def test_a_shared_arena_is_written_into_where_that_is_possible(pair: Pair, arena: Staging) -> None:
+    """The same calls on each transport, and the same bytes in the slot."""
+    for lease in arena.acquire(arena.slots, 0, at_least=arena.slots):
+        lease.array[:] = 7
+    pair.server.share(arena)
+    pair.server.send(b"welcome")
+    assert pair.client.receive(nowhere, DEADLINE_S) == b"welcome"
+    assert pair.client.one_sided == isinstance(pair.client, local.LocalChannel)
+    size = SLOT_BYTES - 100
+    pair.client.send(b"data", pattern(size), 2)
+    place: Callable[[bytes], memoryview | None]
+    place = nowhere if pair.client.one_sided else lambda body: arena.buffers[2][:size]
+    assert pair.server.receive(place, DEADLINE_S) == b"data"
+    assert arena.buffers[2][:size] == pattern(size)
+    assert (arena.arrays[2][size:] == 7).all()
+    assert all((arena.arrays[other] == 7).all() for other in (0, 1, 3))
+
+
+def test_the_end_of_the_peer_is_noticed_at_once(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    waiting = threads.submit(pair.server.receive, nowhere, DEADLINE_S)
+    pair.client.close()
+    with pytest.raises(ChannelClosed, match="closed the channel or is gone"):
+        waiting.result(DEADLINE_S)
+    with pytest.raises(ChannelClosed):
+        pair.server.send(b"?")
+
+
+def test_shutdown_wakes_who_receives_at_both_ends(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    here = threads.submit(pair.server.receive, nowhere, DEADLINE_S)
+    there = threads.submit(pair.client.receive, nowhere, DEADLINE_S)
+    pair.server.shutdown()
+    with pytest.raises(ChannelClosed, match="was shut down"):
+        here.result(DEADLINE_S)
+    with pytest.raises(ChannelClosed, match="closed the channel or is gone"):
+        there.result(DEADLINE_S)
+
+
+def test_shutdown_wakes_who_sends(pair: Pair, threads: ThreadPoolExecutor) -> None:
+    sending = threads.submit(fill, pair.server)
+    pair.client.receive(nowhere, DEADLINE_S)
+    pair.server.shutdown()
+    with pytest.raises(ChannelClosed, match="was shut down"):
+        sending.result(DEADLINE_S)
+
+
+def test_a_peer_that_stops_reading_is_given_up(short: Pair) -> None:
+    with pytest.raises(ChannelTimeout, match=f"within {SHORT_S} s"):
+        fill(short.client)
+    with pytest.raises(ChannelClosed):
+        short.client.send(b"more")
+
+
+class Raw:
+    """A peer that sends what it likes."""
+
+    def __init__(self, listener: Listener) -> None:
+        where = parse(listener.address)
+        family = socket.AF_UNIX if isinstance(where, Path) else socket.AF_INET
+        self.socket = socket.socket(family)
+        self.socket.settimeout(DEADLINE_S)
+        self.socket.connect(str(where) if isinstance(where, Path) else where)
+        self.channel = listener.accept(DEADLINE_S)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def raw(address: str) -> Iterator[Raw]:
+    listener = listen(address, timeout_s=SHORT_S)
+    raw = Raw(listener)
+    yield raw
+    raw.close()
+    listener.close()
+
+
+def test_a_body_that_is_too_large_is_refused_unread(raw: Raw) -> None:
+    raw.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(FrameError, match=r"a body of 542393671 bytes, want at most 4194304"):
+        raw.channel.receive(nowhere, DEADLINE_S)
+    with pytest.raises(ChannelClosed):
+        raw.channel.receive(nowhere, DEADLINE_S)
+
+
+@pytest.mark.parametrize("sent", [1, 7, 8, 9, 12, 500])
+def test_a_peer_that_stops_within_a_frame(raw: Raw, sent: int) -> None:
+    frame = HEADER.pack(4, 1000) + b"body" + bytes(1000)
+    raw.socket.sendall(frame[:sent])
+    target = memoryview(bytearray(1000))
+    with pytest.raises(ChannelTimeout):
+        raw.channel.receive(lambda body: target, DEADLINE_S)
+
+
+@pytest.mark.parametrize("sent", [1, 8, 9, 12, 500])
+def test_a_peer_that_ends_within_a_frame(raw: Raw, sent: int) -> None:
+    frame = HEADER.pack(4, 1000) + b"body" + bytes(1000)
+    raw.socket.sendall(frame[:sent])
+    raw.socket.shutdown(socket.SHUT_WR)
+    with pytest.raises(FrameError, match="within a frame"):
+        raw.channel.receive(lambda body: memoryview(bytearray(1000)), DEADLINE_S)
+
+
+def test_a_payload_of_another_size_than_announced(raw: Raw) -> None:
+    raw.socket.sendall(HEADER.pack(1, 1000) + b"!" + bytes(1000))
+    with pytest.raises(FrameError, match="1000 bytes where 999"):
+        raw.channel.receive(lambda body: memoryview(bytearray(999)), DEADLINE_S)
+
+
+def test_an_error_in_place_ends_the_channel_and_is_passed_on(pair: Pair) -> None:
+    pair.client.send(b"?", pattern(10))
+    with pytest.raises(AssertionError, match="a payload came"):
+        pair.server.receive(nowhere, DEADLINE_S)
+    with pytest.raises(ChannelClosed):
+        pair.client.receive(nowhere, DEADLINE_S)
+
+
+def test_a_trickle_does_not_move_the_deadline(raw: Raw, threads: ThreadPoolExecutor) -> None:
+    """Each byte comes in time; the frame does not."""
+    ended = threading.Event()
+
+    def trickle() -> None:
+        raw.socket.sendall(HEADER.pack(4, TRICKLED) + b"body")
+        while not ended.is_set():
+            try:
+                raw.socket.sendall(b"1")
+            except OSError:
+                return
+
+    sending = threads.submit(trickle)
+    target = memoryview(bytearray(TRICKLED))
+    with pytest.raises(ChannelTimeout):
+        raw.channel.receive(lambda body: target, DEADLINE_S)
+    ended.set()
+    sending.result(DEADLINE_S)
+
+
+def test_accept_waits_for_a_while_and_wakes_on_close(address: str, threads: ThreadPoolExecutor) -> None:
+    listener = listen(address, timeout_s=DEADLINE_S)
+    with pytest.raises(ChannelIdle):
+        listener.accept(0.01)
+    waiting = threads.submit(listener.accept, DEADLINE_S)
+    listener.close()
+    with pytest.raises(ChannelClosed):
+        waiting.result(DEADLINE_S)
+    with pytest.raises(ChannelError, match="cannot be reached"):
+        connect(listener.address, timeout_s=DEADLINE_S)
+
+
+def test_only_its_owner_reaches_a_local_endpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "kvkit.sock"
+    listener = listen(f"unix://{path}", timeout_s=DEADLINE_S)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    listener.close()
+    assert not path.exists()
+    path.parent.chmod(0o750)
+    with pytest.raises(ValueError, match=f"others may enter {path.parent} .mode 0750., want mode 0700"):
+        listen(f"unix://{path}", timeout_s=DEADLINE_S)
+
+
+def test_a_local_endpoint_takes_over_from_one_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "kvkit.sock"
+    path.parent.mkdir(mode=0o700)
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.listen()
+    with pytest.raises(OSError, match=f"unix://{path} cannot be listened at: Address already in use"):
+        listen(f"unix://{path}", timeout_s=DEADLINE_S)
+    dead.close()
+    listener = listen(f"unix://{path}", timeout_s=DEADLINE_S)
+    connect(listener.address, timeout_s=DEADLINE_S).close()
+    listener.close()
+    path.write_text("no socket")
+    with pytest.raises(OSError, match="Address already in use"):
+        listen(f"unix://{path}", timeout_s=DEADLINE_S)
+    assert path.read_text() == "no socket"
+
+
+def test_other_hosts_connect_only_where_that_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"tcp://0.0.0.0:0: other hosts could connect"):
+        listen("tcp://0.0.0.0:0", timeout_s=DEADLINE_S)
+    listen("tcp://0.0.0.0:0", timeout_s=DEADLINE_S, remote=True).close()
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "unix://run/s", "tcp://h", "tcp://:1", "tcp://h:99999", "tcp://h:x", "http://h:1", "/run/s"]
+)
+def test_what_is_no_address(bad: str) -> None:
+    with pytest.raises(ValueError, match="want unix:///<path> or tcp://<host>:<port>"):
+        connect(bad, timeout_s=DEADLINE_S)
+
+
+def test_a_path_that_no_socket_can_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="may have 107 bytes"):
+        listen(f"unix://{tmp_path}/{'x' * 108}", timeout_s=DEADLINE_S)
+
+
+def attempt(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[str, str]:
+    """What both sides say when their first frames cannot be exchanged."""
+    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S, tls=server)
+
+    def call() -> None:
+        channel = connect(listener.address, timeout_s=DEADLINE_S, tls=client)
+        try:
+            channel.receive(nowhere, DEADLINE_S)
+        finally:
+            channel.close()
+
+    with ThreadPoolExecutor(1) as other:
+        calling = other.submit(call)
+        channel = listener.accept(DEADLINE_S)
+        with pytest.raises(ChannelError) as here:
+            channel.receive(nowhere, DEADLINE_S)
+        channel.close()
+        listener.close()
+        with pytest.raises(ChannelError) as there:
+            calling.result(DEADLINE_S)
+    return str(here.value), str(there.value)
+
+
+def test_only_a_certificate_of_the_authority_and_for_the_address_is_accepted(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    others = Certificates(tmp_path, "127.0.0.1")
+    here, there = attempt(others.server(), certificates.client())
+    assert "CERTIFICATE_VERIFY_FAILED" in there
+    assert "UNKNOWN_CA" in here
+    elsewhere = Certificates(tmp_path, "10.0.0.1")
+    _, there = attempt(elsewhere.server(), elsewhere.client())
+    assert "IP address mismatch" in there
+
+
+def test_peers_may_be_asked_for_a_certificate(certificates: Certificates) -> None:
+    here, there = attempt(certificates.server(peers=certificates.ca), certificates.client())
+    assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in here
+    assert "CERTIFICATE_REQUIRED" in there
+    transport = Transport(
+        "tcp://127.0.0.1:0",
+        certificates.server(peers=certificates.ca),
+        certificates.client(shown=certificates.own),
+    )
+    pair = Pair(transport)
+    pair.client.send(b"known")
+    assert pair.server.receive(nowhere, DEADLINE_S) == b"known"
+    pair.close()
+
+
+def test_garbage_instead_of_tls(certificates: Certificates) -> None:
+    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S, tls=certificates.server())
+    raw = Raw(listener)
+    raw.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ChannelError, match="HTTP_REQUEST"):
+        raw.channel.receive(nowhere, DEADLINE_S)
+    raw.close()
+    listener.close()
+
+
+def test_files_that_are_no_certificates(tmp_path: Path) -> None:
+    missing = tmp_path / "none.pem"
+    with pytest.raises(ValueError, match=f"certificate={missing}, key={missing}, ca=None: .*No such file"):
+        server_context(missing, missing)
+
+
+class Passing(Raw):
+    """A peer of this host that passes descriptors on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.listener = listen(f"unix://{folder}/run/kvkit.sock", timeout_s=DEADLINE_S)
+        super().__init__(self.listener)
+
+    def offer(self, descriptors: list[int], slot_bytes: int, slots: int) -> None:
+        body = struct.pack("<QQ", slot_bytes, slots)
+        socket.send_fds(self.socket, [HEADER.pack(len(body), 0) + body], descriptors)
+
+    def close(self) -> None:
+        super().close()
+        self.listener.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", ["file", "unsealed", "another size", "no slots", "no pages", "two"])
+def test_a_descriptor_that_is_no_arena_is_refused(tmp_path: Path, arena: Staging, kind: str) -> None:
+    """What could be truncated under us would kill the process that writes there."""
+    assert arena.descriptor is not None
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    for descriptor in (file, unsealed):
+        os.ftruncate(descriptor, 4 * SLOT_BYTES)
+    before = open_descriptors()
+    peer = Passing(tmp_path)
+    offered, size, slots = {
+        "file": ([file], SLOT_BYTES, 4),
+        "unsealed": ([unsealed], SLOT_BYTES, 4),
+        "another size": ([arena.descriptor], SLOT_BYTES, 5),
+        "no slots": ([arena.descriptor], 0, 0),
+        "no pages": ([arena.descriptor], 1, 4 * SLOT_BYTES),
+        "two": ([arena.descriptor] * 2, SLOT_BYTES, 4),
+    }[kind]
+    peer.offer(offered, size, slots)
+    with pytest.raises(FrameError, match="shares what is no arena"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    assert not peer.channel.one_sided
+    peer.close()
+    assert open_descriptors() == before
+    os.close(file)
+    os.close(unsealed)
+
+
+def test_only_one_arena_is_taken_and_only_its_slots_are_written(tmp_path: Path, arena: Staging) -> None:
+    assert arena.descriptor is not None
+    peer = Passing(tmp_path)
+    peer.offer([arena.descriptor], SLOT_BYTES, 4)
+    with pytest.raises(ChannelIdle):
+        peer.channel.receive(nowhere, 0.01)
+    assert peer.channel.one_sided
+    for slot, size in [(4, 1), (-1, 1), (0, SLOT_BYTES + 1)]:
+        with pytest.raises(
+            ValueError, match=f"slot {slot}, {size} bytes: the peer has 4 slots of {SLOT_BYTES}"
+        ):
+            peer.channel.send(b"", memoryview(bytes(size)), slot)
+    peer.offer([arena.descriptor], SLOT_BYTES, 4)
+    with pytest.raises(FrameError, match="one arena for each channel"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    peer.close()
+
+
+def test_an_arena_that_cannot_be_shared(tmp_path: Path) -> None:
+    pair = Pair(Transport(f"unix://{tmp_path}/run/kvkit.sock"))
+    private = Staging(SLOT_BYTES, 1)
+    with pytest.raises(ValueError, match="shared=True"):
+        pair.server.share(private)
+    private.close()
+    pair.close()
