@@ -6,6 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_ro
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
@@ -25,7 +26,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvkit.adapters.vllm import groups
+from kvkit.adapters.vllm import handoff as parameters
 from kvkit.adapters.vllm.events import Events
+from kvkit.adapters.vllm.handoff import Receiving, Sending
 from kvkit.adapters.vllm.identity import identity, model_identity
 from kvkit.adapters.vllm.messages import Report, Sequence, Step
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
+log = logging.getLogger(__name__)
 NAME = "KVKitConnector"
 
 
@@ -76,12 +80,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         # behind a window's end, only whole chunks are known to hold all that is attended to
         grain = self._config.chunk_tokens if groups.has_windows(specs) else math.lcm(*blocks)
         self._scheduler = Scheduler(
-            Sizes(self._config.chunk_tokens, blocks, grain),
+            Sizes(self._config.chunk_tokens, blocks, grain, not groups.has_windows(specs)),
             _sequence,
             ranks=parallel.world_size,
             waits=self._settings.load != "async",
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
+            handoff=self._handoff,
         )
         if tells_stores:
             self._events = Events(
@@ -107,7 +112,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
-        self._worker.settle()
+        self._worker.vacate()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -172,8 +177,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert self._scheduler is not None
         found: dict[CacheHitSource, int] = {}
         for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
-            in_memory = self._config.tiers[tier].in_memory
-            source = CacheHitSource.HOST if in_memory else CacheHitSource.DISK
+            source = self._source(tier)
             found[source] = found.get(source, 0) + tokens
         return found
 
@@ -207,7 +211,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        return self._scheduler.finish(request, block_ids if whole else None), None
+        told = self._scheduler.answer(request)
+        return self._scheduler.finish(request, block_ids if whole else None), told if whole else None
 
     def reset_cache(self) -> bool:
         assert self._scheduler is not None
@@ -221,6 +226,19 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
         return PromMetrics(*arguments)
+
+    def _handoff(self, request: Any) -> Sending | Receiving | None:
+        """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
+        try:
+            return parameters.read(request.kv_transfer_params, self._config.handoff.peers)
+        except ConfigError as error:
+            log.warning("%s: nothing is handed off: %s", request.request_id, error)
+            return None
+
+    def _source(self, tier: str) -> CacheHitSource:
+        if tier not in self._config.tiers:
+            return CacheHitSource.P2P
+        return CacheHitSource.HOST if self._config.tiers[tier].in_memory else CacheHitSource.DISK
 
     def _step(self) -> Step:
         step = self._get_connector_metadata()

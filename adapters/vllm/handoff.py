@@ -49,7 +49,9 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending 
     if not sends and not receives:
         return None
     if sends and receives:
-        raise ConfigError(f"{WHERE}: do_remote_decode and do_remote_prefill are both set; want one of the two")
+        raise ConfigError(
+            f"{WHERE}: do_remote_decode and do_remote_prefill are both set; want one of the two"
+        )
     transfer = params.get("transfer_id")
     if receives:
         if not isinstance(transfer, str) or not transfer:
