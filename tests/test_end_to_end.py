@@ -32,11 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(alphabet),
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=128,
+        intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=8192,
         eos_token_id=None,
     )

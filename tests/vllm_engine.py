@@ -215,7 +215,7 @@ class _Served:
         ]
 
     def _finish(self) -> None:
-        """Take the steps that are left when the last answer is there; a core in another process does so itself."""
+        """Take the steps that are left after the last answer; a core in another process does so itself."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         while core is not None and core.scheduler.has_requests():
             self.llm.llm_engine.step()
