@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import trustme
 
 from kvkit.handoff import local
 from kvkit.handoff.addresses import connect, listen, parse
@@ -26,11 +31,13 @@ from kvkit.handoff.channel import (
     Listener,
 )
 from kvkit.handoff.stream import HEADER
+from kvkit.handoff.tls import client_context, server_context
 from kvkit.staging import PAGE_BYTES, Staging
 
 DEADLINE_S = 60.0
 SHORT_S = 0.3
 SLOT_BYTES = 4 * PAGE_BYTES
+TRICKLED = 32 << 20
 
 
 def nowhere(body: bytes) -> memoryview | None:
@@ -47,17 +54,53 @@ def pattern(size: int, seed: int = 0) -> memoryview:
     return memoryview(np.random.default_rng(seed).bytes(size))
 
 
+@dataclass(frozen=True)
+class Transport:
+    """Where to listen, and how to encrypt."""
+
+    address: str
+    server_tls: ssl.SSLContext | None = None
+    client_tls: ssl.SSLContext | None = None
+
+
 class Pair:
     """Both ends of a channel, and the listener between them."""
 
-    def __init__(self, address: str, timeout_s: float = DEADLINE_S) -> None:
-        self.listener = listen(address, timeout_s=timeout_s)
-        self.client = connect(self.listener.address, timeout_s=timeout_s)
-        self.server = self.listener.accept(DEADLINE_S)
+    def __init__(self, transport: Transport, timeout_s: float = DEADLINE_S) -> None:
+        self.listener = listen(transport.address, timeout_s=timeout_s, tls=transport.server_tls)
+        where = self.listener.address
+        with ThreadPoolExecutor(1) as other:  # TLS takes both at once
+            connecting = other.submit(connect, where, timeout_s=timeout_s, tls=transport.client_tls)
+            self.server = self.listener.accept(DEADLINE_S)
+            while not connecting.done():
+                with suppress(ChannelIdle):
+                    self.server.receive(nowhere, 0.01)
+            self.client = connecting.result(DEADLINE_S)
 
     def close(self) -> None:
         for end in (self.client, self.server, self.listener):
             end.close()
+
+
+class Certificates:
+    """An authority, and files of it and of what it signs."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        authority = trustme.CA()
+        self.ca, self.own = folder / "ca.pem", folder / "own.pem"
+        authority.cert_pem.write_to_path(self.ca)
+        authority.issue_cert(*names).private_key_and_cert_chain_pem.write_to_path(self.own)
+
+    def server(self, peers: Path | None = None) -> ssl.SSLContext:
+        return server_context(self.own, self.own, peers)
+
+    def client(self, shown: Path | None = None) -> ssl.SSLContext:
+        return client_context(self.ca, shown, shown)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"), "127.0.0.1")
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -65,17 +108,26 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"unix://{tmp_path}/run/kvkit.sock" if request.param == "unix" else "tcp://127.0.0.1:0"
 
 
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path, certificates: Certificates) -> Transport:
+    if request.param == "unix":
+        return Transport(f"unix://{tmp_path}/run/kvkit.sock")
+    if request.param == "tcp":
+        return Transport("tcp://127.0.0.1:0")
+    return Transport("tcp://127.0.0.1:0", certificates.server(), certificates.client())
+
+
 @pytest.fixture
-def pair(address: str) -> Iterator[Pair]:
-    pair = Pair(address)
+def pair(transport: Transport) -> Iterator[Pair]:
+    pair = Pair(transport)
     yield pair
     pair.close()
 
 
 @pytest.fixture
-def short(address: str) -> Iterator[Pair]:
+def short(transport: Transport) -> Iterator[Pair]:
     """A pair whose frames have to be through in no time."""
-    pair = Pair(address, SHORT_S)
+    pair = Pair(transport, SHORT_S)
     yield pair
     pair.close()
 
@@ -277,7 +329,7 @@ def test_a_trickle_does_not_move_the_deadline(raw: Raw, threads: ThreadPoolExecu
     ended = threading.Event()
 
     def trickle() -> None:
-        raw.socket.sendall(HEADER.pack(4, 1 << 30) + b"body")
+        raw.socket.sendall(HEADER.pack(4, TRICKLED) + b"body")
         while not ended.is_set():
             try:
                 raw.socket.sendall(b"1")
@@ -285,7 +337,7 @@ def test_a_trickle_does_not_move_the_deadline(raw: Raw, threads: ThreadPoolExecu
                 return
 
     sending = threads.submit(trickle)
-    target = memoryview(bytearray(1 << 30))
+    target = memoryview(bytearray(TRICKLED))
     with pytest.raises(ChannelTimeout):
         raw.channel.receive(lambda body: target, DEADLINE_S)
     ended.set()
@@ -351,3 +403,144 @@ def test_what_is_no_address(bad: str) -> None:
 def test_a_path_that_no_socket_can_have(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="may have 107 bytes"):
         listen(f"unix://{tmp_path}/{'x' * 108}", timeout_s=DEADLINE_S)
+
+
+def attempt(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[str, str]:
+    """What both sides say when their first frames cannot be exchanged."""
+    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S, tls=server)
+
+    def call() -> None:
+        channel = connect(listener.address, timeout_s=DEADLINE_S, tls=client)
+        try:
+            channel.receive(nowhere, DEADLINE_S)
+        finally:
+            channel.close()
+
+    with ThreadPoolExecutor(1) as other:
+        calling = other.submit(call)
+        channel = listener.accept(DEADLINE_S)
+        with pytest.raises(ChannelError) as here:
+            channel.receive(nowhere, DEADLINE_S)
+        channel.close()
+        listener.close()
+        with pytest.raises(ChannelError) as there:
+            calling.result(DEADLINE_S)
+    return str(here.value), str(there.value)
+
+
+def test_only_a_certificate_of_the_authority_and_for_the_address_is_accepted(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    others = Certificates(tmp_path, "127.0.0.1")
+    here, there = attempt(others.server(), certificates.client())
+    assert "CERTIFICATE_VERIFY_FAILED" in there
+    assert "UNKNOWN_CA" in here
+    elsewhere = Certificates(tmp_path, "10.0.0.1")
+    _, there = attempt(elsewhere.server(), elsewhere.client())
+    assert "IP address mismatch" in there
+
+
+def test_peers_may_be_asked_for_a_certificate(certificates: Certificates) -> None:
+    here, there = attempt(certificates.server(peers=certificates.ca), certificates.client())
+    assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in here
+    assert "CERTIFICATE_REQUIRED" in there
+    transport = Transport(
+        "tcp://127.0.0.1:0",
+        certificates.server(peers=certificates.ca),
+        certificates.client(shown=certificates.own),
+    )
+    pair = Pair(transport)
+    pair.client.send(b"known")
+    assert pair.server.receive(nowhere, DEADLINE_S) == b"known"
+    pair.close()
+
+
+def test_garbage_instead_of_tls(certificates: Certificates) -> None:
+    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S, tls=certificates.server())
+    raw = Raw(listener)
+    raw.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ChannelError, match="HTTP_REQUEST"):
+        raw.channel.receive(nowhere, DEADLINE_S)
+    raw.close()
+    listener.close()
+
+
+def test_files_that_are_no_certificates(tmp_path: Path) -> None:
+    missing = tmp_path / "none.pem"
+    with pytest.raises(ValueError, match=f"certificate={missing}, key={missing}, ca=None: .*No such file"):
+        server_context(missing, missing)
+
+
+class Passing(Raw):
+    """A peer of this host that passes descriptors on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.listener = listen(f"unix://{folder}/run/kvkit.sock", timeout_s=DEADLINE_S)
+        super().__init__(self.listener)
+
+    def offer(self, descriptors: list[int], slot_bytes: int, slots: int) -> None:
+        body = struct.pack("<QQ", slot_bytes, slots)
+        socket.send_fds(self.socket, [HEADER.pack(len(body), 0) + body], descriptors)
+
+    def close(self) -> None:
+        super().close()
+        self.listener.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", ["file", "unsealed", "another size", "no slots", "no pages", "two"])
+def test_a_descriptor_that_is_no_arena_is_refused(tmp_path: Path, arena: Staging, kind: str) -> None:
+    """What could be truncated under us would kill the process that writes there."""
+    assert arena.descriptor is not None
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    for descriptor in (file, unsealed):
+        os.ftruncate(descriptor, 4 * SLOT_BYTES)
+    before = open_descriptors()
+    peer = Passing(tmp_path)
+    offered, size, slots = {
+        "file": ([file], SLOT_BYTES, 4),
+        "unsealed": ([unsealed], SLOT_BYTES, 4),
+        "another size": ([arena.descriptor], SLOT_BYTES, 5),
+        "no slots": ([arena.descriptor], 0, 0),
+        "no pages": ([arena.descriptor], 1, 4 * SLOT_BYTES),
+        "two": ([arena.descriptor] * 2, SLOT_BYTES, 4),
+    }[kind]
+    peer.offer(offered, size, slots)
+    with pytest.raises(FrameError, match="shares what is no arena"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    assert not peer.channel.one_sided
+    peer.close()
+    assert open_descriptors() == before
+    os.close(file)
+    os.close(unsealed)
+
+
+def test_only_one_arena_is_taken_and_only_its_slots_are_written(tmp_path: Path, arena: Staging) -> None:
+    assert arena.descriptor is not None
+    peer = Passing(tmp_path)
+    peer.offer([arena.descriptor], SLOT_BYTES, 4)
+    with pytest.raises(ChannelIdle):
+        peer.channel.receive(nowhere, 0.01)
+    assert peer.channel.one_sided
+    for slot, size in [(4, 1), (-1, 1), (0, SLOT_BYTES + 1)]:
+        with pytest.raises(
+            ValueError, match=f"slot {slot}, {size} bytes: the peer has 4 slots of {SLOT_BYTES}"
+        ):
+            peer.channel.send(b"", memoryview(bytes(size)), slot)
+    peer.offer([arena.descriptor], SLOT_BYTES, 4)
+    with pytest.raises(FrameError, match="one arena for each channel"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    peer.close()
+
+
+def test_an_arena_that_cannot_be_shared(tmp_path: Path) -> None:
+    pair = Pair(Transport(f"unix://{tmp_path}/run/kvkit.sock"))
+    private = Staging(SLOT_BYTES, 1)
+    with pytest.raises(ValueError, match="shared=True"):
+        pair.server.share(private)
+    private.close()
+    pair.close()

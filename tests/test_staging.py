@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -321,3 +323,35 @@ class StagingMachine(RuleBasedStateMachine):
 
 TestStagingMachine = StagingMachine.TestCase
 TestStagingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_shared_arena_is_the_same_memory_for_who_maps_it() -> None:
+    staging = Staging(PAGE_BYTES, 3, shared=True)
+    assert staging.descriptor is not None
+    other = mmap.mmap(staging.descriptor, 3 * PAGE_BYTES)
+    with staging.acquire(1, 0)[0] as lease:
+        lease.array[:] = 9
+        assert other[lease.slot * PAGE_BYTES : (lease.slot + 1) * PAGE_BYTES] == bytes([9]) * PAGE_BYTES
+        other[lease.slot * PAGE_BYTES] = 1
+        assert lease.array[0] == 1
+    descriptor = staging.descriptor
+    staging.close()
+    assert staging.descriptor is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert other[:1] == bytes(staging.buffers[0][:1])  # until the last view is gone
+
+
+def test_a_shared_arena_cannot_be_truncated_under_its_users() -> None:
+    staging = Staging(PAGE_BYTES, 3, shared=True)
+    assert staging.descriptor is not None
+    for size in (PAGE_BYTES, 4 * PAGE_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(staging.descriptor, size)
+    staging.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_that_cannot_be_had_is_an_error(shared: bool) -> None:
+    with pytest.raises((OSError, OverflowError)):
+        Staging(1 << 61, 1, shared=shared)

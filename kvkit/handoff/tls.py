@@ -12,6 +12,7 @@ from pathlib import Path
 from kvkit.handoff.stream import Stream
 
 _PIECE_BYTES = 256 << 10
+_HANDSHAKE_SEND_S = 1.0
 
 
 def server_context(certificate: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
@@ -100,17 +101,19 @@ class TlsStream(Stream):
         if self._shaken:
             return
         with self._shaking:
-            while not self._shaken:
+            done: bool = self._shaken
+            while not done:
                 try:
                     self._tls.do_handshake()
-                    self._shaken = True
+                    done = True
                 except ssl.SSLWantReadError:
                     pass
-                finally:  # an alert, too
+                finally:  # what a socket's buffer always holds; an alert, too
                     if self._to_send.pending:
-                        super().send([self._to_send.read()], deadline)
-                if not self._shaken and not self._more(deadline):
+                        super().send([self._to_send.read()], time.monotonic() + _HANDSHAKE_SEND_S)
+                if not done and not self._more(deadline):
                     raise ConnectionError("closed before a TLS session was agreed on")
+            self._shaken = True
 
     def _more(self, deadline: float) -> bool:
         """Have some more ciphertext; whether there was any."""
