@@ -147,13 +147,14 @@ class LocalChannel(StreamChannel):
             finally:
                 self._stream.close_passed()
 
-    def share(self, arena: Staging) -> None:
+    def share(self, arena: Staging) -> bool:
         if arena.descriptor is None:
             raise ValueError("this arena cannot be shared: want Staging(..., shared=True) that is not closed")
         body = _ARENA.pack(arena.slot_bytes, arena.slots)
         frame = HEADER.pack(len(body), 0) + body
         with self._frame() as deadline:
             self._stream.pass_on(frame, arena.descriptor, deadline)
+        return True
 
     def close(self) -> None:
         super().close()

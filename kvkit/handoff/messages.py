@@ -9,13 +9,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvkit.handoff.channel import MAX_BODY_BYTES
 from kvkit.tiers.base import Scope
 
 VERSION = 1
 """Of the protocol. Nodes of different versions do not talk."""
-
-MAX_BODY_BYTES = 4 << 20
-"""Of one message, without the payload that may follow it."""
 
 MAX_NAMES = 32768
 """Records of one transfer, or of one question. With the longest names that is less than MAX_BODY_BYTES."""
@@ -34,6 +32,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NAMES)]
+Code = Literal["malformed", "unexpected", "refused", "failed"]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 
 
@@ -153,7 +152,7 @@ class Release(Message, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """Receiver: send me these. Answered by `Data` with payload, then a `Commit` with what is missing."""
+    """Receiver: send me these. Answered by `Data` with payload, then `Commit`; its `Release` ends it."""
 
     transfer: Id
     names: Names
@@ -165,7 +164,7 @@ class Pull(Message, frozen=True):
 class Error(Message, frozen=True):
     """What was asked cannot be done: this transfer is over; without one, the connection is."""
 
-    code: Literal["malformed", "unexpected", "refused", "closing", "failed"]
+    code: Code
     message: Reason
     transfer: Id | None = None
 
