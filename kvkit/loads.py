@@ -18,8 +18,9 @@ from kvkit.record import Damage
 from kvkit.rope import Rotation
 from kvkit.sequence import Chunks, Hit, Loaded, Place
 from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.threads import Stopped
 from kvkit.tiers.base import DamagedObject
-from kvkit.transfers import Stopped, Transfer
+from kvkit.transfers import Transfer
 from kvkit.write_backs import WriteBacks
 
 Use = Callable[[str, int, Sequence[Lease]], None]

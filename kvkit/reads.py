@@ -14,7 +14,7 @@ from kvkit.access import Access
 from kvkit.plan import Segment
 from kvkit.sequence import Chunks
 from kvkit.staging import Lease, StagingTimeout, release_all
-from kvkit.transfers import Stopped
+from kvkit.threads import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +159,14 @@ class SegmentReads:
             return 0
         try:
             leases = self._access.staging.acquire(
-                len(names), self._access.timeout_s if wait else 0.0, at_least=self._groups
+                len(names),
+                self._access.timeout_s if wait else 0.0,
+                at_least=self._groups,
+                stopped=lambda: self._interrupted,
             )
-        except StagingTimeout as error:
+        except (StagingTimeout, Stopped) as error:
             if wait:
-                log.warning("load stopped early: %s", error)
+                log.warning("load stopped early: %s", error or type(error).__name__)
                 self.error = error
             return 0
         self._next += keep_whole(leases, self._groups)
@@ -197,10 +200,11 @@ class SegmentReads:
         return ready
 
     def interrupt(self) -> None:
-        """Have `take_ready` fail; from any thread."""
+        """Have `fill` and `take_ready` wait no more, but fail; from any thread."""
         with self._changed:
             self._interrupted = True
             self._changed.notify()
+        self._access.staging.wake()
 
     def restart(self) -> None:
         """Give back what was not taken; the tier keeps its own shares until its reads are done."""

@@ -351,6 +351,7 @@ class Wrapper(Tier):
         self.codec = inner.codec
         self.near = inner.near
         self.reads_at_once = inner.reads_at_once
+        self.slots = inner.slots
 
     def run(self, names: Sequence[str]) -> int:
         return self.inner.run(names)

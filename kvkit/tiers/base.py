@@ -53,6 +53,7 @@ class Tier(ABC):
         near: whether its records are in this host's memory already, so that nothing is gained by
             copying them into another tier.
         reads_at_once: records that it reads at the same time; what else it is asked for waits.
+        slots: of staging that its records may keep.
         evicted: records that were let go to make room so far.
     """
 
@@ -61,6 +62,7 @@ class Tier(ABC):
     codec: str = "none"
     near: bool = False
     reads_at_once: int = 32
+    slots: int = 0
     evicted: int = 0
 
     @abstractmethod
