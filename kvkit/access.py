@@ -75,10 +75,10 @@ class Access:
                 grew = grew or run > 0
         return plan
 
-    def ask(self, tier: str, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, the tier holds; none if it fails."""
+    def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
+        """How many of `names`, from the first on, the tier holds, or need not be put; none if it fails."""
         try:
-            held = self.bounded(tier, lambda asked: asked.run(names))
+            held = self.bounded(tier, lambda asked: asked.unwanted(names) if to_put else asked.run(names))
             self.health[tier].answered(time.monotonic())
             return held
         except Exception as error:

@@ -128,6 +128,7 @@ class Staging:
         self._free = deque(range(slots))
         self._waiting: deque[object] = deque()
         self._reclaims: list[Callable[[int], None]] = []
+        self._when_freed: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._closed = False
         self._pinned: list[int] = []
@@ -159,6 +160,11 @@ class Staging:
         """Call `reclaim` no more."""
         with self._changed:
             self._reclaims.remove(reclaim)
+
+    def when_freed(self, freed: Callable[[], None]) -> None:
+        """Have `freed` called after a slot came free, by the thread that released it. It must not raise."""
+        with self._changed:
+            self._when_freed.append(freed)
 
     def acquire(self, at_most: int, timeout_s: float, at_least: int = 1) -> list[Lease]:
         """Lease `at_least` to `at_most` slots; waits only for the least, first come first served.
@@ -250,9 +256,13 @@ class Staging:
                 raise StagingError(f"slot {lease.slot}: released twice")
             lease._released = True
             self._references[lease.slot] -= 1
-            if self._references[lease.slot] == 0:
-                self._free.appendleft(lease.slot)  # the slot used last is the one in cache
-                self._changed.notify_all()
+            if self._references[lease.slot]:
+                return
+            self._free.appendleft(lease.slot)  # the slot used last is the one in cache
+            self._changed.notify_all()
+            told = tuple(self._when_freed)
+        for freed in told:
+            freed()
 
     def _touch(self) -> None:
         prefault(self._memory, lambda: self._closed)

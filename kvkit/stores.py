@@ -73,7 +73,9 @@ def store(
 
 def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
     """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
-    resident = {t: access.ask(t, chunks.names) // chunks.groups for t in targets if access.usable(t)}
+    resident = {
+        t: access.ask(t, chunks.names, to_put=True) // chunks.groups for t in targets if access.usable(t)
+    }
     plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
     for segment in plan.segments:
         access.describe(segment.tier, chunks.formats)

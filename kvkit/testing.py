@@ -355,6 +355,9 @@ class Wrapper(Tier):
     def run(self, names: Sequence[str]) -> int:
         return self.inner.run(names)
 
+    def unwanted(self, names: Sequence[str]) -> int:
+        return self.inner.unwanted(names)
+
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self.inner.get(names, leases, on_complete)
 

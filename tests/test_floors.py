@@ -42,6 +42,9 @@ PURE = (
     "policy",
     "eviction",
     "counts",
+    "handoff.messages",
+    "handoff.outgoing",
+    "handoff.states",
     "bench.workloads",
 )
 IMPURE = {

@@ -49,6 +49,20 @@ def test_slots_are_whole_pages_apart_from_each_other() -> None:
     staging.close()
 
 
+def test_who_asks_is_told_of_slots_that_come_free() -> None:
+    staging = Staging(1, 2)
+    seen: list[int] = []
+    staging.when_freed(lambda: seen.append(staging.free))
+    leases = staging.acquire(2, 0)
+    share = leases[0].share()
+    leases[0].release()
+    assert seen == []
+    leases[1].release()
+    share.release()
+    assert seen == [1, 2]
+    staging.close()
+
+
 def test_the_arena_is_touched_in_the_background() -> None:
     staging = Staging(1 << 20, 20)
     assert staging.ready.wait(DEADLINE_S)

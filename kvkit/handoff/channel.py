@@ -81,8 +81,8 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def share(self, arena: Staging) -> None:
-        """Let a peer that is trusted write into the slots of `arena`, where the transport can; once.
+    def share(self, arena: Staging) -> bool:
+        """Let a peer that is trusted write into the slots of `arena`; once. Whether the transport can do so.
 
         The peer's channel is `one_sided` before its `receive` returns the next frame.
 

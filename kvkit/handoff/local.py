@@ -143,7 +143,7 @@ class LocalChannel(StreamChannel):
             return None
         return super()._complete(body, payload_bytes, place, deadline)
 
-    def share(self, arena: Staging) -> None:
+    def share(self, arena: Staging) -> bool:
         if arena.descriptor is None:
             raise ValueError("this arena cannot be shared: want Staging(..., shared=True) that is not closed")
         body = _ARENA.pack(arena.slot_bytes, arena.slots)
@@ -153,6 +153,7 @@ class LocalChannel(StreamChannel):
                 self._stream.send([b"".join(self._held)], deadline)
                 self._held.clear()
             self._stream.pass_on(frame, arena.descriptor, deadline)
+        return True
 
     def close(self) -> None:
         super().close()

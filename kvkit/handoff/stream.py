@@ -243,8 +243,8 @@ class StreamChannel(Channel):
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
         return ChannelError(f"{self.peer}: {error}")
 
-    def share(self, arena: Staging) -> None:
-        pass
+    def share(self, arena: Staging) -> bool:
+        return False
 
     def fileno(self) -> int:
         return self._stream.socket.fileno()

@@ -67,6 +67,10 @@ class Tier(ABC):
     def run(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, are held without a gap. Reads no payload."""
 
+    def unwanted(self, names: Sequence[str]) -> int:
+        """How many of `names`, from the first on, need not be put: as many as it holds, by default."""
+        return self.run(names)
+
     @abstractmethod
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         """Start reading each object into its slot and set `lease.used`; returns at once.
@@ -245,6 +249,24 @@ def copy_ranges(name: str, record: memoryview, ranges: Ranges, buffers: Sequence
                 f"{name}: {size} bytes from {offset} on are not in its {len(record)}", Damage.TRUNCATED
             )
         buffer[:size] = record[offset : offset + size]
+
+
+def get_by_copy(tier: Tier, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+    """`Tier.get` for one that keeps records in slots: copy what it lends."""
+    for name, lease in zip(names, leases, strict=True):
+        target = lease.share()
+        error: OSError | None = None
+        source = tier.borrow(name)
+        if source is None:
+            error = FileNotFoundError(f"tier {tier.name!r} does not hold {name}")
+        else:
+            with source:
+                if source.used > len(target.buffer):
+                    error = DamagedObject(f"{name}: {source.used} bytes do not fit the slot", Damage.OVERSIZE)
+                else:
+                    target.array[: source.used] = source.record
+                    target.used = source.used
+        complete(on_complete, name, target, error)
 
 
 def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseException | None) -> None:

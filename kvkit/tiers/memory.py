@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvkit import eviction
-from kvkit.record import Damage, parent_name
+from kvkit.record import parent_name
 from kvkit.staging import Lease, Staging
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, complete, owner_of
+from kvkit.tiers.base import OnComplete, Tier, TierError, TierFull, complete, get_by_copy, owner_of
 
 
 class MemoryTier(Tier):
@@ -72,22 +72,7 @@ class MemoryTier(Tier):
             return None if lease is None else lease.share()
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        for name, lease in zip(names, leases, strict=True):
-            target = lease.share()
-            error: OSError | None = None
-            source = self.borrow(name)
-            if source is None:
-                error = FileNotFoundError(f"tier {self.name!r} does not hold {name}")
-            else:
-                with source:
-                    if source.used > len(target.buffer):
-                        error = DamagedObject(
-                            f"{name}: {source.used} bytes do not fit the slot", Damage.OVERSIZE
-                        )
-                    else:
-                        target.array[: source.used] = source.record
-                        target.used = source.used
-            complete(on_complete, name, target, error)
+        get_by_copy(self, names, leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         for name, lease in zip(names, leases, strict=True):

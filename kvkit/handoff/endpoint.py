@@ -1,0 +1,221 @@
+"""Where peers reach a node: takes what they send, tells what this node holds near, and sends that."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+
+from kvkit.handoff import addresses
+from kvkit.handoff.channel import Channel, ChannelError, ChannelIdle, Listener
+from kvkit.handoff.link import Identity, Link
+from kvkit.handoff.messages import (
+    AnyMessage,
+    Cancel,
+    Commit,
+    Data,
+    Found,
+    Pull,
+    Query,
+    Release,
+    Reserve,
+    Run,
+)
+from kvkit.handoff.receiver import Receiver
+from kvkit.handoff.states import Unexpected
+from kvkit.staging import Lease
+from kvkit.tiers.base import Tier
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""Connections at a time; whoever comes then is turned away."""
+
+MAX_PULLS = 1024
+"""Of one peer at a time."""
+
+_ACCEPT_S = 60.0
+
+
+class Endpoint:
+    """A node's side of the protocol, for peers that connect. Thread-safe; a context manager that closes.
+
+    Args:
+        receiver: what records are sent into; None for a node that only answers.
+        near: tiers in this host's memory, by name: what peers may ask for and pull.
+        identity: what it says of itself.
+        listen: addresses, see `kvkit.handoff.addresses`.
+        timeout_s: how long one frame, and the handshake's each step, may take.
+        pin_s: how long a near tier keeps what a sender need not send.
+        tls: for connections over TCP.
+
+    Attributes:
+        addresses: where it listens; with the ports that were found.
+
+    Raises:
+        ValueError, OSError: it cannot listen at one of the addresses.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver | None,
+        near: Mapping[str, Tier],
+        identity: Identity,
+        listen: Sequence[str],
+        *,
+        timeout_s: float,
+        pin_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._receiver = receiver
+        self._near = dict(near)
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._pin_s = pin_s
+        self._lock = threading.Lock()
+        self._links: dict[int, Link] = {}
+        self._pulls: dict[tuple[int, str], threading.Event] = {}
+        self._listeners: list[Listener] = []
+        self._closed = False
+        try:
+            for address in listen:
+                self._listeners.append(
+                    addresses.listen(address, timeout_s=timeout_s, tls=tls, remote=bool(identity.secret))
+                )
+        except BaseException:
+            for listener in self._listeners:
+                listener.close()
+            raise
+        self.addresses = tuple(listener.address for listener in self._listeners)
+        self._threads = [
+            threading.Thread(target=self._accept, args=(i,), name="kvkit-handoff-accept", daemon=True)
+            for i in self._listeners
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def peers(self) -> int:
+        """Connections that are open."""
+        with self._lock:
+            return len(self._links)
+
+    def close(self, timeout_s: float) -> None:
+        """Listen no more and end every connection. The receiver is its owner's to close, before this."""
+        with self._lock:
+            self._closed = True
+            links = list(self._links.values())
+        for listener in self._listeners:
+            listener.close()
+        for link in links:
+            link.close()
+        for link in links:
+            link.join(timeout_s)
+            link.abort()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    # what links report
+
+    def started(self, link: Link) -> None:
+        log.info("handoff: %s is connected", link)
+        if self._receiver is not None:
+            self._receiver.connected(link)
+
+    def received(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Query):
+            runs = tuple(Run(t.name, t.scope, t.run(message.names)) for t in self._near.values())
+            link.say(Found(message.id, runs))
+        elif isinstance(message, Pull):
+            self._send(link, message)
+        elif isinstance(message, Release):
+            self._stop(link, message.transfer)
+        elif self._receiver is None:
+            raise Unexpected(f"{type(message).__name__}: this node takes no records")
+        elif isinstance(message, Reserve):
+            held = [name for name in message.names if self._pinned(name)]
+            self._receiver.reserve(link, message.transfer, message.names, held, message.deadline_s)
+        elif isinstance(message, Data):
+            self._receiver.arrived(link, message.transfer, message.index, message.size)
+        elif isinstance(message, Commit):
+            self._receiver.commit(link, message.transfer, message.missing)
+        elif isinstance(message, Cancel):
+            self._receiver.cancelled(link, message.transfer)
+        else:
+            raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
+
+    def place(self, link: Link, data: Data) -> Lease | None:
+        if self._receiver is None:
+            raise Unexpected("Data: this node takes no records")
+        return self._receiver.filling(link, data.transfer, data.index, data.size)
+
+    def ended(self, link: Link, error: BaseException) -> None:
+        log.info("handoff: %s is gone: %s", link, error)
+        if self._receiver is not None:
+            self._receiver.lost(link)
+        with self._lock:
+            self._links.pop(link.number, None)
+            for key in [key for key in self._pulls if key[0] == link.number]:
+                self._pulls.pop(key).set()
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._closed:
+            try:
+                channel = listener.accept(_ACCEPT_S)
+            except ChannelIdle:
+                continue
+            except ChannelError as error:
+                if not self._closed:
+                    log.error("handoff: %s listens no more: %s", listener.address, error)
+                return
+            self._welcome(channel)
+
+    def _welcome(self, channel: Channel) -> None:
+        with self._lock:
+            room = not self._closed and len(self._links) < MAX_PEERS
+            if room:
+                arena = None if self._receiver is None else self._receiver.arena
+                link = Link(
+                    lambda: channel,
+                    "server",
+                    self._identity,
+                    self,
+                    handshake_s=self._timeout_s,
+                    arena=arena,
+                )
+                self._links[link.number] = link
+        if not room:
+            log.warning("handoff: %s was turned away", channel.peer)
+            channel.close()
+
+    def _pinned(self, name: str) -> bool:
+        """Whether a near tier has a record, and keeps it for a while."""
+        return any(tier.pin([name], self._pin_s) for tier in self._near.values())
+
+    def _send(self, link: Link, pull: Pull) -> None:
+        """Queue what is here of what is asked for. Slots stay lent until their record is sent."""
+        over = threading.Event()
+        key = (link.number, pull.transfer)
+        with self._lock:
+            if key in self._pulls:
+                raise Unexpected(f"transfer {pull.transfer}: there is one of that name")
+            if sum(number == link.number for number, _ in self._pulls) >= MAX_PULLS:
+                raise Unexpected(f"{MAX_PULLS} pulls are under way, and none was released")
+            self._pulls[key] = over
+        missing = []
+        for index, name in enumerate(pull.names):
+            lease = next(filter(None, (tier.borrow(name) for tier in self._near.values())), None)
+            if lease is None:
+                missing.append(index)
+                continue
+            with lease:
+                data = Data(pull.transfer, index, lease.used)
+                link.send(data, lease, None, lambda: not over.is_set(), lambda error: None)
+        link.say(Commit(pull.transfer, tuple(missing)))
+
+    def _stop(self, link: Link, transfer: str) -> None:
+        with self._lock:
+            over = self._pulls.pop((link.number, transfer), None)
+        if over is not None:
+            over.set()

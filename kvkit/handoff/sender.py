@@ -1,0 +1,323 @@
+"""Transfers to peers: carries out what `kvkit.handoff.outgoing` decides, over one link to each peer."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvkit.handoff import addresses, outgoing
+from kvkit.handoff.link import Identity, Link
+from kvkit.handoff.messages import (
+    MAX_NAMES,
+    Admit,
+    AnyMessage,
+    Cancel,
+    Commit,
+    Data,
+    Done,
+    Error,
+    Refuse,
+    Release,
+    Reserve,
+)
+from kvkit.handoff.outgoing import Outgoing, Send, Sent, Stage, Step
+from kvkit.handoff.states import Unexpected
+from kvkit.staging import Lease
+from kvkit.tiers.base import OnComplete, TierError, complete
+
+log = logging.getLogger(__name__)
+
+
+class HandoffError(RuntimeError):
+    """A transfer failed: refused, released by its receiver, cancelled or too late. Says which."""
+
+
+def _running() -> Future[int]:
+    """A future that its holder cannot cancel."""
+    future: Future[int] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(eq=False, slots=True)
+class Sending:
+    """A transfer under way. Its futures complete from threads of the sender.
+
+    Attributes:
+        id: of the transfer.
+        admitted: done when the receiver has room; the number of records that it lacks. Only then are records
+            taken from `Sender.put`.
+        done: done when the receiver has everything; the number of records that were never put.
+    """
+
+    id: str
+    admitted: Future[int] = field(default_factory=_running)
+    done: Future[int] = field(default_factory=_running)
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    handle: Sending
+    state: Outgoing
+    link: Link
+
+
+class Sender:
+    """Sends records to peers. Thread-safe; every call returns at once.
+
+    Args:
+        identity: what it says of itself.
+        timeout_s: how long a connection, and one frame, may take.
+        transfer_s: how long a transfer may wait for records, or for the receiver's confirmation.
+        tls: for connections over TCP.
+    """
+
+    def __init__(
+        self, identity: Identity, *, timeout_s: float, transfer_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._transfer_s = transfer_s
+        self._tls = tls
+        self._links: dict[str, Link] = {}
+        self._open: dict[str, _Open] = {}
+        self._settled: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._clock = threading.Thread(target=self._watch, name="kvkit-handoff-overdue", daemon=True)
+        self._clock.start()
+
+    def open(self, transfer: str, address: str, names: Sequence[str], deadline_s: float) -> Sending:
+        """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
+
+        Raises:
+            HandoffError: there is a transfer of that name, the sender is closed, or there are no names or
+                more than `MAX_NAMES`.
+            ValueError: `address` is none.
+        """
+        addresses.parse(address)
+        if not 1 <= len(names) <= MAX_NAMES:
+            raise HandoffError(f"transfer {transfer}: {len(names)} records; want 1 to {MAX_NAMES}")
+        with self._changed:
+            if self._closed:
+                raise HandoffError(f"transfer {transfer}: the sender is closed")
+            if transfer in self._open:
+                raise HandoffError(f"transfer {transfer}: there is one of that name")
+            link = self._link(address)
+            state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
+            self._open[transfer] = _Open(Sending(transfer), state, link)
+            link.say(Reserve(transfer, tuple(names), deadline_s))
+            self._changed.notify_all()
+            return self._open[transfer].handle
+
+    def unwanted(self, names: Sequence[str]) -> int:
+        """How many of `names`, from the first on, no transfer waits for."""
+        with self._changed:
+            wanted = [entry.state.unsent for entry in self._open.values() if entry.state.unsent]
+        return next((i for i, name in enumerate(names) if any(name in w for w in wanted)), len(names))
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        """Send records to every transfer that waits for them; as `Tier.put`.
+
+        A record completes when it is in its receivers' shared memory, or on its way to them: whether a
+        transfer arrived as a whole, its `done` says. One that nobody waits for completes at once.
+        """
+        for name, lease in zip(names, leases, strict=True):
+            whole = _Parts(name, lease.share(), on_complete)
+            with self._changed:
+                for entry in list(self._open.values()):
+                    self._step(entry, outgoing.put(entry.state, name, time.monotonic()), whole)
+            whole.finish(None)
+        self._settle()
+
+    def finish(self, transfer: str) -> None:
+        """No more records will be put for a transfer: its receiver gets what there is."""
+        self._event(transfer, lambda state: outgoing.finish(state, time.monotonic()))
+
+    def cancel(self, transfer: str, reason: str = "cancelled") -> None:
+        """Give a transfer up. Nothing happens if it is over."""
+        self._event(transfer, lambda state: outgoing.cancelled(state, reason))
+
+    def transfers(self) -> dict[str, Stage]:
+        """The stage of every transfer that is not over."""
+        with self._changed:
+            return {name: entry.state.stage for name, entry in self._open.items()}
+
+    def close(self, timeout_s: float) -> None:
+        """Give up what is not confirmed within so many seconds, then end every link."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(lambda: not self._open, timeout_s)
+            left = list(self._open)
+        for transfer in left:
+            self.cancel(transfer, "the sender is closing")
+        with self._changed:
+            self._changed.notify_all()
+            links = list(self._links.values())
+        for link in links:
+            link.close()
+        for link in links:
+            link.join(timeout_s)
+            link.abort()
+        self._clock.join(timeout_s)
+
+    # what links report
+
+    def started(self, link: Link) -> None:
+        log.info("handoff: connected to %s", link)
+
+    def received(self, link: Link, message: AnyMessage) -> None:
+        now = time.monotonic()
+        if isinstance(message, Admit):
+            slots = message.slots
+            self._event(message.transfer, lambda state: outgoing.admitted(state, slots, now), link)
+        elif isinstance(message, Done):
+            self._event(message.transfer, outgoing.done, link)
+        elif isinstance(message, Refuse):
+            reason = message.reason
+            self._event(message.transfer, lambda state: outgoing.refused(state, reason), link)
+        elif isinstance(message, Release):
+            reason = message.reason
+            known = self._event(message.transfer, lambda state: outgoing.released(state, reason), link)
+            if not known:  # over for this side: what was queued before this answer is written, nothing after
+                link.say(Cancel(message.transfer))
+        elif isinstance(message, Error) and message.transfer is not None:
+            reason = message.message
+            self._event(message.transfer, lambda state: outgoing.refused(state, reason), link)
+        else:
+            raise Unexpected(f"{type(message).__name__} is nothing to say to a sender")
+
+    def place(self, link: Link, data: Data) -> Lease | None:
+        raise Unexpected("Data: a sender takes none")
+
+    def ended(self, link: Link, error: BaseException) -> None:
+        with self._changed:
+            for address in [a for a, other in self._links.items() if other is link]:
+                del self._links[address]
+            lost = [entry for entry in self._open.values() if entry.link is link]
+            for entry in lost:
+                self._step(entry, outgoing.refused(entry.state, f"the receiver is gone: {error}"))
+        self._settle()
+
+    def _link(self, address: str) -> Link:
+        link = self._links.get(address)
+        if link is None or not link.alive:
+            link = Link(
+                lambda: addresses.connect(address, timeout_s=self._timeout_s, tls=self._tls),
+                "client",
+                self._identity,
+                self,
+                handshake_s=self._timeout_s,
+            )
+            self._links[address] = link
+        return link
+
+    def _event(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
+        """Something happens to a transfer; whether it is known, and of this link."""
+        with self._changed:
+            entry = self._open.get(transfer)
+            if entry is None or link not in (None, entry.link):
+                return False
+            self._step(entry, event(entry.state))
+        self._settle()
+        return True
+
+    def _step(self, entry: _Open, outcome: Sent, parts: _Parts | None = None) -> None:
+        """Take over a new state and carry out its steps. The lock is held."""
+        before = entry.state.stage
+        entry.state, steps = outcome
+        for step in steps:
+            self._say(entry, step, parts)
+        if entry.state.stage is before:
+            return
+        handle, stage = entry.handle, entry.state.stage
+        if before is Stage.ASKED and stage is not Stage.ENDED:
+            self._settled.append(partial(handle.admitted.set_result, len(entry.state.places)))
+        if stage is Stage.ENDED:
+            del self._open[handle.id]
+            if entry.state.error is None:
+                self._settled.append(partial(handle.done.set_result, entry.state.missing))
+            else:
+                error = HandoffError(f"transfer {handle.id}: {entry.state.error}")
+                if before is Stage.ASKED:
+                    self._settled.append(partial(handle.admitted.set_exception, error))
+                self._settled.append(partial(handle.done.set_exception, error))
+        self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Complete futures, without the lock: who waits for them may call the sender."""
+        while True:
+            try:
+                settle = self._settled.popleft()
+            except IndexError:
+                return
+            settle()
+
+    def _say(self, entry: _Open, step: Step, parts: _Parts | None) -> None:
+        transfer = entry.handle.id
+        if isinstance(step, Send):
+            assert parts is not None
+            parts.begin()
+            data = Data(transfer, step.index, parts.lease.used)
+            entry.link.send(
+                data,
+                parts.lease,
+                step.slot,
+                lambda: entry.state.stage is not Stage.ENDED,
+                parts.finish,
+            )
+        elif isinstance(step, outgoing.SendCommit):
+            entry.link.say(Commit(transfer, step.missing))
+        else:
+            entry.link.say(Cancel(transfer))
+
+    def _watch(self) -> None:
+        """End what is past its deadline."""
+        while True:
+            now = time.monotonic()
+            with self._changed:
+                for entry in list(self._open.values()):
+                    self._step(entry, outgoing.overdue(entry.state, now))
+            self._settle()
+            with self._changed:
+                if self._closed and not self._open:
+                    return
+                deadline = min((entry.state.deadline for entry in self._open.values()), default=None)
+                self._changed.wait(None if deadline is None else max(0.0, deadline - now))
+
+
+class _Parts:
+    """One record on its way to several transfers: completes when it was sent to the last. Thread-safe."""
+
+    def __init__(self, name: str, lease: Lease, on_complete: OnComplete) -> None:
+        self.lease = lease
+        self._name = name
+        self._on_complete = on_complete
+        self._left = 1
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """One more."""
+        with self._lock:
+            self._left += 1
+
+    def finish(self, error: BaseException | None) -> None:
+        """One less."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+            if error is not None and self._error is None:
+                self._error = TierError(f"{self._name} was not sent: {error}")
+            error = self._error
+        if last:
+            complete(self._on_complete, self._name, self.lease, error)

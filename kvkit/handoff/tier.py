@@ -1,0 +1,74 @@
+"""Handoff as a tier: holds what peers sent, and sends what is put to the peers that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvkit.handoff.endpoint import Endpoint
+from kvkit.handoff.receiver import Receiver
+from kvkit.handoff.sender import Sender
+from kvkit.staging import Lease
+from kvkit.tiers.base import OnComplete, Tier, complete, get_by_copy
+
+NAME = "handoff"
+
+
+class HandoffTier(Tier):
+    """The two sides of handoff. As a source it is the receiver's buffer, and lends its slots; as a target it
+    is the sender: a put keeps nothing here, and one that no open transfer waits for does nothing.
+
+    Args:
+        receiver, sender: the sides that this node takes part in.
+        shutdown_s: how long `close` waits for each of them.
+
+    Attributes:
+        endpoint: where peers connect, closed with the tier; None unless its owner sets one.
+    """
+
+    near = True
+
+    def __init__(
+        self, receiver: Receiver | None, sender: Sender | None, *, name: str = NAME, shutdown_s: float = 10.0
+    ) -> None:
+        self.name = name
+        self.receiver = receiver
+        self.sender = sender
+        self.endpoint: Endpoint | None = None
+        self._shutdown_s = shutdown_s
+
+    def run(self, names: Sequence[str]) -> int:
+        return 0 if self.receiver is None else self.receiver.run(names)
+
+    def unwanted(self, names: Sequence[str]) -> int:
+        return len(names) if self.sender is None else self.sender.unwanted(names)
+
+    def borrow(self, name: str) -> Lease | None:
+        return None if self.receiver is None else self.receiver.borrow(name)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        get_by_copy(self, names, leases, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        if self.sender is not None:
+            self.sender.put(names, leases, on_complete)
+            return
+        for name, lease in zip(names, leases, strict=True):
+            complete(on_complete, name, lease.share(), None)
+
+    def delete(self, names: Sequence[str]) -> None:
+        if self.receiver is not None:
+            self.receiver.discard(names)
+
+    def size(self, name: str) -> int | None:
+        return None if self.receiver is None else self.receiver.size(name)
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        yield from () if self.receiver is None else self.receiver.records()
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close(self._shutdown_s)
+        if self.receiver is not None:
+            self.receiver.close(self._shutdown_s)
+        if self.endpoint is not None:
+            self.endpoint.close(self._shutdown_s)
