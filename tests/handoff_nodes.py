@@ -1,6 +1,6 @@
 """Nodes for the tests of handoff: in this process, in processes of their own, and peers that misbehave.
 
-`python tests/handoff_nodes.py receiver|sender FOLDER` reads JSON lines, [method, arguments], and answers each.
+`python tests/handoff_nodes.py receiver|sender FOLDER` answers lines of JSON, [method, arguments].
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -36,7 +35,6 @@ def nothing_is_left() -> Iterator[None]:
     """No descriptor, and no mapping of an arena."""
 
     def held() -> tuple[int, int]:
-        gc.collect()
         return open_descriptors(), Path("/proc/self/maps").read_text().count("kvkit-staging")
 
     resource_tracker.ensure_running()  # a process of multiprocessing, which stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import ssl
@@ -197,6 +198,26 @@ def test_a_payload_that_nobody_wants_is_dropped(pair: Pair, threads: ThreadPoolE
     job.result(DEADLINE_S)
     pair.client.send(b"next")
     assert pair.server.receive(nowhere, DEADLINE_S) == b"next"
+
+
+def test_frames_that_travel_together_keep_their_order(
+    pair: Pair, arena: Staging, threads: ThreadPoolExecutor
+) -> None:
+    """With payloads between them, an arena, and more of them than are held back."""
+    bodies = [b"%d" % n for n in range(40)]
+
+    def send() -> None:
+        for n, body in enumerate(bodies):
+            pair.client.send(body, pattern(5000, n) if n % 7 == 3 else None, more=n < len(bodies) - 1)
+            if n == 20:
+                pair.client.share(arena)
+
+    sending = threads.submit(send)
+    for n, body in enumerate(bodies):
+        target = bytearray(5000)
+        assert pair.server.receive(lambda _, to=target: memoryview(to), DEADLINE_S) == body
+        assert target == (pattern(5000, n) if n % 7 == 3 else bytes(5000))
+    sending.result(DEADLINE_S)
 
 
 def test_waiting_for_a_frame_ends_without_harm(pair: Pair) -> None:
@@ -480,7 +501,7 @@ class Passing(Raw):
 
     def offer(self, descriptors: list[int], slot_bytes: int, slots: int) -> None:
         body = struct.pack("<QQ", slot_bytes, slots)
-        socket.send_fds(self.socket, [HEADER.pack(len(body), 0) + body], descriptors)
+        socket.send_fds(self.socket, [HEADER.pack(len(body), 2**32 - 1) + body], descriptors)
 
     def close(self) -> None:
         super().close()
@@ -488,6 +509,7 @@ class Passing(Raw):
 
 
 def open_descriptors() -> int:
+    gc.collect()  # memory that is mapped keeps its descriptor
     return len(os.listdir("/proc/self/fd"))
 
 

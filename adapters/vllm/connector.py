@@ -112,7 +112,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
-        self._worker.vacate()
+        if isinstance(kv_connector_metadata, Step) and kv_connector_metadata.preempted:
+            self._worker.vacate()
+        else:
+            self._worker.settle()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -185,6 +188,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
         step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        step.preempted = bool(scheduler_output.preempted_req_ids)
         if self._events is not None:
             for save in step.saves:
                 stop = len(save.sequence.tokens) // self._config.chunk_tokens

@@ -104,6 +104,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
 
     Attributes:
         computed: tokens that are computed.
+        preempted: requests lost their blocks.
         idle: nothing is computed, so that there is time to wait for lookups and loads.
         heard: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
@@ -115,6 +116,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
     saves: list[Save] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     computed: int = 0
+    preempted: bool = False
     idle: bool = False
     heard: int = 0
     epoch: str = ""

@@ -54,13 +54,16 @@ class Channel(ABC):
     one_sided: bool = False
 
     @abstractmethod
-    def send(self, body: bytes, payload: memoryview | None = None, slot: int | None = None) -> None:
+    def send(
+        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
+    ) -> None:
         """Send a frame; a payload is copied or sent when this returns.
 
         Args:
             payload: bytes to go with the body, C-contiguous.
             slot: the slot of the peer's arena that is meant for the payload. It is written there before the
                 body is sent, where the channel is `one_sided`; elsewhere it follows the body.
+            more: another frame comes at once, so that this one may travel with it: fewer wake-ups there.
 
         Raises:
             ValueError: the body is larger than `MAX_BODY_BYTES`, the payload than the peer's slots, or
@@ -78,8 +81,8 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def share(self, arena: Staging) -> None:
-        """Let a peer that is trusted write into the slots of `arena`, where the transport can; once.
+    def share(self, arena: Staging) -> bool:
+        """Let a peer that is trusted write into the slots of `arena`; once. Whether the transport can do so.
 
         The peer's channel is `one_sided` before its `receive` returns the next frame.
 

@@ -96,8 +96,8 @@ class Handler(Protocol):
             Unexpected: the peer broke the protocol; the link ends.
         """
 
-    def place(self, link: Link, data: Data) -> Lease | None:
-        """Where a payload goes: a share of a slot, which the link releases; None to drop it.
+    def place(self, link: Link, data: Data) -> Lease | memoryview | None:
+        """Where a payload goes: a share of a slot, which the link releases, or memory; None to drop it.
 
         Raises:
             Unexpected: as above.
@@ -253,7 +253,7 @@ class Link:
             self._end(error)
 
     def _read(self) -> None:
-        incoming: list[tuple[Data, Lease | None]] = []
+        incoming: list[tuple[Data, Lease | memoryview | None]] = []
         wrong: list[Exception] = []
 
         def place(body: bytes) -> memoryview | None:
@@ -261,12 +261,12 @@ class Link:
                 message = decode(body)
                 if not isinstance(message, Data):
                     raise Unexpected(f"a payload follows {type(message).__name__}")
-                lease = self._handler.place(self, message)
+                target = self._handler.place(self, message)
             except (MessageError, Unexpected) as error:  # raised when the payload is over, to tell the peer
                 wrong.append(error)
                 return None
-            incoming.append((message, lease))
-            return None if lease is None else lease.buffer[: message.size]
+            incoming.append((message, target))
+            return target.buffer[: message.size] if isinstance(target, Lease) else target
 
         try:
             channel = self._open_channel()
@@ -291,9 +291,9 @@ class Link:
                 except ChannelIdle:
                     continue
                 finally:
-                    for _, lease in incoming:
-                        if lease is not None:
-                            lease.release()
+                    for _, target in incoming:
+                        if isinstance(target, Lease):
+                            target.release()
                     incoming.clear()
         except (MessageError, Unexpected) as error:
             code: Code = "malformed" if isinstance(error, MessageError) else "unexpected"
@@ -336,8 +336,7 @@ class Link:
         if not client:
             channel.send(encode(Proof(auth.prove(secret, "server", *hellos))))
             if self._arena is not None and self._arena.descriptor is not None:
-                channel.share(self._arena)
-                self.shared = True
+                self.shared = channel.share(self._arena)
 
     def _receive(self, channel: Channel) -> bytes:
         """A message of the handshake: no payload."""

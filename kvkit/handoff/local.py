@@ -10,7 +10,6 @@ import socket
 import stat
 import struct
 import threading
-import time
 from array import array
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from kvkit.handoff.channel import Channel, FrameError, Place
-from kvkit.handoff.stream import HEADER, SHORTEST_S, Stream, StreamChannel, StreamListener, connecting, limit
+from kvkit.handoff.stream import HEADER, Stream, StreamChannel, StreamListener, connecting, set_timeout
 from kvkit.staging import PAGE_BYTES, Staging, prefault
 
 _ARENA = struct.Struct("<QQ")
+_SHARED = 2**32 - 1  # more than a payload may have
 _DESCRIPTOR_BYTES = array("i").itemsize
 _MAX_PATH_BYTES = 107
 _BACKLOG = 128
@@ -81,14 +81,14 @@ class LocalStream(Stream):
         passed: descriptors that came and that nobody has closed yet.
     """
 
-    piece_bytes = 32 << 10
-
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self.passed: list[int] = []
 
-    def receive_first(self, buffer: memoryview, wait_s: float) -> int:
-        limit(self.socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
+    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
+        if self.passed:
+            raise FrameError("a descriptor came, and no arena with it")
+        self.limit(wait_s)
         try:
             count, extra, _, _ = self.socket.recvmsg_into([buffer], socket.CMSG_SPACE(_DESCRIPTOR_BYTES))
         except BlockingIOError:
@@ -100,12 +100,14 @@ class LocalStream(Stream):
 
     def pass_on(self, data: bytes, descriptor: int, deadline: float) -> None:
         """Send `data`, the descriptor with its first byte."""
-        limit(self.socket, socket.SO_SNDTIMEO, deadline - time.monotonic())
-        try:
-            sent = socket.send_fds(self.socket, [data], [descriptor])
-        except BlockingIOError:
-            raise TimeoutError from None
-        self.send([memoryview(data)[sent:]], deadline)
+        while True:
+            try:
+                sent = socket.send_fds(self.socket, [data], [descriptor], socket.MSG_DONTWAIT)
+                break
+            except BlockingIOError:
+                self._wait_for_room(deadline)
+        if sent < len(data):
+            self.send([memoryview(data)[sent:]], deadline)
 
     def close_passed(self) -> None:
         """Close what came."""
@@ -116,8 +118,8 @@ class LocalStream(Stream):
 class LocalChannel(StreamChannel):
     """A channel between two processes of one host.
 
-    A frame that comes with a descriptor gives the peer's arena: its body is (u64 slot bytes, u64 slots),
-    little endian. `receive` keeps it to itself.
+    A frame whose payload has `_SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
+    little endian, and with it comes a memfd. `receive` keeps it to itself.
     """
 
     _stream: LocalStream
@@ -127,33 +129,31 @@ class LocalChannel(StreamChannel):
         super().__init__(LocalStream(sock), peer=f"process {pid}", timeout_s=timeout_s)
         self._arena: PeerArena | None = None
 
-    def send(self, body: bytes, payload: memoryview | None = None, slot: int | None = None) -> None:
+    def send(
+        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
+    ) -> None:
         if self._arena is not None and payload is not None and slot is not None:
             self._arena.write(slot, payload)
             payload = None
-        super().send(body, payload)
+        super().send(body, payload, more=more)
 
-    def receive(self, place: Place, wait_s: float) -> bytes:
-        deadline = time.monotonic() + wait_s
-        while True:
-            body = super().receive(place, deadline - time.monotonic())
-            if not self._stream.passed:
-                return body
-            try:
-                self._map(body)
-            except ValueError as error:
-                self.shutdown()
-                raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
-            finally:
-                self._stream.close_passed()
+    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+        if payload_bytes == _SHARED:
+            self._map(body)
+            return None
+        return super()._complete(body, payload_bytes, place, deadline)
 
-    def share(self, arena: Staging) -> None:
+    def share(self, arena: Staging) -> bool:
         if arena.descriptor is None:
             raise ValueError("this arena cannot be shared: want Staging(..., shared=True) that is not closed")
         body = _ARENA.pack(arena.slot_bytes, arena.slots)
-        frame = HEADER.pack(len(body), 0) + body
+        frame = HEADER.pack(len(body), _SHARED) + body
         with self._frame() as deadline:
+            if self._held:
+                self._stream.send([b"".join(self._held)], deadline)
+                self._held.clear()
             self._stream.pass_on(frame, arena.descriptor, deadline)
+        return True
 
     def close(self) -> None:
         super().close()
@@ -162,14 +162,15 @@ class LocalChannel(StreamChannel):
             self._arena.close()
 
     def _map(self, body: bytes) -> None:
-        """Map the arena that came; writes into it from now on.
-
-        Raises:
-            ValueError: it is none, or the second one.
-        """
-        if self._arena is not None or len(self._stream.passed) != 1 or len(body) != _ARENA.size:
-            raise ValueError("want one arena for each channel, and its sizes")
-        self._arena = PeerArena(self._stream.passed[0], *_ARENA.unpack(body))
+        """Map the arena that came; payloads are written into it from now on."""
+        try:
+            if self._arena is not None or len(self._stream.passed) != 1 or len(body) != _ARENA.size:
+                raise ValueError("want one arena for each channel, and its sizes")
+            self._arena = PeerArena(self._stream.passed[0], *_ARENA.unpack(body))
+        except ValueError as error:
+            raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+        finally:
+            self._stream.close_passed()
         self.one_sided = True
 
 
@@ -209,7 +210,7 @@ def connect(path: Path, timeout_s: float) -> LocalChannel:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with connecting(f"unix://{path}"):
-            limit(sock, socket.SO_SNDTIMEO, timeout_s)
+            set_timeout(sock, socket.SO_SNDTIMEO, timeout_s)
             try:
                 sock.connect(str(path))
             except BlockingIOError:  # its backlog is full, and stayed so

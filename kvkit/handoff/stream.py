@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -23,57 +24,44 @@ from kvkit.handoff.channel import (
 from kvkit.staging import Staging
 
 HEADER = struct.Struct("<II")
-_MAX_PAYLOAD_BYTES = 2**32 - 1
+_TIMEVAL = struct.Struct("@ll")
+_AHEAD_BYTES = 4096
+_MAX_PAYLOAD_BYTES = 2**32 - 2
+_HELD_FRAMES = 8
 _DROPPED_BYTES = 64 << 10
 SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
 
 
-def limit(sock: socket.socket, option: int, left_s: float) -> None:
-    """Have the next call in one direction, SO_SNDTIMEO or SO_RCVTIMEO, take `left_s` seconds at most.
-
-    Raises:
-        TimeoutError: they are over.
-    """
-    if left_s <= 0:
-        raise TimeoutError
-    left_us = int(max(left_s, SHORTEST_S) * 1e6)
-    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(left_us, 1_000_000)))
-
-
 class Stream:
-    """Bytes over a connected socket, with deadlines that the kernel keeps: one call moves a whole record.
+    """Bytes over a connected socket: a small frame costs one call each way, and one call receives a record.
 
-    (A timeout of Python's sockets costs a poll for each piece, and is the same for both directions.)
-    Deadlines are moments of `time.monotonic`. Every method raises OSError where the socket does: TimeoutError
-    when the deadline passed, ConnectionError when the peer is gone.
+    Deadlines are moments of `time.monotonic`. When receiving, the kernel keeps them: Python's own timeouts
+    cost a poll for each piece. Every method raises OSError where the socket does: TimeoutError when the
+    deadline passed, ConnectionError when the peer is gone.
     """
-
-    piece_bytes = 1 << 30
-    """The most to give the kernel at once: AF_UNIX starts the time anew with each of its buffers."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self.socket = sock
+        self._ahead = memoryview(b"")
+        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._room = select.poll()
+        self._room.register(sock, select.POLLOUT)
 
     def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send all of `parts`."""
-        left = [memoryview(part).cast("B") for part in parts if len(part)]
-        while left:
-            piece, size = [], 0
-            for part in left:
-                piece.append(part[: self.piece_bytes - size])
-                size += len(piece[-1])
-                if size == self.piece_bytes:
-                    break
-            limit(self.socket, socket.SO_SNDTIMEO, deadline - time.monotonic())
+        """Send all of `parts`, none of them empty."""
+        left = list(parts)
+        while True:
             try:
-                sent = self.socket.sendmsg(piece)
+                sent = self.socket.sendmsg(left, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
-                raise TimeoutError from None
-            while left and sent >= len(left[0]):
+                sent = 0
+            while sent and sent >= len(left[0]):
                 sent -= len(left.pop(0))
-            if sent:
-                left[0] = left[0][sent:]
+            if not left:
+                return
+            left[0] = memoryview(left[0])[sent:]
+            self._wait_for_room(deadline)
 
     def receive(self, buffer: memoryview, deadline: float) -> None:
         """Fill `buffer`.
@@ -81,8 +69,9 @@ class Stream:
         Raises:
             EOFError: the peer closed before.
         """
+        buffer = self.take_ahead(buffer)
         while len(buffer):
-            limit(self.socket, socket.SO_RCVTIMEO, deadline - time.monotonic())
+            self.limit(deadline - time.monotonic())
             try:
                 count = self.socket.recv_into(buffer, 0, socket.MSG_WAITALL)
             except BlockingIOError:
@@ -91,13 +80,46 @@ class Stream:
                 raise EOFError
             buffer = buffer[count:]
 
-    def receive_first(self, buffer: memoryview, wait_s: float) -> int:
-        """Some bytes of a frame, as soon as there are any; how many, 0 at the end of the stream."""
-        limit(self.socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
+    def wait(self, wait_s: float) -> bool:
+        """Wait until there is something to receive; False at the end of the stream. Reads a little ahead."""
+        if not len(self._ahead):
+            self._ahead = self._buffer[: self.read_ahead(self._buffer, max(wait_s, SHORTEST_S))]
+        return len(self._ahead) > 0
+
+    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
+        """Some bytes, as soon as there are any; how many, 0 at the end."""
+        self.limit(wait_s)
         try:
             return self.socket.recv_into(buffer)
         except BlockingIOError:
             raise TimeoutError from None
+
+    def take_ahead(self, buffer: memoryview) -> memoryview:
+        """Fill the front of `buffer` with what was read ahead; the rest of it."""
+        count = min(len(buffer), len(self._ahead))
+        buffer[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+        return buffer[count:]
+
+    def limit(self, left_s: float) -> None:
+        """Have the next call that receives take so many seconds at most."""
+        set_timeout(self.socket, socket.SO_RCVTIMEO, left_s)
+
+    def _wait_for_room(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not self._room.poll(left_s * 1000):
+            raise TimeoutError
+
+
+def set_timeout(sock: socket.socket, option: int, left_s: float) -> None:
+    """Have the kernel end calls after so many seconds; `option` says which: SO_SNDTIMEO or SO_RCVTIMEO.
+
+    Raises:
+        TimeoutError: they are over.
+    """
+    if left_s <= 0:
+        raise TimeoutError
+    left_us = int(max(left_s, SHORTEST_S) * 1e6)
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
 
 
 class StreamChannel(Channel):
@@ -109,19 +131,28 @@ class StreamChannel(Channel):
         self._stream = stream
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
+        self._held: list[bytes] = []
         self._ended = False
         self._out_of_step = False
 
-    def send(self, body: bytes, payload: memoryview | None = None, slot: int | None = None) -> None:
+    def send(
+        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
+    ) -> None:
         size = 0 if payload is None else payload.nbytes
         if len(body) > MAX_BODY_BYTES or size > _MAX_PAYLOAD_BYTES:
             raise ValueError(
                 f"a body of {len(body)} bytes with a payload of {size}: "
                 f"want at most {MAX_BODY_BYTES} and {_MAX_PAYLOAD_BYTES}"
             )
-        head = HEADER.pack(len(body), size) + body
         with self._frame() as deadline:
-            self._stream.send([head] if payload is None else [head, payload], deadline)
+            self._held.append(HEADER.pack(len(body), size) + body)
+            if more and not size and len(self._held) < _HELD_FRAMES:
+                return
+            parts: list[bytes | memoryview] = [b"".join(self._held)]
+            self._held.clear()
+            if payload is not None and size:
+                parts.append(payload.cast("B"))
+            self._stream.send(parts, deadline)
 
     @contextmanager
     def _frame(self) -> Iterator[float]:
@@ -137,45 +168,52 @@ class StreamChannel(Channel):
             self._sending.release()
 
     def receive(self, place: Place, wait_s: float) -> bytes:
+        until = time.monotonic() + wait_s
         with self._receiving:
-            begun = False
-            if self._out_of_step:
-                raise ChannelClosed(f"{self.peer}: the channel was shut down")
-            try:
-                head = memoryview(bytearray(HEADER.size))
-                try:
-                    count = self._stream.receive_first(head, wait_s)
-                except TimeoutError:
-                    raise ChannelIdle(f"{self.peer}: no frame began in time") from None
-                if count == 0:
-                    raise EOFError
-                begun = True
-                deadline = time.monotonic() + self.timeout_s
-                self._stream.receive(head[count:], deadline)
-                body_bytes, payload_bytes = HEADER.unpack(head)
-                return self._receive_rest(body_bytes, payload_bytes, place, deadline)
-            except ChannelIdle:
-                raise
-            except (OSError, EOFError) as error:
-                self._out_of_step = True
-                raise self._failed(error, cut=begun) from error
-            except BaseException:  # of `place`
-                self._out_of_step = True
-                self.shutdown()
-                raise
+            while True:
+                body = self._receive(place, until)
+                if body is not None:
+                    return body
 
-    def _receive_rest(self, body_bytes: int, payload_bytes: int, place: Place, deadline: float) -> bytes:
-        if body_bytes > MAX_BODY_BYTES:
-            raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {MAX_BODY_BYTES}")
-        buffer = bytearray(body_bytes)
-        self._stream.receive(memoryview(buffer), deadline)
-        body = bytes(buffer)
+    def _receive(self, place: Place, until: float) -> bytes | None:
+        """The body of the next frame; None if it is not for the protocol."""
+        if self._out_of_step:
+            raise ChannelClosed(f"{self.peer}: the channel was shut down")
+        begun = False
+        try:
+            try:
+                begun = self._stream.wait(until - time.monotonic())
+            except TimeoutError:
+                raise ChannelIdle(f"{self.peer}: no frame began in time") from None
+            if not begun:
+                raise EOFError
+            deadline = time.monotonic() + self.timeout_s
+            head = bytearray(HEADER.size)
+            self._stream.receive(memoryview(head), deadline)
+            body_bytes, payload_bytes = HEADER.unpack(head)
+            if body_bytes > MAX_BODY_BYTES:
+                raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {MAX_BODY_BYTES}")
+            body = bytearray(body_bytes)
+            self._stream.receive(memoryview(body), deadline)
+            return self._complete(bytes(body), payload_bytes, place, deadline)
+        except ChannelIdle:
+            raise
+        except (OSError, EOFError) as error:
+            self._out_of_step = True
+            raise self._failed(error, cut=begun) from error
+        except BaseException:  # of `place`
+            self._out_of_step = True
+            self.shutdown()
+            raise
+
+    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+        """Receive the payload."""
         if payload_bytes:
             target = place(body)
             if target is None:
                 self._drop(payload_bytes, deadline)
             elif target.nbytes == payload_bytes:
-                self._stream.receive(target, deadline)
+                self._stream.receive(target.cast("B"), deadline)
             else:
                 raise FrameError(
                     f"{self.peer}: a payload of {payload_bytes} bytes where {target.nbytes} were announced"
@@ -191,7 +229,7 @@ class StreamChannel(Channel):
 
     def _failed(self, error: OSError | EOFError, cut: bool = False) -> ChannelError:
         """Shut down, and say what happened."""
-        here, self._ended = self._ended, True
+        here = self._ended
         self.shutdown()
         if isinstance(error, ChannelError):
             return error
@@ -205,8 +243,8 @@ class StreamChannel(Channel):
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
         return ChannelError(f"{self.peer}: {error}")
 
-    def share(self, arena: Staging) -> None:
-        pass
+    def share(self, arena: Staging) -> bool:
+        return False
 
     def fileno(self) -> int:
         return self._stream.socket.fileno()
@@ -235,7 +273,7 @@ class StreamListener(Listener):
     def accept(self, wait_s: float) -> Channel:
         with self._accepting:
             try:
-                limit(self._socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
+                set_timeout(self._socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
                 connection, _ = self._socket.accept()  # shutdown wakes it; it does not wake a poll on AF_UNIX
             except BlockingIOError:
                 raise ChannelIdle(f"{self.address}: no peer within {wait_s} s") from None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvkit.handoff.stream import Stream
+from kvkit.handoff.stream import SHORTEST_S, Stream
 
 _PIECE_BYTES = 256 << 10
 _HANDSHAKE_SEND_S = 1.0
@@ -69,7 +69,7 @@ class TlsStream(Stream):
     def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         self.handshake(deadline)
         for part in parts:
-            data = memoryview(part).cast("B")
+            data = memoryview(part)
             for start in range(0, len(data), _PIECE_BYTES):
                 with self._cipher:
                     self._tls.write(data[start : start + _PIECE_BYTES])
@@ -77,13 +77,17 @@ class TlsStream(Stream):
                 super().send([encrypted], deadline)
 
     def receive(self, buffer: memoryview, deadline: float) -> None:
+        buffer = self.take_ahead(buffer)
         while len(buffer):
-            count = self.receive_first(buffer, deadline - time.monotonic())
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            count = self.read_ahead(buffer, left_s)
             if count == 0:
                 raise EOFError
             buffer = buffer[count:]
 
-    def receive_first(self, buffer: memoryview, wait_s: float) -> int:
+    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
         deadline = time.monotonic() + wait_s
         self.handshake(deadline)
         while True:
@@ -117,7 +121,7 @@ class TlsStream(Stream):
 
     def _more(self, deadline: float) -> bool:
         """Have some more ciphertext; whether there was any."""
-        count = super().receive_first(self._raw, deadline - time.monotonic())
+        count = super().read_ahead(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
         with self._cipher:
             self._received.write(self._raw[:count])
         return count > 0

@@ -70,7 +70,7 @@ class Tier(ABC):
         """How many of `names`, from the first on, are held without a gap. Reads no payload."""
 
     def unwanted(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, need not be put: those held, unless a tier says otherwise."""
+        """How many of `names`, from the first on, need not be put: as many as it holds, by default."""
         return self.run(names)
 
     @abstractmethod
