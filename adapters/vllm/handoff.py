@@ -3,7 +3,7 @@
 The field's form, as vLLM's own connectors have it: the prefill engine's request has do_remote_decode, and its
 answer holds the parameters of the decode engine's request, which has do_remote_prefill. kvkit pushes, so the
 prefill engine has to know where to: `handoff`, the decode engine's address. Of several ranks, each sends to
-and listens at an address of its own: the next port, or the path with its number.
+an address of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from kvkit.config import ConfigError
 
@@ -73,14 +72,8 @@ def answer(sending: Sending, tokens: int) -> dict[str, Any]:
 
 
 def of_rank(address: str, rank: int) -> str:
-    """Where a rank listens, given where rank 0 does."""
-    if rank == 0:
-        return address
-    url = urlsplit(address)
-    if url.scheme == "unix":
-        return f"{address}.{rank}"
-    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-    return urlunsplit(url._replace(netloc=f"{host}:{(url.port or 0) + rank}"))
+    """Where a rank listens: `{rank}` in an address stands for its number."""
+    return address.replace("{rank}", str(rank))
 
 
 def _address(given: object, peers: Mapping[str, str]) -> str:

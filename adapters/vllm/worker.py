@@ -441,7 +441,11 @@ class Worker:
         self._saving.append(transfer)
 
     def _note_stored(self, save: Save) -> Callable[[str, int], None]:
-        return lambda tier, chunk: self._stored.append((save.request, tier, save.first + chunk))
+        def note(tier: str, chunk: int) -> None:
+            if tier != TARGET:  # it keeps nothing
+                self._stored.append((save.request, tier, save.first + chunk))
+
+        return note
 
     def _finish_all(self, step: int) -> None:
         """End the loads that a step waits for."""
