@@ -14,11 +14,12 @@ from kvkit import record
 from kvkit.counts import Counts, Direction
 from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
+from kvkit.promises import Promise, Promises
 from kvkit.puts import Outstanding, PutQueue
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
-from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.threads import Stopped, Workers
+from kvkit.staging import Lease, Staging, StagingTimeout, release_all
+from kvkit.threads import Closed, Stopped, Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
 from kvkit.tiers.health import Health, State
 
@@ -54,6 +55,7 @@ class Access:
         self.staging = staging
         self.timeout_s = timeout_s
         self.puts = Outstanding()
+        self.promises = Promises()
         self.health = {name: Health() for name in tiers}
         self._lock = threading.Lock()
         self._counts = Counts()
@@ -66,6 +68,7 @@ class Access:
             for name, tier in tiers.items()
             if not tier.near
         }
+        self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in self._asking}
         spare = staging.slots - sum(tier.slots for tier in tiers.values())
         limit = planning.put_limit(spare, len(self._asking), groups)
         self._queues = {
@@ -86,6 +89,35 @@ class Access:
                 run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
                 plan = planning.extend(plan, tier, run)
                 grew = grew or run > 0
+        return plan
+
+    def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
+        """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
+
+        A tier of which nothing was read for a while is taken at no cost, so that it is tried again.
+
+        Args:
+            groups: records of a chunk.
+            first: chunks that the engine has.
+            compute_s: seconds that it takes to compute one.
+        """
+        now = time.monotonic()
+        known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
+        load_s = {tier: seconds * groups for tier, seconds in known.items() if seconds is not None}
+        kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
+        return plan if first >= plan.chunks else planning.clip(plan, first + kept)
+
+    def find_promised(self, chunks: Chunks, wait_s: float) -> RetrievePlan:
+        """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
+        until = time.monotonic() + wait_s
+        promised = self.promises.among(chunks.names)  # asked before the tiers: what is kept since, they have
+        plan = self.find(chunks, RetrievePlan(len(chunks)), frozenset())
+        while not plan.complete and promised:
+            gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
+            if not gap or not self.promises.wait(gap, until - time.monotonic()):
+                break
+            promised -= gap
+            plan = self.find(chunks, plan, frozenset())
         return plan
 
     def ask(self, tier: str, names: Sequence[str]) -> int:
@@ -114,14 +146,15 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool = False,
         on_put: OnPut | None = None,
-    ) -> int:
+        promise: Promise | None = None,
+    ) -> set[int]:
         """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
 
         A tier that is passed over, or whose puts hang, is left out. `on_put` is called with a tier and a name
-        when it has that record, from any thread.
+        when it has that record, from any thread. `promise` hears how it ends.
 
         Returns:
-            How many of the chunks at least one tier took.
+            Those of the chunks that at least one tier took.
         """
         last = first + len(leases) // chunks.groups
         taken: set[int] = set()
@@ -131,14 +164,30 @@ class Access:
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            expected = self._expect(segment.tier, names, held, written_back, on_put)
+            expected = self._expect(segment.tier, names, held, written_back, on_put, promise)
             queue = self._queues.get(segment.tier)
             if queue is None:
                 self.start("put", segment.tier, names, held, expected)
             else:
                 stop = start + queue.put(names, held, expected) // chunks.groups
             taken.update(range(start, stop))
-        return len(taken)
+        return taken
+
+    def offer(
+        self,
+        tier: str,
+        chunks: Chunks,
+        first: int,
+        leases: Sequence[Lease],
+        on_put: OnPut | None,
+        promise: Promise,
+    ) -> set[int]:
+        """As `put`, for a tier outside this process, which is asked what it lacks when its turn has come."""
+        last = first + len(leases) // chunks.groups
+        names = chunks.records(first, last)
+        expected = self._expect(tier, names, leases, False, on_put, promise)
+        taken = self._queues[tier].put(names, leases, expected, partial(self._start_lacking, tier, chunks))
+        return set(range(first, first + taken // chunks.groups))
 
     def start(
         self,
@@ -280,7 +329,7 @@ class Access:
                 self.bounded(name, lambda tier: tier.close())
             except Exception as error:
                 log.warning("tier %r did not close: %s", name, error or type(error).__name__)
-        for workers in self._asking.values():
+        for workers in (*self._offering.values(), *self._asking.values()):
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
@@ -334,6 +383,40 @@ class Access:
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
 
+    def _start_lacking(
+        self,
+        tier: str,
+        chunks: Chunks,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        """Ask the tier in the background which of `names` it has, and put the others."""
+        held = [lease.share() for lease in leases]
+
+        def work() -> None:
+            run = 0
+            try:
+                if self.usable(tier):
+                    run = self.ask(tier, names)
+                for name in names[:run]:
+                    on_complete(name, FileExistsError(f"tier {tier!r} has {name}"))
+                if self.passed_over(tier):
+                    for name in names[run:]:
+                        on_complete(name, TierFull(f"tier {tier!r}: {name} is left out, for the tier fails"))
+                elif run < len(names):
+                    self.describe(tier, chunks.formats)
+                    self.start("put", tier, names[run:], held[run:], on_complete)
+            finally:
+                release_all(held)
+
+        try:
+            self._offering[tier].start(work)
+        except Closed as error:
+            release_all(held)
+            for name in names:
+                on_complete(name, error)
+
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
         near = [name for name, tier in self.tiers.items() if tier.near]
         taken = RetrievePlan(stop, (Segment(source, start, stop),))
@@ -352,14 +435,20 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool,
         on_put: OnPut | None,
+        promise: Promise | None,
     ) -> OnComplete:
         """A callback that counts what was put; `puts` waits for it, once per name."""
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
         start = self.puts.add(len(sizes))
+        if promise is not None:
+            promise.attempt(sizes)
 
         def on_complete(name: str, error: BaseException | None) -> None:
+            held = isinstance(error, FileExistsError)
             with self._lock:
-                if error is None:
+                if held:
+                    pass
+                elif error is None:
                     self._counts.stored_records[tier] += 1
                     self._counts.stored_bytes[tier] += sizes[name]
                     self._counts.written_back_records[tier] += written_back
@@ -367,7 +456,7 @@ class Access:
                     self._counts.refused[tier] += 1
                 else:
                     self._counts.write_errors[tier] += 1
-            if isinstance(error, TierFull):
+            if isinstance(error, TierFull | FileExistsError):
                 log.debug("%s", error)
             elif error is not None:
                 log.warning("tier %r did not take %s: %s", tier, name, error)
@@ -377,6 +466,8 @@ class Access:
                     on_put(tier, name)
                 except Exception:  # the caller's: the tier did its part, and a flush must not wait for more
                     log.exception("the callback after the put of %s failed", name)
+            if promise is not None:
+                (promise.kept if error is None or held else promise.give_up)([name])
             self.puts.done(start)
 
         return on_complete

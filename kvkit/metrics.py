@@ -5,6 +5,7 @@
 | kvkit_lookups_total | | calls of lookup |
 | kvkit_lookup_tokens_total | | tokens of whole chunks that were asked for |
 | kvkit_hit_tokens_total | tier | tokens that a lookup found; over kvkit_lookup_tokens_total: the hit rate |
+| kvkit_declined_tokens_total | tier | tokens that a lookup found and left out, as computing them is faster |
 | kvkit_loaded_tokens_total | tier | tokens put into the engine, by the tier they came from |
 | kvkit_loaded_bytes_total | tier | the same in bytes |
 | kvkit_stored_records_total | tier | records that were put completely |
@@ -83,6 +84,7 @@ class CacheCollector(Collector):
         yield from _totals(counts)
         for name, text, by_tier in (
             ("kvkit_hit_tokens", "Tokens that a lookup found", counts.hit_tokens),
+            ("kvkit_declined_tokens", "Tokens found and left to compute", counts.declined_tokens),
             ("kvkit_loaded_tokens", "Tokens put into the engine", counts.loaded_tokens),
             ("kvkit_loaded_bytes", "Bytes put into the engine", counts.loaded_bytes),
             ("kvkit_stored_records", "Records that were put completely", counts.stored_records),

@@ -24,6 +24,7 @@ class _Puts:
     names: deque[str]
     leases: deque[Lease]
     on_complete: OnComplete
+    start: Start
 
 
 class PutQueue:
@@ -35,7 +36,7 @@ class PutQueue:
     Args:
         tier: its name.
         limit: puts under way at a time.
-        start: starts puts, and has each report once.
+        start: starts puts, and has each report once; `put` may name another way.
     """
 
     def __init__(self, tier: str, limit: int, start: Start) -> None:
@@ -48,7 +49,13 @@ class PutQueue:
         self._starting = False
         self._lock = threading.Lock()
 
-    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> int:
+    def put(
+        self,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+        start: Start | None = None,
+    ) -> int:
         """Have records put, the first ones at once; how many, from the first on, were taken.
 
         `on_complete` gets one report per name: TierFull for what was not taken, or is given up later.
@@ -57,7 +64,7 @@ class PutQueue:
             taken = max(0, self.limit - self._under_way) if self._stuck() else len(names)
             if taken:
                 shares = deque(lease.share() for lease in leases[:taken])
-                self._waiting.append(_Puts(deque(names[:taken]), shares, on_complete))
+                self._waiting.append(_Puts(deque(names[:taken]), shares, on_complete, start or self._start))
         self._go_on()
         self._refuse(names[taken:], on_complete)
         return min(taken, len(names))
@@ -104,7 +111,7 @@ class PutQueue:
                 if not self._under_way:
                     self._progress_s = time.monotonic()
                 self._under_way += count
-            self._start(names, leases, self._completes(puts.on_complete))
+            puts.start(names, leases, self._completes(puts.on_complete))
             release_all(leases)
 
     def _completes(self, on_complete: OnComplete) -> OnComplete:

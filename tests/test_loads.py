@@ -583,3 +583,18 @@ def test_records_are_verified_while_an_earlier_one_is_read(
         assert verified.acquire(blocking=False)
         assert not verified.acquire(blocking=False), "a record was verified twice"
         engine.assert_loaded(tokens, table, 4)
+
+
+def test_a_tier_slower_than_computing_is_left_out_until_it_must_be_tried_again(tmp_path: Path) -> None:
+    engine, tokens = make_engine(2), sequence(6)
+    fill(engine, tmp_path, tokens)
+    with new_cache(engine, new_staging(engine, 16), [ObjectTier(str(tmp_path))]) as cache:
+        table = engine.table(len(tokens))
+        assert cache.lookup(tokens, prefill_tokens_per_s=1e9).tokens == 6 * CHUNK, "nothing is known of it"
+        cache.load(cache.lookup(tokens), engine.places(table))
+        assert cache.lookup(tokens, prefill_tokens_per_s=1e9).tokens == 0
+        assert cache.lookup(tokens, first=2, prefill_tokens_per_s=1e9).tokens == 2 * CHUNK
+        assert cache.lookup(tokens, first=9, prefill_tokens_per_s=1e9).tokens == 6 * CHUNK
+        assert cache.lookup(tokens, prefill_tokens_per_s=1e-9).tokens == 6 * CHUNK
+        assert cache.lookup(tokens).tokens == 6 * CHUNK
+        assert cache.counts().declined_tokens == {"disk": 10 * CHUNK}
