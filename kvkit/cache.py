@@ -118,7 +118,7 @@ class Cache:
         if staging.slots < len(layout.groups):
             raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
-        self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near])
+        self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
         self.timeout_s = timeout_s
         self.endpoint: Endpoint | None = None

@@ -350,6 +350,7 @@ class Wrapper(Tier):
         self.scope = inner.scope
         self.codec = inner.codec
         self.near = inner.near
+        self.transient = inner.transient
         self.reads_at_once = inner.reads_at_once
         self.slots = inner.slots
 
