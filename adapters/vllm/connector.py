@@ -233,8 +233,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def _handoff(self, request: Any) -> Sending | Receiving | None:
         """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
+        handoff = self._config.handoff
+        if handoff is None:
+            return None
         try:
-            return parameters.read(request.kv_transfer_params, self._config.handoff.peers)
+            return parameters.read(request.kv_transfer_params, handoff.peers)
         except ConfigError as error:
             log.warning("%s: nothing is handed off: %s", request.request_id, error)
             return None

@@ -59,6 +59,6 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
         ]
         raise ConfigError("\n".join(lines)) from error
     config = load_config(settings.kvkit_config, **settings.kvkit)
-    if not config.tiers:
-        raise ConfigError(f"{where}: no tiers; give kvkit_config, or kvkit with tiers in it")
+    if not config.tiers and config.handoff is None:
+        raise ConfigError(f"{where}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")
     return settings, config
