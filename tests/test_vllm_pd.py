@@ -38,7 +38,7 @@ class Pair:
         """Open `engine` with these settings of kvkit, and `more` of the connector."""
         config = None
         if settings is not None:
-            config = connector({"chunk_tokens": CHUNK} | settings, prefill_tokens_per_s=0.01, **more)
+            config = connector({"chunk_tokens": CHUNK} | settings, **more)
         return engine.open(config, self.model, skip_tokenizer_init=True, max_num_batched_tokens=256)
 
     def ask_both(self, prompt: list[int], tokens: int = 8, handoff: str | None = None) -> tuple[Any, Any]:

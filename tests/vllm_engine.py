@@ -47,7 +47,7 @@ def prompt(tokens: int, seed: int = 0, vocabulary: int = 49_000) -> list[int]:
 def connector(settings: Settings, policy: str = "recompute", **more: Any) -> Settings:
     """The `kv_transfer_config` of kvkit with these tiers; `more` are settings of the connector.
 
-    A busy machine does not turn hits into misses: lookups may take long.
+    A busy machine does not turn hits into misses: lookups may take long, and computing is never the faster.
     """
     return {
         "kv_connector": "KVKitConnector",
@@ -57,6 +57,7 @@ def connector(settings: Settings, policy: str = "recompute", **more: Any) -> Set
         "kv_connector_extra_config": {
             "kvkit": {"chunk_tokens": BLOCK, "staging": "64MiB"} | settings,
             "lookup_timeout_s": 20.0,
+            "prefill_tokens_per_s": 0.01,
             **more,
         },
     }

@@ -135,7 +135,7 @@ class Scheduler:
             return 0, False
         question = request.question
         if question is None or question.chunks != wanted or _stale(question, self._clock()):
-            sequence = self._sequence(view, wanted * chunk)
+            sequence = self._sequence(view, min(wanted * chunk, view.num_tokens))
             if sequence is None:
                 request.barred = True
                 return 0, False
@@ -306,8 +306,7 @@ class Scheduler:
             view = request.view
             whole = view.num_prompt_tokens // grain * grain
             computed, first = view.num_computed_tokens + tokens, request.sent or 0
-            last = computed >= view.num_prompt_tokens
-            stop = whole if last else computed // chunk * chunk
+            stop = whole if computed >= view.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
                 continue
             sequence, table = self._sequence(view, whole), blocks(name)
@@ -316,7 +315,7 @@ class Scheduler:
             request.sent = stop
             transfer, address = request.handoff.transfer, request.handoff.address
             cut = self._cut(table, first, stop, 0, stop)
-            yield Send(name, transfer, address, sequence, first, stop, cut, last)
+            yield Send(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
 
     def _known(self, view: RequestView, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved."""
