@@ -243,7 +243,9 @@ class Link:
                         channel.send(encode(item.message))
                     elif item.wanted is None or item.wanted():
                         payload = item.lease.buffer[: item.lease.used]
-                        channel.send(encode(item.message), payload, item.slot)
+                        channel.send(encode(item.message), payload, item.slot, more=bool(self._queue))
+                    if not self._queue:
+                        channel.flush()  # of one that waited for a record that is not wanted after all
                 except (OSError, ValueError) as error:
                     item.done(error)
                     raise

@@ -26,7 +26,9 @@ from kvkit.staging import Staging
 HEADER = struct.Struct("<II")
 _TIMEVAL = struct.Struct("@ll")
 _AHEAD_BYTES = 4096
-_MAX_PAYLOAD_BYTES = 2**32 - 2
+SHARED = 2**32 - 1
+"""Instead of a payload's size: the frame shares an arena, in the way of its transport."""
+_MAX_PAYLOAD_BYTES = SHARED - 1
 _HELD_FRAMES = 8
 _DROPPED_BYTES = 64 << 10
 SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
@@ -51,7 +53,7 @@ class Stream:
     def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send all of `parts`, none of them empty."""
         left = list(parts)
-        while True:
+        while left:
             try:
                 sent = self.socket.sendmsg(left, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -148,11 +150,17 @@ class StreamChannel(Channel):
             self._held.append(HEADER.pack(len(body), size) + body)
             if more and not size and len(self._held) < _HELD_FRAMES:
                 return
-            parts: list[bytes | memoryview] = [b"".join(self._held)]
-            self._held.clear()
-            if payload is not None and size:
-                parts.append(payload.cast("B"))
-            self._stream.send(parts, deadline)
+            self._send_held(deadline, *([] if payload is None or not size else [payload.cast("B")]))
+
+    def flush(self) -> None:
+        if self._held:
+            with self._frame() as deadline:
+                self._send_held(deadline)
+
+    def _send_held(self, deadline: float, *parts: memoryview) -> None:
+        held = b"".join(self._held)
+        self._held.clear()
+        self._stream.send([held, *parts] if held else parts, deadline)
 
     @contextmanager
     def _frame(self) -> Iterator[float]:
