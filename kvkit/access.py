@@ -60,6 +60,9 @@ class Access:
         self._lock = threading.Lock()
         self._counts = Counts()
         self._described: set[tuple[str, str]] = set()
+        self._gets: dict[str, dict[object, float]] = {
+            name: {} for name in tiers
+        }  # when those under way began
         self._asking = {
             name: Workers(ASKING_THREADS, f"kvkit-ask-{name}")
             for name, tier in tiers.items()
@@ -200,6 +203,10 @@ class Access:
         """
         size, began = 0, time.monotonic()
         lock = threading.Lock()
+        call = object()
+        if direction == "get":
+            with self._lock:
+                self._gets[tier][call] = began
         # shares: when the tier reports, it has released its own, and another record may lie in the slot
         held = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
 
@@ -212,6 +219,9 @@ class Access:
                 size += 0 if error is not None else lease.used
                 last = not held
             lease.release()
+            if last and direction == "get":
+                with self._lock:
+                    del self._gets[tier][call]
             if last and size:
                 now = time.monotonic()
                 self.count(lambda counts: counts.moved(tier, direction, size, now - began))
@@ -324,11 +334,20 @@ class Access:
 
     def usable(self, tier: str) -> bool:
         """Whether to ask it: not while it keeps failing. After a pause one caller gets yes, and must ask."""
-        return self.health[tier].usable(time.monotonic())
+        return not self.passed_over(tier) and self.health[tier].usable(time.monotonic())
 
     def passed_over(self, tier: str) -> bool:
-        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing."""
-        return self.health[tier].state(time.monotonic()) == "open"
+        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing.
+
+        The pause lasts while reads that are late keep slots: each trial would cost as many more.
+        """
+        now = time.monotonic()
+        state = self.health[tier].state(now)
+        if state != "half-open":
+            return state == "open"
+        with self._lock:
+            oldest = min(self._gets[tier].values(), default=now)
+        return now - oldest > self.timeout_s
 
     def worked(self, tier: str) -> None:
         """Note that a tier delivered."""
@@ -443,7 +462,10 @@ class Access:
                 log.warning("tier %r did not take %s: %s", tier, name, error)
             self.health[tier].answered(time.monotonic())  # a full disk can still be read
             if error is None and on_put is not None:
-                on_put(tier, name)
+                try:
+                    on_put(tier, name)
+                except Exception:  # the caller's: the tier did its part, and a flush must not wait for more
+                    log.exception("the callback after the put of %s failed", name)
             if promise is not None:
                 (promise.kept if error is None or held else promise.give_up)([name])
             self.puts.done(start)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_loads import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
+from kvkit import access
 from kvkit.access import ASKING_THREADS
 from kvkit.cache import CacheTimeout
 from kvkit.staging import Lease, release_all
 from kvkit.testing import Fault, FaultyTier, Wrapper
 from kvkit.tiers.base import OnComplete, Tier
+from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.transfers import Transfer
 
@@ -206,3 +210,32 @@ def test_what_is_called_off_waits_no_longer_for_slots(way: str, tmp_path: Path) 
         release_all(held)
         assert cache.load(hit, place).tokens == len(tokens)
         cache.check_integrity()
+
+
+def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = make_engine(), sequence(3)
+    fill(engine, tmp_path, tokens)
+    hung = FaultyTier(
+        ObjectTier(str(tmp_path)), lambda operation, _: Fault.HANG if operation == "get" else None
+    )
+    staging = new_staging(engine, 8)
+    with new_cache(engine, staging, [hung]) as cache:
+        cache._access.timeout_s = 0.1
+        place = engine.places(engine.table(len(tokens)))
+        stale = cache.lookup(tokens)
+        assert cache.load(stale, place).tokens == 0
+        assert staging.free == 5
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
+        monkeypatch.setattr(access, "time", later)
+        for _ in range(3):
+            assert cache.tier_states() == {"disk": "half-open"}
+            assert cache.lookup(tokens).tokens == 0
+            assert cache.load(stale, place).tokens == 0
+            assert staging.free == 5, "a trial cost more slots"
+        hung.release()
+        release_all(staging.acquire(8, DEADLINE_S, at_least=8))
+        cache._access.timeout_s = DEADLINE_S
+        assert cache.load(cache.lookup(tokens), place).tokens == len(tokens)
+        assert cache.tier_states() == {"disk": "ok"}

@@ -282,3 +282,22 @@ def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
         started.complete()
     assert not queue.stuck, "nothing is under way"
     assert [name for name, error in done.items() if error is None] == ["0", "1", "8"]
+
+
+def test_a_callback_that_fails_keeps_no_flush_waiting(tmp_path: Path) -> None:
+    """In the thread of a tier outside this process, and in the caller's, for one in memory."""
+    engine, tokens = make_engine(), sequence(3)
+    table = engine.table(len(tokens))
+    engine.compute(tokens, table)
+    staging = new_staging(engine, 12)
+    tiers = [MemoryTier(staging, 4 * staging.slot_bytes), ObjectTier(str(tmp_path))]
+
+    def fail(tier: str, chunk: int) -> None:
+        raise RuntimeError("on purpose")
+
+    with new_cache(engine, staging, tiers) as cache:
+        cache.store_async(tokens, engine.places(table), on_stored=fail).result(DEADLINE_S)
+        cache.flush(DEADLINE_S / 4)
+        assert cache.puts_under_way() == 0
+        assert cache.counts().stored_records == {"memory": 3, "disk": 3}
+        assert not cache.counts().write_errors
