@@ -286,7 +286,8 @@ class Receiver:
         else:
             dropped = list(self._filling.pop(transfer, {}).values())
             if dropped and source is not None and source.shared and writes_on:
-                self._unanswered[source.number, transfer] = [lease.share() for lease in dropped]
+                held = self._unanswered.setdefault((source.number, transfer), [])
+                held += [lease.share() for lease in dropped]
             release_all(dropped)
             release_all([self._records.pop(name) for name in action.forget])
             self._remember(transfer, action.reason)
