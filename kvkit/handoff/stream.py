@@ -201,7 +201,9 @@ class StreamChannel(Channel):
         try:
             try:
                 begun = self._stream.wait(until - time.monotonic())
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno is not None:
+                    raise
                 raise ChannelIdle(f"{self.peer}: no frame began in time") from None
             if not begun:
                 raise EOFError
@@ -250,11 +252,11 @@ class StreamChannel(Channel):
             return error
         if here:
             return ChannelClosed(f"{self.peer}: the channel was shut down")
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and error.errno is None:
             return ChannelTimeout(f"{self.peer}: a frame was not through within {self.timeout_s} s")
         if isinstance(error, EOFError) and cut:
             return FrameError(f"{self.peer} closed within a frame")
-        if isinstance(error, EOFError | ConnectionError):
+        if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with a number: the kernel's
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
         return ChannelError(f"{self.peer}: {error}")
 
