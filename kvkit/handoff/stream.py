@@ -29,7 +29,7 @@ _AHEAD_BYTES = 4096
 SHARED = 2**32 - 1
 """Instead of a payload's size: the frame shares an arena, in the way of its transport."""
 _MAX_PAYLOAD_BYTES = SHARED - 1
-_HELD_FRAMES = 8
+_HELD_FRAMES = 16
 _DROPPED_BYTES = 64 << 10
 SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
 
@@ -81,6 +81,16 @@ class Stream:
             if count == 0:
                 raise EOFError
             buffer = buffer[count:]
+
+    def take(self, count: int, deadline: float) -> bytes:
+        """The next `count` bytes; raises as `receive`."""
+        if count <= len(self._ahead):
+            taken = bytes(self._ahead[:count])
+            self._ahead = self._ahead[count:]
+            return taken
+        buffer = bytearray(count)
+        self.receive(memoryview(buffer), deadline)
+        return bytes(buffer)
 
     def wait(self, wait_s: float) -> bool:
         """Wait until there is something to receive; False at the end of the stream. Reads a little ahead."""
@@ -191,19 +201,18 @@ class StreamChannel(Channel):
         try:
             try:
                 begun = self._stream.wait(until - time.monotonic())
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno is not None:
+                    raise
                 raise ChannelIdle(f"{self.peer}: no frame began in time") from None
             if not begun:
                 raise EOFError
             deadline = time.monotonic() + self.timeout_s
-            head = bytearray(HEADER.size)
-            self._stream.receive(memoryview(head), deadline)
-            body_bytes, payload_bytes = HEADER.unpack(head)
+            body_bytes, payload_bytes = HEADER.unpack(self._stream.take(HEADER.size, deadline))
             if body_bytes > MAX_BODY_BYTES:
                 raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {MAX_BODY_BYTES}")
-            body = bytearray(body_bytes)
-            self._stream.receive(memoryview(body), deadline)
-            return self._complete(bytes(body), payload_bytes, place, deadline)
+            body = self._stream.take(body_bytes, deadline)
+            return self._complete(body, payload_bytes, place, deadline)
         except ChannelIdle:
             raise
         except (OSError, EOFError) as error:
@@ -243,11 +252,11 @@ class StreamChannel(Channel):
             return error
         if here:
             return ChannelClosed(f"{self.peer}: the channel was shut down")
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and error.errno is None:
             return ChannelTimeout(f"{self.peer}: a frame was not through within {self.timeout_s} s")
         if isinstance(error, EOFError) and cut:
             return FrameError(f"{self.peer} closed within a frame")
-        if isinstance(error, EOFError | ConnectionError):
+        if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with a number: the kernel's
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
         return ChannelError(f"{self.peer}: {error}")
 
