@@ -106,6 +106,10 @@ class Ours(Peer):
         self.channel.send(b"digest")
         return self.channel.receive(nowhere, TIMEOUT_S)
 
+    def close(self) -> None:
+        self.channel.close()
+        super().close()
+
 
 class Bare(Peer):
     """A receiver on a socket."""
@@ -166,10 +170,13 @@ def test_one_host(benchmark: Any, batch: Batch, tmp_path: Path) -> None:
     other.close()
 
 
-def test_tcp(benchmark: Any, batch: Batch) -> None:
-    """Over loopback, against a socket of each side that does nothing else."""
+@pytest.mark.parametrize("scheme", ["tcp", "nixl"])
+def test_loopback(benchmark: Any, batch: Batch, scheme: str) -> None:
+    """Against a socket of each side that does nothing else."""
+    if scheme == "nixl":
+        pytest.importorskip("nixl_cu12")
     size = batch.staging.slot_bytes
     bare = Bare(size)
-    peers = {"tcp": Ours(size, "tcp://127.0.0.1:0")}
+    peers = {scheme: Ours(size, f"{scheme}://127.0.0.1:0")}
     compare(benchmark, batch, peers, "bare socket", partial(bare.send, batch))
     bare.close()

@@ -286,7 +286,9 @@ class Config(BaseSettings):
                 raise ValueError(
                     f"handoff: tier {name!r} is there twice; want other names for peers and tiers"
                 )
-        check_policy(self.resolved_policy(), (*self.tiers, *made))
+        policy = check_policy(self.resolved_policy(), (*self.tiers, *made))
+        if self.handoff is not None:
+            self.handoff.check_policy(policy, tuple(self.tiers))
         return self
 
     def resolved_policy(self) -> Policy:

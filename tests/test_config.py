@@ -80,6 +80,7 @@ KEYS = {"access_key_id": "me", "secret_access_key": "hush"}
 DISK = {"disk": {"url": "memory://d"}}
 UNIX = "unix:///run/kvkit/x.sock"
 HANDOFF = {"listen": [UNIX], "buffer": "1MiB"}
+DECODE = HANDOFF | {"role": "decode"}
 
 
 @pytest.fixture(autouse=True)
@@ -349,13 +350,13 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
         ({"handoff": {"listen": [UNIX]}}, ["handoff:", "buffer: none given", "role = 'both'"]),
         (
             {"handoff": HANDOFF | {"listen": ["http://x"]}},
-            ["handoff:", "http://x: want unix:///<path> or tcp"],
+            ["handoff:", "http://x: want unix:///<path>, tcp"],
         ),
         (
             {"handoff": HANDOFF | {"listen": ["tcp://0.0.0.0:1"]}},
             ["handoff:", "'tcp://0.0.0.0:1' is open to other hosts", "secret_file"],
         ),
-        ({"handoff": HANDOFF | {"peers": {"a": "there"}}}, ["handoff:", "there: want unix:///<path> or tcp"]),
+        ({"handoff": HANDOFF | {"peers": {"a": "there"}}}, ["handoff:", "there: want unix:///<path>, tcp"]),
         ({"handoff": HANDOFF | {"secret": "x" * 16, "secret_file": "/x"}}, ["handoff:", "one of the two"]),
         ({"handoff": HANDOFF | {"secret": "short"}}, ["handoff.secret:", "16"]),
         ({"handoff": HANDOFF | {"tls_key": "/x"}}, ["handoff:", "tls_certificate and tls_key go together"]),
@@ -363,6 +364,22 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
         ({"handoff": HANDOFF | {"transfer_timeout_s": float("inf")}}, ["handoff.transfer_timeout_s = inf"]),
         ({"tiers": DISK, "handoff": HANDOFF | {"peers": {"disk": UNIX}}}, ["tier 'disk' is there twice"]),
         ({"handoff": HANDOFF | {"peers": {"handoff": UNIX}}}, ["tier 'handoff' is there twice"]),
+        (
+            {"tiers": DISK, "handoff": DECODE, "policy": {"store_to": ["disk", "handoff"]}},
+            ["store_to='handoff': role = 'decode' sends nothing; the choices are disk"],
+        ),
+        (
+            {"tiers": DISK, "handoff": {"role": "prefill"}, "policy": {"retrieve_from": ["handoff"]}},
+            ["retrieve_from='handoff': role = 'prefill' receives nothing; the choices are disk"],
+        ),
+        (
+            {"tiers": DISK, "handoff": HANDOFF | {"peers": {"p": UNIX}}, "policy": {"store_to": ["p"]}},
+            ["store_to='p': it is another node's memory; the choices are disk, handoff"],
+        ),
+        (
+            {"tiers": DISK, "handoff": HANDOFF, "policy": {"write_back_to": ["handoff"]}},
+            ["write_back_to='handoff': what is written back is for this node; the choices are disk"],
+        ),
         (
             {"tiers": DISK, "handoff": HANDOFF, "policy": {"store_to": ["p"]}},
             ["store_to='p'", "the tiers are disk, handoff"],

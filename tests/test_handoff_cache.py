@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import trustme
 from engine import Engine, small_layout, small_namespace
 from handoff_nodes import LONG_S
 
@@ -261,3 +262,34 @@ def test_a_buffer_holds_the_requests_it_is_made_for(tokens: int) -> None:
     config = HandoffConfig(listen=("tcp://127.0.0.1:0",), buffer=max(1, max(taken)) * 8192)
     size = Size.of(config.model_copy(update={"max_prefill_tokens": tokens}), layout, namespace)
     assert size.slots >= max(taken)
+
+
+def test_nodes_of_several_hosts_use_tls(engine: Engine, tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "certificate")
+    certificate.private_key_pem.write_to_path(tmp_path / "key")
+    authority.cert_pem.write_to_path(tmp_path / "ca")
+    stranger.cert_pem.write_to_path(tmp_path / "stranger")
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    (tmp_path / "secret").chmod(0o600)
+    common = {"secret_file": tmp_path / "secret", "buffer": "1MiB"}
+    mine = {"tls_certificate": tmp_path / "certificate", "tls_key": tmp_path / "key"}
+
+    def node(role: str, ca: str, **more: object) -> Cache:
+        settings = common | mine | {"role": role, "tls_ca": tmp_path / ca} | more
+        config = load_config(chunk_tokens=CHUNK, handoff=settings)
+        return open_cache(config, engine.layout, engine.namespace)
+
+    with node("decode", "ca", listen=["tcp://127.0.0.1:0"]) as decode, node("prefill", "ca") as prefill:
+        table = engine.table(len(TOKENS))
+        engine.compute(TOKENS, table)
+        transfer = sender(prefill).open("t", address(decode), names(engine), LONG_S)
+        transfer.admitted.result(LONG_S)
+        prefill.store(TOKENS, engine.places(table))
+        transfer.done.result(LONG_S)
+        assert decode.lookup(TOKENS).tokens == len(TOKENS)
+        with node("prefill", "stranger") as other:
+            transfer = sender(other).open("u", address(decode), names(engine), LONG_S)
+            with pytest.raises(HandoffError, match="certificate verify failed"):
+                transfer.admitted.result(LONG_S)

@@ -1,4 +1,4 @@
-"""Where endpoints listen: unix:///path on one host, tcp://host:port between hosts."""
+"""Where endpoints listen: unix:///path on one host, tcp://host:port or nixl://host:port between hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvkit.handoff import local, tcp
+from kvkit.handoff import local, nixl, tcp
 from kvkit.handoff.channel import Channel, Listener
 
 
@@ -22,8 +22,8 @@ def listen(
         remote: whether other hosts may connect.
 
     Raises:
-        ValueError: it is no address, the folder of a socket is open to others, or other hosts could connect
-            without `remote`.
+        ValueError: it is no address, NIXL is missing or meant to encrypt, the folder of a socket is open to
+            others, or other hosts could connect without `remote`.
         OSError: it is taken, or not one of this host.
     """
     where = parse(address)
@@ -32,6 +32,8 @@ def listen(
     host, port = where
     if not remote and not tcp.is_loopback(host):
         raise ValueError(f"{address}: other hosts could connect; want 127.0.0.1 or [::1], or a secret")
+    if _is_nixl(address, tls):
+        return nixl.NixlListener(host, port, timeout_s)
     return tcp.TcpListener(host, port, timeout_s, tls)
 
 
@@ -43,17 +45,19 @@ def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None
         tls: a context of `kvkit.handoff.tls.client_context`; for tcp only.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: it is no address, or NIXL is missing or meant to encrypt.
         ChannelError: nobody listens there, or did not answer in time.
     """
     where = parse(address)
     if isinstance(where, Path):
         return local.connect(where, timeout_s)
+    if _is_nixl(address, tls):
+        return nixl.connect(*where, timeout_s)
     return tcp.connect(*where, timeout_s, tls)
 
 
 def parse(address: str) -> Path | tuple[str, int]:
-    """The path of a unix address, (host, port) of a tcp one.
+    """The path of a unix address, (host, port) of another one.
 
     Raises:
         ValueError: it is neither.
@@ -61,8 +65,16 @@ def parse(address: str) -> Path | tuple[str, int]:
     parts = urlsplit(address)
     if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
         return Path(parts.path)
-    if parts.scheme == "tcp" and parts.hostname and not parts.path:
+    if parts.scheme in ("tcp", "nixl") and parts.hostname and not parts.path:
         with suppress(ValueError):
             if parts.port is not None:
                 return parts.hostname, parts.port
-    raise ValueError(f"{address}: want unix:///<path> or tcp://<host>:<port>")
+    raise ValueError(f"{address}: want unix:///<path>, tcp://<host>:<port> or nixl://<host>:<port>")
+
+
+def _is_nixl(address: str, tls: ssl.SSLContext | None) -> bool:
+    if not address.startswith("nixl:"):
+        return False
+    if tls is not None:
+        raise ValueError(f"{address}: NIXL does not encrypt; want tcp:// with TLS")
+    return True

@@ -63,12 +63,21 @@ class Channel(ABC):
             payload: bytes to go with the body, C-contiguous.
             slot: the slot of the peer's arena that is meant for the payload. It is written there before the
                 body is sent, where the channel is `one_sided`; elsewhere it follows the body.
-            more: another frame comes at once, so that this one may travel with it: fewer wake-ups there.
+            more: another frame comes at once, so that this one may wait for it, or for `flush`: each frame
+                that travels alone wakes the peer.
 
         Raises:
             ValueError: the body is larger than `MAX_BODY_BYTES`, the payload than the peer's slots, or
                 there is no such slot. The channel can be used on.
             ChannelError: the frame could not be sent.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send what waits for more.
+
+        Raises:
+            ChannelError: it could not be sent.
         """
 
     @abstractmethod

@@ -17,11 +17,19 @@ from pathlib import Path
 import numpy as np
 
 from kvkit.handoff.channel import Channel, FrameError, Place
-from kvkit.handoff.stream import HEADER, Stream, StreamChannel, StreamListener, connecting, set_timeout
+from kvkit.handoff.stream import (
+    HEADER,
+    SHARED,
+    Stream,
+    StreamChannel,
+    StreamListener,
+    connecting,
+    set_timeout,
+)
 from kvkit.staging import PAGE_BYTES, Staging, prefault
 
 _ARENA = struct.Struct("<QQ")
-_SHARED = 2**32 - 1  # more than a payload may have
+
 _DESCRIPTOR_BYTES = array("i").itemsize
 _MAX_PATH_BYTES = 107
 _BACKLOG = 128
@@ -52,7 +60,8 @@ class PeerArena:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, slot_bytes)
-        threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True).start()
+        self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
+        self._toucher.start()
 
     def write(self, slot: int, payload: memoryview) -> None:
         """Copy `payload` to the front of a slot.
@@ -69,6 +78,7 @@ class PeerArena:
     def close(self) -> None:
         """Stop touching pages; the mapping goes with this object."""
         self._closed = True
+        self._toucher.join()
 
     def _touch(self) -> None:
         prefault(self._memory, lambda: self._closed)
@@ -118,7 +128,7 @@ class LocalStream(Stream):
 class LocalChannel(StreamChannel):
     """A channel between two processes of one host.
 
-    A frame whose payload has `_SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
+    A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
     little endian, and with it comes a memfd. `receive` keeps it to itself.
     """
 
@@ -138,7 +148,7 @@ class LocalChannel(StreamChannel):
         super().send(body, payload, more=more)
 
     def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
-        if payload_bytes == _SHARED:
+        if payload_bytes == SHARED:
             self._map(body)
             return None
         return super()._complete(body, payload_bytes, place, deadline)
@@ -147,11 +157,9 @@ class LocalChannel(StreamChannel):
         if arena.descriptor is None:
             raise ValueError("this arena cannot be shared: want Staging(..., shared=True) that is not closed")
         body = _ARENA.pack(arena.slot_bytes, arena.slots)
-        frame = HEADER.pack(len(body), _SHARED) + body
+        frame = HEADER.pack(len(body), SHARED) + body
         with self._frame() as deadline:
-            if self._held:
-                self._stream.send([b"".join(self._held)], deadline)
-                self._held.clear()
+            self._send_held(deadline)
             self._stream.pass_on(frame, arena.descriptor, deadline)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,6 +109,33 @@ class HandoffConfig(BaseModel):
     def default_policy(self, tiers: Iterable[str]) -> Policy:
         """The default policy of the role, with these other tiers."""
         return for_role(self.role, tuple(tiers), NAME, tuple(self.peers))
+
+    def check_policy(self, policy: Policy, tiers: Sequence[str]) -> None:
+        """Refuse a policy that asks of a tier what it cannot do. `tiers` are the others.
+
+        Raises:
+            ValueError: it does. The message names the setting, the tier and the choices.
+        """
+        sent = [] if self.role == "decode" else [NAME]
+        received = [] if self.role == "prefill" else [NAME]
+        wrong = {
+            "retrieve_from": {} if received else {NAME: "role = 'prefill' receives nothing"},
+            "store_to": {} if sent else {NAME: "role = 'decode' sends nothing"},
+            "write_back_to": {NAME: "what is written back is for this node"},
+        }
+        choices = {
+            "retrieve_from": [*received, *tiers, *self.peers],
+            "store_to": [*tiers, *sent],
+            "write_back_to": tiers,
+        }
+        for setting, why in wrong.items():
+            if setting != "retrieve_from":
+                why |= dict.fromkeys(self.peers, "it is another node's memory")
+            for name in getattr(policy, setting):
+                if name in why:
+                    raise ValueError(
+                        f"{setting}={name!r}: {why[name]}; the choices are {', '.join(choices[setting])}"
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +249,7 @@ def listen(
         identify(layout, namespace, secret),
         [config.at(address, namespace.rank) for address in config.listen],
         timeout_s=timeout_s,
-        pin_s=config.allocation_timeout_s + config.transfer_timeout_s + config.idle_timeout_s,
+        pin_s=config.allocation_timeout_s,
         tls=server,
     )
 

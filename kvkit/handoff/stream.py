@@ -26,8 +26,10 @@ from kvkit.staging import Staging
 HEADER = struct.Struct("<II")
 _TIMEVAL = struct.Struct("@ll")
 _AHEAD_BYTES = 4096
-_MAX_PAYLOAD_BYTES = 2**32 - 2
-_HELD_FRAMES = 8
+SHARED = 2**32 - 1
+"""Instead of a payload's size: the frame shares an arena, in the way of its transport."""
+_MAX_PAYLOAD_BYTES = SHARED - 1
+_HELD_FRAMES = 16
 _DROPPED_BYTES = 64 << 10
 SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
 
@@ -51,7 +53,7 @@ class Stream:
     def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send all of `parts`, none of them empty."""
         left = list(parts)
-        while True:
+        while left:
             try:
                 sent = self.socket.sendmsg(left, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -79,6 +81,16 @@ class Stream:
             if count == 0:
                 raise EOFError
             buffer = buffer[count:]
+
+    def take(self, count: int, deadline: float) -> bytes:
+        """The next `count` bytes; raises as `receive`."""
+        if count <= len(self._ahead):
+            taken = bytes(self._ahead[:count])
+            self._ahead = self._ahead[count:]
+            return taken
+        buffer = bytearray(count)
+        self.receive(memoryview(buffer), deadline)
+        return bytes(buffer)
 
     def wait(self, wait_s: float) -> bool:
         """Wait until there is something to receive; False at the end of the stream. Reads a little ahead."""
@@ -148,11 +160,17 @@ class StreamChannel(Channel):
             self._held.append(HEADER.pack(len(body), size) + body)
             if more and not size and len(self._held) < _HELD_FRAMES:
                 return
-            parts: list[bytes | memoryview] = [b"".join(self._held)]
-            self._held.clear()
-            if payload is not None and size:
-                parts.append(payload.cast("B"))
-            self._stream.send(parts, deadline)
+            self._send_held(deadline, *([] if payload is None or not size else [payload.cast("B")]))
+
+    def flush(self) -> None:
+        if self._held:
+            with self._frame() as deadline:
+                self._send_held(deadline)
+
+    def _send_held(self, deadline: float, *parts: memoryview) -> None:
+        held = b"".join(self._held)
+        self._held.clear()
+        self._stream.send([held, *parts] if held else parts, deadline)
 
     @contextmanager
     def _frame(self) -> Iterator[float]:
@@ -183,19 +201,18 @@ class StreamChannel(Channel):
         try:
             try:
                 begun = self._stream.wait(until - time.monotonic())
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno is not None:
+                    raise
                 raise ChannelIdle(f"{self.peer}: no frame began in time") from None
             if not begun:
                 raise EOFError
             deadline = time.monotonic() + self.timeout_s
-            head = bytearray(HEADER.size)
-            self._stream.receive(memoryview(head), deadline)
-            body_bytes, payload_bytes = HEADER.unpack(head)
+            body_bytes, payload_bytes = HEADER.unpack(self._stream.take(HEADER.size, deadline))
             if body_bytes > MAX_BODY_BYTES:
                 raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {MAX_BODY_BYTES}")
-            body = bytearray(body_bytes)
-            self._stream.receive(memoryview(body), deadline)
-            return self._complete(bytes(body), payload_bytes, place, deadline)
+            body = self._stream.take(body_bytes, deadline)
+            return self._complete(body, payload_bytes, place, deadline)
         except ChannelIdle:
             raise
         except (OSError, EOFError) as error:
@@ -235,11 +252,11 @@ class StreamChannel(Channel):
             return error
         if here:
             return ChannelClosed(f"{self.peer}: the channel was shut down")
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and error.errno is None:
             return ChannelTimeout(f"{self.peer}: a frame was not through within {self.timeout_s} s")
         if isinstance(error, EOFError) and cut:
             return FrameError(f"{self.peer} closed within a frame")
-        if isinstance(error, EOFError | ConnectionError):
+        if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with a number: the kernel's
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
         return ChannelError(f"{self.peer}: {error}")
 

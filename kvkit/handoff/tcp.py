@@ -25,7 +25,7 @@ class TcpListener(StreamListener):
 
     def _channel(self, connection: socket.socket) -> Channel:
         peer = name(connection.getpeername())
-        _tune(connection, self._timeout_s)
+        tune(connection, self._timeout_s)
         stream = Stream(connection) if self._tls is None else TlsStream(connection, self._tls, None)
         return StreamChannel(stream, peer=peer, timeout_s=self._timeout_s)
 
@@ -38,11 +38,21 @@ def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) 
             one for `host`.
     """
     address = f"tcp://{name((host, port))}"
+    stream = open_stream(address, host, port, timeout_s, tls)
+    return StreamChannel(stream, peer=address, timeout_s=timeout_s)
+
+
+def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Stream:
+    """Connect; `address` is for messages.
+
+    Raises:
+        ChannelError: as `connect`.
+    """
     deadline = time.monotonic() + timeout_s
     with connecting(address):
         sock = socket.create_connection((host, port), timeout_s)
         try:
-            _tune(sock, timeout_s)
+            tune(sock, timeout_s)
             stream = Stream(sock)
             if tls is not None:
                 stream = TlsStream(sock, tls, host)
@@ -50,7 +60,7 @@ def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) 
         except BaseException:
             sock.close()
             raise
-    return StreamChannel(stream, peer=address, timeout_s=timeout_s)
+    return stream
 
 
 def is_loopback(host: str) -> bool:
@@ -67,7 +77,7 @@ def name(address: tuple[object, ...]) -> str:
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
-def _tune(sock: socket.socket, timeout_s: float) -> None:
+def tune(sock: socket.socket, timeout_s: float) -> None:
     """Send small frames at once; notice in about `timeout_s` that a host is gone, though nothing is sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
