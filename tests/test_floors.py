@@ -42,6 +42,9 @@ PURE = (
     "eviction",
     "counts",
     "bench.workloads",
+    "adapters.vllm.answers",
+    "adapters.vllm.openai",
+    "adapters.vllm.routing",
 )
 IMPURE = {
     "asyncio",

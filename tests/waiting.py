@@ -28,5 +28,17 @@ def wait_until(answers: Callable[[], bool], process: subprocess.Popen[bytes], lo
             raise AssertionError(f"it ended:\n{_tail(log)}")
 
 
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Return when `holds` is true.
+
+    Raises:
+        AssertionError: it is not within `START_S`.
+    """
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {START_S} s"
+        time.sleep(_PAUSE_S)
+
+
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
