@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from servers import Process, RedisServer, S3Server, data_folder, free_ports
-from vllm_engine import ENVIRONMENT, Engine, Settings, connector, prompt
-
-from kvkit.adapters import smollm2
+from servers import RedisServer, S3Server, data_folder
+from vllm_engine import Engine, Settings, connector, prompt
+from vllm_server import Served
 
 PROMPTS = [prompt(600, seed=i) for i in range(4)]
 
@@ -89,44 +87,6 @@ def test_a_new_process_hits_and_survives_its_tiers(
         assert ask(2) == (512, ["redis"])
         redis.kill()
         assert ask(3) == (0, [])
-
-
-class Served(Process):
-    """vLLM's OpenAI server, with kvkit found by its plug-in entry point."""
-
-    def __init__(self, folder: Path, transfer: Settings) -> None:
-        super().__init__(folder)
-        (self.port,) = free_ports(1)
-        self._transfer = transfer
-
-    def command(self) -> list[str]:
-        options = {
-            "--model": str(smollm2.fetch()),
-            "--served-model-name": "smollm2",
-            "--dtype": "float32",
-            "--max-model-len": "2048",
-            "--port": str(self.port),
-            "--host": "127.0.0.1",
-            "--kv-transfer-config": json.dumps(self._transfer),
-        }
-        variables = [f"{k}={v}" for k, v in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}).items()]
-        flat = [word for pair in options.items() for word in pair]
-        switches = ["--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
-        module = "vllm.entrypoints.openai.api_server"
-        return ["env", *variables, sys.executable, "-m", module, *flat, *switches]
-
-    def answers(self) -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as reply:
-            return bool(reply.status == 200)
-
-    def ask(self, path: str, body: Settings | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            text: str = reply.read().decode()
-            return text
 
 
 def test_the_openai_server(tmp_path: Path) -> None:
