@@ -91,7 +91,8 @@ class OpenAIEngine(Process):
         self._call({"reset": True})
 
     def seen(self) -> list[Body]:
-        """The requests so far: path, body, headers, and done: whether its answer was sent to the end."""
+        """The requests so far: path, body, headers, done: whether its answer was sent to the end, and left:
+        whether the client went away before."""
         found: list[Body] = self._call({})
         return found
 
@@ -153,12 +154,20 @@ class _Toy:
         return web.json_response({"tokens": len(tokens), "hit_tokens": min(held, len(tokens)), "by_tier": {}})
 
     async def complete(self, request: Any) -> Any:
+        try:
+            return await self._complete(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.seen[-1]["left"] = True
+            raise
+
+    async def _complete(self, request: Any) -> Any:
         body = await request.json()
         note = {
             "path": request.path,
             "body": body,
             "headers": {k.lower(): v for k, v in request.headers.items()},
             "done": False,
+            "left": False,
         }
         self.seen.append(note)
         if self.settings["hang"]:

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from openai_engine import OpenAIEngine, render, text_after, tokens_after
+from openai_engine import TOKEN, OpenAIEngine, render, text_after, tokens_after
 from routers import Routed, ask, fetch, stream, text_of
 from servers import Process, free_ports
 from waiting import wait_for
 
+from kvkit.adapters.vllm.engines import Engine
 from kvkit.testing import DEADLINE_S
 
 Body = dict[str, Any]
@@ -275,6 +278,326 @@ def test_a_stream_can_break_off_anywhere(start: Start, path: str, body: Body, to
             engines[other].set(end_after=None)
             found = list(stream(router.url, path, body | {"user": str(after)}))
             assert "".join(map(text_of, found)) == text_after(prompt, 24), after
+
+
+def other_of(victim: str) -> str:
+    return victim[0] + ("1" if victim[1] == "0" else "0")
+
+
+def test_another_p_takes_over(start: Start) -> None:
+    engines = start(prefill=2)
+    with Routed(**engines.settings()) as router:
+        ask(router.url, CHAT, chat())
+        used = engines.served()[0]
+        engines[used].set(status=500)
+        _, answer = ask(router.url, CHAT, chat())
+        assert f'failures_total{{cause="error",engine="{used}"}} 1.0' in router.metrics()
+    assert text_of(answer) == wanted(chat())
+    assert sorted(engines.served()) == sorted([used, used, other_of(used), "d0", "d0"])
+    assert len(engines["d0"].seen()[1]["body"]["kv_transfer_params"]["transfer_id"]) == 32
+
+
+@pytest.mark.parametrize("trouble", [{"status": 500}, {"status": 400}, {"hang": True}, None], ids=str)
+def test_without_a_p_that_works_d_computes_the_prompt(start: Start, trouble: Body | None) -> None:
+    engines = start()
+    with Routed(**engines.settings(), prefill_timeout_s=0.3, health_interval_s=60) as router:
+        if trouble is None:
+            engines["p0"].kill()
+        else:
+            engines["p0"].set(**trouble)
+        events = list(stream(router.url, CHAT, chat()))
+    assert "".join(map(text_of, events)) == wanted(chat())
+    (d,) = engines["d0"].seen()
+    assert "kv_transfer_params" not in d["body"]
+
+
+@pytest.mark.parametrize("trouble", [{"status": 500}, {"status": 429}, {"end_after": 0}, None], ids=str)
+@pytest.mark.parametrize("streams", [True, False])
+def test_another_d_takes_over_before_the_first_byte(
+    start: Start, trouble: Body | None, streams: bool
+) -> None:
+    """It is P's turn again: what P computed was on its way to the D that failed."""
+    engines = start(decode=2)
+    body = completion(stream=streams)
+    more = {name: {"handoff": f"tcp://{name}:1"} for name in ("d0", "d1")}
+    with Routed(**engines.settings(**more), health_interval_s=60) as router:
+        ask(router.url, COMPLETIONS, completion(user="me"))
+        (victim,) = set(engines.served()) - {"p0"}
+        if trouble is None:
+            engines[victim].kill()
+        else:
+            engines[victim].set(**trouble)
+        if streams:
+            found = "".join(map(text_of, stream(router.url, COMPLETIONS, body | {"user": "me"})))
+        else:
+            found = text_of(ask(router.url, COMPLETIONS, body | {"user": "me"})[1])
+    if trouble == {"end_after": 0} and not streams:
+        return  # it is the stream that breaks off
+    assert found == wanted(body)
+    handoffs = [request["body"]["kv_transfer_params"]["handoff"] for request in engines["p0"].seen()]
+    other = other_of(victim)
+    assert handoffs == [f"tcp://{victim}:1", f"tcp://{victim}:1", f"tcp://{other}:1"]
+    assert len(engines[other].seen()) == 1
+
+
+def test_what_the_last_d_says_is_passed_on(start: Start) -> None:
+    engines = start(decode=2)
+    engines["d0"].set(status=503)
+    engines["d1"].set(status=503)
+    with Routed(**engines.settings()) as router:
+        for body in (completion("a"), completion("a", stream=True)):
+            assert ask(router.url, COMPLETIONS, body) == (503, {"error": {"message": "as told"}})
+    assert engines.served() == ["d0", "d0", "d1", "d1"]
+
+
+def test_a_wrong_request_is_asked_about_once(start: Start) -> None:
+    engines = start(decode=2)
+    engines.set(status=422)
+    with Routed(**engines.settings()) as router:
+        assert ask(router.url, COMPLETIONS, completion()) == (422, {"error": {"message": "as told"}})
+        assert router.health() == {"p0": True, "d0": True, "d1": True}
+    assert len(engines.served()) == 2  # P, and the D that tells the client
+
+
+@pytest.mark.parametrize("end", ["abort", "error"])
+def test_an_engine_that_gives_up_is_replaced(start: Start, end: str) -> None:
+    """As vLLM does when it is told to end, and when its core has died."""
+    engines = start(decode=2)
+    body = chat("short")
+    with Routed(**engines.settings()) as router:
+        ask(router.url, CHAT, body)
+        (victim,) = engines.served()
+        engines[victim].set(end=end, end_after=7)
+        found = "".join(map(text_of, stream(router.url, CHAT, body)))
+        assert router.health()[victim], "it is the request that failed, not the engine"
+    assert found == wanted(body)
+    assert engines.served().count(other_of(victim)) == 1
+
+
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_stopped_d_is_waited_for_no_longer_than_said(start: Start, after: int) -> None:
+    engines = start(decode=2)
+    engines.set(hold_after=after)
+    limits = {"first_token_timeout_s": 1.0, "idle_timeout_s": 1.0, "health_interval_s": 60}
+    with Routed(**engines.settings(), **limits) as router:
+        events = stream(router.url, COMPLETIONS, completion("short"))
+        if after:
+            found = [next(events) for _ in range(after)]
+            victim = the_one_at_work(engines, COMPLETIONS)
+            engines[victim].stop()
+            engines[other_of(victim)].set(hold_after=None)
+        else:
+            found, victim = [], "d0"
+            engines["d0"].stop()
+            engines["d1"].set(hold_after=None)
+        found += events
+        engines[victim].resume()
+    assert "".join(map(text_of, found)) == text_after(list(b"short"), 24)
+
+
+def test_a_d_that_is_found_down_loses_its_requests(start: Start) -> None:
+    """One that hangs: no answer of its own would ever come, and this one is no stream."""
+    engines = start(decode=2)
+    with Routed(**engines.settings(), health_timeout_s=0.3, health_interval_s=0.05) as router:
+        ask(router.url, COMPLETIONS, completion("short", user="me"))
+        (victim,) = set(engines.served())
+        engines[victim].set(hang=True)
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, router.url, COMPLETIONS, completion("short", user="me"))
+            wait_for(lambda: len(engines[victim].seen()) == 2)
+            engines[victim].stop()
+            assert text_of(answer.result()[1]) == text_after(list(b"short"), 24)
+        assert router.health()[victim] is False
+        engines[victim].resume()
+        wait_for(lambda: router.health()[victim])
+
+
+def test_an_engine_that_is_down_gets_nothing_until_it_is_back(start: Start) -> None:
+    engines = start(decode=1)
+    with Routed(**engines.settings()) as router:
+        engines["d0"].kill()
+        wait_for(lambda: not router.health()["d0"])
+        assert fetch(router.url, "GET", "/health")[0] == 503
+        status, answer = ask(router.url, COMPLETIONS, completion("short"))
+        assert (status, answer["error"]["code"]) == (503, 503)
+        assert "no decode engine is left: none is up" in answer["error"]["message"]
+        engines["d0"].start()
+        wait_for(lambda: router.health()["d0"])
+        assert ask(router.url, COMPLETIONS, completion("short"))[0] == 200
+        engines["d0"].set(health=503)
+        wait_for(lambda: not router.health()["d0"])
+        assert 'kvkit_router_engine_up{engine="d0",role="decode"} 0.0' in router.metrics()
+
+
+def test_a_stream_that_nobody_can_continue_says_so(start: Start) -> None:
+    engines = start(decode=1)
+    engines["d0"].set(end_after=5)
+    with Routed(**engines.settings()) as router:
+        events = list(stream(router.url, COMPLETIONS, completion("short")))
+    assert "no decode engine is left" in events[-1]["error"]["message"]
+    assert "".join(map(text_of, events)) == text_after(list(b"short"), 5)
+
+
+@pytest.mark.parametrize("fields", [{"stop": ["never"]}, {"seed": 1}, {}], ids=str)
+def test_an_answer_that_would_not_fit_is_not_glued_on(start: Start, fields: Body) -> None:
+    """The other D makes something else, as one does that samples; without ids, it can only begin anew."""
+    engines = start(decode=2)
+    engines.set(hold_after=12, ids=bool(fields))
+    with Routed(**engines.settings()) as router:
+        events = stream(router.url, COMPLETIONS, completion("short", **fields))
+        found = [next(events) for _ in range(12)]
+        victim = the_one_at_work(engines, COMPLETIONS)
+        engines[other_of(victim)].set(hold_after=None, other="another model")
+        engines[victim].kill()
+        found += events
+        assert 'takeovers_total{outcome="failed"} 1.0' in router.metrics()
+    assert "another answer than the client has" in found[-1]["error"]["message"]
+    assert text_after(list(b"short"), 24).startswith("".join(map(text_of, found)))
+
+
+def test_engines_that_tell_no_tokens_are_followed_by_text(start: Start) -> None:
+    engines = start(decode=2)
+    engines.set(hold_after=12, ids=False)
+    with Routed(**engines.settings()) as router:
+        events = stream(router.url, CHAT, chat())
+        found = [next(events) for _ in range(12)]
+        victim = the_one_at_work(engines, CHAT)
+        engines[other_of(victim)].set(hold_after=None)
+        engines[victim].kill()
+        found += events
+    assert "".join(map(text_of, found)) == wanted(chat())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_ends_the_work(start: Start, streams: bool) -> None:
+    engines = start()
+    engines["d0"].set(hold_after=3, hang=not streams)
+    body = json.dumps(completion("short", stream=streams)).encode()
+    with Routed(**engines.settings()) as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), DEADLINE_S) as client:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            if streams:
+                assert client.recv(1).startswith(b"H")
+            wait_for(lambda: len(engines["d0"].seen()) == 1)
+        wait_for(lambda: engines["d0"].seen()[0]["left"])
+        wait_for(lambda: 'answers_total{status="499"} 1.0' in router.metrics())
+        wait_for(lambda: 'engine_requests{engine="d0",role="decode"} 0.0' in router.metrics())
+
+
+def test_no_request_takes_longer_than_said(start: Start) -> None:
+    engines = start()
+    engines["d0"].set(hang=True)
+    with Routed(**engines.settings(), request_timeout_s=0.3) as router:
+        status, answer = ask(router.url, COMPLETIONS, completion("short"))
+        assert (status, answer["error"]["message"]) == (504, "no answer within 0.3 s")
+        engines["d0"].set(hang=False, hold_after=2)
+        *_, last = stream(router.url, COMPLETIONS, completion("short"))
+        assert last["error"]["message"] == "no answer within 0.3 s"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    "body",
+    [completion(), completion(list(LONG.encode())), chat()],
+    ids=["completions", "token ids", "chat"],
+)
+def test_what_a_d_holds_is_asked_and_not_computed_again(start: Start, body: Body, token_file: Path) -> None:
+    engines = start(decode=2)
+    path = COMPLETIONS if "prompt" in body else CHAT
+    caches = {n: {"cache": engines[n].url, "token_file": str(token_file)} for n in ("p0", "d0", "d1")}
+    with Routed(**engines.settings(**caches)) as router:
+        ask(router.url, path, body)  # nobody answers a lookup
+        assert engines.served().count("p0") == 1
+        for engine in ("p0", "d0", "d1"):
+            engines[engine].set(held=0)
+        ask(router.url, path, body)
+        assert engines.served().count("p0") == 2
+        engines["d0"].set(held=1350)
+        before = len(engines["d0"].seen())
+        _, answer = ask(router.url, path, body)
+        assert engines.served().count("p0") == 2
+        assert len(engines["d0"].seen()) == before + 1
+        tokens = len(wanted_prompt(body))
+        assert f'kvkit_router_new_tokens_total{{computed="decode"}} {tokens - 1350}.0' in router.metrics()
+        assert text_of(answer) == wanted(body)
+        ask(router.url, path, body | {"cache_salt": "s"})  # not what the endpoint is asked about
+        assert engines.served().count("p0") == 3
+
+
+def test_who_holds_what_can_be_asked_of_something_else(start: Start) -> None:
+    engines = start()
+
+    async def everything(engine: Engine, tokens: Sequence[int]) -> int | None:
+        return len(tokens)
+
+    with Routed(everything, **engines.settings()) as router:
+        ask(router.url, COMPLETIONS, completion())
+    assert engines.served() == ["d0"]
+
+
+def test_a_conversation_stays_and_load_spreads(start: Start) -> None:
+    engines = start(prefill=0, decode=2)
+    engines.set(hold_after=1)
+    with Routed(**engines.settings(), spread=1) as router, ExitStack() as stack:
+        found = []
+        for _ in range(4):
+            events = stack.enter_context(closing(stream(router.url, CHAT, chat("hello", 3))))
+            next(events)
+            found.append(events)
+        counts = [len(engines[name].seen()) for name in ("d0", "d1")]
+        assert sorted(counts) == [2, 2], "a D has over one more than the other"
+        engines.set(hold_after=None)
+        for events in found:
+            list(events)
+        before = engines.served()
+        for turn in range(3):
+            for user in ("one", "two", "three"):
+                ask(router.url, CHAT, chat(f"turn {turn}", 3, user=user))
+    last = engines.order()
+    for user in ("one", "two", "three"):
+        assert len({name for name, body in last if body.get("user") == user}) == 1
+    assert len(before) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "words"),
+    [
+        (COMPLETIONS, b"{", "the body is no JSON"),
+        (COMPLETIONS, b"[1]", r"the body is \[1\], want an object"),
+        (COMPLETIONS, b"{}", "prompt = None: want a string or a list"),
+        (CHAT, b'{"messages": ["hi"]}', r"messages = \['hi'\]: want a list of objects"),
+        (CHAT, b'{"messages": [], "stream": 1}', "stream = 1: want bool"),
+        (CHAT, b'{"messages": [], "max_tokens": true}', "max_tokens = True: want int"),
+        (CHAT, b'{"messages": [], "kv_transfer_params": {}}', "kv_transfer_params: the router sets them"),
+    ],
+)
+def test_wrong_requests(start: Start, path: str, raw: bytes, words: str) -> None:
+    engines = start()
+    with Routed(**engines.settings()) as router:
+        status, answer = fetch(router.url, "POST", path, raw)
+    assert status == 400
+    assert re.search(words, json.loads(answer)["error"]["message"])
+    assert engines.served() == []
+
+
+def test_models_and_tokens_are_a_ds_to_tell(start: Start) -> None:
+    engines = start(decode=2)
+    with Routed(**engines.settings(), health_interval_s=60) as router:
+        assert ask(router.url, "/v1/models")[1]["data"] == [{"id": "toy"}]
+        engines["d0"].kill()
+        assert ask(router.url, "/tokenize", {"prompt": "ab"})[1]["tokens"] == [97, 98]
+        engines["d1"].kill()
+        status, answer = ask(router.url, "/v1/models")
+        assert (status, "no decode engine answers" in answer["error"]["message"]) == (503, True)
 
 
 class Command(Process):
