@@ -86,7 +86,8 @@ class Asked:
     def hands_over(self) -> bool:
         """Whether P can compute the prompt for a D: one answer, and nothing of the prompt's own is wanted."""
         own = ("echo", "use_beam_search", "prompt_logprobs", "prompt_embeds")
-        return self.single and all(self.body.get(name) in (None, False) for name in own)
+        asked = [self.body.get(name) for name in own]  # (0 logprobs are logprobs)
+        return self.single and all(value is None or value is False for value in asked)
 
     @property
     def max_tokens(self) -> int | None:
