@@ -181,7 +181,7 @@ class _Toy:
         else:
             prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
         count = body.get("max_tokens") or body.get("max_completion_tokens") or 16
-        pieces, finish = _pieces(prompt, count, body, self.settings)
+        pieces, finish = pieces_of(prompt, count, body, self.settings)
         head = {
             "id": f"{'chat' if chat else ''}cmpl-{request.headers['X-Request-Id']}-{self.settings['other']}",
             "created": len(self.seen),
@@ -234,7 +234,7 @@ class _Toy:
         return response
 
 
-def _pieces(
+def pieces_of(
     prompt: list[int], count: int, body: Body, settings: Body
 ) -> tuple[list[tuple[str, list[int]]], str]:
     """(text, tokens) of each event, and why it ends. Text is held back for what may be a stop string."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from routers import Routed, ask, stream, text_of
+from servers import Proxy
 from vllm_server import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -35,34 +37,39 @@ def chat(count: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_texts_are_those_of_a_server_asked_directly(tmp_path: Path) -> None:
-    """One is P and a D, the other a D; whichever decodes is killed in the middle of its stream."""
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    with Served(folders[0], None) as one, Served(folders[1], None) as two:
-        servers = {"one": one, "two": two}
-        direct = {path: ask(one.url, path, body(160))[1] for path, body in BODIES.items()}
-        for path, body in BODIES.items():
-            with Routed(
-                prefill={"p": {"url": one.url}},
-                decode={name: {"url": server.url} for name, server in servers.items()},
-            ) as router:
-                status, whole = ask(router.url, path, body(32))
-                streamed = list(stream(router.url, path, body(32), timeout_s=120))
-                assert status == 200
-                assert text_of(direct[path]).startswith(text_of(whole))
-                assert "".join(map(text_of, streamed)) == text_of(whole)
+    """One is P and a D, the other a D. Whichever decodes is cut off in the middle of one stream, and killed in
+    the middle of another."""
+    with ExitStack() as stack:
+        servers, proxies = [], []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            servers.append(stack.enter_context(Served(tmp_path / name, None)))
+            proxies.append(stack.enter_context(Proxy(servers[-1].port)))
+        router = stack.enter_context(
+            Routed(
+                prefill={"p": {"url": servers[0].url}},
+                decode={str(i): {"url": f"http://127.0.0.1:{proxy.port}"} for i, proxy in enumerate(proxies)},
+            )
+        )
 
-                events = stream(router.url, path, body(160), timeout_s=120)
-                found = [next(events) for _ in range(7)]
-                (victim,) = re.findall(r'engine_requests{engine="(.*)",role="decode"} 1.0', router.metrics())
-                servers[victim].kill()
-                found += events
-                assert "".join(map(text_of, found)) == text_of(direct[path])
-                metrics = router.metrics()
-                assert 'reason="much-new"' in metrics
-                assert 'kvkit_router_takeovers_total{outcome="continued"} 1.0' in metrics
-                servers[victim].start()
+        def cut(victim: int) -> None:
+            proxies[victim].spoil = "cut"
 
+        def kill(victim: int) -> None:
+            servers[victim].kill()
 
-BODIES = {COMPLETIONS: completion, CHAT: chat}
+        for times, (path, body, end) in enumerate([(COMPLETIONS, completion, cut), (CHAT, chat, kill)], 1):
+            direct = text_of(ask(servers[0].url, path, body(160))[1])
+            whole = text_of(ask(router.url, path, body(32))[1])
+            assert direct.startswith(whole)
+            assert "".join(map(text_of, stream(router.url, path, body(32)))) == whole
+            events = stream(router.url, path, body(160), timeout_s=120)
+            found = [next(events) for _ in range(7)]
+            (victim,) = re.findall(r'engine_requests{engine="(.)",role="decode"} 1.0', router.metrics())
+            end(int(victim))
+            found += events
+            assert "".join(map(text_of, found)) == direct
+            proxies[int(victim)].spoil = ""
+            metrics = router.metrics()
+            assert f'kvkit_router_takeovers_total{{outcome="continued"}} {times}.0' in metrics
+        assert re.search('prefill="p",reason="much-new"} [1-9]', metrics)
