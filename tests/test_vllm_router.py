@@ -37,8 +37,8 @@ def chat(count: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_texts_are_those_of_a_server_asked_directly(tmp_path: Path) -> None:
-    """One is P and a D, the other a D. Whichever decodes is cut off in the middle of one stream, and killed in
-    the middle of another."""
+    """One is P and a D, the other a D. Whichever decodes is cut off in the middle of one stream, and killed
+    in the middle of another."""
     with ExitStack() as stack:
         servers, proxies = [], []
         for name in ("one", "two"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from servers import Process, free_ports
 from vllm_engine import ENVIRONMENT, Settings
 
@@ -44,6 +46,14 @@ class Served(Process):
     def answers(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
             return bool(reply.status == 200)
+
+    def kill(self) -> None:
+        """End it and its engine, which would outlive it."""
+        engine = psutil.Process(self.pid).children(recursive=True) if self._process is not None else []
+        super().kill()
+        for process in engine:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def ask(self, path: str, body: Settings | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()

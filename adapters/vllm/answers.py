@@ -51,11 +51,13 @@ class Answer:
 
     Attributes:
         finished: whether the reason why it ends is there.
+        took_over: whether an engine had to go on with what another began.
         prompt_tokens: of the client's request; None until an engine has said so.
     """
 
     def __init__(self, asked: Asked) -> None:
         self.finished = False
+        self.took_over = False
         self.prompt_tokens: int | None = None
         self._asked = asked
         self._text = "text" if asked.kind == "completions" else "content"
@@ -66,7 +68,6 @@ class Answer:
         self._identity: Body = {}
         self._usage: Body | None = None
         self._begun = False
-        self._took_over = False
         self._plain = True
         self._calls_tools = False
 
@@ -106,7 +107,7 @@ class Answer:
             return self._asked
         if not self._asked.single or self._calls_tools:
             raise CannotContinue("an answer with several choices or tool calls cannot change its engine")
-        self._took_over = True
+        self.took_over = True
         ids = self._made.get(_IDS, [])
         whole = self._whole.get(_IDS, 0)
         longest = self._asked.max_tokens
@@ -171,7 +172,7 @@ class Answer:
         names = {self._text} & choice.keys()
         if self._asked.kind == "chat":
             part = choice["delta"] = dict(choice.get("delta") or {})
-            if self._took_over:
+            if self.took_over:
                 part.pop("role", None)
             names = {name for name, value in part.items() if isinstance(value, str)} - {"role"}
             others = any(value for name, value in part.items() if name not in names)
@@ -188,7 +189,7 @@ class Answer:
                 self._whole = dict(self._leg.at)
             if self._shows_ids:
                 choice[_IDS] = new_ids
-        if self._took_over:
+        if self.took_over:
             return others or any(texts.values()) or bool(new_ids and self._shows_ids)
         return part is choice or bool(part) or bool(new_ids and self._shows_ids)
 

@@ -47,6 +47,7 @@ class Refused(RuntimeError):
 
     def __init__(self, status: int, body: bytes, content_type: str) -> None:
         super().__init__(f"HTTP {status}: {body[:200].decode(errors='replace')}")
+        self.status = status
         self.answer = status, body, content_type
 
 

@@ -235,11 +235,12 @@ def aborted(event: Mapping[str, Any]) -> bool:
 def computed_tokens(reply: Mapping[str, Any]) -> int | None:
     """Tokens of the prompt that an answer was computed from, without those from a cache; None: it does not
     say."""
-    usage = reply.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
-    if details.get("cached_tokens") is None:
+    usage = reply.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    if not isinstance(cached, int) or not isinstance(usage, dict):
         return None
-    return max(0, int(usage.get("prompt_tokens") or 0) - int(details["cached_tokens"]))
+    return max(0, int(usage.get("prompt_tokens") or 0) - cached)
 
 
 DONE = b"[DONE]"
