@@ -7,10 +7,11 @@ engines agree, and one that has another prompt does not. `set` changes how it be
     tokens_per_event  as vLLM's under load
     ids             whether it returns token ids when asked
     status          of an answer, 200: none of its own
-    end_after, end  after so many events a stream ends: "cut", "abort" or "error"
+    end_after, end  after so many events a stream ends: "cut", "abort", "error" or "garbled"
     hang            accepts and never answers
     health          HTTP status of /health
     params          kv_transfer_params of its answers
+    takes           whether it answers what another has prefilled; False: HTTP status 500
     held            what /lookup says
     other           it is another model
 """
@@ -112,6 +113,7 @@ DEFAULTS: Body = {
     "hang": False,
     "health": 200,
     "params": None,
+    "takes": True,
     "held": None,
     "other": "",
 }
@@ -172,6 +174,8 @@ class _Toy:
         self.seen.append(note)
         if self.settings["hang"]:
             await asyncio.Event().wait()
+        if not self.settings["takes"] and (body.get("kv_transfer_params") or {}).get("do_remote_prefill"):
+            return web.json_response({"error": {"message": "no KV came"}}, status=500)
         if self.settings["status"] != 200:
             return web.json_response({"error": {"message": "as told"}}, status=self.settings["status"])
         chat = request.path.startswith("/v1/chat")
@@ -216,6 +220,8 @@ class _Toy:
             if number == self.settings["end_after"]:
                 if self.settings["end"] == "error":
                     await send({"error": {"message": "EngineCore died", "code": 500}})
+                if self.settings["end"] == "garbled":
+                    await send({"choices": [7]})
                 if self.settings["end"] == "abort":
                     await send({"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]})
                 request.transport.abort()

@@ -340,6 +340,19 @@ def test_another_d_takes_over_before_the_first_byte(
     assert len(engines[other].seen()) == 1
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_only_d_computes_what_it_cannot_take(start: Start, streams: bool) -> None:
+    engines = start()
+    engines["d0"].set(takes=False)
+    with Routed(**engines.settings()) as router:
+        if streams:
+            found = "".join(map(text_of, stream(router.url, COMPLETIONS, completion())))
+        else:
+            found = text_of(ask(router.url, COMPLETIONS, completion())[1])
+    assert found == wanted(completion())
+    assert engines.served() == ["p0", "d0", "d0"]
+
+
 def test_what_the_last_d_says_is_passed_on(start: Start) -> None:
     engines = start(decode=2)
     engines["d0"].set(status=503)
@@ -359,9 +372,9 @@ def test_a_wrong_request_is_asked_about_once(start: Start) -> None:
     assert len(engines.served()) == 2  # P, and the D that tells the client
 
 
-@pytest.mark.parametrize("end", ["abort", "error"])
+@pytest.mark.parametrize("end", ["abort", "error", "garbled"])
 def test_an_engine_that_gives_up_is_replaced(start: Start, end: str) -> None:
-    """As vLLM does when it is told to end, and when its core has died."""
+    """As vLLM does when it is told to end, and when its core has died; or it sends nonsense."""
     engines = start(decode=2)
     body = chat("short")
     with Routed(**engines.settings()) as router:

@@ -126,7 +126,14 @@ class Dispatcher:
                 failure = error
             log.warning("%s: %s", job.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
-            job.failed.add(failure.engine.name)
+            if (
+                decision.prefill is not None
+                and failure.cause == "error"
+                and self._is_last(job, failure.engine)
+            ):
+                job.hands_over = False  # what it was handed may be the trouble: it is asked again, without
+            else:
+                job.failed.add(failure.engine.name)
             if failure.engine.role == "decode" and job.client.began:
                 if answer.finished:
                     owed = answer.last_event()
@@ -136,6 +143,10 @@ class Dispatcher:
                     asked = answer.resume()
                 except CannotContinue as error:
                     raise Failed(502, f"{failure}; {error}") from failure
+
+    def _is_last(self, job: Job, engine: Engine) -> bool:
+        """Whether `engine` is the only D left for a request."""
+        return [e for e in self._decodes if e.up and e.name not in job.failed] == [engine]
 
     async def _look_up(self, job: Job) -> None:
         """Ask the engines what they hold of the prompt. Mutates `job`: nothing is known of who is late."""
