@@ -56,14 +56,38 @@ def demo(
     ] = None,
     json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("demo.json"),
     png_path: Annotated[Path, typer.Option("--png", help="where to write the picture")] = Path("demo.png"),
+    pd: Annotated[
+        bool,
+        typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM; no picture"),
+    ] = False,
+    vllm: Annotated[str, typer.Option(help="with --pd: more of vLLM's options")] = "",
 ) -> None:
     """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
     from kvkit.adapters.smollm2 import ModelError
     from kvkit.demo import DemoError, run
 
+    if pd:
+        _demo_pd(model, vllm, json_path)
+        return
     try:
         run(model, json_path, png_path, Console())
     except (DemoError, ModelError) as error:
+        _fail(str(error))
+
+
+def _demo_pd(model: str | None, vllm: str, json_path: Path) -> None:
+    from kvkit.adapters.smollm2 import ModelError
+    from kvkit.bench.client import ClientError
+    from kvkit.bench.pd import PdError, run
+    from kvkit.bench.systems import StartError
+
+    try:
+        options = shlex.split(vllm)
+    except ValueError as error:
+        _fail(f"vllm = {vllm!r}: {error}")
+    try:
+        run(model, options, json_path, Console())
+    except (PdError, StartError, ClientError, ModelError) as error:
         _fail(str(error))
 
 

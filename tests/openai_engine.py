@@ -187,7 +187,7 @@ class _Toy:
         count = body.get("max_tokens") or body.get("max_completion_tokens") or 16
         pieces, finish = pieces_of(prompt, count, body, self.settings)
         head = {
-            "id": f"{'chat' if chat else ''}cmpl-{request.headers['X-Request-Id']}-{self.settings['other']}",
+            "id": f"cmpl-{request.headers.get('X-Request-Id')}-{len(self.seen)}",
             "created": len(self.seen),
             "model": body["model"],
         }

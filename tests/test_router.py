@@ -18,12 +18,14 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from managed import ManagedCache
 from openai_engine import TOKEN, OpenAIEngine, render, text_after, tokens_after
 from routers import Routed, ask, fetch, stream, text_of
 from servers import Process, free_ports
 from waiting import wait_for
 
 from kvkit.adapters.vllm.engines import Engine
+from kvkit.server import Server
 from kvkit.testing import DEADLINE_S
 
 Body = dict[str, Any]
@@ -544,6 +546,20 @@ def test_what_a_d_holds_is_asked_and_not_computed_again(start: Start, body: Body
         assert text_of(answer) == wanted(body)
         ask(router.url, path, body | {"cache_salt": "s"})  # not what the endpoint is asked about
         assert engines.served().count("p0") == 3
+
+
+def test_kvkits_endpoint_is_understood(start: Start, token_file: Path) -> None:
+    engines = start()
+    cache = ManagedCache()  # it has 8 tokens of anything
+    with (
+        Server(cache, token=TOKEN, port=0) as server,
+        Routed(
+            **engines.settings(d0={"cache": server.url, "token_file": str(token_file)}), direct_tokens=2
+        ) as router,
+    ):
+        for tokens, prefilled in ((10, 0), (11, 1)):
+            ask(router.url, COMPLETIONS, completion([97] * tokens))
+            assert engines.served().count("p0") == prefilled
 
 
 def test_who_holds_what_can_be_asked_of_something_else(start: Start) -> None:
