@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_engine import DEFAULTS, pieces_of, render, text_after, tokens_after
 from routers import text_of
@@ -66,7 +66,11 @@ def asked_for(body: Body) -> Asked:
     return Asked("chat" if "messages" in body else "completions", body)
 
 
-@given(BODIES, st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4), st.booleans()), max_size=5))
+BREAKS = st.tuples(st.integers(0, 18), st.sampled_from([1, 1, 1, 2, 3]), st.sampled_from([True, True, False]))
+
+
+@settings(max_examples=400)
+@given(BODIES, st.lists(BREAKS, min_size=1, max_size=4))
 def test_an_answer_is_the_same_wherever_its_engines_break_off(
     body: Body, breaks: list[tuple[int, int, bool]]
 ) -> None:
@@ -123,6 +127,50 @@ def test_the_engine_that_takes_over_gets_what_makes_text() -> None:
             assert request.token_ids == (97, 98, *made[:whole])
             assert request.body["max_tokens"] == COUNT - whole
             assert request.body["min_tokens"] == max(0, 9 - whole)
+
+
+def test_what_made_no_text_may_come_out_differently() -> None:
+    """As an engine that samples does; the client has nothing of it."""
+    asked = asked_for({"prompt": "ab", "max_tokens": COUNT, "stream": True})
+    answer = Answer(asked)
+    (first, *_) = events_of(asked, 0, 1, True)[1:]  # it ends "é", of two tokens
+    answer.take(events_of(asked, 0, 1, True)[0])
+    answer.take(first)
+    half: Body = {"choices": [{"index": 0, "text": "", "finish_reason": None, "token_ids": [0xE6]}]}
+    assert answer.take(half) is not None
+    request = answer.resume()
+    assert request.token_ids == (97, 98, 0xC3, 0xA9)
+    other: Body = {"choices": [{"index": 0, "text": "x", "finish_reason": None, "token_ids": [120]}]}
+    shown = answer.take(other)
+    assert shown is not None
+    assert text_of(shown) == "x"
+
+
+def test_an_answer_that_has_all_its_tokens_is_not_asked_to_go_on() -> None:
+    """Its engine failed before it could say why it ended: no engine can be asked for 0 tokens."""
+    asked = asked_for({"prompt": "ab", "max_tokens": 1, "stream": True})
+    made: Body = {"choices": [{"index": 0, "text": "x", "finish_reason": None, "token_ids": [120]}]}
+    made["choices"][0]["prompt_token_ids"] = [97, 98]
+    answer = Answer(asked)
+    answer.take(made)
+    assert answer.resume() == asked
+    assert answer.take(made) is None
+    last: Body = {"choices": [{"index": 0, "text": "", "finish_reason": "length", "token_ids": []}]}
+    assert answer.take(last) is not None
+    assert answer.finished
+
+
+def test_an_answer_cannot_shrink() -> None:
+    asked = asked_for({"prompt": "ab", "max_tokens": COUNT, "stream": True, "seed": 1})
+    answer = Answer(asked)
+    for event in events_of(asked, 0, 1, True)[:12]:
+        answer.take(event)
+    short = Asked("completions", {**asked.body, "max_tokens": 6})
+    events = events_of(short, 1, 1, False)
+    assert answer.resume() == asked
+    assert [answer.take(event) for event in events[:5]] == [None] * 5
+    with pytest.raises(CannotContinue, match="ends the answer before"):
+        answer.take(events[5])
 
 
 def test_an_engine_that_fails_after_the_end_owes_the_usage() -> None:

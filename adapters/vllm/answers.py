@@ -117,7 +117,7 @@ class Answer:
         if not self._shows_ids:  # what the client does not have may come out differently
             del ids[whole:]
         if whole == 0:
-            self._whole, self._leg = {}, _Leg()
+            self._leg = _Leg()
             return self._asked
         self._leg = _Leg(dict(self._whole), whole)
         body = dict(self._asked.body)
