@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from pydantic import ByteSize
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
+
+from kvkit.adapters.vllm.connector import _check_role
+from kvkit.config import ConfigError
+from kvkit.handoff.settings import HandoffConfig
 
 CHUNK = 2 * BLOCK
 SEND = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -184,3 +190,21 @@ def test_what_never_comes_is_computed(pair: Pair, expected: dict[int, list[int]]
     _, second = pair.ask_both(SHORT, handoff=f"unix://{pair.folder}/nobody")
     assert second["tokens"] == expected[len(SHORT)]
     assert grown(pair.decode, before, HANDED) == [0]
+
+
+@pytest.mark.parametrize(
+    ("role", "handoff", "load", "word"),
+    [
+        ("kv_producer", {"role": "decode"}, "async", "handoff.role = 'decode': kv_role is 'kv_producer'"),
+        ("kv_consumer", {"role": "prefill"}, "async", "want 'decode' or 'both'"),
+        ("kv_both", {"role": "decode"}, "sync", "load = 'sync'"),
+    ],
+)
+def test_roles_that_contradict_each_other_are_refused(
+    role: str, handoff: Settings, load: str, word: str
+) -> None:
+    full = HandoffConfig(listen=("unix:///d",), buffer=ByteSize(1 << 20), **handoff)
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        _check_role(role, full, load)
+    _check_role("kv_both", full, "async")
+    _check_role(role, None, load)

@@ -36,6 +36,7 @@ from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.config import ConfigError
+from kvkit.handoff.settings import HandoffConfig
 from kvkit.layout import KVLayout, Namespace
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         blocks = groups.check_chunks(self._config.chunk_tokens, specs)
         parallel = vllm_config.parallel_config
         _check(self._settings.load, len(specs), parallel)
+        _check_role(self._kv_transfer_config.kv_role, self._config.handoff, self._settings.load)
         self._scheduler: Scheduler | None = None
         self._events: Events | None = None
         self._worker: Worker | None = None
@@ -98,7 +100,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False
+        handoff = self._config.handoff
+        return self._kv_transfer_config.kv_role == "kv_producer" and handoff is not None and handoff.sends
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -284,6 +287,20 @@ def _check(load: str, tables: int, parallel: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+
+
+def _check_role(role: str, handoff: HandoffConfig | None, load: str) -> None:
+    """
+    Raises:
+        ConfigError: what kvkit's settings say of handoff does not go with vLLM's.
+    """
+    if handoff is None:
+        return
+    if (role, handoff.role) in (("kv_producer", "decode"), ("kv_consumer", "prefill")):
+        fits = "prefill" if role == "kv_producer" else "decode"
+        raise ConfigError(f"handoff.role = {handoff.role!r}: kv_role is {role!r}; want {fits!r} or 'both'")
+    if handoff.receives and load != "async":
+        raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
 
 
 def _sequence(request: Any, tokens: int) -> Sequence | None:
