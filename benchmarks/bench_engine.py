@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,18 +16,32 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks import resident, timeline
+from benchmarks.link import NoLink, link
 from benchmarks.two_tiers import Tokens, TwoTiers, by_turns
 from kvkit.tiers.objects import ObjectTier
 from tests.servers import S3Server, data_folder
 from timing import forget, interleaved, processor_s, ratio
 
 ROUNDS = 15
+LINK_MBITS = 2000
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with data_folder(tmp_path_factory, "bench-engine") as folder, S3Server(folder) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def far_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server behind a link of `LINK_MBITS`."""
+    with ExitStack() as open_:
+        folder = open_.enter_context(data_folder(tmp_path_factory, "bench-engine-far"))
+        try:
+            there = open_.enter_context(link(LINK_MBITS))
+        except NoLink as why:
+            pytest.skip(str(why))
+        yield open_.enter_context(S3Server(folder, there.address, there.within))
 
 
 @pytest.fixture
@@ -51,16 +68,23 @@ class WaitingTier(ObjectTier):
 
 
 def compare_with_turns(
-    benchmark: Any, case: TwoTiers, move: Callable[[Tokens], None], half: int, length: int
+    benchmark: Any, case: TwoTiers, move: Callable[[Tokens], None], chunks: int, disk: int, s3: int
 ) -> None:
-    """`move` of ranges by turns on disk, cold, and on S3; against equal parts of one, then the other.
+    """`move` of `chunks`, `disk` of them on disk, cold, and `s3` in the bucket by turns.
+
+    Against as many that all lie on disk, and then as many that all lie in the bucket.
 
     `bound` is what the ratio would be if the slower part took all of the time. `cores` are those that this
     process and the server kept busy meanwhile: where they are the machine's, they set the time, not waiting.
     """
     rounds = ROUNDS if benchmark.enabled else 1
-    mixed = case.store(0, 2 * half, by_turns(length))
-    parts = {"disk": case.store(1, half, lambda _: "disk"), "s3": case.store(2, half, lambda _: "s3")}
+    home = by_turns(disk, s3)
+    mixed = case.store(0, chunks, home)
+    counts = Counter(home(i) for i in range(chunks))
+    parts = {
+        "disk": case.store(1, counts["disk"], lambda _: "disk"),
+        "s3": case.store(2, counts["s3"], lambda _: "s3"),
+    }
     files = case.files()
     spent: list[float] = []
 
@@ -87,43 +111,57 @@ def compare_with_turns(
         bound_min=bound["min"],
         bound_median=bound["median"],
         cores=sum(spent[-rounds:]) / sum(times["both"]),
+        disk_s=statistics.median(times["disk"]),
+        s3_s=statistics.median(times["s3"]),
     )
     case.close()
 
 
 def test_prefetch_from_disk_and_s3(benchmark: Any, server: S3Server, folder: Path) -> None:
     """64 chunks of 8 MiB, ranges of 8."""
-    half, length = (32, 8) if benchmark.enabled else (4, 2)
-    case = TwoTiers(
+    chunks, length = (64, 8) if benchmark.enabled else (8, 2)
+    case = prefetching(folder, server, "prefetch", chunks, large=benchmark.enabled)
+    compare_with_turns(benchmark, case, case.prefetch, chunks, length, length)
+
+
+def test_prefetch_from_disk_and_s3_behind_a_link(benchmark: Any, far_server: S3Server, folder: Path) -> None:
+    """64 chunks of 8 MiB: as many in the bucket as come over the link while the disk reads the rest."""
+    chunks, disk, s3 = (64, 27, 5) if benchmark.enabled else (8, 3, 1)
+    case = prefetching(folder, far_server, "prefetch-link", chunks, large=benchmark.enabled)
+    compare_with_turns(benchmark, case, case.prefetch, chunks, disk, s3)
+
+
+def prefetching(folder: Path, server: S3Server, prefix: str, chunks: int, large: bool) -> TwoTiers:
+    """Tiers whose records a prefetch brings into a memory tier that holds them all."""
+    return TwoTiers(
         folder,
         server,
-        "prefetch",
-        chunks=2 * half,
-        memory=2 * half,
+        prefix,
+        chunks=chunks,
+        memory=chunks,
         slots=16,
         write_back_to=("memory",),
-        large=benchmark.enabled,
+        large=large,
     )
-    compare_with_turns(benchmark, case, case.prefetch, half, length)
 
 
 @pytest.mark.parametrize("way", ["prefetch", "load-16-slots", "load-64-slots"])
 def test_overlap_of_waiting_tiers(benchmark: Any, server: S3Server, folder: Path, way: str) -> None:
     """As many chunks, but only the waiting counts: how far the engine keeps both tiers at work."""
     prefetch = way == "prefetch"
-    half, length = (32, 8) if benchmark.enabled else (4, 2)
+    chunks, length = (64, 8) if benchmark.enabled else (8, 2)
     case = TwoTiers(
         folder,
         server,
         f"waiting-{way}",
-        chunks=2 * half,
-        memory=2 * half if prefetch else 0,
+        chunks=chunks,
+        memory=chunks if prefetch else 0,
         slots=64 if way == "load-64-slots" else 16,
         write_back_to=("memory",) if prefetch else (),
         large=False,
         open_tier=WaitingTier,
     )
-    compare_with_turns(benchmark, case, case.prefetch if prefetch else case.load, half, length)
+    compare_with_turns(benchmark, case, case.prefetch if prefetch else case.load, chunks, length, length)
 
 
 @pytest.mark.parametrize("target", ["memory", "disk"])

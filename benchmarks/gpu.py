@@ -22,7 +22,7 @@ NEEDED = (
     *("torch", "triton", "numba", "xxhash", "fsspec", "google_crc32c", "pydantic", "pydantic_settings"),
     *("prometheus_client", "rich", "typer", "pytest", "pytest_benchmark", "hypothesis", "transformers"),
 )
-TESTS = ("gpu", "blend_triton", "problems", "tuning", "pages", "staging")
+TESTS = ("gpu", "end_to_end", "blend_triton", "problems", "tuning", "pages", "staging")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 KVKIT = (sys.executable, "-c", "from kvkit.cli import main; main()")
 
@@ -37,7 +37,7 @@ class Step:
 
 
 STEPS = (
-    Step("tests", (*PYTEST, *(f"tests/test_{stem}.py" for stem in TESTS)), 150),
+    Step("tests", (*PYTEST, *(f"tests/test_{stem}.py" for stem in TESTS)), 165),
     Step("tune", (*KVKIT, "tune", "--budget-s", "150"), 200),
     Step("benchmarks", (sys.executable, "-m", "benchmarks.run", "benchmarks/bench_gpu.py"), 170),
 )

@@ -1,6 +1,6 @@
 """Run every benchmark, print the ratios side by side, keep them in results/<machine>.json.
 
-python -m benchmarks.run [files]; KVKIT_RESULTS names another folder than results/.
+python -m benchmarks.run [files, or file::test]; KVKIT_RESULTS names another folder than results/.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def main() -> None:
     Console(width=150).print(table(copy.deepcopy(measured)))
     path = RESULTS / f"{slug()}.json"
     kept = json.loads(path.read_text())["results"] if path.exists() else []
-    renewed = {_file(entry) for entry in measured}
-    results = [entry for entry in kept if _file(entry) not in renewed] + measured
+    same = _name if any("::" in file for file in files) else _file
+    renewed = {same(entry) for entry in measured}
+    results = [entry for entry in kept if same(entry) not in renewed] + measured
     document = describe() | {
         "command": "make bench",
         "results": sorted(results, key=lambda entry: entry["name"]),
@@ -69,9 +70,13 @@ def condensed(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _file(entry: dict[str, Any]) -> str:
+def _name(entry: dict[str, Any]) -> str:
     name: str = entry["name"]
-    return name.partition("::")[0]
+    return name
+
+
+def _file(entry: dict[str, Any]) -> str:
+    return _name(entry).partition("::")[0]
 
 
 def table(measured: list[dict[str, Any]]) -> Table:

@@ -170,9 +170,11 @@ def _engine(figures: dict[str, Any]) -> list[list[str]]:
     """Ratios of times, and beside a prefetch's what it would be if the slower tier took all of the time."""
     rows = [["what", "against", "ratio of minima", "of medians", "at best"]]
     both = "64 × 8 MiB, half from a cold disk, half from S3"
+    linked = "64 × 8 MiB, 54 from a cold disk, 10 from S3 over a link of 2 Gbit/s"
     moves = {
         "prefetch_from_disk_and_s3": f"prefetch {both}",
-        "overlap_of_waiting_tiers[prefetch]": "the same, waiting alone",
+        "prefetch_from_disk_and_s3_behind_a_link": f"prefetch {linked}",
+        "overlap_of_waiting_tiers[prefetch]": "the same, half and half, waiting alone",
         "overlap_of_waiting_tiers[load-64-slots]": "load them through 64 slots, waiting alone",
         "overlap_of_waiting_tiers[load-16-slots]": "load them through 16 slots, waiting alone",
     }
@@ -180,7 +182,7 @@ def _engine(figures: dict[str, Any]) -> list[list[str]]:
         found = figures.get(f"engine::{name}")
         if found is not None:
             ratios = (found[key] for key in ("ratio_min", "ratio_median", "bound_median"))
-            rows.append([what, "one half, then the other", *(f"{ratio:.2f}" for ratio in ratios)])
+            rows.append([what, "one part, then the other", *(f"{ratio:.2f}" for ratio in ratios)])
     for target in ("memory", "disk"):
         found = figures.get(f"engine::write_back[{target}]")
         if found is not None:

@@ -112,8 +112,8 @@ def record_load(
         large=large,
         open_tier=partial(RecordedTier, recorder),
     )
-    case.load(case.store(1, chunks, by_turns(length)))
-    tokens = case.store(0, chunks, by_turns(length))
+    case.load(case.store(1, chunks, by_turns(length, length)))
+    tokens = case.store(0, chunks, by_turns(length, length))
     case.cache.flush()
     forget(case.files())
     with ExitStack() as patched:

@@ -105,6 +105,6 @@ class TwoTiers:
         self.cache.check_integrity()
 
 
-def by_turns(length: int) -> Callable[[int], str]:
-    """Ranges of `length` chunks by turns on disk and on S3, for `TwoTiers.store`."""
-    return lambda i: "disk" if i // length % 2 == 0 else "s3"
+def by_turns(disk: int, s3: int) -> Callable[[int], str]:
+    """Ranges of so many chunks by turns on disk and on S3, for `TwoTiers.store`."""
+    return lambda i: "disk" if i % (disk + s3) < disk else "s3"

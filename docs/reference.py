@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from kvkit import metrics
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig
+from kvkit.handoff.settings import HandoffConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("docs/configuration.md", "docs/operations.md", "docs/vllm.md")
@@ -44,6 +45,7 @@ def render(page: str) -> str:
         "tiers": lambda: settings(TierConfig),
         "policy": lambda: settings(PolicyConfig),
         "server": lambda: settings(ServerConfig),
+        "handoff": lambda: settings(HandoffConfig),
         "metrics": lambda: documented_metrics(metrics.__doc__ or ""),
         "vllm": lambda: settings(Settings),
         "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
@@ -59,7 +61,7 @@ def settings(model: type[BaseModel]) -> str:
     """A Markdown table of a model's settings. Those that are tables of their own are left out."""
     rows = ["| setting | values | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if not _is_section(field):
+        if not is_section(field):
             cells = (f"`{name}`", _values(field), _default(field), field.description or "")
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -76,7 +78,8 @@ def vllm_metrics() -> str:
     return ast.get_docstring(ast.parse((ROOT / "adapters/vllm/stats.py").read_text())) or ""
 
 
-def _is_section(field: FieldInfo) -> bool:
+def is_section(field: FieldInfo) -> bool:
+    """Whether a setting is a table of settings."""
     return any(isinstance(part, type) and issubclass(part, BaseModel) for part in _parts(field.annotation))
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvkit import plan as planning
@@ -13,13 +14,14 @@ from kvkit import record
 from kvkit.counts import Counts, Direction
 from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
+from kvkit.promises import Promise, Promises
+from kvkit.puts import Outstanding, PutQueue
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
-from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.threads import Workers
+from kvkit.staging import Lease, Staging, StagingTimeout, release_all
+from kvkit.threads import Closed, Stopped, Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
 from kvkit.tiers.health import Health, State
-from kvkit.transfers import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +43,38 @@ class Access:
         tiers: by name.
         policy: what goes where; names these tiers only.
         staging: slots that records pass through.
+        groups: records of a chunk.
         timeout_s: the longest that any single wait may take, in seconds.
     """
 
-    def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
+    def __init__(
+        self, tiers: dict[str, Tier], policy: Policy, staging: Staging, groups: int, timeout_s: float
+    ) -> None:
         self.tiers = tiers
         self.policy = policy
         self.staging = staging
         self.timeout_s = timeout_s
         self.puts = Outstanding()
+        self.promises = Promises()
         self.health = {name: Health() for name in tiers}
         self._lock = threading.Lock()
         self._counts = Counts()
         self._described: set[tuple[str, str]] = set()
+        self._gets: dict[str, dict[object, float]] = {
+            name: {} for name in tiers
+        }  # when those under way began
         self._asking = {
             name: Workers(ASKING_THREADS, f"kvkit-ask-{name}")
             for name, tier in tiers.items()
             if not tier.near
         }
+        self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in self._asking}
+        spare = staging.slots - sum(tier.slots for tier in tiers.values())
+        limit = planning.put_limit(spare, len(self._asking), groups)
+        self._queues = {
+            name: PutQueue(name, limit, partial(self.start, "put", name)) for name in self._asking
+        }
+        staging.on_shortage(self._reclaim)
 
     def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
@@ -73,6 +89,35 @@ class Access:
                 run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
                 plan = planning.extend(plan, tier, run)
                 grew = grew or run > 0
+        return plan
+
+    def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
+        """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
+
+        A tier of which nothing was read for a while is taken at no cost, so that it is tried again.
+
+        Args:
+            groups: records of a chunk.
+            first: chunks that the engine has.
+            compute_s: seconds that it takes to compute one.
+        """
+        now = time.monotonic()
+        known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
+        load_s = {tier: seconds * groups for tier, seconds in known.items() if seconds is not None}
+        kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
+        return plan if first >= plan.chunks else planning.clip(plan, first + kept)
+
+    def find_promised(self, chunks: Chunks, wait_s: float) -> RetrievePlan:
+        """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
+        until = time.monotonic() + wait_s
+        promised = self.promises.among(chunks.names)  # asked before the tiers: what is kept since, they have
+        plan = self.find(chunks, RetrievePlan(len(chunks)), frozenset())
+        while not plan.complete and promised:
+            gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
+            if not gap or not self.promises.wait(gap, until - time.monotonic()):
+                break
+            promised -= gap
+            plan = self.find(chunks, plan, frozenset())
         return plan
 
     def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
@@ -101,20 +146,48 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool = False,
         on_put: OnPut | None = None,
-    ) -> None:
+        promise: Promise | None = None,
+    ) -> set[int]:
         """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
 
-        `on_put` is called with a tier and a name when it has that record, from any thread.
+        A tier that is passed over, or whose puts hang, is left out. `on_put` is called with a tier and a name
+        when it has that record, from any thread. `promise` hears how it ends.
+
+        Returns:
+            Those of the chunks that at least one tier took.
         """
         last = first + len(leases) // chunks.groups
+        taken: set[int] = set()
         for segment in segments:
             start, stop = max(first, segment.start), min(last, segment.stop)
-            if start >= stop:
+            if start >= stop or self.passed_over(segment.tier):
                 continue
             names = chunks.records(start, stop)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            expected = self._expect(segment.tier, names, held, written_back, on_put)
-            self.start("put", segment.tier, names, held, expected)
+            expected = self._expect(segment.tier, names, held, written_back, on_put, promise)
+            queue = self._queues.get(segment.tier)
+            if queue is None:
+                self.start("put", segment.tier, names, held, expected)
+            else:
+                stop = start + queue.put(names, held, expected) // chunks.groups
+            taken.update(range(start, stop))
+        return taken
+
+    def offer(
+        self,
+        tier: str,
+        chunks: Chunks,
+        first: int,
+        leases: Sequence[Lease],
+        on_put: OnPut | None,
+        promise: Promise,
+    ) -> set[int]:
+        """As `put`, for a tier outside this process, which is asked what it lacks when its turn has come."""
+        last = first + len(leases) // chunks.groups
+        names = chunks.records(first, last)
+        expected = self._expect(tier, names, leases, False, on_put, promise)
+        taken = self._queues[tier].put(names, leases, expected, partial(self._start_lacking, tier, chunks))
+        return set(range(first, first + taken // chunks.groups))
 
     def start(
         self,
@@ -130,6 +203,10 @@ class Access:
         """
         size, began = 0, time.monotonic()
         lock = threading.Lock()
+        call = object()
+        if direction == "get":
+            with self._lock:
+                self._gets[tier][call] = began
         # shares: when the tier reports, it has released its own, and another record may lie in the slot
         held = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
 
@@ -142,6 +219,9 @@ class Access:
                 size += 0 if error is not None else lease.used
                 last = not held
             lease.release()
+            if last and direction == "get":
+                with self._lock:
+                    del self._gets[tier][call]
             if last and size:
                 now = time.monotonic()
                 self.count(lambda counts: counts.moved(tier, direction, size, now - began))
@@ -222,7 +302,7 @@ class Access:
         if not new:
             return
         tier = self.tiers[name]
-        self.puts.add(1)
+        start = self.puts.add(1)
 
         def work() -> None:
             for form in new:
@@ -232,7 +312,7 @@ class Access:
                     log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
                     with self._lock:
                         self._described.discard((name, form.array))
-            self.puts.done()
+            self.puts.done(start)
 
         if tier.near:
             work()
@@ -240,22 +320,34 @@ class Access:
             self._asking[name].start(work)
 
     def close(self) -> None:
-        """Close the tiers, each within the deadline, and end the threads that ask them."""
+        """Give up puts that wait, close the tiers, each within the deadline, and end the asking threads."""
+        self.staging.off_shortage(self._reclaim)
+        for queue in self._queues.values():
+            queue.give_up()
         for name in self.tiers:
             try:
                 self.bounded(name, lambda tier: tier.close())
             except Exception as error:
                 log.warning("tier %r did not close: %s", name, error or type(error).__name__)
-        for workers in self._asking.values():
+        for workers in (*self._offering.values(), *self._asking.values()):
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
         """Whether to ask it: not while it keeps failing. After a pause one caller gets yes, and must ask."""
-        return self.health[tier].usable(time.monotonic())
+        return not self.passed_over(tier) and self.health[tier].usable(time.monotonic())
 
     def passed_over(self, tier: str) -> bool:
-        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing."""
-        return self.health[tier].state(time.monotonic()) == "open"
+        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing.
+
+        The pause lasts while reads that are late keep slots: each trial would cost as many more.
+        """
+        now = time.monotonic()
+        state = self.health[tier].state(now)
+        if state != "half-open":
+            return state == "open"
+        with self._lock:
+            oldest = min(self._gets[tier].values(), default=now)
+        return now - oldest > self.timeout_s
 
     def worked(self, tier: str) -> None:
         """Note that a tier delivered."""
@@ -291,10 +383,50 @@ class Access:
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
 
+    def _start_lacking(
+        self,
+        tier: str,
+        chunks: Chunks,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        """Ask the tier in the background which of `names` it has, and put the others."""
+        held = [lease.share() for lease in leases]
+
+        def work() -> None:
+            run = 0
+            try:
+                if self.usable(tier):
+                    run = self.ask(tier, names)
+                for name in names[:run]:
+                    on_complete(name, FileExistsError(f"tier {tier!r} has {name}"))
+                if self.passed_over(tier):
+                    for name in names[run:]:
+                        on_complete(name, TierFull(f"tier {tier!r}: {name} is left out, for the tier fails"))
+                elif run < len(names):
+                    self.describe(tier, chunks.formats)
+                    self.start("put", tier, names[run:], held[run:], on_complete)
+            finally:
+                release_all(held)
+
+        try:
+            self._offering[tier].start(work)
+        except Closed as error:
+            release_all(held)
+            for name in names:
+                on_complete(name, error)
+
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
         near = [name for name, tier in self.tiers.items() if tier.near]
         taken = RetrievePlan(stop, (Segment(source, start, stop),))
         return planning.plan_write_back(taken, stop, self.policy, near)
+
+    def _reclaim(self, _: int) -> None:
+        """Somebody lacks slots: those of what waits for a tier that does not get on."""
+        for tier, queue in self._queues.items():
+            if queue.stuck or self.passed_over(tier):
+                queue.give_up()
 
     def _expect(
         self,
@@ -303,14 +435,20 @@ class Access:
         leases: Sequence[Lease],
         written_back: bool,
         on_put: OnPut | None,
+        promise: Promise | None,
     ) -> OnComplete:
-        """A callback for `start` that counts what was put; `puts` waits for it, once per name."""
+        """A callback that counts what was put; `puts` waits for it, once per name."""
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
-        self.puts.add(len(sizes))
+        start = self.puts.add(len(sizes))
+        if promise is not None:
+            promise.attempt(sizes)
 
         def on_complete(name: str, error: BaseException | None) -> None:
+            held = isinstance(error, FileExistsError)
             with self._lock:
-                if error is None:
+                if held:
+                    pass
+                elif error is None:
                     self._counts.stored_records[tier] += 1
                     self._counts.stored_bytes[tier] += sizes[name]
                     self._counts.written_back_records[tier] += written_back
@@ -318,43 +456,18 @@ class Access:
                     self._counts.refused[tier] += 1
                 else:
                     self._counts.write_errors[tier] += 1
-            if isinstance(error, TierFull):
+            if isinstance(error, TierFull | FileExistsError):
                 log.debug("%s", error)
             elif error is not None:
                 log.warning("tier %r did not take %s: %s", tier, name, error)
             self.health[tier].answered(time.monotonic())  # a full disk can still be read
             if error is None and on_put is not None:
-                on_put(tier, name)
-            self.puts.done()
+                try:
+                    on_put(tier, name)
+                except Exception:  # the caller's: the tier did its part, and a flush must not wait for more
+                    log.exception("the callback after the put of %s failed", name)
+            if promise is not None:
+                (promise.kept if error is None or held else promise.give_up)([name])
+            self.puts.done(start)
 
         return on_complete
-
-
-class Outstanding:
-    """Counts what was started and not yet reported."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
-
-    @property
-    def count(self) -> int:
-        """How many are left."""
-        with self._changed:
-            return self._count
-
-    def add(self, count: int) -> None:
-        with self._changed:
-            self._count += count
-
-    def done(self) -> None:
-        with self._changed:
-            self._count -= 1
-            if self._count == 0:
-                self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for all; how many are left at the deadline."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count == 0, timeout_s)
-            return self._count

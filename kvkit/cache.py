@@ -14,6 +14,7 @@ steps of a load are numbered in `kvkit.loads.fetch`, a store is in `kvkit.stores
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -28,9 +29,9 @@ from kvkit.kernels import launch
 from kvkit.kernels.launch import Pages
 from kvkit.layers import LayerLoad, LayerStore
 from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.plan import RetrievePlan
 from kvkit.policy import Policy, PolicyError, in_effect
 from kvkit.policy import check as check_policy
+from kvkit.promises import Promise
 from kvkit.reads import Shelf
 from kvkit.rope import Rotation
 from kvkit.sequence import CacheError, Chunks, Hit, Loaded, Place, check_places, formats_of
@@ -55,8 +56,8 @@ __all__ = [
     "Stored",
 ]
 
-LOADING_THREADS, STORING_THREADS = 4, 2
-"""Moves in the background at a time; they mostly wait for tiers, which have threads of their own."""
+LOADING_THREADS, STORING_THREADS, LOOKING_THREADS = 4, 2, 4
+"""What goes on in the background at a time. It mostly waits for tiers, which have threads of their own."""
 
 READING_THREADS = 8
 """Layers of records that are read at a time, of each tier."""
@@ -117,38 +118,78 @@ class Cache:
         if staging.slots < len(layout.groups):
             raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
-        self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near])
+        self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
         self.timeout_s = timeout_s
         self.endpoint: Endpoint | None = None
-        self._access = Access(self.tiers, self.policy, staging, timeout_s)
+        self._access = Access(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
         self._shelf = Shelf(staging.slots // 2)
         staging.on_shortage(self._shelf.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
+        self._looking = Workers(LOOKING_THREADS, "kvkit-look")
         self._reading = {name: Workers(READING_THREADS, f"kvkit-layers-{name}") for name in self.tiers}
         self._closed = False
         self._loading.submit(_warm_up)
 
-    def lookup(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
+    def lookup(
+        self,
+        tokens: Any,
+        namespace: Namespace | None = None,
+        *,
+        wait_s: float = 0.0,
+        first: int = 0,
+        prefill_tokens_per_s: float | None = None,
+    ) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.
 
         Reads no payload and changes nothing. A tier that fails holds nothing.
+
+        Args:
+            wait_s: seconds to wait, if need be, for chunks that this cache is storing and no tier has yet.
+            first: chunks that the engine has and will not load.
+            prefill_tokens_per_s: how fast the engine computes. Where it is known, the run ends where going on
+                computing is faster than loading, by what was measured of the tiers in the last minute.
         """
         chunks = self._chunks(tokens, namespace)
-        hit = Hit(chunks, self._access.find(chunks, RetrievePlan(len(chunks)), frozenset()))
+        found = self._access.find_promised(chunks, wait_s)
+        plan = found
+        if prefill_tokens_per_s is not None:
+            compute_s = chunks.chunk_tokens / prefill_tokens_per_s
+            plan = self._access.worth_loading(found, chunks.groups, first, compute_s)
+        hit = Hit(chunks, plan)
+        declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
+        if declined:
+            log.info("tokens that are computed, as loading them is slower: %s", dict(declined))
 
         def note(counts: Counts) -> None:
             counts.lookups += 1
             counts.lookup_tokens += len(chunks.tokens)
             counts.hit_tokens.update(hit.by_tier)
+            counts.declined_tokens.update(declined)
 
         self._access.count(note)
         return hit
 
-    def lookup_async(self, tokens: Any, namespace: Namespace | None = None) -> Transfer[Hit]:
+    def lookup_async(
+        self,
+        tokens: Any,
+        namespace: Namespace | None = None,
+        *,
+        wait_s: float = 0.0,
+        first: int = 0,
+        prefill_tokens_per_s: float | None = None,
+    ) -> Transfer[Hit]:
         """`lookup` in the background."""
-        return Transfer.start(self._loading, lambda _: self.lookup(tokens, namespace), urgent=True)
+        look = partial(
+            self.lookup,
+            tokens,
+            namespace,
+            wait_s=wait_s,
+            first=first,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+        )
+        return Transfer.start(self._looking, lambda _: look())
 
     def load(self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
@@ -248,7 +289,8 @@ class Cache:
                 fewer than `first` whole chunks.
             PolicyError: `to` names a tier that does not exist.
         """
-        return self._store(tokens, place, namespace, to, first)(Transfer())
+        move, _ = self._store(tokens, place, namespace, to, first)
+        return move(Transfer())
 
     def store_async(
         self,
@@ -260,6 +302,7 @@ class Cache:
         first: int = 0,
         ready: Callable[[], object] | None = None,
         on_stored: Callable[[str, int], None] | None = None,
+        copy_first: bool = False,
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
 
@@ -268,18 +311,24 @@ class Cache:
                 event's `synchronize`).
             on_stored: called with the name of a tier and the number of a chunk, counted from `first`, when
                 that tier has it completely; from any thread, and often after the future is done.
+            copy_first: whether chunks are copied before tiers outside this process are asked what they lack.
+                The pages come free without waiting for them, and what they have was copied for nothing.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move = self._store(tokens, place, namespace, to, first, on_stored)
+        move, promise = self._store(tokens, place, namespace, to, first, on_stored, copy_first)
 
         def store(transfer: Transfer[Stored]) -> Stored:
             if ready is not None:
                 ready()
             return move(transfer)
 
-        return Transfer.start(self._storing, store)
+        transfer = Transfer.start(self._storing, store)
+        transfer.add_done_callback(
+            lambda done: promise.withdraw() if done.cancelled() or done.exception() else None
+        )
+        return transfer
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
@@ -288,7 +337,7 @@ class Cache:
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every put that was started is complete or has failed.
+        """Wait until every put that was started before this call is complete or has failed.
 
         Raises:
             CacheTimeout: some are still under way after `timeout_s` (default: the cache's).
@@ -345,7 +394,7 @@ class Cache:
         self._closed = True
         if self.endpoint is not None:
             self.endpoint.close()
-        for workers in (self._loading, self._storing, *self._reading.values()):
+        for workers in (self._looking, self._loading, self._storing, *self._reading.values()):
             if not workers.close(self.timeout_s):
                 log.warning("close: a load or a store is still under way after %s s", self.timeout_s)
         try:
@@ -381,7 +430,8 @@ class Cache:
         to: Sequence[str] | None,
         first: int,
         on_stored: Callable[[str, int], None] | None = None,
-    ) -> Callable[[Transfer[Stored]], Stored]:
+        copy_first: bool = False,
+    ) -> tuple[Callable[[Transfer[Stored]], Stored], Promise]:
         chunks = self._chunks(tokens, namespace)
         if first:
             chunks = chunks.part(first, len(chunks))
@@ -390,7 +440,9 @@ class Cache:
         for name in targets:
             if name not in self.tiers:
                 raise PolicyError(f"to={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return partial(stores.store, self._access, chunks, places, targets, on_stored)
+        promise = self._access.promises.make(chunks.names)
+        move = partial(stores.store, self._access, chunks, places, targets, on_stored, copy_first, promise)
+        return move, promise
 
 
 def _warm_up() -> None:

@@ -31,6 +31,14 @@ Tiers on servers:
     username = "me"
     password = "..."
 
+Engines that hand KV to each other (`kvkit.handoff.settings`) have a tier "handoff", and one for each peer:
+
+    [handoff]
+    role = "decode"
+    listen = ["unix:///run/kvkit/decode.sock"]
+    buffer = "4GiB"
+    peers = { prefill = "unix:///run/kvkit/prefill.sock" }
+
 What `options` leaves out, the client takes from its usual environment (AWS_ACCESS_KEY_ID, ...). A tier with a
 `kind` is another package's, and has settings of its own: `kvkit.tiers.plugins`.
 In the environment a nested setting has two underscores: KVKIT_TIERS__DISK__URL, KVKIT_CHUNK_TOKENS.
@@ -66,6 +74,7 @@ from pydantic_settings import (
 )
 
 from kvkit.cache import Cache
+from kvkit.handoff.settings import HandoffConfig, listen, open_handoff
 from kvkit.layout import KVLayout, Namespace
 from kvkit.policy import Policy
 from kvkit.policy import check as check_policy
@@ -78,6 +87,7 @@ from kvkit.server import (
     default_token_file,
     is_loopback,
     make_token,
+    read_token,
 )
 from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
@@ -90,7 +100,7 @@ from kvkit.tiers.redis import RedisTier
 
 _PREFIX = "KVKIT_"
 _ENVIRONMENT = "environment"
-_SECRET = {"token", "password", "options"}
+_SECRET = {"token", "password", "options", "secret"}
 """Settings whose values no message shows."""
 
 
@@ -255,6 +265,7 @@ class Config(BaseSettings):
     tiers: dict[str, TierConfig] = Field(default_factory=dict, description="in the order they are sought")
     policy: PolicyConfig = PolicyConfig()
     server: ServerConfig = ServerConfig()
+    handoff: HandoffConfig | None = Field(None, description="none: this engine hands no KV to others")
 
     @classmethod
     def settings_customise_sources(
@@ -269,12 +280,21 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _policy_names_tiers(self) -> Config:
-        check_policy(self.resolved_policy(), self.tiers)
+        made = () if self.handoff is None else self.handoff.tiers
+        for name in made:
+            if name in self.tiers or made.count(name) > 1:
+                raise ValueError(
+                    f"handoff: tier {name!r} is there twice; want other names for peers and tiers"
+                )
+        policy = check_policy(self.resolved_policy(), (*self.tiers, *made))
+        if self.handoff is not None:
+            self.handoff.check_policy(policy, tuple(self.tiers))
         return self
 
     def resolved_policy(self) -> Policy:
         """The policy with what was left out filled in."""
-        default = Policy.default(self.tiers)
+        handoff = self.handoff
+        default = Policy.default(self.tiers) if handoff is None else handoff.default_policy(self.tiers)
         given = {k: v for k, v in self.policy.model_dump().items() if v is not None}
         return Policy(
             retrieve_from=given.get("retrieve_from", default.retrieve_from),
@@ -332,7 +352,7 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
         ConfigError: a size is too small for this layout's records; a tier cannot be opened; or the endpoint
             cannot: its address is taken, the token's file is no such file, or a package is missing.
     """
-    if not config.tiers:
+    if not config.tiers and config.handoff is None:
         raise ConfigError("tiers: none given; want at least one, such as [tiers.disk] with a url")
     groups = range(len(layout.groups))
     slot_bytes = max(RecordFormat.of(layout, g, namespace).record_bytes for g in groups)
@@ -353,6 +373,8 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
     try:
         for name, tier in config.tiers.items():
             tiers.append(_open_tier(name, tier, staging, namespace.rank))
+        if config.handoff is not None:
+            _open_handoff(config.handoff, tiers, layout, namespace, config.timeout_s)
         cache = Cache(
             layout,
             namespace,
@@ -365,6 +387,8 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
         for opened in tiers:
             opened.close()
         staging.close()
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"tiers: {error}") from error
     if config.server.enabled:
         try:
@@ -373,6 +397,24 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
             cache.close()
             raise ConfigError(str(error)) from error
     return cache
+
+
+def _open_handoff(
+    config: HandoffConfig, tiers: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
+) -> None:
+    """Add the tiers of handoff to `tiers`, and have peers reach this node.
+
+    Raises:
+        ConfigError: a size, an address or a certificate is impossible, or the secret's file holds none.
+    """
+    secret = b"" if config.secret is None else config.secret.get_secret_value().encode()
+    try:
+        if config.secret_file is not None:
+            secret = read_token(config.secret_file, "secret_file").encode()
+        tiers += open_handoff(config, layout, namespace, secret, timeout_s)
+        listen(config, tiers, layout, namespace, secret, timeout_s)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"handoff: {error}") from error
 
 
 def _open_server(config: Config, cache: Cache) -> Server:
@@ -477,4 +519,6 @@ def _choices(path: tuple[int | str, ...]) -> list[str]:
         model = PolicyConfig
     elif path[:1] == ("server",):
         model = ServerConfig
+    elif path[:1] == ("handoff",):
+        model = HandoffConfig
     return list(model.model_fields)

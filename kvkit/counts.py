@@ -75,11 +75,13 @@ class Counts:
     Attributes:
         lookups, lookup_tokens: calls of lookup, and the tokens of whole chunks that were asked for.
         hit_tokens: tokens that a lookup found, by tier.
+        declined_tokens: tokens that a lookup found and left out, as computing them is faster, by tier.
         loaded_tokens, loaded_bytes: what was put into the engine, verified, by the tier it came from.
         stored_records, stored_bytes: what was put completely, by tier; written-back records are among them.
         written_back_records: records that were put completely after a load from another tier, by tier.
         evicted_records: records that a tier let go to make room, by tier.
-        refused: records that a tier had no room for, whatever it let go, by tier.
+        refused: records that a tier had no room for, whatever it let go, or had no slots for while its puts
+            hung, by tier.
         damaged: records that did not verify, by (tier, cause).
         read_errors, write_errors: records that a tier failed to deliver or to take, by tier.
         timeouts: answers that missed their deadline, by tier.
@@ -90,6 +92,7 @@ class Counts:
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
+    declined_tokens: Counter[str] = field(default_factory=Counter)
     loaded_tokens: Counter[str] = field(default_factory=Counter)
     loaded_bytes: Counter[str] = field(default_factory=Counter)
     stored_records: Counter[str] = field(default_factory=Counter)

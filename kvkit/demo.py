@@ -148,8 +148,16 @@ def draw(first: list[Turn], second: list[Turn], path: Path) -> None:
     plt.close(figure)
 
 
-def converse(folder: str, store: str, compare: bool, emit: Callable[[dict[str, Any]], None]) -> None:
-    """One process's conversation. With `compare` it reads from disk alone, and computes each answer anew.
+def converse(
+    folder: str,
+    store: str,
+    compare: bool,
+    emit: Callable[[dict[str, Any]], None],
+    device: str | None = None,
+) -> None:
+    """One process's conversation on `device`; None: a GPU if there is one.
+
+    With `compare` it reads from disk alone, and computes each answer anew.
 
     Raises:
         DemoError: the model cannot be loaded.
@@ -167,6 +175,7 @@ def converse(folder: str, store: str, compare: bool, emit: Callable[[dict[str, A
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise DemoError(f"model {folder!r} cannot be loaded: {error}") from error
+    loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     policy = {"retrieve_from": ["disk"], "write_back_to": []} if compare else {}
     config = load_config(
         chunk_tokens=CHUNK_TOKENS,

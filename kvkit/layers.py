@@ -325,8 +325,7 @@ class LayerStore:
                     form = chunks.formats[i % chunks.groups]
                     record.seal(form, lease.buffer, *chunks.identity(first + i // chunks.groups))
                     lease.used = form.record_bytes
-                self._access.put(self._plan.segments, chunks, first, leases)
-                stored = len(leases) // chunks.groups
+                stored = len(self._access.put(self._plan.segments, chunks, first, leases))
         finally:
             release_all(leases)
         return stored

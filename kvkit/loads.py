@@ -14,12 +14,11 @@ from kvkit.counts import Counts
 from kvkit.kernels import launch
 from kvkit.plan import RetrievePlan
 from kvkit.reads import PlanReads, Shelf
-from kvkit.record import Damage
 from kvkit.rope import Rotation
 from kvkit.sequence import Chunks, Hit, Loaded, Place
 from kvkit.staging import Lease, StagingTimeout, release_all
-from kvkit.tiers.base import DamagedObject
-from kvkit.transfers import Stopped, Transfer
+from kvkit.threads import Stopped
+from kvkit.transfers import Transfer
 from kvkit.write_backs import WriteBacks
 
 Use = Callable[[str, int, Sequence[Lease]], None]
@@ -58,24 +57,19 @@ def fetch(
             error: BaseException | None = None
             try:
                 while done < end and error is None and not transfer.stopped:
-                    # 2. records that were read, of one tier
+                    # 2. records that were read and verified, of one tier
                     if reads.short:
                         back.start()
                     ready = reads.take()
                     tier = reads.tier
                     try:
-                        # 3. verified, 4. used, 5. written back, later
-                        good, error = _verified(access, tier, chunks, done, ready)
-                        leases = ready[: good * chunks.groups]
-                        if leases:
-                            use(tier, done, leases)
-                            back.hold(tier, done, leases)
+                        if ready:  # 3. used, 4. written back, later
+                            use(tier, done, ready)
+                            back.hold(tier, done, ready)
                     finally:
                         release_all(ready)
-                    done += good
-                    used[tier] += good
-                    if error is not None:
-                        break
+                    done += len(ready) // chunks.groups
+                    used[tier] += len(ready) // chunks.groups
                     if reads.failed is not None:
                         name, error = reads.failed
                         access.ended(tier, name, error)
@@ -83,7 +77,7 @@ def fetch(
                 reads.abandon()
             if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
                 break
-            # 6. what could not be had there is sought elsewhere
+            # 5. what could not be had there is sought elsewhere
             if error is not None:
                 bad.add((tier, done))
                 plan = access.find(chunks, planning.clip(plan, done), bad)
@@ -168,10 +162,9 @@ def get(
         leases: list[Lease] = []
         try:
             leases = reads.take()
-            good, _ = _verified(access, tier, chunks, chunk, leases)
             if reads.failed is not None:
                 access.ended(tier, *reads.failed)
-            if good:
+            if leases:
                 access.write_back(tier, chunks, chunk, leases, _continued(access, chunks, chunk))
                 found, leases = leases, []
                 return found
@@ -188,20 +181,3 @@ def _continued(access: Access, chunks: Chunks, chunk: int) -> list[str]:
     before = chunks.records(chunk - 1, chunk)
     usable = [tier for tier in access.policy.write_back_to if access.usable(tier)]
     return [tier for tier in usable if access.ask(tier, before) == len(before)]
-
-
-def _verified(
-    access: Access, tier: str, chunks: Chunks, first: int, leases: Sequence[Lease]
-) -> tuple[int, DamagedObject | None]:
-    """How many whole chunks of `leases` are what they should be; drops the first record that is not."""
-    groups = chunks.groups
-    for i, lease in enumerate(leases):
-        chunk, group = first + i // groups, i % groups
-        damage: Damage | None = record.verify(
-            chunks.formats[group], lease.buffer[: lease.used], *chunks.identity(chunk)
-        )
-        if damage is not None:
-            name = chunks.names[chunk * groups + group]
-            access.drop(tier, name, damage)
-            return i // groups, DamagedObject(f"{name}: {damage}", damage)
-    return len(leases) // groups, None

@@ -5,6 +5,7 @@
 | kvkit_lookups_total | | calls of lookup |
 | kvkit_lookup_tokens_total | | tokens of whole chunks that were asked for |
 | kvkit_hit_tokens_total | tier | tokens that a lookup found; over kvkit_lookup_tokens_total: the hit rate |
+| kvkit_declined_tokens_total | tier | tokens that a lookup found and left out, as computing them is faster |
 | kvkit_loaded_tokens_total | tier | tokens put into the engine, by the tier they came from |
 | kvkit_loaded_bytes_total | tier | the same in bytes |
 | kvkit_stored_records_total | tier | records that were put completely |
@@ -22,6 +23,10 @@
 | kvkit_puts_under_way | | puts that a flush would wait for |
 | kvkit_slots | | slots of the staging memory |
 | kvkit_slots_in_use | | those that are leased, a memory tier's records among them |
+| kvkit_handoff_transfers | side, phase | transfers under way, to peers (sender) or from them (receiver) |
+| kvkit_handoff_ended_total | side, outcome | those that ended: done, refused, or admitted and failed |
+| kvkit_handoff_slots | | slots of the buffer that peers send into |
+| kvkit_handoff_slots_in_use | | those that are promised to a transfer, or hold a record that came |
 | kvkit_tier_state | tier, state | 1 for the state that the tier is in (ok, slow, open, half-open), else 0 |
 
 direction is get or put. Every tier's counters are there from the start, at 0, so that rates are complete; a
@@ -30,6 +35,7 @@ histogram appears with its first transfer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Protocol, get_args
@@ -40,6 +46,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvkit.counts import Counts, Histogram, Key
+from kvkit.handoff.outgoing import Stage
+from kvkit.handoff.states import Outcome, Phase
+from kvkit.handoff.tier import HandoffTier
 from kvkit.record import Damage
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
@@ -83,6 +92,7 @@ class CacheCollector(Collector):
         yield from _totals(counts)
         for name, text, by_tier in (
             ("kvkit_hit_tokens", "Tokens that a lookup found", counts.hit_tokens),
+            ("kvkit_declined_tokens", "Tokens found and left to compute", counts.declined_tokens),
             ("kvkit_loaded_tokens", "Tokens put into the engine", counts.loaded_tokens),
             ("kvkit_loaded_bytes", "Bytes put into the engine", counts.loaded_bytes),
             ("kvkit_stored_records", "Records that were put completely", counts.stored_records),
@@ -109,6 +119,9 @@ class CacheCollector(Collector):
             "kvkit_transfer_bytes_per_second", "Throughput of a transfer", counts.bytes_per_second
         )
         yield from self._gauges()
+        for tier in tiers.values():
+            if isinstance(tier, HandoffTier):
+                yield from _handoff(tier)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing collected: registering does not call the cache, whose tiers may still be opening."""
@@ -145,6 +158,30 @@ def _totals(counts: Counts) -> Iterator[Metric]:
     yield CounterMetricFamily("kvkit_lookups", "Calls of lookup", counts.lookups)
     yield CounterMetricFamily("kvkit_lookup_tokens", "Tokens asked for", counts.lookup_tokens)
     yield CounterMetricFamily("kvkit_cancelled", "Transfers that were called off", counts.cancelled)
+
+
+def _handoff(tier: HandoffTier) -> Iterator[Metric]:
+    labels = ("side", "phase")
+    transfers = GaugeMetricFamily("kvkit_handoff_transfers", "Transfers under way", labels=labels)
+    ended: dict[tuple[str, ...], int] = {}
+    if tier.sender is not None:
+        stages = Counter(tier.sender.transfers().values())
+        for stage in Stage:
+            if stage is not Stage.ENDED:
+                transfers.add_metric(("sender", stage), stages[stage])
+        ended |= {("sender", outcome): tier.sender.outcomes[outcome] for outcome in get_args(Outcome)}
+    if tier.receiver is not None:
+        phases = Counter(tier.receiver.transfers().values())
+        for phase in Phase:
+            transfers.add_metric(("receiver", phase), phases[phase])
+        ended |= {("receiver", outcome): tier.receiver.outcomes[outcome] for outcome in get_args(Outcome)}
+        arena = tier.receiver.arena
+        yield GaugeMetricFamily("kvkit_handoff_slots", "Slots of the buffer", arena.slots)
+        yield GaugeMetricFamily(
+            "kvkit_handoff_slots_in_use", "Those that are leased", arena.slots - arena.free
+        )
+    yield transfers
+    yield _counter("kvkit_handoff_ended", "Transfers that ended", ("side", "outcome"), ended.items())
 
 
 def _counter(

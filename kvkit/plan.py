@@ -73,6 +73,33 @@ def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
     return RetrievePlan(stop - start, kept)
 
 
+def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) -> RetrievePlan:
+    """The part of `plan` that is had soonest if the rest of it is computed.
+
+    Tiers deliver side by side, so loading takes as long as the slowest of them; what is computed comes after.
+    Within a segment that is a straight line up to where its tier becomes the slowest, and another one behind:
+    the best end is beside one of these points, or the end of a segment.
+
+    Args:
+        load_s: seconds a chunk takes, by tier; a tier that is not in it takes none.
+        compute_s: seconds the engine takes to compute a chunk.
+    """
+    taken: dict[str, float] = {}
+    slowest, best, end = 0.0, 0.0, 0
+    for segment in plan.segments:
+        each, before = load_s.get(segment.tier, 0.0), taken.get(segment.tier, 0.0)
+        count = segment.stop - segment.start
+        hidden = int((slowest - before) / each) if each else count
+        for chunks in sorted({min(hidden, count), min(hidden + 1, count), count}):
+            stop = segment.start + chunks
+            saved = stop * compute_s - max(slowest, before + chunks * each)
+            if saved >= best:
+                best, end = saved, stop
+        taken[segment.tier] = before + count * each
+        slowest = max(slowest, taken[segment.tier])
+    return clip(plan, end)
+
+
 @dataclass(frozen=True, slots=True)
 class StorePlan:
     """Segments to put, per target tier in the policy's order."""
@@ -102,6 +129,14 @@ def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> Stor
             if resident.get(tier, 0) < chunks
         )
     )
+
+
+def put_limit(slots: int, tiers: int, groups: int) -> int:
+    """How many of `slots` the puts of each of `tiers` hold at most, if they never end: as many as loads keep.
+
+    At least a chunk's `groups`: an arena of fewer than `tiers` + 1 chunks has nothing to keep for loads.
+    """
+    return max(groups, slots // (tiers + 1))
 
 
 def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode", "both"]
 
 
 class PolicyError(ValueError):
@@ -32,6 +35,24 @@ class Policy:
         """Retrieve from and store to all tiers, in the order given; write back to the first."""
         names = tuple(tiers)
         return Policy(retrieve_from=names, store_to=names, write_back_to=names[:1])
+
+
+def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str]) -> Policy:
+    """The default policy of a node that takes part in handoff.
+
+    Prefill sends to the peers that wait and keeps what it computes; it looks at them for what they generated.
+    Decode looks first at what was sent to it, and stores prompt and answer. Nothing is stored at a peer.
+
+    Args:
+        tiers: of this node and shared ones, in the order in which they are sought.
+        handoff: the tier that is the two sides of handoff.
+        peers: tiers that are other nodes' memory, sought last.
+    """
+    return Policy(
+        retrieve_from=(*([] if role == "prefill" else [handoff]), *tiers, *peers),
+        store_to=(*([] if role == "decode" else [handoff]), *tiers),
+        write_back_to=tuple(tiers[:1]),
+    )
 
 
 def in_effect(policy: Policy, near: Collection[str]) -> Policy:

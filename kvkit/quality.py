@@ -373,8 +373,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Measure `count` samples of every set; yields {"set", "sample", "measured"} as they are finished.
 
-    Appends each to `path`, a line of JSON, and takes from there what an earlier run with the same model, text
-    and methods has finished.
+    Appends each to `path`, a line of JSON, and takes from there what an earlier run with the same model and
+    text has finished: only methods that it did not measure are.
     """
     work = [
         (kind, i, sample)
@@ -382,27 +382,32 @@ def run(
         for i, sample in enumerate(samples(kind, encode, count, tokens, seed))
     ]
     work.sort(key=lambda item: item[1])  # every set makes progress
-    finished = {}
+    finished: dict[str, dict[str, Measures]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            finished[entry["of"]] = entry
+            finished.setdefault(entry["of"], {}).update(entry["by_settings"])
+    settings = {name: json.dumps(asdict(method)) for name, method in methods.items()}
     with path.open("a") as out:
         for kind, i, sample in work:
-            of = _identity(judge, sample, methods)
-            if of not in finished:
-                entry = {"of": of, "set": kind, "sample": i, "measured": judge.measure(sample, methods)}
-                finished[of] = entry
-                out.write(json.dumps(entry) + "\n")
+            of = _identity(judge, sample)
+            known = finished.setdefault(of, {})
+            left = {name: method for name, method in methods.items() if settings[name] not in known}
+            if left:
+                measured = judge.measure(sample, left)
+                by_settings = {settings.get(name, name): figures for name, figures in measured.items()}
+                out.write(json.dumps({"of": of, "by_settings": by_settings}) + "\n")
                 out.flush()
-            yield finished[of]
+                known.update(by_settings)
+            figures = {"full": known["full"]} | {name: known[settings[name]] for name in methods}
+            yield {"set": kind, "sample": i, "measured": figures}
 
 
-def _identity(judge: Judge, sample: Sample, methods: Mapping[str, Method]) -> str:
-    """A digest of all that decides a sample's figures."""
+def _identity(judge: Judge, sample: Sample) -> str:
+    """A digest of all that decides a sample's figures, but for the method."""
     digest = hashlib.blake2b(judge.weights.encode(), digest_size=12)
     digest.update(sample.prompt.tobytes() + sample.continuation.tobytes())
-    digest.update(repr((sample.documents, sorted((n, asdict(m)) for n, m in methods.items()))).encode())
+    digest.update(repr(sample.documents).encode())
     return digest.hexdigest()
 
 

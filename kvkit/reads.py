@@ -1,4 +1,4 @@
-"""Reads of records into slots, running ahead of their use, from all the tiers of a plan at the same time."""
+"""Verified records in slots, read ahead of their use from all the tiers of a plan at the same time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
+from kvkit import record
 from kvkit.access import Access
 from kvkit.plan import Segment
 from kvkit.sequence import Chunks
 from kvkit.staging import Lease, StagingTimeout, release_all
-from kvkit.transfers import Stopped
+from kvkit.threads import Stopped
+from kvkit.tiers.base import DamagedObject
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +59,9 @@ class PlanReads:
         return None if reads.error is None else (reads.failed, reads.error)
 
     def take(self) -> list[Lease]:
-        """The leases of the next chunks of `tier`, for the caller to release.
+        """The leases of the next chunks of `tier`, verified, for the caller to release.
 
-        Fewer than one chunk means that `failed` says why.
+        None means that `failed` says why.
         """
         while self._reads[0].done and len(self._reads) > 1:
             self._reads.popleft()
@@ -100,6 +102,8 @@ class PlanReads:
 class SegmentReads:
     """The records of one segment, in order. Used by one thread.
 
+    The thread that reads a record verifies it, so that a load has little left to do when its last read is in.
+
     Attributes:
         tier: that they come from.
         error: what ended the reads early, None while all is well.
@@ -109,6 +113,7 @@ class SegmentReads:
     def __init__(self, access: Access, chunks: Chunks, segment: Segment, shelf: Shelf) -> None:
         self.tier = segment.tier
         self._access = access
+        self._chunks = chunks
         self._names = chunks.names
         self._groups = chunks.groups
         self._shelf = shelf
@@ -116,6 +121,7 @@ class SegmentReads:
         self._next = segment.start
         self._stop = segment.stop
         self._in_flight: deque[tuple[str, Lease]] = deque()
+        self._lent: set[str] = set()  # those in flight that lay in slots already, and are not verified yet
         self._results: dict[str, BaseException | None] = {}
         self._round = 0
         self._interrupted = False
@@ -159,25 +165,31 @@ class SegmentReads:
             return 0
         try:
             leases = self._access.staging.acquire(
-                len(names), self._access.timeout_s if wait else 0.0, at_least=self._groups
+                len(names),
+                self._access.timeout_s if wait else 0.0,
+                at_least=self._groups,
+                stopped=lambda: self._interrupted,
             )
-        except StagingTimeout as error:
+        except (StagingTimeout, Stopped) as error:
             if wait:
-                log.warning("load stopped early: %s", error)
+                log.warning("load stopped early: %s", error or type(error).__name__)
                 self.error = error
             return 0
         self._next += keep_whole(leases, self._groups)
         names = names[: len(leases)]
         self._in_flight.extend(zip(names, leases, strict=True))
-        on_complete = partial(self._on_complete, self._round)
+        records = {
+            name: (start + i, lease) for i, (name, lease) in enumerate(zip(names, leases, strict=True))
+        }
+        on_complete = partial(self._on_complete, self._round, records)
         self._access.start("get", self.tier, names, leases, on_complete)
         return len(names)
 
     def take_ready(self) -> list[Lease]:
-        """The leases of the next chunks that were read, for the caller to release.
+        """The leases of the next chunks that were read, verified, for the caller to release.
 
-        Waits for the first chunk; takes those behind it that are complete as well. Fewer than one chunk means
-        that `error` is set.
+        Waits for the first chunk; takes those behind it that are complete as well. None means that `error` is
+        set.
         """
         deadline = time.monotonic() + self._access.timeout_s
         ready: list[Lease] = []
@@ -188,6 +200,8 @@ class SegmentReads:
                 break
             if late:
                 self.error = TimeoutError(f"tier {self.tier!r}: {chunk[0][0]} is late")
+            if self.error is None:
+                self.failed, self.error = self._verify_lent(chunk)
             if self.error is not None:
                 break
             for _ in chunk:
@@ -197,10 +211,11 @@ class SegmentReads:
         return ready
 
     def interrupt(self) -> None:
-        """Have `take_ready` fail; from any thread."""
+        """Have `fill` and `take_ready` wait no more, but fail; from any thread."""
         with self._changed:
             self._interrupted = True
             self._changed.notify()
+        self._access.staging.wake()
 
     def restart(self) -> None:
         """Give back what was not taken; the tier keeps its own shares until its reads are done."""
@@ -209,6 +224,7 @@ class SegmentReads:
         with self._changed:
             self._round += 1  # what completes from now on was given up
             self._results.clear()
+        self._lent.clear()
         self._next = self._first
 
     def _borrow(self, names: Sequence[str]) -> bool:
@@ -220,17 +236,39 @@ class SegmentReads:
                 break
             leases.append(lease)
         self._next += keep_whole(leases, self._groups)
+        self._lent.update(names[: len(leases)])
         with self._changed:
             for name, lease in zip(names, leases, strict=False):
                 self._results[name] = None
                 self._in_flight.append((name, lease))
         return bool(leases)
 
-    def _on_complete(self, round_: int, name: str, error: BaseException | None) -> None:
+    def _on_complete(
+        self, round_: int, records: Mapping[str, tuple[int, Lease]], name: str, error: BaseException | None
+    ) -> None:
+        if round_ == self._round and error is None:
+            error = self._damage(*records[name])
         with self._changed:
-            if round_ == self._round:
+            if round_ == self._round:  # else it was given up, and others have its slot
                 self._results[name] = error
                 self._changed.notify()
+
+    def _verify_lent(self, chunk: Sequence[tuple[str, Lease]]) -> tuple[str | None, DamagedObject | None]:
+        """The first of a chunk's lent records that is not what it should be, and why."""
+        for i, (name, lease) in enumerate(chunk):
+            if name in self._lent:
+                self._lent.remove(name)
+                damaged = self._damage(self._first * self._groups + i, lease)
+                if damaged is not None:
+                    return name, damaged
+        return None, None
+
+    def _damage(self, number: int, lease: Lease) -> DamagedObject | None:
+        """What is wrong with record `number` of the sequence."""
+        chunk, group = divmod(number, self._groups)
+        form, identity = self._chunks.formats[group], self._chunks.identity(chunk)
+        damage = record.verify(form, lease.buffer[: lease.used], *identity)
+        return None if damage is None else DamagedObject(f"{self._names[number]}: {damage}", damage)
 
     def _wait(
         self, chunk: Sequence[tuple[str, Lease]], deadline: float

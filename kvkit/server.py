@@ -211,8 +211,8 @@ def make_token(path: Path) -> str:
     return read_token(path)
 
 
-def read_token(path: Path) -> str:
-    """The token in `path`.
+def read_token(path: Path, setting: str = "server.token_file") -> str:
+    """The token, or another secret, in `path`. `setting` is for messages.
 
     Raises:
         ServerError: it cannot be read, every user can, or it holds no token.
@@ -222,10 +222,10 @@ def read_token(path: Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             token = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(f"server.token_file={str(path)!r}: {error}") from error
+        raise ServerError(f"{setting}={str(path)!r}: {error}") from error
     if mode & 0o007:
-        raise ServerError(f"server.token_file={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
-    _check_token(token, f"server.token_file={str(path)!r}")
+        raise ServerError(f"{setting}={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
+    _check_token(token, f"{setting}={str(path)!r}")
     return token
 
 

@@ -17,8 +17,12 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from kvkit.threads import Stopped
+
 log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE
+RECLAIM_S = 0.25
+"""Who waits for slots asks for them again after so many seconds."""
 _PREFAULT_BYTES = 8 << 20
 
 
@@ -149,7 +153,7 @@ class Staging:
             return len(self._waiting)
 
     def on_shortage(self, reclaim: Callable[[int], None]) -> None:
-        """Have `reclaim` called with the number of slots that somebody is about to wait for.
+        """Have `reclaim` called with the number of slots that somebody is about to wait for, or still lacks.
 
         Who keeps slots after that looks at `waiting`: a caller waits before it has others reclaim.
         """
@@ -166,13 +170,19 @@ class Staging:
         with self._changed:
             self._when_freed.append(freed)
 
-    def acquire(self, at_most: int, timeout_s: float, at_least: int = 1) -> list[Lease]:
+    def acquire(
+        self, at_most: int, timeout_s: float, at_least: int = 1, stopped: Callable[[], bool] = lambda: False
+    ) -> list[Lease]:
         """Lease `at_least` to `at_most` slots; waits only for the least, first come first served.
 
         A caller that never waits while it holds leases cannot deadlock with others: take what is given,
         use it, release it, ask again.
 
+        Args:
+            stopped: ends the wait; call `wake` when it may have turned true. It must not lock.
+
         Raises:
+            Stopped: it did so.
             StagingTimeout: fewer than `at_least` came free within `timeout_s` seconds.
             StagingError: the arena is closed or smaller than `at_least`, or `at_most` is below that.
         """
@@ -185,32 +195,37 @@ class Staging:
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
-            missing = at_least - len(self._free)
-            reclaims = tuple(self._reclaims) if missing > 0 else ()
+
+        def ready() -> bool:
+            return self._closed or (self._waiting[0] is ticket and len(self._free) >= at_least)
+
         try:
-            for reclaim in reclaims:
-                reclaim(missing)
-            with self._changed:
-                while not self._closed and (self._waiting[0] is not ticket or len(self._free) < at_least):
+            while True:
+                with self._changed:
+                    missing = at_least - len(self._free)
+                    reclaims = tuple(self._reclaims) if missing > 0 else ()
+                for reclaim in reclaims:
+                    reclaim(missing)
+                with self._changed:
                     left = deadline - time.monotonic()
-                    if left <= 0:
+                    self._changed.wait_for(lambda: ready() or stopped(), min(left, RECLAIM_S))
+                    if ready():
+                        return self._lease(at_most)
+                    if stopped():
+                        raise Stopped
+                    if left <= RECLAIM_S:
                         raise StagingTimeout(
                             f"{at_least} of {self.slots} slots did not come free within {timeout_s} s"
                         )
-                    self._changed.wait(left)
-                if self._closed:
-                    raise StagingError("the staging arena is closed")
-                leases = []
-                for _ in range(min(at_most, len(self._free))):
-                    slot = self._free.popleft()
-                    self._references[slot] = 1
-                    self.used[slot] = 0
-                    leases.append(Lease(self, slot))
-                return leases
         finally:
             with self._changed:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have those who wait look again whether they were stopped."""
+        with self._changed:
+            self._changed.notify_all()
 
     def check_integrity(self) -> None:
         """Prove that no slot is lost or counted twice.
@@ -242,6 +257,17 @@ class Staging:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+    def _lease(self, at_most: int) -> list[Lease]:
+        if self._closed:
+            raise StagingError("the staging arena is closed")
+        leases = []
+        for _ in range(min(at_most, len(self._free))):
+            slot = self._free.popleft()
+            self._references[slot] = 1
+            self.used[slot] = 0
+            leases.append(Lease(self, slot))
+        return leases
 
     def _share(self, lease: Lease) -> Lease:
         with self._changed:

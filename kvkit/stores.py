@@ -13,11 +13,13 @@ from kvkit import record
 from kvkit.access import Access, OnPut
 from kvkit.counts import Counts
 from kvkit.kernels import launch
-from kvkit.plan import StorePlan
+from kvkit.plan import Segment, StorePlan
 from kvkit.policy import Policy
+from kvkit.promises import Promise
 from kvkit.reads import MAX_IN_FLIGHT, keep_whole
 from kvkit.sequence import Chunks, Place, clear_gaps
 from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.threads import Stopped
 from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ OnStored = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a store started: `tokens` are in whole chunks, of which `new_tokens` go to at least one tier."""
+    """What a store started: `tokens` are in whole chunks, of which `new_tokens` were copied for tiers."""
 
     tokens: int
     new_tokens: int
@@ -39,22 +41,51 @@ def store(
     places: Sequence[Place],
     targets: Sequence[str],
     on_stored: OnStored | None,
+    copy_first: bool,
+    promise: Promise,
     transfer: Transfer[Stored],
 ) -> Stored:
     """Pack and seal the chunks that a target lacks, and start putting them.
 
-    `on_stored` is called with a tier and a chunk when the tier has all of its records, from any thread.
+    Args:
+        on_stored: called with a tier and a chunk when the tier has all of its records, from any thread.
+        copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
+        promise: of all records of `chunks`; one attempt at each is given up in the end.
     """
+    try:
+        return _store(access, chunks, places, targets, on_stored, copy_first, promise, transfer)
+    finally:
+        promise.give_up(chunks.names)
+
+
+def _store(
+    access: Access,
+    chunks: Chunks,
+    places: Sequence[Place],
+    targets: Sequence[str],
+    on_stored: OnStored | None,
+    copy_first: bool,
+    promise: Promise,
+    transfer: Transfer[Stored],
+) -> Stored:
     on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
     groups = chunks.groups
-    plan = plan_missing(access, chunks, targets)
-    position = plan.start
-    while position < plan.stop and not transfer.stopped:
-        count = min(MAX_IN_FLIGHT, plan.stop - position)
+    later = [t for t in targets if copy_first and not access.tiers[t].near and not access.passed_over(t)]
+    plan = plan_missing(access, chunks, [t for t in targets if t not in later])
+    copied = StorePlan((*plan.segments, *(Segment(t, 0, len(chunks)) for t in later)))
+    position = copied.start
+    stored: set[int] = set()
+    transfer.when_stopped(access.staging.wake)
+    while position < copied.stop and not transfer.stopped:
+        count = min(MAX_IN_FLIGHT, copied.stop - position)
         try:
-            leases = access.staging.acquire(count * groups, access.timeout_s, at_least=groups)
+            leases = access.staging.acquire(
+                count * groups, access.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+            )
+        except Stopped:
+            break
         except StagingTimeout as error:
-            log.warning("store stopped after %d of %d chunks: %s", position, plan.stop, error)
+            log.warning("store stopped after %d of %d chunks: %s", position, copied.stop, error)
             break
         count = keep_whole(leases, groups)
         try:
@@ -62,13 +93,15 @@ def store(
                 if transfer.stopped:
                     break
                 _pack(chunks, places, position, leases)
-            access.put(plan.segments, chunks, position, leases, on_put=on_put)
+            stored |= access.put(plan.segments, chunks, position, leases, on_put=on_put, promise=promise)
+            for tier in later:
+                stored |= access.offer(tier, chunks, position, leases, on_put, promise)
         finally:
             release_all(leases)
         position += count
     if transfer.stopped:
         access.count(Counts.note_cancelled)
-    return Stored(len(chunks) * chunks.chunk_tokens, max(0, position - plan.start) * chunks.chunk_tokens)
+    return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
 
 
 def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:

@@ -350,7 +350,9 @@ class Wrapper(Tier):
         self.scope = inner.scope
         self.codec = inner.codec
         self.near = inner.near
+        self.transient = inner.transient
         self.reads_at_once = inner.reads_at_once
+        self.slots = inner.slots
 
     def run(self, names: Sequence[str]) -> int:
         return self.inner.run(names)

@@ -17,6 +17,10 @@ class Closed(RuntimeError):
     """Work was given to threads that were told to end."""
 
 
+class Stopped(RuntimeError):
+    """Nobody wants the result any more."""
+
+
 class Workers:
     """`count` daemon threads that take jobs in order, urgent ones first. Thread-safe.
 

@@ -12,10 +12,6 @@ from kvkit.threads import Workers
 T = TypeVar("T")
 
 
-class Stopped(RuntimeError):
-    """Nobody wants the result any more."""
-
-
 class Transfer(Future[T], Generic[T]):
     """The future result of a load, a store or a prefetch.
 

@@ -91,7 +91,7 @@ def filled_counts(start: int = 1) -> Counts:
     for counter in (
         *(counts.hit_tokens, counts.loaded_tokens, counts.loaded_bytes, counts.stored_records),
         *(counts.stored_bytes, counts.written_back_records, counts.evicted_records, counts.refused),
-        *(counts.read_errors, counts.write_errors, counts.timeouts),
+        *(counts.read_errors, counts.write_errors, counts.timeouts, counts.declined_tokens),
     ):
         counter.update(by_tier())
     counts.damaged.update({(tier, cause): next(numbers) for tier in ("near", "[far]") for cause in Damage})

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,21 +115,23 @@ class Process(ABC):
 
 
 class Storage(Process):
-    """What an S3 server keeps its objects in: SeaweedFS's master, volume server and filer."""
+    """What an S3 server keeps its objects in: SeaweedFS's master, volume server and filer. As `S3Server`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str, within: Sequence[str]) -> None:
         super().__init__(folder)
         self.ports = free_ports(3)
+        self._address = address
+        self._within = within
 
     @property
     def filer(self) -> str:
-        return f"127.0.0.1:{self.ports[2]}"
+        return f"{self._address}:{self.ports[2]}"
 
     def command(self) -> list[str]:
         settings = {
             "dir": self.folder,
-            "ip": "127.0.0.1",
-            "ip.bind": "127.0.0.1",
+            "ip": self._address,
+            "ip.bind": self._address,
             "master.port": self.ports[0],
             "master.volumeSizeLimitMB": 512,
             "master.telemetry": "false",
@@ -139,10 +141,11 @@ class Storage(Process):
             "filer.port": self.ports[2],
             "filer.maxMB": 64,
         }
-        return [executable("weed"), "server", *(f"-{name}={value}" for name, value in settings.items())]
+        flags = [f"-{name}={value}" for name, value in settings.items()]
+        return [*self._within, executable("weed"), "server", *flags]
 
     def answers(self) -> bool:
-        return _status(self.ports[2]) == 200
+        return _status(self.ports[2], self._address) == 200
 
 
 class S3Server(Process):
@@ -150,8 +153,12 @@ class S3Server(Process):
 
     Its objects are kept by another process, which survives `kill`.
 
+    Args:
+        address: where it listens.
+        within: what begins its command, such as `ip netns exec <name>`.
+
     Attributes:
-        endpoint: http://127.0.0.1:<port>.
+        endpoint: http://<address>:<port>.
         options: what `ObjectTier(options=...)` needs to reach it as the user who may write.
     """
 
@@ -159,12 +166,14 @@ class S3Server(Process):
     KEY, SECRET = "writer", "a-secret-that-must-not-be-shown"
     READER, READER_SECRET = "reader", "another-secret"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
         super().__init__(folder)
         (folder / "storage").mkdir()
-        self._storage = Storage(folder / "storage")
+        self._storage = Storage(folder / "storage", address, within)
+        self._address = address
+        self._within = within
         (self.port,) = free_ports(1)
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"http://{address}:{self.port}"
         self.options = {
             "endpoint": self.endpoint,
             "access_key_id": self.KEY,
@@ -184,13 +193,14 @@ class S3Server(Process):
     def command(self) -> list[str]:
         settings = {
             "filer": self._storage.filer,
-            "ip.bind": "127.0.0.1",
+            "ip.bind": self._address,
             "port": self.port,
             "port.iceberg": 0,
             "port.lance": 0,
             "config": self.folder / "s3.json",
         }
-        return [executable("weed"), "s3", *(f"-{name}={value}" for name, value in settings.items())]
+        flags = [f"-{name}={value}" for name, value in settings.items()]
+        return [*self._within, executable("weed"), "s3", *flags]
 
     def __enter__(self) -> Self:
         with ExitStack() as started:
@@ -215,7 +225,7 @@ class S3Server(Process):
         from obstore.exceptions import BaseError
         from obstore.store import S3Store
 
-        _status(self.port)
+        _status(self.port, self._address)
         store = S3Store(
             self.BUCKET,
             config={"endpoint": self.endpoint, "access_key_id": "admin", "secret_access_key": "admin"},
@@ -378,9 +388,9 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _status(port: int) -> int:
+def _status(port: int, address: str = "127.0.0.1") -> int:
     """HTTP status of GET / there."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection(address, port, timeout=5)
     try:
         connection.request("GET", "/")
         return connection.getresponse().status

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_loads import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
+from kvkit import access
 from kvkit.access import ASKING_THREADS
 from kvkit.cache import CacheTimeout
 from kvkit.staging import Lease, release_all
 from kvkit.testing import Fault, FaultyTier, Wrapper
 from kvkit.tiers.base import OnComplete, Tier
+from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
+from kvkit.transfers import Transfer
 
 
 class Stumbling(Wrapper):
@@ -66,7 +73,7 @@ def test_a_tier_that_raises_half_way_has_failed_in_the_rest_alone(tmp_path: Path
 
 def test_what_was_put_is_counted_although_its_slot_is_in_use_again(tmp_path: Path) -> None:
     engine, tokens = make_engine(), sequence(2)
-    staging = new_staging(engine, 3)
+    staging = new_staging(engine, 4)  # half of them for puts: both records are one call of the tier
     stored = threading.Event()
 
     class Late(ObjectTier):
@@ -170,3 +177,65 @@ def test_a_tier_that_hangs_does_not_keep_others_from_being_asked(tmp_path: Path)
         for caller in callers:
             caller.join(DEADLINE_S)
             assert not caller.is_alive()
+
+
+@pytest.mark.parametrize("way", ["load", "store", "prefetch", "get"])
+def test_what_is_called_off_waits_no_longer_for_slots(way: str, tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    fill(engine, tmp_path / "disk", tokens)
+    staging = new_staging(engine, 4)
+    with new_cache(engine, staging, [ObjectTier(str(tmp_path / "disk"))]) as cache:
+        hit = cache.lookup(tokens)
+        place = engine.places(engine.table(len(tokens)))
+        starts: dict[str, Callable[[], Transfer[Any]]] = {
+            "load": lambda: cache.load_async(hit, place),
+            "store": lambda: cache.store_async(sequence(4, 1), place),
+            "prefetch": lambda: cache.prefetch(tokens),
+            "get": lambda: cache.get_non_blocking(tokens, 0),
+        }
+        held = staging.acquire(4, 0.0)
+        transfer = starts[way]()
+        while not staging.waiting:
+            wait([transfer], 0.001)
+        transfer.cancel()
+        result = transfer.result(DEADLINE_S / 4)  # no slot came free, and its own deadline is later
+        assert staging.waiting == 0
+        if way == "get":
+            assert result == []
+        elif way == "store":
+            assert result.new_tokens == 0
+        else:
+            assert result.tokens == 0
+        assert cache.tier_states() == {"disk": "ok"}
+        release_all(held)
+        assert cache.load(hit, place).tokens == len(tokens)
+        cache.check_integrity()
+
+
+def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = make_engine(), sequence(3)
+    fill(engine, tmp_path, tokens)
+    hung = FaultyTier(
+        ObjectTier(str(tmp_path)), lambda operation, _: Fault.HANG if operation == "get" else None
+    )
+    staging = new_staging(engine, 8)
+    with new_cache(engine, staging, [hung]) as cache:
+        cache._access.timeout_s = 0.1
+        place = engine.places(engine.table(len(tokens)))
+        stale = cache.lookup(tokens)
+        assert cache.load(stale, place).tokens == 0
+        assert staging.free == 5
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
+        monkeypatch.setattr(access, "time", later)
+        for _ in range(3):
+            assert cache.tier_states() == {"disk": "half-open"}
+            assert cache.lookup(tokens).tokens == 0
+            assert cache.load(stale, place).tokens == 0
+            assert staging.free == 5, "a trial cost more slots"
+        hung.release()
+        release_all(staging.acquire(8, DEADLINE_S, at_least=8))
+        cache._access.timeout_s = DEADLINE_S
+        assert cache.load(cache.lookup(tokens), place).tokens == len(tokens)
+        assert cache.tier_states() == {"disk": "ok"}

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Secret, SecretStr
 
 from kvkit import config as module
 from kvkit.config import Config, ConfigError, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
+from kvkit.handoff.settings import HandoffConfig
 from kvkit.layout import LayoutError
 from kvkit.policy import Policy
 from kvkit.record import CODECS, RecordFormat
@@ -59,9 +60,27 @@ enabled = true
 host = "::1"
 port = 9000
 token = "0123456789abcdef"
+
+[handoff]
+role = "prefill"
+listen = ["tcp://127.0.0.1:0"]
+peers = { decode = "unix:///run/kvkit/decode-{rank}.sock" }
+buffer = "1GiB"
+max_prefill_tokens = 1000
+allocation_timeout_s = 1
+transfer_timeout_s = 2
+idle_timeout_s = 3
+shutdown_timeout_s = 4
+secret = "0123456789abcdef"
+tls_certificate = "/certificate"
+tls_key = "/key"
+tls_ca = "/ca"
 """
 KEYS = {"access_key_id": "me", "secret_access_key": "hush"}
 DISK = {"disk": {"url": "memory://d"}}
+UNIX = "unix:///run/kvkit/x.sock"
+HANDOFF = {"listen": [UNIX], "buffer": "1MiB"}
+DECODE = HANDOFF | {"role": "decode"}
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +109,7 @@ def test_defaults() -> None:
         "tiers": {},
         "policy": {"retrieve_from": None, "store_to": None, "write_back_to": None, "staging_only": False},
         "server": {"enabled": False, "host": "127.0.0.1", "port": 9477, "token": None, "token_file": None},
+        "handoff": None,
     }
     assert fields(TierConfig) == {
         "url": None,
@@ -150,6 +170,22 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
             "token": SecretStr("0123456789abcdef"),
             "token_file": None,
         },
+        "handoff": {
+            "role": "prefill",
+            "listen": ("tcp://127.0.0.1:0",),
+            "peers": {"decode": "unix:///run/kvkit/decode-{rank}.sock"},
+            "buffer": 2**30,
+            "max_prefill_tokens": 1000,
+            "allocation_timeout_s": 1.0,
+            "transfer_timeout_s": 2.0,
+            "idle_timeout_s": 3.0,
+            "shutdown_timeout_s": 4.0,
+            "secret": SecretStr("0123456789abcdef"),
+            "secret_file": None,
+            "tls_certificate": Path("/certificate"),
+            "tls_key": Path("/key"),
+            "tls_ca": Path("/ca"),
+        },
     }
     assert config.resolved_policy() == Policy(("shared", "memory"), ("shared",), (), staging_only=True)
     # nothing above may be a default: a setting that the file cannot reach would go unnoticed
@@ -191,6 +227,19 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_SERVER__HOST": "::1",
         "KVKIT_SERVER__PORT": "9000",
         "KVKIT_SERVER__TOKEN": "0123456789abcdef",
+        "KVKIT_HANDOFF__ROLE": "prefill",
+        "KVKIT_HANDOFF__LISTEN": '["tcp://127.0.0.1:0"]',
+        "KVKIT_HANDOFF__PEERS__DECODE": "unix:///run/kvkit/decode-{rank}.sock",
+        "KVKIT_HANDOFF__BUFFER": "1GiB",
+        "KVKIT_HANDOFF__MAX_PREFILL_TOKENS": "1000",
+        "KVKIT_HANDOFF__ALLOCATION_TIMEOUT_S": "1",
+        "KVKIT_HANDOFF__TRANSFER_TIMEOUT_S": "2",
+        "KVKIT_HANDOFF__IDLE_TIMEOUT_S": "3",
+        "KVKIT_HANDOFF__SHUTDOWN_TIMEOUT_S": "4",
+        "KVKIT_HANDOFF__SECRET": "0123456789abcdef",
+        "KVKIT_HANDOFF__TLS_CERTIFICATE": "/certificate",
+        "KVKIT_HANDOFF__TLS_KEY": "/key",
+        "KVKIT_HANDOFF__TLS_CA": "/ca",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -295,6 +344,46 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
         ({"server": {"port": 65536}}, ["server.port = 65536", "equal to 65535"]),
         ({"server": {"host": "0.0.0.0"}}, ["server:", "'0.0.0.0' is open to other hosts", "token_file"]),
         ({"server": {"token": "x" * 16, "token_file": "/x"}}, ["server:", "one of the two"]),
+        ({"handoff": {"rol": "x"}}, ["handoff.rol:", "did you mean 'role'", *HandoffConfig.model_fields]),
+        ({"handoff": {"role": "p"}}, ["handoff.role = 'p'", "prefill", "decode", "both"]),
+        ({"handoff": {"role": "decode", "buffer": 9}}, ["handoff:", "listen: none given", "'decode'"]),
+        ({"handoff": {"listen": [UNIX]}}, ["handoff:", "buffer: none given", "role = 'both'"]),
+        (
+            {"handoff": HANDOFF | {"listen": ["http://x"]}},
+            ["handoff:", "http://x: want unix:///<path>, tcp"],
+        ),
+        (
+            {"handoff": HANDOFF | {"listen": ["tcp://0.0.0.0:1"]}},
+            ["handoff:", "'tcp://0.0.0.0:1' is open to other hosts", "secret_file"],
+        ),
+        ({"handoff": HANDOFF | {"peers": {"a": "there"}}}, ["handoff:", "there: want unix:///<path>, tcp"]),
+        ({"handoff": HANDOFF | {"secret": "x" * 16, "secret_file": "/x"}}, ["handoff:", "one of the two"]),
+        ({"handoff": HANDOFF | {"secret": "short"}}, ["handoff.secret:", "16"]),
+        ({"handoff": HANDOFF | {"tls_key": "/x"}}, ["handoff:", "tls_certificate and tls_key go together"]),
+        ({"handoff": HANDOFF | {"idle_timeout_s": 0}}, ["handoff.idle_timeout_s = 0", "greater than 0"]),
+        ({"handoff": HANDOFF | {"transfer_timeout_s": float("inf")}}, ["handoff.transfer_timeout_s = inf"]),
+        ({"tiers": DISK, "handoff": HANDOFF | {"peers": {"disk": UNIX}}}, ["tier 'disk' is there twice"]),
+        ({"handoff": HANDOFF | {"peers": {"handoff": UNIX}}}, ["tier 'handoff' is there twice"]),
+        (
+            {"tiers": DISK, "handoff": DECODE, "policy": {"store_to": ["disk", "handoff"]}},
+            ["store_to='handoff': role = 'decode' sends nothing; the choices are disk"],
+        ),
+        (
+            {"tiers": DISK, "handoff": {"role": "prefill"}, "policy": {"retrieve_from": ["handoff"]}},
+            ["retrieve_from='handoff': role = 'prefill' receives nothing; the choices are disk"],
+        ),
+        (
+            {"tiers": DISK, "handoff": HANDOFF | {"peers": {"p": UNIX}}, "policy": {"store_to": ["p"]}},
+            ["store_to='p': it is another node's memory; the choices are disk, handoff"],
+        ),
+        (
+            {"tiers": DISK, "handoff": HANDOFF, "policy": {"write_back_to": ["handoff"]}},
+            ["write_back_to='handoff': what is written back is for this node; the choices are disk"],
+        ),
+        (
+            {"tiers": DISK, "handoff": HANDOFF, "policy": {"store_to": ["p"]}},
+            ["store_to='p'", "the tiers are disk, handoff"],
+        ),
     ],
 )
 def test_an_error_names_the_setting_the_value_and_the_choices(
@@ -466,6 +555,21 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
         ({"tiers": {**DISK, "memory": {"capacity": 4095}}}, ["tier 'memory'", "4095", "at least 1"]),
         ({"tiers": {**DISK, "far": {"url": "nowhere://x"}}}, ["tier 'far'", "nowhere://x", "memory"]),
         ({"tiers": {"memory": {"capacity": "8000PiB"}}}, ["memory tiers", "7.8EiB", "cannot be had"]),
+        ({"handoff": HANDOFF | {"buffer": 4096}}, ["handoff: buffer=4.0KiB: a chunk takes 2 slots of 8192"]),
+        (
+            {"handoff": HANDOFF | {"max_prefill_tokens": 600}},
+            [
+                "handoff: max_prefill_tokens=600 take 150 slots",
+                "1.0MiB has 128",
+                "a buffer of 1.2MiB or more",
+            ],
+        ),
+        ({"handoff": HANDOFF | {"listen": ["unix:///dev/null/x"]}}, ["handoff:", "/dev/null"]),
+        ({"handoff": HANDOFF | {"secret_file": "/nowhere"}}, ["handoff: secret_file='/nowhere'"]),
+        (
+            {"handoff": HANDOFF | {"tls_certificate": "/nowhere", "tls_key": "/x"}},
+            ["handoff: certificate=/nowhere"],
+        ),
     ],
 )
 def test_a_cache_that_cannot_be_opened_leaves_nothing_running(

@@ -29,6 +29,7 @@ from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
 from kvkit.cache import Cache, Place
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
+from kvkit.handoff.settings import HandoffConfig
 from kvkit.kernels.launch import Pages
 from kvkit.layout import KVLayout, LayerGroup
 from kvkit.server import DEFAULT_PORT
@@ -136,11 +137,9 @@ def test_the_reference_comes_from_the_code(page: str) -> None:
 
 def test_the_reference_leaves_no_setting_out() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
-    for model in (Config, TierConfig, PolicyConfig, ServerConfig):
+    for model in (Config, TierConfig, PolicyConfig, ServerConfig, HandoffConfig):
         for name, field in model.model_fields.items():
-            section = isinstance(field.annotation, type) and issubclass(
-                field.annotation, PolicyConfig | ServerConfig
-            )
+            section = reference.is_section(field)
             assert section or name == "tiers" or f"\n| `{name}` |" in text, name
             assert section or field.description, f"{name} has no description"
 

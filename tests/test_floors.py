@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvkit"
 # lowest first; modules of one floor may import each other only where the line says so
 FLOORS = (
-    ("layout", "rope", "xxh3", "environment", "threads"),
+    ("layout", "rope", "xxh3", "environment", "threads", "promises"),
     ("chunks", "policy", "eviction"),
     ("record", "blend"),
     ("codecs",),
@@ -18,7 +18,7 @@ FLOORS = (
     ("kernels", "staging"),
     ("tiers",),
     ("handoff",),
-    ("testing", "sequence", "counts", "transfers"),
+    ("testing", "sequence", "counts", "transfers", "puts"),
     ("access",),
     ("reads", "write_backs"),
     ("loads", "stores"),

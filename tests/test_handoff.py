@@ -290,7 +290,7 @@ def test_a_receiver_is_killed(sender: Sender, slots: Staging, tmp_path: Path, tr
 
 
 @ADDRESSES
-@pytest.mark.parametrize("field", ["secret", "version", "namespace", "layout"])
+@pytest.mark.parametrize("field", ["secret", "version", "namespace", "layout", "slot_bytes"])
 def test_strangers_are_refused(node: Node, transport: str, field: str) -> None:
     where = address(node, transport)
     if field == "version":
@@ -300,10 +300,13 @@ def test_strangers_are_refused(node: Node, transport: str, field: str) -> None:
         assert isinstance(answer, Error)
         assert answer.message == "version: node 'here' has 2, 'here' has 1"
         return
-    identity = replace(IDENTITY, **{field: b"another" if field == "secret" else "another"})
+    another: dict[str, object] = {"secret": b"another", "slot_bytes": 4096}
+    identity = replace(IDENTITY, **{field: another.get(field, "another")})
     sender = new_sender(identity)
     transfer = sender.open("t", where, record_names(1), LONG_S)
-    says = "the secrets differ" if field == "secret" else f"{field}: node 'sender' has 'another', 'here' has"
+    says = f"{field}: node 'sender' has {another.get(field, 'another')!r}, 'here' has"
+    if field == "secret":
+        says = "the secrets differ"
     with pytest.raises(HandoffError, match=says):
         transfer.admitted.result(LONG_S)
     sender.close(LONG_S)
@@ -444,6 +447,25 @@ def test_slots_that_a_peer_may_still_write_are_lent_to_nobody(node: Node) -> Non
         ended(node, following)
         assert node.receiver.arena.free == 8
         node.receiver.check_integrity()
+
+
+def test_a_name_that_is_used_again_before_the_answer(node: Node) -> None:
+    """The sender's word frees the slots of both transfers of that name."""
+    names = tuple(record_names(4))
+    speaker = Speaker(node.unix)
+    speaker.hello()
+    for _ in range(2):
+        speaker.say(Reserve("t", names, 5.0))
+        assert isinstance(speaker.hear(), Admit)
+        node.receiver.release("t", "given up")
+        assert speaker.hear() == Release("t", "given up")
+    assert node.receiver.arena.free == 0
+    speaker.say(Cancel("t"))
+    speaker.say(Reserve("u", tuple(record_names(8)), 5.0))
+    assert isinstance(speaker.hear(), Admit)
+    speaker.close()
+    ended(node, "u")
+    assert all_free(node)
 
 
 def test_a_payload_may_follow_where_memory_is_shared(node: Node) -> None:

@@ -35,7 +35,7 @@ def names(word: str) -> list[str]:
     return list(word)
 
 
-def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Outcome:
+def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Step:
     given = {"elsewhere": (), "deadline_s": 100.0} | more
     return states.reserve(buffer, transfer, f"peer of {transfer}", names(word), now=now, **given)
 
@@ -50,7 +50,7 @@ def bring(buffer: Buffer, transfer: str, count: int, now: float = 0.0) -> Buffer
     return buffer
 
 
-def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Outcome:
+def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Step:
     """All that is still to come comes in, and is committed."""
     found = buffer.transfers[transfer]
     buffer = bring(buffer, transfer, len(found.own - found.arrived), now)
@@ -224,7 +224,7 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
     """Every world that one event makes of this one."""
     buffer = world.buffer
 
-    def after(outcome: states.Outcome, transfer: str = "", faults: int = world.faults) -> World:
+    def after(outcome: states.Step, transfer: str = "", faults: int = world.faults) -> World:
         changed, actions = outcome
         check_integrity(changed)
         over = {a.transfer for a in actions if isinstance(a, End | Refuse)}
@@ -300,7 +300,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.asked: list[str] = []
         self.admitted: list[str] = []
 
-    def take(self, outcome: states.Outcome) -> None:
+    def take(self, outcome: states.Step) -> None:
         self.buffer, actions = outcome
         for action in actions:
             if isinstance(action, Admit):

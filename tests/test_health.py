@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvkit.testing import DEADLINE_S
 from kvkit.tiers import health
 from kvkit.tiers.health import (
+    CURRENT_S,
     FAILURES_TO_PAUSE,
     PAUSES_S,
     RECENT,
@@ -188,3 +189,15 @@ def test_latencies_are_kept_through_a_pause_and_bounded() -> None:
     opened = health.failed(circuit, 0.0, timed_out=True)
     closed = health.worked(opened, PAUSES_S[0])
     assert closed.latencies == circuit.latencies
+
+
+def test_a_records_time_is_the_median_of_late_and_forgotten_after_a_while() -> None:
+    circuit = Circuit()
+    assert health.record_s(circuit, 0.0) is None
+    for seconds in [9.0] * RECENT + [0.5] * (RECENT // 2) + [0.25] * (RECENT // 2 + 1):
+        circuit = health.worked(circuit, 7.0, seconds)
+    assert health.record_s(circuit, 7.0) == 0.25
+    assert health.record_s(circuit, 7.0 + CURRENT_S) == 0.25
+    assert health.record_s(circuit, 7.1 + CURRENT_S) is None, "old figures say nothing"
+    paused = health.failed(circuit, 8.0, timed_out=True)
+    assert health.record_s(health.worked(paused, 8.0 + PAUSES_S[0]), 9.0) == 0.25

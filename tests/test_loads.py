@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engine import Engine, small_layout, small_namespace
 
+from kvkit import reads
 from kvkit.cache import LOADING_THREADS, Cache, CacheError
 from kvkit.policy import Policy
 from kvkit.record import RecordFormat
@@ -547,3 +548,53 @@ def test_a_store_that_is_called_off_is_counted_and_says_how_much(tmp_path: Path)
         assert cache.counts().cancelled == 1
         cache.flush()
         assert cache.lookup(tokens).tokens == 2 * CHUNK
+
+
+def test_a_tier_slower_than_computing_is_left_out_until_it_must_be_tried_again(tmp_path: Path) -> None:
+    engine, tokens = make_engine(2), sequence(6)
+    fill(engine, tmp_path, tokens)
+    with new_cache(engine, new_staging(engine, 16), [ObjectTier(str(tmp_path))]) as cache:
+        table = engine.table(len(tokens))
+        assert cache.lookup(tokens, prefill_tokens_per_s=1e9).tokens == 6 * CHUNK, "nothing is known of it"
+        cache.load(cache.lookup(tokens), engine.places(table))
+        assert cache.lookup(tokens, prefill_tokens_per_s=1e9).tokens == 0
+        assert cache.lookup(tokens, first=2, prefill_tokens_per_s=1e9).tokens == 2 * CHUNK
+        assert cache.lookup(tokens, first=9, prefill_tokens_per_s=1e9).tokens == 6 * CHUNK
+        assert cache.lookup(tokens, prefill_tokens_per_s=1e-9).tokens == 6 * CHUNK
+        assert cache.lookup(tokens).tokens == 6 * CHUNK
+        assert cache.counts().declined_tokens == {"disk": 10 * CHUNK}
+
+
+def test_records_are_verified_while_an_earlier_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    fill(engine, tmp_path, tokens)
+    hangs: set[str] = set()
+    tier = FaultyTier(
+        ObjectTier(str(tmp_path)),
+        lambda operation, name: Fault.HANG if operation == "get" and name in hangs else None,
+    )
+    verified = threading.Semaphore(0)
+    verify = reads.record.verify
+
+    def note(*args: Any) -> Any:
+        found = verify(*args)
+        verified.release()
+        return found
+
+    monkeypatch.setattr(reads.record, "verify", note)
+    with new_cache(engine, new_staging(engine, 8), [tier]) as cache:
+        hit = cache.lookup(tokens)
+        hangs.add(hit.chunks.names[0])
+        table = engine.table(len(tokens))
+        loaded = cache.load_async(hit, engine.places(table))
+        for _ in range(3):
+            assert verified.acquire(timeout=DEADLINE_S)
+        assert not loaded.done()
+        assert not verified.acquire(blocking=False)
+        tier.release()
+        assert loaded.result(DEADLINE_S).tokens == len(tokens)
+        assert verified.acquire(blocking=False)
+        assert not verified.acquire(blocking=False), "a record was verified twice"
+        engine.assert_loaded(tokens, table, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit import metrics
 from kvkit.counts import Histogram
+from kvkit.handoff.endpoint import Endpoint
+from kvkit.handoff.link import Identity
+from kvkit.handoff.receiver import Receiver
+from kvkit.handoff.sender import Sender
+from kvkit.handoff.states import Limits
+from kvkit.handoff.tier import HandoffTier
 from kvkit.record import Damage
+from kvkit.staging import Staging
+from kvkit.testing import DEADLINE_S, SLOT_BYTES, record_names
 
 TIERS = ("near", "[far]")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -57,6 +66,7 @@ def test_what_is_scraped_is_what_was_counted_and_nothing_else(cache: ManagedCach
     assert take(samples, "kvkit_cancelled_total") == counts.cancelled
     by_tier: dict[str, Mapping[str, int]] = {
         "hit_tokens": counts.hit_tokens,
+        "declined_tokens": counts.declined_tokens,
         "loaded_tokens": counts.loaded_tokens,
         "loaded_bytes": counts.loaded_bytes,
         "stored_records": counts.stored_records,
@@ -123,6 +133,8 @@ def test_what_is_counted_of_a_place_that_is_no_tier_is_shown_too(cache: ManagedC
 
 def test_the_list_in_the_module_is_complete(cache: ManagedCache) -> None:
     cache.kept = filled_counts()
+    tier = handoff_tier()
+    cache.tiers = {**cache.tiers, "handoff": tier}
     assert metrics.__doc__ is not None
     rows = re.findall(r"^\| (kvkit_\w+) \|([\w, ]*)\|", metrics.__doc__, re.MULTILINE)
     documented = {name: set(labels.replace(",", " ").split()) for name, labels in rows}
@@ -131,6 +143,43 @@ def test_the_list_in_the_module_is_complete(cache: ManagedCache) -> None:
         stem = re.sub(r"_(bucket|count|sum)$", "", name)
         found.setdefault(stem, set()).update(key for key, _ in labels if key != "le")
     assert documented == found
+    tier.close()
+
+
+def handoff_tier() -> HandoffTier:
+    limits = Limits(DEADLINE_S, DEADLINE_S, DEADLINE_S)
+    identity = Identity("node", namespace="n", layout="l", slot_bytes=SLOT_BYTES)
+    sender = Sender(identity, timeout_s=DEADLINE_S, transfer_s=DEADLINE_S)
+    return HandoffTier(Receiver(Staging(SLOT_BYTES, 4, shared=True), limits), sender)
+
+
+def test_handoff_is_of_the_moment(cache: ManagedCache, tmp_path: Path) -> None:
+    tier = handoff_tier()
+    cache.tiers = {**cache.tiers, "handoff": tier}
+    registry = metrics.register(cache)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvkit_handoff_{name}", labels)
+
+    identity = Identity("node", namespace="n", layout="l", slot_bytes=SLOT_BYTES)
+    assert tier.receiver is not None
+    assert tier.sender is not None
+    listen = [f"unix://{tmp_path}/sockets/x"]
+    tier.endpoint = Endpoint(tier.receiver, {}, identity, listen, timeout_s=DEADLINE_S, pin_s=1.0)
+    transfer = tier.sender.open("a", tier.endpoint.addresses[0], record_names(3), DEADLINE_S)
+    transfer.admitted.result(DEADLINE_S)
+    assert (value("slots"), value("slots_in_use")) == (4, 3)
+    assert value("transfers", side="sender", phase="sending") == 1
+    assert value("transfers", side="receiver", phase="receiving") == 1
+    assert value("transfers", side="receiver", phase="waiting") == 0
+    tier.sender.finish("a")
+    assert transfer.done.result(DEADLINE_S) == 3
+    refused = tier.sender.open("b", tier.endpoint.addresses[0], record_names(5), DEADLINE_S)
+    assert refused.admitted.exception(DEADLINE_S) is not None
+    for side in ("sender", "receiver"):
+        ended = {o: value("ended_total", side=side, outcome=o) for o in ("done", "refused", "failed")}
+        assert ended == {"done": 1, "refused": 1, "failed": 0}
+    tier.close()
 
 
 @pytest.mark.parametrize(

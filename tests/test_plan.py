@@ -5,7 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.plan import RetrievePlan, Segment, StorePlan, clip, extend, plan_store, plan_write_back
+from kvkit.plan import (
+    RetrievePlan,
+    Segment,
+    StorePlan,
+    cheapest,
+    clip,
+    extend,
+    plan_store,
+    plan_write_back,
+)
 from kvkit.policy import Policy
 
 NAMES = ("memory", "disk", "nfs", "s3")
@@ -48,6 +57,35 @@ def assert_consecutive(plan: RetrievePlan) -> None:
         assert segment.start == stop < segment.stop <= plan.wanted
         assert i == 0 or segment.tier != plan.segments[i - 1].tier
         stop = segment.stop
+
+
+speeds = st.dictionaries(tiers, st.integers(0, 40).map(lambda n: n / 8))
+
+
+@given(plans, speeds, st.integers(0, 40).map(lambda n: n / 8))
+def test_cheapest_is_the_best_of_all_ends(
+    plan: RetrievePlan, load_s: dict[str, float], compute_s: float
+) -> None:
+    def seconds(stop: int) -> float:
+        taken = {tier: n * load_s.get(tier, 0.0) for tier, n in clip(plan, stop).by_tier().items()}
+        return max(taken.values(), default=0.0) + (plan.chunks - stop) * compute_s
+
+    chosen = cheapest(plan, load_s, compute_s)
+    assert sources(chosen) == sources(plan)[: chosen.chunks]
+    assert seconds(chosen.chunks) == min(map(seconds, range(plan.chunks + 1)))
+    assert_consecutive(chosen)
+
+
+def test_cheapest_leaves_a_slow_tier_out_and_hides_what_it_can_behind_another() -> None:
+    plan = build(30, [("disk", 10), ("s3", 10), ("nfs", 10)])
+    assert cheapest(plan, {"disk": 1.0, "s3": 2.0, "nfs": 9.0}, 0.8).by_tier() == {"disk": 10, "s3": 5}
+    assert cheapest(plan, {"disk": 1.0, "s3": 0.5, "nfs": 9.0}, 1.5).by_tier() == {
+        "disk": 10,
+        "s3": 10,
+        "nfs": 1,
+    }
+    assert cheapest(plan, {"disk": 2.0}, 1.5).by_tier() == {"disk": 10, "s3": 10, "nfs": 10}
+    assert cheapest(plan, {"disk": 9.0, "s3": 9.0, "nfs": 9.0}, 1.5).chunks == 0
 
 
 @given(plans, st.integers(-1, 25))

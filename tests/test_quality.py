@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,18 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, judge: Judge) -> Non
     assert len(path.read_text().splitlines()) == 6
     # seconds of another measurement would differ
     assert [entry["measured"] for entry in entries[:2]] == [entry["measured"] for entry in first]
+    more = FEW | {"first n .15": METHODS["first n .15"]}
+    (again,) = list(quality.run(judge, encode, path, count=1, tokens=512, methods=more, sets=["contiguous"]))
+    assert list(json.loads(path.read_text().splitlines()[6])["by_settings"]) == [
+        "full",
+        json.dumps(asdict(METHODS["first n .15"])),
+    ]
+    assert {name: again["measured"][name]["kl"] for name in FEW} == {
+        name: first[0]["measured"][name]["kl"] for name in FEW
+    }
     other = Judge(random_model("gqa", 1))
     next(quality.run(other, encode, path, count=2, tokens=512, methods=FEW))
-    assert len(path.read_text().splitlines()) == 7  # other weights: measured anew
+    assert len(path.read_text().splitlines()) == 8  # other weights: measured anew
 
 
 def entry(kind: str, **kl: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvkit.staging import PAGE_BYTES, Lease, Staging, StagingError, StagingTimeout, release_all
+from kvkit.threads import Stopped
 
 DEADLINE_S = 60.0
 
@@ -211,6 +212,56 @@ def test_who_gives_up_lets_the_next_go_on() -> None:
     second.join(DEADLINE_S)
     assert len(refused) == len(got) == 1
     release_all([held, *got])
+    staging.close()
+
+
+def test_who_is_stopped_waits_no_more_and_the_next_goes_on() -> None:
+    staging = Staging(1, 2)
+    held, free = staging.acquire(2, 0, at_least=2)
+    stop = threading.Event()
+    got: list[Lease] = []
+    stopped: list[Exception] = []
+
+    def wants_two() -> None:
+        try:
+            staging.acquire(2, DEADLINE_S * 10, at_least=2, stopped=stop.is_set)
+        except Stopped as error:
+            stopped.append(error)
+
+    first = start(wants_two)
+    wait_for_waiters(staging, 1)
+    second = start(lambda: got.extend(staging.acquire(1, DEADLINE_S * 10)))
+    wait_for_waiters(staging, 2)
+    free.release()
+    staging.wake()  # nobody was stopped
+    wait_for_waiters(staging, 2)
+    stop.set()
+    staging.wake()
+    first.join(DEADLINE_S)
+    second.join(DEADLINE_S)
+    assert len(stopped) == len(got) == 1
+    release_all([held, *got])
+    with staging.acquire(1, 0, stopped=stop.is_set)[0]:
+        pass  # it takes no wait
+    staging.check_integrity()
+    assert staging.free == 2
+    staging.close()
+
+
+def test_who_keeps_waiting_asks_for_slots_again() -> None:
+    """What is kept after somebody began to wait is given up as well."""
+    staging = Staging(1, 1)
+    (lease,) = staging.acquire(1, 0)
+    asked: list[int] = []
+
+    def reclaim(missing: int) -> None:
+        asked.append(missing)
+        if len(asked) == 3:
+            lease.release()
+
+    staging.on_shortage(reclaim)
+    with staging.acquire(1, DEADLINE_S)[0]:
+        assert asked == [1, 1, 1]
     staging.close()
 
 

@@ -9,8 +9,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from rich.console import Console
+from small_models import COMMON, save
+from transformers import AutoTokenizer, Qwen2Config
 from vllm_engine import ENVIRONMENT
 
+from kvkit.adapters import smollm2
 from kvkit.bench.report import Measured
 from kvkit.bench.serve import Load, ServeError, run
 from kvkit.bench.workloads import CONTROL, WORKLOADS
@@ -20,7 +23,7 @@ LOAD = Load(("document-qa", CONTROL), 4, 500, 4, 1, None, 1, 0, 60.0)
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 
 
-def measured(tmp_path: Path, model: str | None, *systems: str) -> list[Measured]:
+def measured(tmp_path: Path, model: str, *systems: str) -> list[Measured]:
     return run(
         LOAD,
         systems=systems,
@@ -43,7 +46,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
-    qa_plain, qa_kvkit, control_plain, control_kvkit = measured(tmp_path, None, "plain", "kvkit")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.fetch())
+    config = Qwen2Config(**COMMON | {"vocab_size": len(tokenizer)}, num_key_value_heads=2)
+    tokenizer.save_pretrained(save(config, tmp_path / "model"))
+    model = str(tmp_path / "model")
+    qa_plain, qa_kvkit, control_plain, control_kvkit = measured(tmp_path, model, "plain", "kvkit")
     assert [(m.system, m.workload) for m in (qa_kvkit, control_plain)] == [
         ("kvkit", "document-qa"),
         ("plain", CONTROL),
@@ -58,10 +65,6 @@ def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
 
 
 def test_a_word_is_about_a_token() -> None:
-    from transformers import AutoTokenizer
-
-    from kvkit.adapters import smollm2
-
     encode = AutoTokenizer.from_pretrained(smollm2.fetch())
     for made in WORKLOADS.values():
         text = " ".join(request.text for request in made(0, 8, 200))

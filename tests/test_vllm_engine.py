@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from engine import POISON
@@ -13,8 +14,15 @@ pytest.importorskip("vllm")
 import msgspec
 import zmq
 from servers import free_ports
+from small_models import QWEN, VOCABULARY, save
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
-from vllm_engine import BLOCK, Engine, connector, on_disk, prompt
+from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
+from vllm_engine import prompt as prompt_of
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return prompt_of(tokens, seed, VOCABULARY)
+
 
 LONG, SHORT = prompt(600, seed=1), prompt(300, seed=2)
 SHARED = prompt(400, seed=3)
@@ -24,9 +32,20 @@ FAMILY = [SHARED + prompt(80, seed=10 + i) for i in range(5)]
 Expected = Callable[..., list[int]]
 
 
+class OneModel(Engine):
+    """An engine that opens one small model."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self._model = model
+
+    def open(self, transfer: Settings | None, model: Path | None = None, **options: Any) -> Self:
+        return super().open(transfer, model or self._model, skip_tokenizer_init=True, **options)
+
+
 @pytest.fixture(scope="module")
-def process() -> Iterator[Engine]:
-    with Engine() as engine:
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with OneModel(save(QWEN, tmp_path_factory.mktemp("model"))) as engine:
         yield engine
 
 
@@ -101,6 +120,15 @@ def test_generated_tokens_are_hit_by_the_next_turn(tiered: Engine, expected: Exp
     (found,) = tiered.generate([following])
     assert found["tokens"] == expected(following)
     assert found["cached"] == (300 + 99) // BLOCK * BLOCK  # the last token's KV was not computed
+
+
+@pytest.mark.parametrize("tokens", [84, 85, 86])
+def test_a_chunk_that_fills_at_the_end_is_saved(tiered: Engine, tokens: int) -> None:
+    """Of 300 + 85 tokens, the last is sampled when the 384th is computed."""
+    given = prompt(300, seed=30 + tokens)
+    (answer,) = tiered.text(given, tokens=tokens)
+    filled = (300 + tokens - 1) // BLOCK * BLOCK
+    assert tiered.cached([*given, *answer, *prompt(BLOCK)], tokens=1) == [filled]
 
 
 def test_requests_at_a_time_share_a_prefix(tiered: Engine, expected: Expected) -> None:

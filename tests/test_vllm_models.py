@@ -11,30 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    Gemma3TextConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+from small_models import COMMON, QWEN, VOCABULARY, save
+from transformers import DeepseekV2Config, Gemma3TextConfig, PretrainedConfig
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 
-VOCABULARY = 1000
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-}
-QWEN = Qwen2Config(**COMMON, num_key_value_heads=2)
 GEMMA = Gemma3TextConfig(
     **COMMON,
     num_key_value_heads=2,
@@ -64,16 +47,6 @@ def process() -> Iterator[Engine]:
         yield engine
 
 
-def made(config: PretrainedConfig, folder: Path) -> Path:
-    """A model folder."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(0.1)  # or the last token alone decides the next
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["gqa", "windows"])
 def test_answers_are_the_same_with_and_without(
     config: PretrainedConfig, process: Engine, tmp_path: Path
@@ -83,7 +56,7 @@ def test_answers_are_the_same_with_and_without(
     What is loaded is compared with vLLM's own prefix cache, which computes the rest in the same pieces.
     """
     options: dict[str, Any] = {
-        "model": made(config, tmp_path / "model"),
+        "model": save(config, tmp_path / "model"),
         "skip_tokenizer_init": True,
         "max_num_batched_tokens": 320,
         "max_num_seqs": 4,
@@ -114,11 +87,11 @@ def test_latent_attention_on_a_cpu_is_refused(process: Engine, tmp_path: Path) -
     """vLLM would pass over what was loaded, and answer wrongly."""
     transfer = connector(on_disk(tmp_path / "kv"))
     with pytest.raises(AssertionError, match=r"ConfigError: layer model\.layers\.0.*MLAAttentionSpec"):
-        process.open(transfer, model=made(DEEPSEEK, tmp_path / "model"), skip_tokenizer_init=True)
+        process.open(transfer, model=save(DEEPSEEK, tmp_path / "model"), skip_tokenizer_init=True)
 
 
 def test_a_load_that_fails_with_several_groups(process: Engine, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": made(GEMMA, tmp_path / "model"), "skip_tokenizer_init": True}
+    options: dict[str, Any] = {"model": save(GEMMA, tmp_path / "model"), "skip_tokenizer_init": True}
     process.open(connector(on_disk(tmp_path / "kv")), **options)
     expected = process.text(*PROMPTS)
     process.flush()
@@ -133,14 +106,14 @@ def test_a_load_that_fails_with_several_groups(process: Engine, tmp_path: Path) 
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Each rank has records of its own, and a hit is what both have."""
+    """Each rank has records of its own, in a process of its own, and a hit is what both have."""
     options: dict[str, Any] = {
-        "model": made(QWEN, tmp_path / "model"),
+        "model": save(QWEN, tmp_path / "model"),
         "skip_tokenizer_init": True,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
     }
-    with Engine(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="nobind") as engine:
+    with Engine() as engine:
         engine.open(connector(on_disk(tmp_path / "kv")), **options)
         cold = engine.generate(PROMPTS)
         warm = engine.generate(PROMPTS)

@@ -55,9 +55,7 @@ def new_scheduler(
     clock: Callable[[], float] = lambda: 0.0, ranks: int = 1, grain: int = BLOCK, **fields: bool
 ) -> Scheduler:
     settings = {"waits": False, "save_generated": True} | fields
-    return Scheduler(
-        Sizes(CHUNK, (BLOCK,), grain), tokens_of, ranks=ranks, timeout_s=1.0, clock=clock, **settings
-    )
+    return Scheduler(Sizes(CHUNK, (BLOCK,), grain), tokens_of, ranks=ranks, clock=clock, **settings)
 
 
 def step(scheduler: Scheduler, scheduled: dict[str, int] | None = None, blocks: Tables = ([],)) -> Step:
@@ -124,16 +122,16 @@ def test_a_hit_is_what_every_rank_has(chunks: list[int], order: list[int], compu
     assert scheduler.match(a, computed * BLOCK) == (found, found > 0)
 
 
-def test_a_late_answer_is_no_answer() -> None:
+def test_steps_that_take_long_do_not_turn_hits_into_misses() -> None:
+    """With asynchronous scheduling, a question waits for the step before its own."""
     clock = Clock()
-    scheduler, a = new_scheduler(clock, ranks=2), request(20)
+    scheduler, a = new_scheduler(clock), request(20)
     scheduler.match(a, 0)
     asked = step(scheduler)
-    answer(scheduler, asked, 16, rank=0)
-    clock.now = 1.0
-    assert scheduler.match(a, 0) == (0, False)
-    answer(scheduler, asked, 16, rank=1)
-    assert scheduler.match(a, 0) == (0, False)
+    clock.now = 60.0  # the step before it was a long prefill
+    assert scheduler.match(a, 0) == (None, False)
+    answer(scheduler, asked, 16)
+    assert scheduler.match(a, 0) == (16, True)
 
 
 def test_an_answer_that_is_old_is_asked_for_again() -> None:
@@ -197,7 +195,6 @@ def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
         Sizes(CHUNK, (BLOCK,), BLOCK),
         lambda *_: None,
         ranks=1,
-        timeout_s=1.0,
         waits=False,
         save_generated=True,
         clock=Clock(),
@@ -275,3 +272,50 @@ def test_every_complete_chunk_is_saved_once_and_no_other(
         if a.num_computed_tokens >= a.num_tokens + sum(engine.in_flight):
             engine.in_flight.append(1)
         engine.settle()
+    engine.settle(all_of_it=True)  # it ends here
+    complete = min(a.num_computed_tokens, a.num_tokens - 1)
+    ends = scheduler.finish(a, (blocks[: -(-a.num_computed_tokens // BLOCK)],))
+    last = step(scheduler).saves
+    assert ends == bool(last)
+    for save in last:
+        assert save.last
+        stop = len(save.sequence.tokens) // CHUNK
+        assert save.sequence.tokens.tolist() == a.tokens[: stop * CHUNK]
+        assert save.blocks == (blocks[save.first * CHUNK // BLOCK : stop * CHUNK // BLOCK],)
+        chunks = set(range(save.first, stop))
+        assert not chunks & saved
+        saved |= chunks
+    whole = (complete if save_generated else min(complete, prompt)) // CHUNK
+    assert saved - {whole} == set(
+        range(whole)
+    )  # a chunk whose last token was sampled last is saved by its step
+
+
+@pytest.mark.parametrize(
+    ("computed", "blocks"),
+    [(23, [7, 8, 9, 10, 11, 12]), (24, None), (24, [7, 8, 9, 10]), (24, [7, 8, 9, 10, 0, 12])],
+    ids=["incomplete", "aborted", "pages given back", "behind a window"],
+)
+def test_what_cannot_be_saved_in_the_end_is_not_kept(computed: int, blocks: list[int] | None) -> None:
+    scheduler, a = new_scheduler(), request(16)
+    scheduler.match(a, 0)
+    assert len(step(scheduler, {"a": 16}, ([7, 8, 9, 10],)).saves) == 1
+    a.tokens += range(9)
+    a.num_computed_tokens = computed
+    assert not scheduler.finish(a, None if blocks is None else (blocks,))
+    assert not step(scheduler).saves
+
+
+def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
+    scheduler, a = new_scheduler(), request(16)
+    scheduler.match(a, 0)
+    step(scheduler, {"a": 16}, ([7, 8, 9, 10],))
+    a.tokens += range(9)
+    a.num_computed_tokens = 24
+    assert scheduler.finish(a, ([7, 8, 9, 10, 11, 12],))
+    (save,) = step(scheduler).saves
+    assert (save.first, save.blocks, save.last) == (2, ([11, 12],), True)
+    assert scheduler.view("a") is a
+    assert not step(scheduler).saves
+    with pytest.raises(KeyError):
+        scheduler.view("a")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvkit.adapters.vllm.messages import Ask, Load, Save, Sequence, Step
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.testing import Fault, FaultyTier, Plan
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
@@ -27,10 +29,10 @@ TABLE = [1, 2, 3, 4, 5, 6]
 class Rank:
     """A worker with pages, and the steps that it was told."""
 
-    def __init__(self, folder: Path, load: str) -> None:
+    def __init__(self, folder: Path, load: str, **more: Any) -> None:
         tiers = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
         kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers}
-        settings, config = read_settings({"kvkit": kvkit, "load": load})
+        settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
         pool = torch.zeros(2, BLOCKS, 2, BLOCK, 16)
         self.pages = {f"layers.{i}": pool[i] for i in range(2)}
         self.worker = Worker(
@@ -45,7 +47,17 @@ class Rank:
         self.waits = load != "async"
         self.number = 0
 
-    def step(self, finished: tuple[str, ...] = (), **told: Any) -> tuple[set[str], set[str]]:
+    def wrap(self, tier: str, plan: Plan) -> FaultyTier:
+        """Have a tier meet faults from now on."""
+        made = FaultyTier(self.worker.cache.tiers[tier], plan)
+        self.worker.cache.tiers[tier] = made
+        return made
+
+    def stored(self, tier: str) -> int:
+        """Chunks that a tier was given."""
+        return self.worker.cache.counts().stored_records[tier]
+
+    def step(self, finished: tuple[str, ...] = (), **told: Any) -> tuple[set[str], set[str], set[str]]:
         """One step; what `finish` returns."""
         self.number += 1
         step = Step(self.number, **told)
@@ -76,9 +88,9 @@ class Rank:
 
     def load(self, load: Load, **told: Any) -> bool:
         """Load what was found; whether all of it came."""
-        received, failed = self.step(loads=[load], **told)
+        received, failed, _ = self.step(loads=[load], **told)
         while self.waits is False and not received:
-            received, failed = self.step(idle=True)
+            received, failed, _ = self.step(idle=True)
         report = self.worker.report()
         short = report is not None and report.failed == ["a"]
         assert received == (set() if self.waits else {"a"})
@@ -146,3 +158,77 @@ def test_a_later_epoch_finds_only_its_own(rank: Rank) -> None:
     assert rank.found(epoch="later") == 0
     rank.save(epoch="later")
     assert rank.found(epoch="later") == len(IDS)
+
+
+SAVE = Save("a", Sequence(IDS), 0, (TABLE,))
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Rank]:
+    """A rank that waits for lookups only shortly."""
+    made = Rank(tmp_path, "async", lookup_timeout_s=0.05)
+    yield made
+    made.worker.close()
+
+
+def test_a_late_answer_is_none(hasty: Rank) -> None:
+    hasty.fill(3.0)
+    hasty.save()
+    hasty.worker.cache.clear("memory")
+    disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "run" else None)
+    assert hasty.found() == 0
+    disk.release()
+    assert hasty.found() == len(IDS)
+
+
+def test_pages_come_free_before_a_tier_says_what_it_lacks(hasty: Rank) -> None:
+    disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "run" else None)
+    hasty.fill(3.0)
+    hasty.step(saves=[SAVE])
+    hasty.worker.settle()
+    hasty.fill(0.0)
+    assert (hasty.stored("memory"), hasty.stored("disk")) == (3, 0)
+    disk.release()
+    hasty.worker.cache.flush()
+    assert hasty.stored("disk") == 3
+    hasty.worker.cache.clear("memory")
+    assert hasty.found() == len(IDS)
+    assert hasty.load(Load("a", 1, 0, 3 * CHUNK, ([11, 10, 9, 8, 7, 6],)))
+    assert all(bool((tensor[6:] == 3.0).all()) for tensor in hasty.pages.values())
+
+
+def test_saves_wait_for_the_forward_however_long(hasty: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkit.adapters.vllm.worker.SAVE_WAIT_S", 0.0)
+    hasty.worker._patience_s = 0.0
+    forward, settling = threading.Event(), threading.Event()
+
+    def forward_done() -> Callable[[], object]:
+        return lambda: (settling.wait(DEADLINE_S), forward.wait(DEADLINE_S))
+
+    monkeypatch.setattr(hasty.worker, "_forward_done", forward_done)
+    hasty.step(saves=[SAVE])
+    settled = threading.Thread(target=lambda: (settling.set(), hasty.worker.settle()))
+    settled.start()
+    assert settling.wait(DEADLINE_S)
+    forward.set()
+    settled.join(DEADLINE_S)
+    hasty.worker.cache.flush()
+    assert hasty.stored("disk") == 3
+
+
+def test_saves_that_no_slot_is_left_for_are_called_off(hasty: Rank) -> None:
+    staging = hasty.worker.cache.staging
+    waiting = threading.Event()
+    taken = staging.acquire(staging.slots, DEADLINE_S, at_least=staging.slots)
+    staging.on_shortage(lambda _: waiting.set())
+    hasty.step(saves=[SAVE])
+    assert waiting.wait(DEADLINE_S)
+    hasty.worker.settle()
+    for lease in taken:
+        lease.release()
+    hasty.worker.cache.flush()
+    assert hasty.stored("disk") == 0
+    told = hasty.worker.take_stats()
+    assert told is not None
+    assert told.data["saves_called_off"] == 1

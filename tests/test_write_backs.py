@@ -53,21 +53,17 @@ def far_tier(folder: Path, log: list[tuple[str, str]], hangs: set[str]) -> tuple
 def when_used(monkeypatch: pytest.MonkeyPatch, chunks: int) -> threading.Event:
     """An event that is set when a load has done all with its first `chunks` chunks, and asks for more."""
     event = threading.Event()
-    verified = 0
-    verify, take = loads._verified, PlanReads.take
-
-    def count(*args: Any) -> Any:
-        nonlocal verified
-        found = verify(*args)
-        verified += found[0]
-        return found
+    taken = 0
+    take = PlanReads.take
 
     def note(reads: PlanReads) -> list[Lease]:
-        if verified >= chunks:
+        nonlocal taken
+        if taken >= chunks:
             event.set()
-        return take(reads)
+        ready = take(reads)
+        taken += len(ready)
+        return ready
 
-    monkeypatch.setattr(loads, "_verified", count)
     monkeypatch.setattr(PlanReads, "take", note)
     return event
 

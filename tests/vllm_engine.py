@@ -5,6 +5,7 @@ Run as a program it takes one JSON list [method, arguments] a line and answers w
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -197,6 +198,7 @@ class _Served:
         )
         given = [{"prompt_token_ids": p} | ({"cache_salt": salt} if salt else {}) for p in prompts]
         answers = self.llm.generate(given, params, use_tqdm=False)
+        self._finish()
         for worker in _workers():  # the next call finds what this one saved, however busy the machine is
             worker.settle()
             with suppress(CacheTimeout):  # a tier of the test that hangs
@@ -211,6 +213,12 @@ class _Served:
             for answer in answers
             for out in answer.outputs
         ]
+
+    def _finish(self) -> None:
+        """Take the steps that are left after the last answer; a core in another process does so itself."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():
+            self.llm.llm_engine.step()
 
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
@@ -260,6 +268,7 @@ def _workers() -> Iterator[Any]:
 
 
 def _serve() -> None:
+    gc.unfreeze = lambda: None  # or vLLM collects garbage among all that was imported, 8 times an engine
     served = _Served()
     for line in sys.stdin:
         method, arguments = json.loads(line)

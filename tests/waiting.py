@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-START_S = 60.0
+START_S = 180.0
 """A server that does not answer so long after its start, in seconds, has failed."""
 _PAUSE_S = 0.02
 

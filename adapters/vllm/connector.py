@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from kvkit.adapters.vllm import groups
 from kvkit.adapters.vllm.events import Events
@@ -78,7 +79,6 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             Sizes(self._config.chunk_tokens, blocks, grain),
             _sequence,
             ranks=parallel.world_size,
-            timeout_s=self._settings.lookup_timeout_s,
             waits=self._settings.load != "async",
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
@@ -134,10 +134,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
-        received, failed = self._worker.finish(finished_req_ids)
+        received, failed, sent = self._worker.finish(finished_req_ids)
         # with one group of layers, the blocks that failed say more: what came before them is kept
         one = len(self._kv_cache_config.kv_cache_groups) == 1
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=set() if one else failed)
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=set() if one else failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
@@ -198,14 +200,14 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return [] if self._events is None else self._events.take()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
-        self._scheduler.finish(request.request_id)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        assert self._scheduler is not None
+        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return self._scheduler.finish(request, block_ids if whole else None), None
 
     def reset_cache(self) -> bool:
         assert self._scheduler is not None

@@ -57,12 +57,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the whole chunks of `sequence` from chunk `first` on, where `blocks` begin."""
+    """Store the whole chunks of `sequence` from chunk `first` on, where `blocks` begin.
+
+    `last`: the request has ended, and its blocks are kept until this is done.
+    """
 
     request: str
     sequence: Sequence
     first: int
     blocks: Tables
+    last: bool = False
 
 
 @dataclass

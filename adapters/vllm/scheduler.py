@@ -2,20 +2,18 @@
 
 Nothing here waits. A lookup is a message: `match` notes a question, `plan` puts it into the next step's
 message, the workers look up in the background, and `hear` notes their answers. Until all ranks have answered,
-or the deadline has passed, `match` says None and vLLM asks again in its next step.
+`match` says None and vLLM asks again in its next step. The workers keep the deadline: with asynchronous
+scheduling, a question may lie for as long as a step takes before they hear of it.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, Protocol
 
 from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
-
-log = logging.getLogger(__name__)
 
 FRESH_S = 10.0
 """Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
@@ -53,7 +51,6 @@ class Sizes:
 class _Question:
     number: int
     chunks: int
-    since: float
     computed: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
     known_at: float | None = None
@@ -78,7 +75,6 @@ class Scheduler:
         sizes: of chunks and blocks.
         sequence: the first n tokens of a request, as the keys see them; None where it cannot be cached.
         ranks: workers that answer.
-        timeout_s: how long a request waits for an answer, in seconds.
         waits: whether the step that loads waits for it (sync and layerwise loading).
         save_generated: whether chunks with generated tokens are saved.
         clock: seconds that never go back.
@@ -90,7 +86,6 @@ class Scheduler:
         sequence: Callable[[RequestView, int], Sequence | None],
         *,
         ranks: int,
-        timeout_s: float,
         waits: bool,
         save_generated: bool,
         clock: Callable[[], float],
@@ -98,7 +93,6 @@ class Scheduler:
         self._sizes = sizes
         self._sequence = sequence
         self._ranks = ranks
-        self._timeout_s = timeout_s
         self._waits = waits
         self._save_generated = save_generated
         self._clock = clock
@@ -106,6 +100,8 @@ class Scheduler:
         self._numbers = count(1)
         self._asks: list[Ask] = []
         self._loads: list[Load] = []
+        self._last_saves: list[Save] = []
+        self._ended: dict[str, RequestView] = {}
         self._steps = 0
         self._heard = 0
         self.epoch = ""
@@ -123,20 +119,16 @@ class Scheduler:
         if view.skip_reading_prefix_cache or request.barred or min(wanted * chunk, most) <= computed:
             return 0, False
         question = request.question
-        now = self._clock()
-        if question is None or question.chunks != wanted or _stale(question, now):
+        if question is None or question.chunks != wanted or _stale(question, self._clock()):
             sequence = self._sequence(view, wanted * chunk)
             if sequence is None:
                 request.barred = True
                 return 0, False
-            question = request.question = _Question(next(self._numbers), wanted, now)
+            question = request.question = _Question(next(self._numbers), wanted)
             self._asks.append(Ask(view.request_id, question.number, sequence))
             return None, False
         if question.known_at is None:
-            if now - question.since < self._timeout_s:
-                return None, False
-            question.known_at = now
-            log.info("%s: no answer within %s s, computed instead", view.request_id, self._timeout_s)
+            return None, False
         question.computed = computed
         found = max(0, min(self._least(question).tokens, most) - computed)
         return found, found > 0 and not self._waits
@@ -171,16 +163,18 @@ class Scheduler:
     def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Step:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
         self._steps += 1
+        ended = {save.request for save in self._last_saves}
+        self._ended = {name: view for name, view in self._ended.items() if name in ended}
         step = Step(
             number=self._steps,
             asks=self._asks,
             loads=self._loads,
-            saves=list(self._saves(scheduled, blocks)),
+            saves=[*self._last_saves, *self._saves(scheduled, blocks)],
             idle=not scheduled,
             heard=self._heard,
             epoch=self.epoch,
         )
-        self._asks, self._loads = [], []
+        self._asks, self._loads, self._last_saves = [], [], []
         return step
 
     def hear(self, report: Report) -> None:
@@ -188,8 +182,8 @@ class Scheduler:
         for answer in report.answers:
             request = self._requests.get(answer.request)
             question = None if request is None else request.question
-            if question is None or question.number != answer.number or question.known_at is not None:
-                continue  # too late, or about an earlier question
+            if question is None or question.number != answer.number:
+                continue  # about an earlier question
             question.answers[answer.rank] = answer
             if len(question.answers) == self._ranks:
                 question.known_at = self._clock()
@@ -199,12 +193,32 @@ class Scheduler:
         self._heard = max(self._heard, report.failed_step)
 
     def view(self, request_id: str) -> Any:
-        """vLLM's request, of one that is not finished."""
-        return self._requests[request_id].view
+        """vLLM's request, of one that is not finished, or for which the last step saves."""
+        return self._requests[request_id].view if request_id in self._requests else self._ended[request_id]
 
-    def finish(self, request_id: str) -> None:
-        """Forget a request."""
-        self._requests.pop(request_id, None)
+    def finish(self, view: RequestView, blocks: Tables | None) -> bool:
+        """Forget a request; whether its blocks must stay until a worker tells that they are saved.
+
+        With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet,
+        and if that ends the request, no step of its own comes after it. `blocks`: None where nothing is to
+        be saved, as the request was aborted or failed.
+        """
+        request = self._requests.pop(view.request_id, None)
+        if request is None or request.saved is None or blocks is None:
+            return False
+        chunk, first = self._sizes.chunk_tokens, request.saved
+        stop = min(view.num_computed_tokens, self._known(view, view.num_tokens - 1)) // chunk
+        if stop <= first:
+            return False
+        end = stop * chunk
+        sequence = self._sequence(view, end)
+        table = self._cut(blocks, first * chunk, end, 0, end)
+        sizes = zip(table, self._sizes.block_tokens, strict=True)
+        if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
+            return False  # a window has left some behind
+        self._last_saves.append(Save(view.request_id, sequence, first, table, last=True))
+        self._ended[view.request_id] = view
+        return True
 
     def forget(self, epoch: str) -> None:
         """Have nothing found from now on that was saved before. `epoch` differs from every earlier one."""
@@ -217,9 +231,7 @@ class Scheduler:
         return (view.num_tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
 
     def _least(self, question: _Question) -> Answer:
-        """What every rank can load; nothing if one has not answered."""
-        if len(question.answers) < self._ranks:
-            return Answer("", question.number, 0, 0)
+        """What every rank can load. All have answered."""
         return min(question.answers.values(), key=lambda answer: (answer.tokens, answer.rank))
 
     def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[Save]:
@@ -239,8 +251,7 @@ class Scheduler:
             computed = view.num_computed_tokens
             # lower than what was saved after a preemption or a failed load: those chunks are computed anew
             first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
-            known = view.num_tokens if self._save_generated else min(view.num_tokens, view.num_prompt_tokens)
-            stop = min(computed + tokens, known) // chunk
+            stop = min(computed + tokens, self._known(view, view.num_tokens)) // chunk
             request.saved = max(first, stop)
             if stop <= first:
                 continue
@@ -248,6 +259,10 @@ class Scheduler:
             sequence, table = self._sequence(view, end), blocks(name)
             if sequence is not None and table is not None:
                 yield Save(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
+
+    def _known(self, view: RequestView, tokens: int) -> int:
+        """How many of the first `tokens` tokens may be saved."""
+        return tokens if self._save_generated else min(tokens, view.num_prompt_tokens)
 
     def _cut(self, blocks: Tables, first: int, last: int, start: int, stop: int) -> Tables:
         """The blocks of tokens [first, last); -1 for the null block and those outside of [start, stop)."""

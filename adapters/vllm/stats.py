@@ -9,7 +9,7 @@
 | vllm:kvkit_loaded_bytes | tier | bytes put into vLLM's pages, over all ranks |
 | vllm:kvkit_stored_bytes | tier | bytes that were put completely, over all ranks |
 | vllm:kvkit_load_errors | | loads that brought less than was promised, over all ranks |
-| vllm:kvkit_saves_called_off | | saves that a step had to call off, as a tier was slow, over all ranks |
+| vllm:kvkit_saves_called_off | | saves that a step had to call off, as slots were short, over all ranks |
 | vllm:kvkit_load_bytes_per_second | | histogram: throughput of a request's load |
 | vllm:kvkit_store_bytes_per_second | | histogram: throughput of a save out of vLLM's pages |
 

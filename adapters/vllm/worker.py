@@ -28,10 +28,19 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.01
 """How long a step that computes nothing waits for a lookup or a load, so that the engine does not spin."""
 SAVE_WAIT_S = 0.25
-"""How long a step waits for the last one's saves, which may wait for a tier, before it calls them off."""
+"""How long a step waits for the last one's saves while there are too few slots, before it calls them off."""
 
 
 NOTHING = Loaded(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """The answer to question `number`, to be given by `until` on the monotonic clock."""
+
+    number: int
+    hit: Transfer[Hit]
+    until: float
 
 
 @dataclass(slots=True)
@@ -97,11 +106,13 @@ class Worker:
         self._tells_stores = tells_stores
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
-        self._lookups: dict[str, tuple[int, Transfer[Hit]]] = {}
+        self._lookups: dict[str, _Lookup] = {}
         self._hits: dict[str, tuple[int, Hit]] = {}
         self._loading: dict[str, _Loading] = {}
         self._saving: list[Transfer[Stored]] = []
         self._patience_s = SAVE_WAIT_S
+        self._kept: set[str] = set()
+        self._sent: set[str] = set()
         self._invalid: set[int] = set()
         self._failed: list[str] = []
         self._failed_step = 0
@@ -130,17 +141,25 @@ class Worker:
         self._cuda = self._groups[0].pages.device.type == "cuda"
 
     def settle(self) -> None:
-        """See to it that no save reads the pages any more: before anything may write to them."""
-        if not self._saving:
-            return
+        """See to it that no save reads the pages any more: before anything may write to them.
+
+        Copies and the forward pass that they wait for are waited for; tiers that do not give slots back are
+        not.
+        """
+        until = time.monotonic() + self.cache.timeout_s
         wait(self._saving, self._patience_s)
+        while not self.cache.staging.waiting and time.monotonic() < until:
+            if not wait(self._saving, self._patience_s).not_done:
+                break
         late = [transfer for transfer in self._saving if not transfer.done()]
         for transfer in late:
             transfer.revoke()
         self._stats.called_off(len(late))
-        # a tier that keeps up the saves shall not keep up the engine
-        self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
+        if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
+            self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
+        self._sent |= self._kept
+        self._kept.clear()
 
     def begin(self, step: Step) -> None:
         """Start the lookups of a step."""
@@ -182,6 +201,7 @@ class Worker:
 
     def save(self, step: Step) -> None:
         """Start the saves of a step; they read the pages until `settle`."""
+        self._kept.update(save.request for save in step.saves if save.last)
         if self._settings.load == "layerwise":
             self._finish_all(step.number)
         if self._failed_step > step.heard:
@@ -192,17 +212,20 @@ class Worker:
         if step.idle:
             self._rest()
 
-    def finish(self, requests: set[str]) -> tuple[set[str], set[str]]:
-        """Forget requests. Returns those whose loads are done, and those among them that got less."""
+    def finish(self, requests: set[str]) -> tuple[set[str], set[str], set[str]]:
+        """Forget requests. Returns those whose loads are done, and those among them that got less.
+
+        The third set is of those whose blocks were kept for a last save, and no longer need to be.
+        """
         for name in requests:
             self._hits.pop(name, None)
-            _, lookup = self._lookups.pop(name, (0, None))
-            if lookup is not None:
-                lookup.cancel()
+            if name in self._lookups:
+                self._lookups.pop(name).hit.cancel()
             if name in self._loading:
                 self._loading[name].cancel()
         done = {name for name, loading in self._loading.items() if loading.done}
-        return done, {name for name in done if not self._finish(self._loading.pop(name))}
+        sent, self._sent = self._sent, set()
+        return done, {name for name in done if not self._finish(self._loading.pop(name))}, sent
 
     def invalid_blocks(self) -> set[int]:
         """Blocks that were to be loaded since the last call and hold nothing."""
@@ -212,14 +235,21 @@ class Worker:
     def report(self) -> Report | None:
         """What the scheduler does not know yet."""
         answers = []
-        for name, (number, lookup) in list(self._lookups.items()):
-            if lookup.done():
-                del self._lookups[name]
-                hit = _result(lookup)
-                if hit is not None:
-                    self._hits[name] = number, hit
-                tokens, segments = (0, ()) if hit is None else (hit.tokens, _segments(hit))
-                answers.append(Answer(name, number, self._namespace.rank, tokens, segments))
+        now = time.monotonic()
+        for name, lookup in list(self._lookups.items()):
+            if not lookup.hit.done() and now < lookup.until:
+                continue
+            del self._lookups[name]
+            hit = None
+            if lookup.hit.done():
+                hit = _result(lookup.hit)
+            else:
+                lookup.hit.cancel()
+                log.info("%s: not looked up within %s s", name, self._settings.lookup_timeout_s)
+            if hit is not None:
+                self._hits[name] = lookup.number, hit
+            tokens, segments = (0, ()) if hit is None else (hit.tokens, _segments(hit))
+            answers.append(Answer(name, lookup.number, self._namespace.rank, tokens, segments))
         failed, self._failed = self._failed, []
         failed_step = self._failed_step if self._failed_step != self._told_step else 0
         self._told_step = self._failed_step
@@ -237,12 +267,13 @@ class Worker:
         self.cache.close()
 
     def _look_up(self, ask: Ask) -> None:
-        lookup = self.cache.lookup_async(ask.sequence.tokens, self._space(ask.sequence))
-        lookup.add_done_callback(self._wake)
-        _, before = self._lookups.get(ask.request, (0, None))
-        if before is not None:  # nobody waits for the answer to an earlier question
-            before.cancel()
-        self._lookups[ask.request] = ask.number, lookup
+        timeout_s = self._settings.lookup_timeout_s
+        # a save that takes longer than half of the time shall not cost what the tiers have already
+        hit = self.cache.lookup_async(ask.sequence.tokens, self._space(ask.sequence), wait_s=timeout_s / 2)
+        hit.add_done_callback(self._wake)
+        if ask.request in self._lookups:  # nobody waits for the answer to an earlier question
+            self._lookups[ask.request].hit.cancel()
+        self._lookups[ask.request] = _Lookup(ask.number, hit, time.monotonic() + timeout_s)
 
     def _save(self, save: Save, ready: Callable[[], object] | None) -> None:
         sequence, began = save.sequence, time.monotonic()
@@ -254,6 +285,7 @@ class Worker:
             first=save.first,
             ready=ready,
             on_stored=self._note_stored(save) if self._tells_stores else None,
+            copy_first=True,
         )
         transfer.add_done_callback(lambda done: self._stats.stored(_result(done), time.monotonic() - began))
         self._saving.append(transfer)
@@ -294,7 +326,7 @@ class Worker:
         """Wait a little for a lookup or a load."""
 
         def something() -> bool:
-            lookups = [lookup for _, lookup in self._lookups.values()]
+            lookups = [lookup.hit for lookup in self._lookups.values()]
             under_way = bool(lookups) or bool(self._loading)
             some = any(lookup.done() for lookup in lookups) or any(x.done for x in self._loading.values())
             return some or not under_way

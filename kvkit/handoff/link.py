@@ -55,7 +55,7 @@ class Identity:
         node: its name, for logs.
         namespace: digest of its namespace without LoRA and salt, hex.
         layout: `KVLayout.fingerprint()`.
-        slot_bytes: the largest record it takes.
+        slot_bytes: of its largest record.
         secret: what peers must know; empty for none.
     """
 
@@ -75,7 +75,8 @@ class Identity:
         Raises:
             HandshakeError: it is one. The message names both values.
         """
-        for name, ours in (("version", VERSION), ("namespace", self.namespace), ("layout", self.layout)):
+        mine = {"namespace": self.namespace, "layout": self.layout, "slot_bytes": self.slot_bytes}
+        for name, ours in {"version": VERSION, **mine}.items():
             theirs = getattr(hello, name)
             if theirs != ours:
                 raise HandshakeError(

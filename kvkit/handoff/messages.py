@@ -52,7 +52,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
         node: its name, for logs.
         namespace: digest of the namespace without LoRA and salt, hex: records of others are of no use here.
         layout: `KVLayout.fingerprint()`.
-        slot_bytes: the largest payload that it takes.
+        slot_bytes: of its largest record.
         nonce: random, for this connection alone.
     """
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvkit.handoff import states
 from kvkit.handoff.messages import Admit, Done, Message, Refuse, Release
-from kvkit.handoff.states import Buffer, Limits, Phase, Unexpected
+from kvkit.handoff.states import Buffer, Limits, Outcome, Phase, Unexpected
 from kvkit.staging import Lease, Staging, release_all
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,15 @@ class Receiver:
     Args:
         arena: nobody else takes slots of it. The receiver closes it.
         limits: how long transfers may stay.
+
+    Attributes:
+        outcomes: transfers so far that were done, refused, or admitted and failed.
     """
 
     def __init__(self, arena: Staging, limits: Limits) -> None:
         self.arena = arena
         self._buffer = Buffer.empty(arena.slots, limits)
+        self.outcomes: Counter[Outcome] = Counter()
         self._sources: dict[int, Source] = {}
         self._filling: dict[str, dict[int, Lease]] = {}
         self._records: dict[str, Lease] = {}
@@ -241,7 +245,7 @@ class Receiver:
         with self._lock:
             self._apply(states.freed(self._buffer, 1, time.monotonic()))
 
-    def _apply(self, outcome: states.Outcome, writes_on: bool = True) -> None:
+    def _apply(self, outcome: states.Step, writes_on: bool = True) -> None:
         """Take over a new state and carry out its actions. The lock is held.
 
         `writes_on`: senders of transfers that end do not know yet, and may go on writing into shared slots.
@@ -274,6 +278,7 @@ class Receiver:
             slots = (taken[i].slot if i in taken else -1 for i in range(action.names))
             yield Admit(transfer, tuple(slots))
         elif isinstance(action, states.Refuse):
+            self.outcomes["refused"] += 1
             self._remember(transfer, action.reason)
             yield Refuse(transfer, action.reason)
         elif isinstance(action, states.Complete):
@@ -282,11 +287,14 @@ class Receiver:
             for index in action.keep:
                 self._records[names[index]] = leases_by_index[index]
             release_all(leases_by_index[index] for index in action.drop)
+            self.outcomes["done"] += 1
             yield Done(transfer)
         else:
+            self.outcomes["failed"] += transfer in self._filling
             dropped = list(self._filling.pop(transfer, {}).values())
             if dropped and source is not None and source.shared and writes_on:
-                self._unanswered[source.number, transfer] = [lease.share() for lease in dropped]
+                held = self._unanswered.setdefault((source.number, transfer), [])
+                held += [lease.share() for lease in dropped]
             release_all(dropped)
             release_all([self._records.pop(name) for name in action.forget])
             self._remember(transfer, action.reason)

@@ -6,7 +6,7 @@ import logging
 import ssl
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from kvkit.handoff.messages import (
     Reserve,
 )
 from kvkit.handoff.outgoing import Outgoing, Send, Sent, Stage, Step
-from kvkit.handoff.states import Unexpected
+from kvkit.handoff.states import Outcome, Unexpected
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete, TierError, complete
 
@@ -77,6 +77,9 @@ class Sender:
         timeout_s: how long a connection, and one frame, may take.
         transfer_s: how long a transfer may wait for records, or for the receiver's confirmation.
         tls: for connections over TCP.
+
+    Attributes:
+        outcomes: transfers so far that were done, not admitted, or admitted and failed.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Sender:
         self._timeout_s = timeout_s
         self._transfer_s = transfer_s
         self._tls = tls
+        self.outcomes: Counter[Outcome] = Counter()
         self._links: dict[str, Link] = {}
         self._open: dict[str, _Open] = {}
         self._settled: deque[Callable[[], None]] = deque()
@@ -245,9 +249,11 @@ class Sender:
         if stage is Stage.ENDED:
             del self._open[handle.id]
             if entry.state.error is None:
+                self.outcomes["done"] += 1
                 self._settled.append(partial(handle.done.set_result, entry.state.missing))
             else:
                 error = HandoffError(f"transfer {handle.id}: {entry.state.error}")
+                self.outcomes["refused" if before is Stage.ASKED else "failed"] += 1
                 if before is Stage.ASKED:
                     self._settled.append(partial(handle.admitted.set_exception, error))
                 self._settled.append(partial(handle.done.set_exception, error))

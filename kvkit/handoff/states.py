@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
 MAX_TRANSFERS = 4096
 """Transfers that a buffer knows at a time, with those that wait."""
@@ -28,6 +29,10 @@ class Phase(StrEnum):
     WAITING = "waiting"
     RECEIVING = "receiving"
     COMMITTED = "committed"
+
+
+Outcome = Literal["done", "refused", "failed"]
+"""How a transfer ends, for counting: failed is one that was admitted and did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,7 @@ class Forget:
 
 
 Action = Admit | Refuse | Complete | End | Forget
-Outcome = tuple[Buffer, tuple[Action, ...]]
+Step = tuple[Buffer, tuple[Action, ...]]
 
 
 class Unexpected(ValueError):
@@ -165,7 +170,7 @@ def reserve(
     elsewhere: Collection[str],
     deadline_s: float,
     now: float,
-) -> Outcome:
+) -> Step:
     """A sender asks for slots for distinct `names`, but for those that this node has `elsewhere`."""
     outside = frozenset(i for i, name in enumerate(names) if name in elsewhere)
     reason = None
@@ -184,7 +189,7 @@ def reserve(
     return _admit(_put(buffer, waiting), now)
 
 
-def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Outcome:
+def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Step:
     """A record is in its slot. Nothing happens if the transfer is over.
 
     Raises:
@@ -200,7 +205,7 @@ def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: floa
     return _put(buffer, changed), ()
 
 
-def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Outcome:
+def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Step:
     """All that comes is in, but for `missing`. Nothing happens if the transfer is over.
 
     Raises:
@@ -231,7 +236,7 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     return changed, (Complete(transfer, peer, frozenset(keep), drop), *admitted)
 
 
-def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Outcome:
+def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Step:
     """The sender gives up. Nothing happens to what is committed, or over."""
     found = buffer.transfers.get(transfer)
     if found is None or found.peer != peer or found.phase is Phase.COMMITTED:
@@ -239,13 +244,13 @@ def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Outcome
     return _end(buffer, [found], "cancelled by its sender", now)
 
 
-def release(buffer: Buffer, transfer: str, reason: str, now: float) -> Outcome:
+def release(buffer: Buffer, transfer: str, reason: str, now: float) -> Step:
     """Nobody here needs the transfer any more. Nothing happens if it is over."""
     found = buffer.transfers.get(transfer)
     return (buffer, ()) if found is None else _end(buffer, [found], reason, now)
 
 
-def discard(buffer: Buffer, names: Collection[str]) -> Outcome:
+def discard(buffer: Buffer, names: Collection[str]) -> Step:
     """These records are damaged: no transfer holds them any longer."""
     gone = tuple(name for name in names if name in buffer.held)
     if not gone:
@@ -262,19 +267,19 @@ def discard(buffer: Buffer, names: Collection[str]) -> Outcome:
     return changed, (Forget(gone),)
 
 
-def lost(buffer: Buffer, peer: Hashable, now: float) -> Outcome:
+def lost(buffer: Buffer, peer: Hashable, now: float) -> Step:
     """A sender is gone. What it committed stays."""
     gone = [t for t in buffer.transfers.values() if t.peer == peer and t.phase is not Phase.COMMITTED]
     return _end(buffer, gone, "its sender is gone", now)
 
 
-def freed(buffer: Buffer, count: int, now: float) -> Outcome:
+def freed(buffer: Buffer, count: int, now: float) -> Step:
     """So many slots that were lent are nobody's any more."""
     assert count <= buffer.lent, f"{count} slots came back, {buffer.lent} were away"
     return _admit(replace(buffer, lent=buffer.lent - count, free=buffer.free + count), now)
 
 
-def expire(buffer: Buffer, now: float) -> Outcome:
+def expire(buffer: Buffer, now: float) -> Step:
     """End what is past its deadline."""
     reasons = {
         Phase.WAITING: "no slots came free in time",
@@ -289,7 +294,7 @@ def expire(buffer: Buffer, now: float) -> Outcome:
     return buffer, tuple(actions)
 
 
-def close(buffer: Buffer, now: float, *, at_once: bool) -> Outcome:
+def close(buffer: Buffer, now: float, *, at_once: bool) -> Step:
     """Admit nothing more, and end what waits; `at_once`, everything."""
     buffer = replace(buffer, closed=True)
     gone = [t for t in buffer.transfers.values() if at_once or t.phase is Phase.WAITING]
@@ -332,7 +337,7 @@ def _put(buffer: Buffer, transfer: Transfer) -> Buffer:
     return replace(buffer, transfers={**buffer.transfers, transfer.id: transfer})
 
 
-def _admit(buffer: Buffer, now: float) -> Outcome:
+def _admit(buffer: Buffer, now: float) -> Step:
     """Admit those who wait, in order, while the first of them fits."""
     actions: list[Action] = []
     for transfer in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
@@ -351,7 +356,7 @@ def _admit(buffer: Buffer, now: float) -> Outcome:
     return buffer, tuple(actions)
 
 
-def _end(buffer: Buffer, ending: Sequence[Transfer], reason: str, now: float) -> Outcome:
+def _end(buffer: Buffer, ending: Sequence[Transfer], reason: str, now: float) -> Step:
     """End transfers; who waited behind them may come in."""
     if not ending:
         return buffer, ()

@@ -26,6 +26,7 @@ class HandoffTier(Tier):
     """
 
     near = True
+    transient = True
 
     def __init__(
         self, receiver: Receiver | None, sender: Sender | None, *, name: str = NAME, shutdown_s: float = 10.0

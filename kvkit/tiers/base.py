@@ -52,7 +52,9 @@ class Tier(ABC):
         codec: how its records are compressed, one of `kvkit.record.CODECS`.
         near: whether its records are in this host's memory already, so that nothing is gained by
             copying them into another tier.
+        transient: whether its records are only on their way, so that `staging_only` does not concern it.
         reads_at_once: records that it reads at the same time; what else it is asked for waits.
+        slots: of staging that its records may keep.
         evicted: records that were let go to make room so far.
     """
 
@@ -60,7 +62,9 @@ class Tier(ABC):
     scope: Scope = "node"
     codec: str = "none"
     near: bool = False
+    transient: bool = False
     reads_at_once: int = 32
+    slots: int = 0
     evicted: int = 0
 
     @abstractmethod

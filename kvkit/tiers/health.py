@@ -28,6 +28,9 @@ TRIAL_S = 30.0
 SLOW_FACTOR, RECENT, REMEMBERED = 4.0, 8, 64
 """Slow: the median of the RECENT last latencies is SLOW_FACTOR times that of those before."""
 
+CURRENT_S = 60.0
+"""For so long, in seconds, a latency says how fast the tier is now."""
+
 
 @dataclass(frozen=True, slots=True)
 class Circuit:
@@ -38,7 +41,8 @@ class Circuit:
         pauses: in a row; 0 while it is closed.
         until: when the pause, or the trial that is under way, is over.
         trial: whether a trial is under way.
-        latencies: the last REMEMBERED ones, in seconds.
+        latencies: the last REMEMBERED ones, in seconds a record.
+        measured: when the last of them was.
     """
 
     failures: int = 0
@@ -46,6 +50,7 @@ class Circuit:
     until: float = 0.0
     trial: bool = False
     latencies: tuple[float, ...] = ()
+    measured: float = 0.0
 
 
 def state(circuit: Circuit, now: float) -> State:
@@ -75,8 +80,10 @@ def worked(circuit: Circuit, now: float, seconds: float | None = None) -> Circui
         return circuit
     if seconds is not None:
         kept = circuit.latencies[1 - REMEMBERED :]
-        return Circuit(latencies=(*kept, seconds))
-    return Circuit(latencies=circuit.latencies) if circuit.failures or circuit.pauses else circuit
+        return Circuit(latencies=(*kept, seconds), measured=now)
+    if not circuit.failures and not circuit.pauses:
+        return circuit
+    return Circuit(latencies=circuit.latencies, measured=circuit.measured)
 
 
 def answered(circuit: Circuit, now: float) -> Circuit:
@@ -95,7 +102,14 @@ def failed(circuit: Circuit, now: float, timed_out: bool = False) -> Circuit:
     if not circuit.pauses and not timed_out and failures < FAILURES_TO_PAUSE:
         return replace(circuit, failures=failures)
     pause_s = PAUSES_S[min(circuit.pauses, len(PAUSES_S) - 1)]
-    return Circuit(pauses=circuit.pauses + 1, until=now + pause_s, latencies=circuit.latencies)
+    return replace(circuit, failures=0, pauses=circuit.pauses + 1, until=now + pause_s, trial=False)
+
+
+def record_s(circuit: Circuit, now: float) -> float | None:
+    """Seconds that a record takes of late; None: not known, and only known by reading one."""
+    if not circuit.latencies or now - circuit.measured > CURRENT_S:
+        return None
+    return median(circuit.latencies[-RECENT:])
 
 
 def _may_decide(circuit: Circuit, now: float) -> bool:
@@ -130,6 +144,11 @@ class Health:
         """The tier reported an error, or (`timed_out`) missed a deadline."""
         with self._lock:
             self._circuit = failed(self._circuit, now, timed_out)
+
+    def record_s(self, now: float) -> float | None:
+        """Seconds that a record takes of late; None: not known, and only known by reading one."""
+        with self._lock:
+            return record_s(self._circuit, now)
 
     def state(self, now: float) -> State:
         """For metrics and people. Changes nothing."""

@@ -45,6 +45,7 @@ class MemoryTier(Tier):
                 f"bytes; want at least 1 and fewer than the {staging.slots} of the staging arena"
             )
         self.name = name
+        self.slots = slots
         self._slot_bytes = staging.slot_bytes
         self._state = eviction.State(capacity_bytes, policy, quota_bytes)
         self._leases: dict[str, Lease] = {}

@@ -1,0 +1,267 @@
+"""The settings of handoff, the checks that can be made at start-up, and the tiers that they make."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import ssl
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
+
+from kvkit.chunks import namespace_digest
+from kvkit.handoff import addresses, tls
+from kvkit.handoff.endpoint import Endpoint
+from kvkit.handoff.link import Identity
+from kvkit.handoff.peer import PeerTier
+from kvkit.handoff.receiver import Receiver
+from kvkit.handoff.sender import Sender
+from kvkit.handoff.states import Limits
+from kvkit.handoff.tcp import is_loopback
+from kvkit.handoff.tier import NAME, HandoffTier
+from kvkit.layout import KVLayout, Namespace
+from kvkit.policy import Policy, Role, for_role
+from kvkit.record import RecordFormat
+from kvkit.staging import PAGE_BYTES, Staging
+from kvkit.tiers.base import Tier
+
+log = logging.getLogger(__name__)
+
+MIN_SECRET_CHARS = 16
+
+
+class HandoffConfig(BaseModel):
+    """KV straight from one engine to another. An address may have {rank} in it, for one endpoint per rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    role: Role = Field("both", description="prefill sends, decode receives; the default policy goes by it")
+    listen: tuple[str, ...] = Field(
+        (), description="addresses, such as unix:///run/kvkit/decode.sock or tcp://127.0.0.1:9478"
+    )
+    peers: dict[str, str] = Field(
+        default_factory=dict, description="addresses of nodes whose memory is read as a tier, by its name"
+    )
+    buffer: ByteSize | None = Field(None, description="bytes for what peers send; whole chunks of it", gt=0)
+    max_prefill_tokens: int | None = Field(
+        None, description="tokens of the longest request that the buffer must be able to hold", ge=1
+    )
+    allocation_timeout_s: float = Field(
+        30.0, description="longest wait for room in a buffer, in seconds", gt=0, le=3600
+    )
+    transfer_timeout_s: float = Field(
+        30.0, description="longest pause within a transfer, in seconds", gt=0, le=3600
+    )
+    idle_timeout_s: float = Field(
+        120.0, description="how long a finished transfer waits to be used, in seconds", gt=0, le=3600
+    )
+    shutdown_timeout_s: float = Field(
+        10.0, description="how long open transfers may go on at the end, in seconds", gt=0, le=3600
+    )
+    secret: SecretStr | None = Field(
+        None, description="what peers must know, too", min_length=MIN_SECRET_CHARS
+    )
+    secret_file: Path | None = Field(None, description="holds the secret")
+    tls_certificate: Path | None = Field(None, description="of this node, for TCP")
+    tls_key: Path | None = Field(None, description="of that certificate")
+    tls_ca: Path | None = Field(None, description="who signed the certificates of peers")
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> HandoffConfig:
+        if self.secret is not None and self.secret_file is not None:
+            raise ValueError("secret and secret_file are both given; want one of the two")
+        if self.receives and not self.listen:
+            raise ValueError(f"listen: none given, role = {self.role!r} needs at least one address")
+        if self.receives and self.buffer is None:
+            raise ValueError(f"buffer: none given, role = {self.role!r} needs one")
+        for address in (*self.listen, *self.peers.values()):
+            addresses.parse(self.at(address, 0))
+        if self.secret is None and self.secret_file is None:
+            for address in self.listen:
+                where = addresses.parse(self.at(address, 0))
+                if not isinstance(where, Path) and not is_loopback(where[0]):
+                    raise ValueError(
+                        f"listen = {address!r} is open to other hosts: give secret or secret_file"
+                    )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together; one of the two is given")
+        return self
+
+    @property
+    def receives(self) -> bool:
+        return self.role != "prefill"
+
+    @property
+    def sends(self) -> bool:
+        return self.role != "decode"
+
+    @staticmethod
+    def at(address: str, rank: int) -> str:
+        """`address` of one rank."""
+        return address.replace("{rank}", str(rank))
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers that these settings make."""
+        return (NAME, *self.peers)
+
+    def default_policy(self, tiers: Iterable[str]) -> Policy:
+        """The default policy of the role, with these other tiers."""
+        return for_role(self.role, tuple(tiers), NAME, tuple(self.peers))
+
+    def check_policy(self, policy: Policy, tiers: Sequence[str]) -> None:
+        """Refuse a policy that asks of a tier what it cannot do. `tiers` are the others.
+
+        Raises:
+            ValueError: it does. The message names the setting, the tier and the choices.
+        """
+        sent = [] if self.role == "decode" else [NAME]
+        received = [] if self.role == "prefill" else [NAME]
+        wrong = {
+            "retrieve_from": {} if received else {NAME: "role = 'prefill' receives nothing"},
+            "store_to": {} if sent else {NAME: "role = 'decode' sends nothing"},
+            "write_back_to": {NAME: "what is written back is for this node"},
+        }
+        choices = {
+            "retrieve_from": [*received, *tiers, *self.peers],
+            "store_to": [*tiers, *sent],
+            "write_back_to": tiers,
+        }
+        for setting, why in wrong.items():
+            if setting != "retrieve_from":
+                why |= dict.fromkeys(self.peers, "it is another node's memory")
+            for name in getattr(policy, setting):
+                if name in why:
+                    raise ValueError(
+                        f"{setting}={name!r}: {why[name]}; the choices are {', '.join(choices[setting])}"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much a buffer holds: `slots` of `slot_bytes` bytes, `chunk_slots` for each chunk."""
+
+    slots: int
+    slot_bytes: int
+    chunk_slots: int
+
+    @staticmethod
+    def of(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> Size:
+        """The size that `config.buffer` comes to for this layout.
+
+        Raises:
+            ValueError: it holds no chunk, or less than `max_prefill_tokens` take.
+        """
+        assert config.buffer is not None
+        groups = range(len(layout.groups))
+        biggest = max(RecordFormat.of(layout, g, namespace).record_bytes for g in groups)
+        slot_bytes = -(-biggest // PAGE_BYTES) * PAGE_BYTES
+        chunks = config.buffer // (slot_bytes * len(groups))
+        have = f"buffer={config.buffer.human_readable()}"
+        if chunks < 1:
+            raise ValueError(f"{have}: a chunk takes {len(groups)} slots of {slot_bytes} bytes")
+        size = Size(chunks * len(groups), slot_bytes, len(groups))
+        if config.max_prefill_tokens is not None:
+            slots = size.slots_of(config.max_prefill_tokens, layout, namespace)
+            if slots > size.slots:
+                want = ByteSize(slots * slot_bytes).human_readable()
+                raise ValueError(
+                    f"max_prefill_tokens={config.max_prefill_tokens} take {slots} slots of "
+                    f"{slot_bytes} bytes, {have} has {size.slots}: want a buffer of {want} or more, "
+                    "or fewer tokens"
+                )
+        return size
+
+    def slots_of(self, tokens: int, layout: KVLayout, namespace: Namespace) -> int:
+        """Slots that a request of up to so many tokens may take: whole chunks, then single blocks."""
+        block_tokens = min(group.block_tokens for group in layout.groups)
+        chunks, rest = divmod(tokens, namespace.chunk_tokens)
+        parts = rest // block_tokens
+        if chunks:  # a request that is a token short of its last whole chunk may take more
+            parts = max(parts, namespace.chunk_tokens // block_tokens - 2)
+        return (chunks + parts) * self.chunk_slots
+
+
+def open_handoff(
+    config: HandoffConfig, layout: KVLayout, namespace: Namespace, secret: bytes, timeout_s: float
+) -> list[Tier]:
+    """The tiers "handoff" and one for each peer. Nobody listens yet: see `listen`.
+
+    Args:
+        secret: what peers must know, empty for none.
+        timeout_s: the longest that a connection and a single frame may take.
+
+    Raises:
+        ValueError: a size or a certificate is impossible.
+        OSError: the buffer's memory cannot be had.
+    """
+    client = None
+    if config.tls_ca is not None:
+        client = tls.client_context(config.tls_ca, config.tls_certificate, config.tls_key)
+    identity = identify(layout, namespace, secret)
+    receiver, sender = None, None
+    if config.receives:
+        size = Size.of(config, layout, namespace)
+        log.info(
+            "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
+            size.slots,
+            size.slot_bytes,
+            size.slots // size.chunk_slots,
+            size.slots * size.slot_bytes,
+            config.buffer,
+        )
+        limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
+        receiver = Receiver(Staging(size.slot_bytes, size.slots, shared=True), limits)
+    if config.sends:
+        sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
+    peers = [
+        PeerTier(name, config.at(address, namespace.rank), identity, timeout_s=timeout_s, tls=client)
+        for name, address in config.peers.items()
+    ]
+    return [HandoffTier(receiver, sender, shutdown_s=config.shutdown_timeout_s), *peers]
+
+
+def listen(
+    config: HandoffConfig,
+    tiers: Iterable[Tier],
+    layout: KVLayout,
+    namespace: Namespace,
+    secret: bytes,
+    timeout_s: float,
+) -> None:
+    """Have peers find the tier "handoff" among `tiers`, and what the others hold near. Mutates that tier.
+
+    Raises:
+        ValueError, OSError: a certificate or an address is impossible, or an address is taken.
+    """
+    if not config.listen:
+        return
+    server: ssl.SSLContext | None = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        server = tls.server_context(config.tls_certificate, config.tls_key, config.tls_ca)
+    near = {tier.name: tier for tier in tiers if tier.near}
+    handoff = near[NAME]
+    assert isinstance(handoff, HandoffTier)
+    handoff.endpoint = Endpoint(
+        handoff.receiver,
+        near,
+        identify(layout, namespace, secret),
+        [config.at(address, namespace.rank) for address in config.listen],
+        timeout_s=timeout_s,
+        pin_s=config.allocation_timeout_s,
+        tls=server,
+    )
+
+
+def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:
+    """What a node of this namespace says of itself: requests differ in LoRA and salt, nodes do not."""
+    base = namespace_digest(replace(namespace, lora="", salt=""))
+    groups = range(len(layout.groups))
+    return Identity(
+        node=f"{platform.node()}/{namespace.rank}",
+        namespace=base[:16].hex(),
+        layout=layout.fingerprint(),
+        slot_bytes=max(RecordFormat.of(layout, g, namespace).record_bytes for g in groups),
+        secret=secret,
+    )

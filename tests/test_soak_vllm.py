@@ -1,0 +1,35 @@
+"""The soak of the vLLM connector for some seconds, with a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from small_models import QWEN, save
+from vllm_engine import ENVIRONMENT
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_some_seconds_of_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    options = ["--minutes", "0.15", "--model", str(save(QWEN, tmp_path / "model")), "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.soak_vllm", *options]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert path.exists(), done.stderr[-4000:]
+    found = json.loads(path.read_text())
+    assert done.returncode == 0, found
+    assert (found["wrong_tokens"], found["unfinished"], found["all_slots_free"]) == (0, 0, True)
+    assert found["requests"] > 20
+    assert 0 < found["hit_tokens"] < found["prompt_tokens"]
+    assert set(found["loaded_tokens_by_tier"]) == {"memory", "faulty", "disk"}
+    assert found["preemptions"] > 0
+    assert sum(found["faults_injected"].values()) > 0
+    assert {"machine", "versions", "command", "resident_mib"} <= set(found)
