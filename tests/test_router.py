@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -483,22 +483,49 @@ def test_engines_that_tell_no_tokens_are_followed_by_text(start: Start) -> None:
     assert "".join(map(text_of, found)) == wanted(chat())
 
 
+def test_many_streams_survive_one_engine(start: Start) -> None:
+    engines = start(prefill=2, decode=2)
+    engines.set(hold_after=5)
+    bodies = [chat(f"{i} {LONG}", 12) for i in range(16)]
+    with Routed(**engines.settings(), spread=1) as router, ThreadPoolExecutor(16) as pool:
+        texts = [
+            pool.submit(lambda body: "".join(map(text_of, stream(router.url, CHAT, body))), body)
+            for body in bodies
+        ]
+        wait_for(lambda: sum(len(engines[name].seen()) for name in ("d0", "d1")) == 16)
+        assert [len(engines[name].seen()) for name in ("d0", "d1")] == [8, 8]
+        engines["d0"].kill()
+        engines["d1"].set(hold_after=None)
+        assert [text.result() for text in texts] == [wanted(body) for body in bodies]
+        wait_for(lambda: len(re.findall(r"engine_requests{.*} 0.0", router.metrics())) == 4)
+
+
+@contextmanager
+def sent(url: str, body: Body) -> Iterator[socket.socket]:
+    """A client that has sent a request, and leaves with the context."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), DEADLINE_S) as client:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data)
+        yield client
+
+
+@pytest.mark.parametrize("at", ["p0", "d0"])
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_leaves_ends_the_work(start: Start, streams: bool) -> None:
+def test_a_client_that_leaves_ends_the_work(start: Start, at: str, streams: bool) -> None:
     engines = start()
+    engines["p0"].set(hang=at == "p0")
     engines["d0"].set(hold_after=3, hang=not streams)
-    body = json.dumps(completion("short", stream=streams)).encode()
     with Routed(**engines.settings()) as router:
-        host, port = router.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), DEADLINE_S) as client:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
-            client.sendall(head.encode() + body)
-            if streams:
-                assert client.recv(1).startswith(b"H")
-            wait_for(lambda: len(engines["d0"].seen()) == 1)
-        wait_for(lambda: engines["d0"].seen()[0]["left"])
+        with sent(router.url, completion(stream=streams)) as client:
+            if at == "d0" and streams:
+                assert client.recv(1) == b"H"
+            wait_for(lambda: len(engines[at].seen()) == 1)
+        wait_for(lambda: engines[at].seen()[0]["left"])
         wait_for(lambda: 'answers_total{status="499"} 1.0' in router.metrics())
-        wait_for(lambda: 'engine_requests{engine="d0",role="decode"} 0.0' in router.metrics())
+        wait_for(lambda: len(re.findall(r"engine_requests{.*} 0.0", router.metrics())) == 2)
+    assert len(engines["d0"].seen()) == (at == "d0")
 
 
 def test_no_request_takes_longer_than_said(start: Start) -> None:

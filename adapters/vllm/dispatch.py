@@ -17,7 +17,7 @@ from aiohttp import web
 from kvkit.adapters.vllm import openai
 from kvkit.adapters.vllm.answers import Answer, CannotContinue
 from kvkit.adapters.vllm.clients import Client
-from kvkit.adapters.vllm.engines import RETRIED, Engine, EngineFailed, Lookup, Refused
+from kvkit.adapters.vllm.engines import RETRIED, Engine, EngineFailed, Lookup, Refused, Work
 from kvkit.adapters.vllm.openai import Asked
 from kvkit.adapters.vllm.router_metrics import RouterMetrics
 from kvkit.adapters.vllm.router_settings import RouterConfig
@@ -237,29 +237,41 @@ class Dispatcher:
         decode = next(e for e in self._decodes if e.name == decision.decode)
         prefill = next((e for e in self._prefills if e.name == decision.prefill), None)
         params: Mapping[str, Any] | None = None
-        if prefill is not None:
-            try:
-                params = await self._prefill(job, asked, prefill, decode, decision.new_tokens)
-            except Refused as refusal:  # whether the client hears of it is for D to say
-                log.warning("prefill engine %s refuses: %s", prefill.name, refusal)
-                job.hands_over = False
-        body = openai.decode_body(asked, params)
-        with decode.working(0 if params else decision.new_tokens) as work:
-            if not asked.streams:
-                return await self._whole(job, body, decode)
-            start, began = _now(), False
-            limit_s = self._config.first_token_timeout_s
-            async with decode.post(asked.path, body, job.headers, limit_s) as (response, deadline):
-                async for event in _events(decode, response):
-                    if not began:
-                        began = True
-                        work.computed()
-                        self._remember(job, decode)
-                        self._learn(job, asked, decode, params is not None, _now() - start)
-                    deadline.reschedule(None)  # how long the client takes is not the engine's doing
-                    await self._hand_on(job, answer, decode, event)
-                    deadline.reschedule(_now() + self._config.idle_timeout_s)
-            return await job.client.send(openai.DONE_EVENT)
+        # D counts it from now on, or all that P is at work on would go to the same D
+        with decode.working(decision.new_tokens if prefill is None else 0) as work:
+            if prefill is not None:
+                try:
+                    params = await self._prefill(job, asked, prefill, decode, decision.new_tokens)
+                except Refused as refusal:  # whether the client hears of it is for D to say
+                    log.warning("prefill engine %s refuses: %s", prefill.name, refusal)
+                    job.hands_over = False
+            if asked.streams:
+                return await self._stream(job, asked, params, answer, decode, work)
+            return await self._whole(job, asked, params, decode)
+
+    async def _stream(
+        self,
+        job: Job,
+        asked: Asked,
+        params: Mapping[str, Any] | None,
+        answer: Answer,
+        decode: Engine,
+        work: Work,
+    ) -> web.StreamResponse:
+        """An answer that is a stream, or what is left of it."""
+        start, began = _now(), False
+        body, limit_s = openai.decode_body(asked, params), self._config.first_token_timeout_s
+        async with decode.post(asked.path, body, job.headers, limit_s) as (response, deadline):
+            async for event in _events(decode, response):
+                if not began:
+                    began = True
+                    work.computed()
+                    self._remember(job, decode)
+                    self._learn(job, asked, decode, params is not None, _now() - start)
+                deadline.reschedule(None)  # how long the client takes is not the engine's doing
+                await self._hand_on(job, answer, decode, event)
+                deadline.reschedule(_now() + self._config.idle_timeout_s)
+        return await job.client.send(openai.DONE_EVENT)
 
     async def _prefill(
         self, job: Job, asked: Asked, prefill: Engine, decode: Engine, new_tokens: int
@@ -322,10 +334,12 @@ class Dispatcher:
         if shown is not None:
             await job.client.send(openai.event_bytes(shown))
 
-    async def _whole(self, job: Job, body: openai.Body, decode: Engine) -> web.StreamResponse:
+    async def _whole(
+        self, job: Job, asked: Asked, params: Mapping[str, Any] | None, decode: Engine
+    ) -> web.StreamResponse:
         """An answer that is no stream."""
-        limit_s = self._config.request_timeout_s
-        async with decode.post(job.asked.path, body, job.headers, limit_s) as (response, _):
+        body, limit_s = openai.decode_body(asked, params), self._config.request_timeout_s
+        async with decode.post(asked.path, body, job.headers, limit_s) as (response, _):
             raw = await response.read()
         reply = _parsed(decode, raw)
         if openai.aborted(reply):
