@@ -60,6 +60,9 @@ def demo(
         bool,
         typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM; no picture"),
     ] = False,
+    flow: Annotated[
+        str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md tells what they are")
+    ] = "both",
     vllm: Annotated[str, typer.Option(help="with --pd: more of vLLM's options")] = "",
 ) -> None:
     """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
@@ -67,7 +70,7 @@ def demo(
     from kvkit.demo import DemoError, run
 
     if pd:
-        _demo_pd(model, vllm, json_path)
+        _demo_pd(flow, model, vllm, json_path)
         return
     try:
         run(model, json_path, png_path, Console())
@@ -75,18 +78,21 @@ def demo(
         _fail(str(error))
 
 
-def _demo_pd(model: str | None, vllm: str, json_path: Path) -> None:
+def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path) -> None:
     from kvkit.adapters.smollm2 import ModelError
     from kvkit.bench.client import ClientError
-    from kvkit.bench.pd import PdError, run
+    from kvkit.bench.pd import FLOWS, PdError, run
     from kvkit.bench.systems import StartError
 
+    chosen = next((known for known in FLOWS if known == flow), None)
+    if chosen is None:
+        _fail(f"flow = {flow!r}: want one of {', '.join(FLOWS)}")
     try:
         options = shlex.split(vllm)
     except ValueError as error:
         _fail(f"vllm = {vllm!r}: {error}")
     try:
-        run(model, options, json_path, Console())
+        run(chosen, model, options, json_path, Console())
     except (PdError, StartError, ClientError, ModelError) as error:
         _fail(str(error))
 

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from kvkit.bench import pd
 from kvkit.bench.client import ClientError, connect, loaded_tokens
-from kvkit.bench.pd import TURNS, PdError, Turn
+from kvkit.bench.pd import FLOWS, TURNS, Flow, PdError, Turn
 from kvkit.bench.systems import routed
 from kvkit.cli import app
+from kvkit.config import load_config
 
 
 @pytest.fixture
@@ -66,6 +67,27 @@ def test_the_table() -> None:
         "1.25 s",
         "yes",
     ]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_the_settings_of_a_flow_are_valid_and_name_what_it_needs(flow: Flow, tmp_path: Path) -> None:
+    texts = pd.settings(flow, "unix:///d/socket", tmp_path)
+    loaded = {}
+    for role, text in texts.items():
+        path = tmp_path / f"{role}.toml"
+        path.write_text(text)
+        loaded[role] = load_config(path)
+    prefill, decode = (loaded[role].resolved_policy() for role in ("prefill", "decode"))
+    sought = {"handoff": (), "pool": ("pool",), "pull": ("decode",), "both": ("pool", "decode")}
+    kept = {"handoff": (), "pool": ("pool",), "pull": ("memory",), "both": ("memory", "pool")}
+    assert (prefill.retrieve_from, prefill.store_to) == (sought[flow], ("handoff",))
+    assert (decode.retrieve_from, decode.store_to) == (("handoff", *kept[flow]), kept[flow])
+
+
+def test_an_unknown_flow_is_refused() -> None:
+    done = CliRunner().invoke(app, ["demo", "--pd", "--flow", "up"])
+    assert done.exit_code == 1
+    assert "flow = 'up': want one of handoff, pool, pull, both" in done.output
 
 
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

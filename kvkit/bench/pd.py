@@ -1,6 +1,11 @@
 """A conversation over a prefill engine and a decode engine behind the router, and over plain vLLM.
 
-Both engines have kvkit's connector and one folder for a tier: what one of them computes, the other loads.
+The four flows are settings of the two engines, nothing else:
+
+    handoff   P sends every prompt to D
+    pool      and D stores prompts and answers in a shared folder, in which P finds the next turn's beginning
+    pull      or P asks D what it keeps in memory, and pulls that
+    both      or P seeks it in the folder first, then at D
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +30,9 @@ from kvkit.environment import describe
 TURNS = 4
 WORDS = 1600
 """Of all turns."""
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 256
+Flow = Literal["handoff", "pool", "pull", "both"]
+FLOWS: tuple[Flow, ...] = get_args(Flow)
 _TIMEOUT_S = 300.0
 
 
@@ -51,10 +59,13 @@ class Turn:
     identical: bool
 
 
-def run(model: str | None, options: Sequence[str], json_path: Path, console: Console) -> list[Turn]:
+def run(
+    flow: Flow, model: str | None, options: Sequence[str], json_path: Path, console: Console
+) -> list[Turn]:
     """Have the conversation twice, print it as a table and write its figures; returns its turns.
 
     Args:
+        flow: one of `FLOWS`.
         model: hub id or folder; None: SmolLM2-135M-Instruct from its PyPI package.
         options: more of vLLM's command line.
 
@@ -67,21 +78,21 @@ def run(model: str | None, options: Sequence[str], json_path: Path, console: Con
         raise PdError(f"demo --pd: {lacking}")
     with TemporaryDirectory(prefix="kvkit-pd-") as name, ended_by_sigterm():
         folder = Path(name)
-        config = folder / "kvkit.toml"
-        config.write_text(
-            f'chunk_tokens = {CHUNK_TOKENS}\nstaging = "256MiB"\n[tiers.shared]\nurl = "file://{folder}/kv"\n'
-        )
-        setup = Setup(model or str(smollm2.fetch()), 1, config, tuple(options), folder)
+        address = f"unix://{folder}/decode/handoff/socket"
+        setup = Setup(model or str(smollm2.fetch()), 1, None, tuple(options), folder)
         with console.status("plain vLLM"), started("plain", setup) as url:
             plain = [answer for answer, _ in converse(connect("plain", url), [])]
         with ExitStack() as stack:
             status = stack.enter_context(console.status("two engines and the router"))
             urls = []
-            for role in ("prefill", "decode"):
+            for role, text in settings(flow, address, folder / "pool").items():
                 (folder / role).mkdir()
-                urls.append(stack.enter_context(started("kvkit", replace(setup, folder=folder / role))))
+                config = folder / role / "kvkit.toml"
+                config.write_text(text)
+                engine = replace(setup, config=config, folder=folder / role)
+                urls.append(stack.enter_context(started("kvkit", engine)))
             prefill, decode = urls
-            router = stack.enter_context(routed(prefill, decode, folder))
+            router = stack.enter_context(routed(prefill, decode, folder, address))
             status.update("the conversation")
             pd = converse(connect("router", router), [connect("P", prefill), connect("D", decode)])
     turns = [
@@ -89,9 +100,49 @@ def run(model: str | None, options: Sequence[str], json_path: Path, console: Con
         for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
     ]
     console.print(table(turns))
-    figures = {"turns": [asdict(turn) for turn in turns], **describe()}
+    figures = {"flow": flow, "turns": [asdict(turn) for turn in turns], **describe()}
     json_path.write_text(json.dumps(figures, indent=1) + "\n")
     return turns
+
+
+def settings(flow: Flow, address: str, pool: Path) -> dict[str, str]:
+    """The TOML file of each engine, by role.
+
+    Args:
+        address: where the decode engine listens.
+        pool: the shared folder.
+    """
+    pools, pulls = flow in ("pool", "both"), flow in ("pull", "both")
+    shared = [f'[tiers.pool]\nurl = "file://{pool}"\nscope = "shared"'] if pools else []
+    near = ['[tiers.memory]\ncapacity = "256MiB"'] if pulls else []
+    kept = ["memory"] * pulls + ["pool"] * pools
+    peers = [f'peers = {{ decode = "{address}" }}'] if pulls else []
+    head = f'chunk_tokens = {CHUNK_TOKENS}\nstaging = "256MiB"'
+    return {
+        "prefill": "\n".join(
+            [
+                head,
+                *shared,
+                '[handoff]\nrole = "prefill"',
+                *peers,
+                _policy(["pool"] * pools + ["decode"] * pulls, ["handoff"]),
+            ]
+        ),
+        "decode": "\n".join(
+            [
+                head,
+                *near,
+                *shared,
+                f'[handoff]\nrole = "decode"\nbuffer = "512MiB"\nlisten = ["{address}"]',
+                _policy(["handoff", *kept], kept),
+            ]
+        ),
+    }
+
+
+def _policy(retrieve_from: list[str], store_to: list[str]) -> str:
+    lists = f"retrieve_from = {json.dumps(retrieve_from)}\nstore_to = {json.dumps(store_to)}"
+    return f"[policy]\n{lists}\nwrite_back_to = []\n"
 
 
 def converse(server: Server, engines: Sequence[Server]) -> list[tuple[Answer, list[dict[str, int]]]]:

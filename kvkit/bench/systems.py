@@ -89,15 +89,26 @@ def started(system: str, setup: Setup) -> Iterator[str]:
 
 
 @contextmanager
-def routed(prefill: str, decode: str, folder: Path) -> Iterator[str]:
+def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) -> Iterator[str]:
     """The URL of `kvkit router` before a prefill and a decode server; it is ended with the context.
+
+    Every prompt goes over the prefill server, however little of it is new.
+
+    Args:
+        handoff: where the decode server takes in what the prefill server computed.
 
     Raises:
         StartError: it ended, or did not serve within `START_S`.
     """
     port = _free_port()
+    config = folder / "router.toml"
+    where = "" if handoff is None else f'handoff = "{handoff}"\n'
+    config.write_text(
+        "direct_tokens = 0\ndirect_share = 0.0\nmax_slowdown = 1000.0\n"
+        f'[prefill.p]\nurl = "{prefill}"\n[decode.d]\nurl = "{decode}"\n{where}'
+    )
     command = [sys.executable, "-c", "from kvkit.cli import main; main()", "router", "--port", str(port)]
-    command += ["--prefill", prefill, "--decode", decode]
+    command += ["--config", str(config)]
     with serving("router", command, os.environ, folder, lambda: _healthy(port)):
         yield f"http://127.0.0.1:{port}"
 
