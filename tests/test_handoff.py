@@ -290,6 +290,54 @@ def test_a_receiver_is_killed(sender: Sender, slots: Staging, tmp_path: Path, tr
 
 
 @ADDRESSES
+def test_a_sender_hangs(sender: Sender, tmp_path: Path, transport: str) -> None:
+    """Its transfer ends by its deadline. Slots that it can write into come back when it goes on."""
+    node = Node(tmp_path, limits=replace(PATIENT, transfer_s=0.5))
+    process = Process("sender", tmp_path)
+    names = record_names(6)
+    assert process.call("open", "t", address(node, transport), names) == 6
+    process.call("put", names[:2])
+    process.stop()
+    assert ended(node, "t") == "nothing came in for too long"
+    assert node.receiver.arena.free == (2 if transport == "unix" else 8)
+    waiting = sender.open("waiting", node.tcp, record_names(8, "a" * 16), LONG_S)
+    if transport == "unix":
+        node.receiver.check_integrity()
+        assert not waiting.admitted.done()
+        process.go_on()
+    assert waiting.admitted.result(LONG_S) == 8
+    process.kill()
+    ended(node, "waiting")
+    node.close()
+
+
+@ADDRESSES
+def test_a_receiver_hangs(slots: Staging, tmp_path: Path, transport: str) -> None:
+    """Transfers to it end by their deadlines, and the sender has its slots; going on, it serves again."""
+    sender, patient = new_sender(transfer_s=0.3), new_sender()
+    process = Process("receiver", tmp_path)
+    where = process.call("addresses")[["unix", "tcp"].index(transport)]
+    names = record_names(4)
+    first = sender.open("first", where, names, LONG_S)
+    assert first.admitted.result(LONG_S) == 4
+    process.stop()
+    send(sender, slots, names)
+    with pytest.raises(HandoffError, match="the receiver did not confirm in time"):
+        first.done.result(LONG_S)
+    second = sender.open("second", where, names, deadline_s=0.3)
+    with pytest.raises(HandoffError, match="the receiver did not answer in time"):
+        second.admitted.result(LONG_S)
+    process.go_on()
+    third = patient.open("third", where, names, LONG_S)
+    third.admitted.result(LONG_S)
+    send(patient, slots, names)
+    third.done.result(LONG_S)
+    process.kill()
+    sender.close(LONG_S)
+    patient.close(LONG_S)
+
+
+@ADDRESSES
 @pytest.mark.parametrize("field", ["secret", "version", "namespace", "layout", "slot_bytes"])
 def test_strangers_are_refused(node: Node, transport: str, field: str) -> None:
     where = address(node, transport)
