@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 import ssl
 import stat
@@ -11,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,8 +240,12 @@ def test_a_shared_arena_is_written_into_where_that_is_possible(pair: Pair, arena
     assert pair.client.receive(nowhere, DEADLINE_S) == b"welcome"
     assert pair.client.one_sided == isinstance(pair.client, local.LocalChannel | nixl.NixlChannel)
     size = SLOT_BYTES - 100
-    source = Staging(SLOT_BYTES, 2)
+    source = Staging(2 * SLOT_BYTES, 2)
     source.buffers[1][:size] = pattern(size)
+    if pair.client.one_sided:
+        for slot, too_much in [(4, 1), (-1, 1), (0, SLOT_BYTES + 1)]:
+            with pytest.raises(ValueError, match=f"slot {slot}, {too_much} bytes: the peer has 4 slots"):
+                pair.client.send(b"", source.buffers[1][:too_much], slot)
     pair.client.send(b"data", source.buffers[1][:size], 2)
     source.close()
     place: Callable[[bytes], memoryview | None]
@@ -318,6 +323,12 @@ def test_a_body_that_is_too_large_is_refused_unread(raw: Raw) -> None:
         raw.channel.receive(nowhere, DEADLINE_S)
 
 
+def test_a_body_may_not_be_one_byte_too_large(raw: Raw) -> None:
+    raw.socket.sendall(HEADER.pack(MAX_BODY_BYTES + 1, 0))
+    with pytest.raises(FrameError, match=f"a body of {MAX_BODY_BYTES + 1} bytes"):
+        raw.channel.receive(nowhere, DEADLINE_S)
+
+
 @pytest.mark.parametrize("sent", [1, 7, 8, 9, 12, 500])
 def test_a_peer_that_stops_within_a_frame(raw: Raw, sent: int) -> None:
     frame = HEADER.pack(4, 1000) + b"body" + bytes(1000)
@@ -382,6 +393,36 @@ def test_accept_waits_for_a_while_and_wakes_on_close(address: str, threads: Thre
         connect(listener.address, timeout_s=DEADLINE_S)
 
 
+def test_a_listener_outlives_a_shortage_of_descriptors(address: str) -> None:
+    listener = listen(address, timeout_s=DEADLINE_S)
+    with closing(connect(listener.address, timeout_s=DEADLINE_S)):
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            with pytest.raises(ChannelIdle, match="Too many open files"):
+                listener.accept(DEADLINE_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        listener.accept(DEADLINE_S).close()
+    listener.close()
+
+
+def test_a_peer_that_leaves_at_once() -> None:
+    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S)
+    where = parse(listener.address)
+    assert not isinstance(where, Path)
+    gone = socket.create_connection(where)
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.close()  # resets
+    with pytest.raises(ChannelIdle, match="left at once"):
+        listener.accept(DEADLINE_S)
+    with closing(connect(listener.address, timeout_s=DEADLINE_S)):
+        listener.accept(DEADLINE_S).close()
+    listener.close()
+
+
 def test_only_its_owner_reaches_a_local_endpoint(tmp_path: Path) -> None:
     path = tmp_path / "run" / "kvkit.sock"
     listener = listen(f"unix://{path}", timeout_s=DEADLINE_S)
@@ -410,6 +451,26 @@ def test_a_local_endpoint_takes_over_from_one_that_was_killed(tmp_path: Path) ->
     with pytest.raises(OSError, match="Address already in use"):
         listen(f"unix://{path}", timeout_s=DEADLINE_S)
     assert path.read_text() == "no socket"
+
+
+def test_a_local_endpoint_leaves_the_socket_of_its_successor(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "kvkit.sock"
+    first = listen(f"unix://{path}", timeout_s=DEADLINE_S)
+    path.rename(path.with_name("kept"))  # so that its number is not given to the next
+    second = listen(f"unix://{path}", timeout_s=DEADLINE_S)
+    first.close()
+    connect(second.address, timeout_s=DEADLINE_S).close()
+    second.close()
+
+
+def test_the_agent_of_nixl_ends_with_its_last_user() -> None:
+    pytest.importorskip("nixl_cu12")
+    pair = Pair(Transport("nixl://127.0.0.1:0"))
+    pair.listener.close()
+    pair.client.close()
+    assert list(nixl._agents) == [True]
+    pair.close()
+    assert not nixl._agents
 
 
 def test_other_hosts_connect_only_where_that_is_asked_for() -> None:
@@ -546,22 +607,29 @@ def test_a_descriptor_that_is_no_arena_is_refused(tmp_path: Path, arena: Staging
     os.close(unsealed)
 
 
-def test_only_one_arena_is_taken_and_only_its_slots_are_written(tmp_path: Path, arena: Staging) -> None:
+def test_only_one_arena_is_taken(tmp_path: Path, arena: Staging) -> None:
     assert arena.descriptor is not None
     peer = Passing(tmp_path)
     peer.offer([arena.descriptor], SLOT_BYTES, 4)
     with pytest.raises(ChannelIdle):
         peer.channel.receive(nowhere, 0.01)
     assert peer.channel.one_sided
-    for slot, size in [(4, 1), (-1, 1), (0, SLOT_BYTES + 1)]:
-        with pytest.raises(
-            ValueError, match=f"slot {slot}, {size} bytes: the peer has 4 slots of {SLOT_BYTES}"
-        ):
-            peer.channel.send(b"", memoryview(bytes(size)), slot)
     peer.offer([arena.descriptor], SLOT_BYTES, 4)
     with pytest.raises(FrameError, match="one arena for each channel"):
         peer.channel.receive(nowhere, DEADLINE_S)
     peer.close()
+
+
+def test_a_descriptor_that_belongs_to_nothing(tmp_path: Path, arena: Staging) -> None:
+    assert arena.descriptor is not None
+    before = open_descriptors()
+    peer = Passing(tmp_path)
+    socket.send_fds(peer.socket, [HEADER.pack(1, 0) + b"!"], [arena.descriptor])
+    assert peer.channel.receive(nowhere, DEADLINE_S) == b"!"
+    with pytest.raises(FrameError, match="no arena with it"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    peer.close()
+    assert open_descriptors() <= before
 
 
 def test_an_arena_that_cannot_be_shared(tmp_path: Path) -> None:

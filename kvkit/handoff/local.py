@@ -29,7 +29,6 @@ from kvkit.handoff.stream import (
 from kvkit.staging import PAGE_BYTES, Staging, prefault
 
 _ARENA = struct.Struct("<QQ")
-
 _DESCRIPTOR_BYTES = array("i").itemsize
 _MAX_PATH_BYTES = 107
 _BACKLOG = 128
