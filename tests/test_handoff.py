@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,8 @@ from handoff_nodes import (
     raw_socket,
 )
 
-from kvkit.handoff.channel import MAX_BODY_BYTES, ChannelError
+from kvkit.handoff.channel import MAX_BODY_BYTES, ChannelError, ChannelIdle
+from kvkit.handoff.local import PeerArena
 from kvkit.handoff.messages import (
     Admit,
     Cancel,
@@ -495,6 +497,41 @@ def test_slots_that_a_peer_may_still_write_are_lent_to_nobody(node: Node) -> Non
         ended(node, following)
         assert node.receiver.arena.free == 8
         node.receiver.check_integrity()
+
+
+def test_the_end_of_a_connection_is_the_end_of_writing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that is cut off while it writes into a slot is gone only when that is done."""
+    write, begun, go_on = PeerArena.write, threading.Event(), threading.Event()
+
+    def slow_write(arena: PeerArena, slot: int, payload: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(LONG_S)
+        write(arena, slot, payload)
+
+    monkeypatch.setattr(PeerArena, "write", slow_write)
+    speaker = Speaker(node.unix)
+    speaker.hello()
+    speaker.say(Reserve("t", tuple(record_names(8)), 5.0))
+    admit = speaker.hear()
+    assert isinstance(admit, Admit)
+
+    def say() -> None:
+        with suppress(ChannelError):
+            speaker.say(Data("t", 0, SLOT_BYTES), bytes(SLOT_BYTES), admit.slots[0])
+
+    saying, ending = threading.Thread(target=say), threading.Thread(target=speaker.channel.shutdown)
+    saying.start()
+    assert begun.wait(LONG_S)
+    ending.start()
+    with pytest.raises(ChannelIdle):
+        speaker.channel.receive(lambda _: None, 0.05)
+    assert node.receiver.transfers() == {"t": "receiving"}
+    go_on.set()
+    assert ended(node, "t") == "its sender is gone"
+    saying.join(LONG_S)
+    ending.join(LONG_S)
+    speaker.close()
+    assert all_free(node)
 
 
 def test_a_name_that_is_used_again_before_the_answer(node: Node) -> None:
