@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -155,6 +156,15 @@ class Process:
         self._process.stdin.write(json.dumps([method, arguments]) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
+
+    def stop(self) -> None:
+        """Have it hang: it lives, and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        """Have it go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9."""

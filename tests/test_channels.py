@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 import ssl
 import stat
@@ -11,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -390,6 +391,36 @@ def test_accept_waits_for_a_while_and_wakes_on_close(address: str, threads: Thre
         waiting.result(DEADLINE_S)
     with pytest.raises(ChannelError, match="cannot be reached"):
         connect(listener.address, timeout_s=DEADLINE_S)
+
+
+def test_a_listener_outlives_a_shortage_of_descriptors(address: str) -> None:
+    listener = listen(address, timeout_s=DEADLINE_S)
+    with closing(connect(listener.address, timeout_s=DEADLINE_S)):
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            with pytest.raises(ChannelIdle, match="Too many open files"):
+                listener.accept(DEADLINE_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        listener.accept(DEADLINE_S).close()
+    listener.close()
+
+
+def test_a_peer_that_leaves_at_once() -> None:
+    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S)
+    where = parse(listener.address)
+    assert not isinstance(where, Path)
+    gone = socket.create_connection(where)
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.close()  # resets
+    with pytest.raises(ChannelIdle, match="left at once"):
+        listener.accept(DEADLINE_S)
+    with closing(connect(listener.address, timeout_s=DEADLINE_S)):
+        listener.accept(DEADLINE_S).close()
+    listener.close()
 
 
 def test_only_its_owner_reaches_a_local_endpoint(tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def test_settings_that_take_the_place_of_lmcaches_exist() -> None:
     names = re.findall(r"`([\w.]+)`", "".join(rows))
     assert len(names) > 20
     models: dict[str, type[BaseModel]] = {"tiers": TierConfig, "policy": PolicyConfig, "server": ServerConfig}
+    models["handoff"] = HandoffConfig
     for name in names:
         table, *path = name.split(".")
         if not path or (table == "tiers" and len(path) == 1):

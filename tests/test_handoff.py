@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,8 @@ from handoff_nodes import (
     raw_socket,
 )
 
-from kvkit.handoff.channel import MAX_BODY_BYTES, ChannelError
+from kvkit.handoff.channel import MAX_BODY_BYTES, ChannelError, ChannelIdle
+from kvkit.handoff.local import PeerArena
 from kvkit.handoff.messages import (
     Admit,
     Cancel,
@@ -290,6 +292,54 @@ def test_a_receiver_is_killed(sender: Sender, slots: Staging, tmp_path: Path, tr
 
 
 @ADDRESSES
+def test_a_sender_hangs(sender: Sender, tmp_path: Path, transport: str) -> None:
+    """Its transfer ends by its deadline. Slots that it can write into come back when it goes on."""
+    node = Node(tmp_path, limits=replace(PATIENT, transfer_s=0.5))
+    process = Process("sender", tmp_path)
+    names = record_names(6)
+    assert process.call("open", "t", address(node, transport), names) == 6
+    process.call("put", names[:2])
+    process.stop()
+    assert ended(node, "t") == "nothing came in for too long"
+    assert node.receiver.arena.free == (2 if transport == "unix" else 8)
+    waiting = sender.open("waiting", node.tcp, record_names(8, "a" * 16), LONG_S)
+    if transport == "unix":
+        node.receiver.check_integrity()
+        assert not waiting.admitted.done()
+        process.go_on()
+    assert waiting.admitted.result(LONG_S) == 8
+    process.kill()
+    ended(node, "waiting")
+    node.close()
+
+
+@ADDRESSES
+def test_a_receiver_hangs(slots: Staging, tmp_path: Path, transport: str) -> None:
+    """Transfers to it end by their deadlines, and the sender has its slots; going on, it serves again."""
+    sender, patient = new_sender(transfer_s=0.3), new_sender()
+    process = Process("receiver", tmp_path)
+    where = process.call("addresses")[["unix", "tcp"].index(transport)]
+    names = record_names(4)
+    first = sender.open("first", where, names, LONG_S)
+    assert first.admitted.result(LONG_S) == 4
+    process.stop()
+    send(sender, slots, names)
+    with pytest.raises(HandoffError, match="the receiver did not confirm in time"):
+        first.done.result(LONG_S)
+    second = sender.open("second", where, names, deadline_s=0.3)
+    with pytest.raises(HandoffError, match="the receiver did not answer in time"):
+        second.admitted.result(LONG_S)
+    process.go_on()
+    third = patient.open("third", where, names, LONG_S)
+    third.admitted.result(LONG_S)
+    send(patient, slots, names)
+    third.done.result(LONG_S)
+    process.kill()
+    sender.close(LONG_S)
+    patient.close(LONG_S)
+
+
+@ADDRESSES
 @pytest.mark.parametrize("field", ["secret", "version", "namespace", "layout", "slot_bytes"])
 def test_strangers_are_refused(node: Node, transport: str, field: str) -> None:
     where = address(node, transport)
@@ -447,6 +497,41 @@ def test_slots_that_a_peer_may_still_write_are_lent_to_nobody(node: Node) -> Non
         ended(node, following)
         assert node.receiver.arena.free == 8
         node.receiver.check_integrity()
+
+
+def test_the_end_of_a_connection_is_the_end_of_writing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that is cut off while it writes into a slot is gone only when that is done."""
+    write, begun, go_on = PeerArena.write, threading.Event(), threading.Event()
+
+    def slow_write(arena: PeerArena, slot: int, payload: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(LONG_S)
+        write(arena, slot, payload)
+
+    monkeypatch.setattr(PeerArena, "write", slow_write)
+    speaker = Speaker(node.unix)
+    speaker.hello()
+    speaker.say(Reserve("t", tuple(record_names(8)), 5.0))
+    admit = speaker.hear()
+    assert isinstance(admit, Admit)
+
+    def say() -> None:
+        with suppress(ChannelError):
+            speaker.say(Data("t", 0, SLOT_BYTES), bytes(SLOT_BYTES), admit.slots[0])
+
+    saying, ending = threading.Thread(target=say), threading.Thread(target=speaker.channel.shutdown)
+    saying.start()
+    assert begun.wait(LONG_S)
+    ending.start()
+    with pytest.raises(ChannelIdle):
+        speaker.channel.receive(lambda _: None, 0.05)
+    assert node.receiver.transfers() == {"t": "receiving"}
+    go_on.set()
+    assert ended(node, "t") == "its sender is gone"
+    saying.join(LONG_S)
+    ending.join(LONG_S)
+    speaker.close()
+    assert all_free(node)
 
 
 def test_a_name_that_is_used_again_before_the_answer(node: Node) -> None:

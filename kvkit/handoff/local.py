@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkit.handoff.channel import Channel, FrameError, Place
+from kvkit.handoff.channel import Channel, ChannelClosed, FrameError, Place
 from kvkit.handoff.stream import (
     HEADER,
     SHARED,
@@ -29,7 +29,6 @@ from kvkit.handoff.stream import (
 from kvkit.staging import PAGE_BYTES, Staging, prefault
 
 _ARENA = struct.Struct("<QQ")
-
 _DESCRIPTOR_BYTES = array("i").itemsize
 _MAX_PATH_BYTES = 107
 _BACKLOG = 128
@@ -138,12 +137,16 @@ class LocalChannel(StreamChannel):
         pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         super().__init__(LocalStream(sock), peer=f"process {pid}", timeout_s=timeout_s)
         self._arena: PeerArena | None = None
+        self._writing = threading.Lock()
 
     def send(
         self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
     ) -> None:
         if self._arena is not None and payload is not None and slot is not None:
-            self._arena.write(slot, payload)
+            with self._writing:
+                if self._ended:
+                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
+                self._arena.write(slot, payload)
             payload = None
         super().send(body, payload, more=more)
 
@@ -162,6 +165,11 @@ class LocalChannel(StreamChannel):
             self._send_held(deadline)
             self._stream.pass_on(frame, arena.descriptor, deadline)
         return True
+
+    def shutdown(self) -> None:
+        self._ended = True
+        with self._writing:  # the peer takes this end for that of all writes into its arena
+            super().shutdown()
 
     def close(self) -> None:
         super().close()

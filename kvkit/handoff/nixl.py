@@ -12,7 +12,8 @@ import struct
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvkit.staging import Staging
 _ARENA = struct.Struct("<QQQ32s")
 _SPIN_S = 100e-6
 _SLEEP_S = 20e-6
+_DEVICES = "UCX_NET_DEVICES"
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 
@@ -39,6 +41,7 @@ class Agent:
 
     Raises:
         ValueError: the package is missing, or has no plugin for UCX.
+        OSError: UCX does not start.
     """
 
     def __init__(self, loopback: bool) -> None:
@@ -52,16 +55,15 @@ class Agent:
         )
         if "UCX" not in self._agent.plugin_list:
             raise ValueError(f"NIXL has no plugin UCX, only {', '.join(self._agent.plugin_list)}")
-        before = os.environ.get("UCX_NET_DEVICES")
-        if loopback:
-            os.environ["UCX_NET_DEVICES"] = "lo"
+        confined = loopback and _DEVICES not in os.environ
+        if confined:  # the one way to tell UCX
+            os.environ[_DEVICES] = "lo"
         try:
-            self._agent.create_backend("UCX")
+            with _translated():
+                self._agent.create_backend("UCX")
         finally:
-            if before is not None:
-                os.environ["UCX_NET_DEVICES"] = before
-            else:
-                os.environ.pop("UCX_NET_DEVICES", None)
+            if confined:
+                del os.environ[_DEVICES]
         self._lock = threading.Lock()
         self._memories: dict[int, tuple[mmap.mmap, Any, int]] = {}
         self._peers: dict[str, int] = {}
@@ -71,8 +73,12 @@ class Agent:
         self._agent = None
 
     def register(self, memory: mmap.mmap) -> None:
-        """Let NIXL read and write `memory`, until `deregister` was called as often."""
-        with self._lock:
+        """Let NIXL read and write `memory`, until `deregister` was called as often.
+
+        Raises:
+            OSError: it cannot, as when memory may not be locked.
+        """
+        with self._lock, _translated():
             known = self._memories.get(id(memory))
             if known is None:
                 region = (address_of(memory), len(memory), 0, "")
@@ -86,7 +92,8 @@ class Agent:
             if count > 1:
                 self._memories[id(memory)] = (memory, region, count - 1)
             else:
-                self._agent.deregister_memory(region)
+                with suppress(Exception):  # it goes with the agent
+                    self._agent.deregister_memory(region)
 
     def metadata(self) -> bytes:
         """What a peer needs to write into the memory that is registered."""
@@ -105,6 +112,7 @@ class Agent:
                 except Exception as error:
                     raise ValueError(f"no metadata of NIXL: {error}") from error
                 if added not in (name, name.encode()):
+                    self._agent.remove_remote_agent(added)
                     raise ValueError(f"the metadata of {added!r} is not that of {name!r}")
             self._peers[name] = self._peers.get(name, 0) + 1
 
@@ -128,7 +136,7 @@ class Agent:
             OSError: NIXL refuses.
         """
         agent = self._agent
-        try:
+        with _translated():
             here = agent.get_xfer_descs([(source, size, 0)], "DRAM")
             there = agent.get_xfer_descs([(target, size, 0)], "DRAM")
             transfer = agent.initialize_xfer("WRITE", here, there, peer)
@@ -137,12 +145,6 @@ class Agent:
             finally:
                 with suppress(Exception):  # one that could not be cancelled yet is kept by the agent
                     agent.release_xfer_handle(transfer)
-        except OSError:
-            raise
-        except Exception as error:  # NIXL's have no base of their own
-            if type(error).__name__ == "nixlRemoteDisconnectError":
-                raise ConnectionError(str(error)) from error
-            raise OSError(f"NIXL: {error}") from error
 
     def _finish(self, transfer: Any, deadline: float) -> None:
         began = time.monotonic()
@@ -187,11 +189,11 @@ class NixlChannel(StreamChannel):
     def share(self, arena: Staging) -> bool:
         memory = arena.buffers[0].obj
         assert isinstance(memory, mmap.mmap)
-        self._register(memory)
         ours = self._agent
-        place = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, ours.name.encode())
-        body = place + ours.metadata()
         with self._frame() as deadline:
+            self._register(memory)
+            place = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, ours.name.encode())
+            body = place + ours.metadata()
             self._held.append(HEADER.pack(len(body), SHARED) + body)
             self._send_held(deadline)
         return True
@@ -278,6 +280,7 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
 
     Raises:
         ValueError: NIXL is missing.
+        OSError: UCX does not start.
         ChannelError: none listens, or did not answer within `timeout_s` seconds.
     """
     address = f"nixl://{tcp.name((host, port))}"
@@ -290,6 +293,19 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
     return NixlChannel(stream, ours, peer=address, timeout_s=timeout_s)
 
 
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Make OSErrors of NIXL's exceptions, which have no base of their own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if type(error).__name__ == "nixlRemoteDisconnectError":
+            raise ConnectionError(str(error)) from error
+        raise OSError(f"NIXL: {error}") from error
+
+
 _agents: dict[bool, Agent] = {}
 _opening = threading.Lock()
 
@@ -299,6 +315,7 @@ def take_agent(loopback: bool) -> Agent:
 
     Raises:
         ValueError: NIXL is missing.
+        OSError: UCX does not start.
     """
     with _opening:
         if loopback not in _agents:

@@ -102,15 +102,8 @@ class Receiver:
             Unexpected: nobody reserved it, or it does not fit.
         """
         with self._lock:
-            found = self._buffer.transfers.get(transfer)
-            if found is None:
-                return None
-            lease = self._filling.get(transfer, {}).get(index)
-            if found.peer != source.number or lease is None or index in found.arrived:
-                raise Unexpected(f"transfer {transfer}: record {index} is not expected")
-            if size > self.arena.slot_bytes:
-                raise Unexpected(f"transfer {transfer}: {size} bytes do not fit {self.arena.slot_bytes}")
-            return lease.share()
+            lease = self._expected(source, transfer, index, size)
+            return None if lease is None else lease.share()
 
     def arrived(self, source: Source, transfer: str, index: int, size: int) -> None:
         """A record is in its slot.
@@ -119,10 +112,9 @@ class Receiver:
             Unexpected: as `filling`.
         """
         with self._lock:
-            lease = self.filling(source, transfer, index, size)
+            lease = self._expected(source, transfer, index, size)
             if lease is not None:
-                with lease:
-                    lease.used = size
+                lease.used = size
                 now = time.monotonic()
                 self._buffer, _ = states.arrived(self._buffer, transfer, source.number, index, now)
 
@@ -249,6 +241,18 @@ class Receiver:
             for source in list(self._sources.values()):
                 self.lost(source)
         self.arena.close()
+
+    def _expected(self, source: Source, transfer: str, index: int, size: int) -> Lease | None:
+        """The lease of a record that may come now; None if its transfer is over. The lock is held."""
+        found = self._buffer.transfers.get(transfer)
+        if found is None:
+            return None
+        lease = self._filling.get(transfer, {}).get(index)
+        if found.peer != source.number or lease is None or index in found.arrived:
+            raise Unexpected(f"transfer {transfer}: record {index} is not expected")
+        if size > self.arena.slot_bytes:
+            raise Unexpected(f"transfer {transfer}: {size} bytes do not fit {self.arena.slot_bytes}")
+        return lease
 
     def _freed(self) -> None:
         with self._lock:

@@ -38,7 +38,7 @@ class HandoffConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     role: Role = Field("both", description="prefill sends, decode receives; the default policy goes by it")
     listen: tuple[str, ...] = Field(
-        (), description="addresses, such as unix:///run/kvkit/decode.sock or tcp://127.0.0.1:9478"
+        (), description="addresses: unix:///run/kvkit/decode.sock, tcp://127.0.0.1:9478 or nixl://..."
     )
     peers: dict[str, str] = Field(
         default_factory=dict, description="addresses of nodes whose memory is read as a tier, by its name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import struct
@@ -23,6 +24,8 @@ from kvkit.handoff.channel import (
 )
 from kvkit.staging import Staging
 
+log = logging.getLogger(__name__)
+
 HEADER = struct.Struct("<II")
 _TIMEVAL = struct.Struct("@ll")
 _AHEAD_BYTES = 4096
@@ -30,6 +33,7 @@ SHARED = 2**32 - 1
 """Instead of a payload's size: the frame shares an arena, in the way of its transport."""
 _MAX_PAYLOAD_BYTES = SHARED - 1
 _HELD_FRAMES = 16
+_PAUSE_S = 0.1
 _DROPPED_BYTES = 64 << 10
 SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
 
@@ -156,11 +160,11 @@ class StreamChannel(Channel):
                 f"a body of {len(body)} bytes with a payload of {size}: "
                 f"want at most {MAX_BODY_BYTES} and {_MAX_PAYLOAD_BYTES}"
             )
+        parts = [payload.cast("B")] if payload is not None and size else []
         with self._frame() as deadline:
             self._held.append(HEADER.pack(len(body), size) + body)
-            if more and not size and len(self._held) < _HELD_FRAMES:
-                return
-            self._send_held(deadline, *([] if payload is None or not size else [payload.cast("B")]))
+            if parts or not more or len(self._held) >= _HELD_FRAMES:
+                self._send_held(deadline, *parts)
 
     def flush(self) -> None:
         if self._held:
@@ -285,6 +289,7 @@ class StreamListener(Listener):
         self._socket = sock
         self._timeout_s = timeout_s
         self._accepting = threading.Lock()
+        self._closed = threading.Event()
         sock.setblocking(True)
 
     def accept(self, wait_s: float) -> Channel:
@@ -295,10 +300,18 @@ class StreamListener(Listener):
             except BlockingIOError:
                 raise ChannelIdle(f"{self.address}: no peer within {wait_s} s") from None
             except OSError as error:
-                raise ChannelClosed(f"{self.address}: {error}") from error
-        return self._channel(connection)
+                if self._closed.wait(_PAUSE_S):
+                    raise ChannelClosed(f"{self.address}: no longer listened at") from error
+                log.warning("%s: a peer cannot be let in: %s", self.address, error)  # no descriptors, mostly
+                raise ChannelIdle(f"{self.address}: {error}") from error
+        try:
+            return self._channel(connection)
+        except OSError as error:
+            connection.close()
+            raise ChannelIdle(f"{self.address}: the peer left at once: {error}") from error
 
     def close(self) -> None:
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._accepting:
