@@ -12,12 +12,21 @@ import pytest
 pytest.importorskip("vllm")
 
 from routers import Routed, ask, stream, text_of
+from vllm_engine import BLOCK, connector
 from vllm_server import Served
 from waiting import wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = "The quick brown fox jumps over the lazy dog, and then it counts to ten. " * 40
 """Far over 256 tokens: it goes over P."""
+
+
+def loaded(server: Served) -> float:
+    """Tokens that came from a prefill engine."""
+    found = re.search(
+        r'^vllm:kvkit_loaded_tokens_total{.*tier="handoff".*} (.*)$', server.ask("/metrics"), re.M
+    )
+    return float(found[1]) if found else 0.0
 
 
 def completion(count: int) -> dict[str, Any]:
@@ -37,26 +46,33 @@ def chat(count: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_texts_are_those_of_a_server_asked_directly(tmp_path: Path) -> None:
-    """One is P and a D, the other a D. Whichever decodes is stopped in the middle of one stream, and killed
-    in the middle of another."""
+    """One is P and a D, the other a D; prompts are handed to both. Whichever decodes is stopped in the middle
+    of one stream, and killed in the middle of another."""
     with ExitStack() as stack:
-        servers = {}
+        servers, addresses = {}, {}
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
-            servers[name] = stack.enter_context(Served(tmp_path / name, None))
+            addresses[name] = f"unix://{tmp_path}/{name}/handoff/socket"
+            handoff = {"listen": [addresses[name]], "buffer": "64MiB"}
+            transfer = connector({"chunk_tokens": 2 * BLOCK, "handoff": handoff}, handoff_timeout_s=5.0)
+            servers[name] = stack.enter_context(Served(tmp_path / name, transfer))
         router = stack.enter_context(
             Routed(
                 prefill={"p": {"url": servers["one"].url}},
-                decode={name: {"url": server.url} for name, server in servers.items()},
+                decode={
+                    name: {"url": server.url, "handoff": addresses[name]} for name, server in servers.items()
+                },
                 idle_timeout_s=15,
                 prefill_timeout_s=15,  # P may be what is stopped
             )
         )
         for path, body, end in ((COMPLETIONS, completion, Served.stop), (CHAT, chat, Served.kill)):
+            before = sum(map(loaded, servers.values()))
             direct = text_of(ask(servers["one"].url, path, body(160))[1])
             whole = text_of(ask(router.url, path, body(32))[1])
             assert direct.startswith(whole)
             assert "".join(map(text_of, stream(router.url, path, body(32)))) == whole
+            assert sum(map(loaded, servers.values())) > before, "P's KV came"
             events = stream(router.url, path, body(160), timeout_s=200)
             found = [next(events) for _ in range(7)]
             (victim,) = re.findall(r'engine_requests{engine="(.*)",role="decode"} 1.0', router.metrics())
