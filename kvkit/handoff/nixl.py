@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.handoff import tcp
-from kvkit.handoff.channel import Channel, FrameError, Place
+from kvkit.handoff.channel import Channel, ChannelClosed, FrameError, Place
 from kvkit.handoff.stream import HEADER, SHARED, Stream, StreamChannel
 from kvkit.staging import Staging
 
@@ -127,11 +127,13 @@ class Agent:
                 with suppress(Exception):  # it may be gone
                     self._agent.remove_remote_agent(name)
 
-    def write(self, peer: str, source: int, target: int, size: int, deadline: float) -> None:
+    def write(
+        self, peer: str, source: int, target: int, size: int, deadline: float, stop: Callable[[], bool]
+    ) -> None:
         """Copy `size` bytes from address `source` here to `target` there; they are there when this returns.
 
         Raises:
-            TimeoutError: they were not, at the deadline.
+            TimeoutError: they were not, at the deadline or when `stop` said so.
             ConnectionError: the peer is gone.
             OSError: NIXL refuses.
         """
@@ -141,17 +143,17 @@ class Agent:
             there = agent.get_xfer_descs([(target, size, 0)], "DRAM")
             transfer = agent.initialize_xfer("WRITE", here, there, peer)
             try:
-                self._finish(transfer, deadline)
+                self._finish(transfer, deadline, stop)
             finally:
                 with suppress(Exception):  # one that could not be cancelled yet is kept by the agent
                     agent.release_xfer_handle(transfer)
 
-    def _finish(self, transfer: Any, deadline: float) -> None:
+    def _finish(self, transfer: Any, deadline: float, stop: Callable[[], bool]) -> None:
         began = time.monotonic()
         state = self._agent.transfer(transfer)
         while state == "PROC":
             now = time.monotonic()
-            if now >= deadline:
+            if now >= deadline or stop():
                 raise TimeoutError
             if now - began > _SPIN_S:
                 time.sleep(_SLEEP_S)
@@ -173,6 +175,7 @@ class NixlChannel(StreamChannel):
         self._agent = agent
         self._memories: dict[int, mmap.mmap] = {}
         self._registering = threading.Lock()
+        self._writing = threading.Lock()
         self._target: tuple[str, int, int, int] | None = None
         self._closed = False
 
@@ -197,6 +200,11 @@ class NixlChannel(StreamChannel):
             self._held.append(HEADER.pack(len(body), SHARED) + body)
             self._send_held(deadline)
         return True
+
+    def shutdown(self) -> None:
+        self._ended = True
+        with self._writing:  # the peer takes this end for that of all writes into its arena
+            super().shutdown()
 
     def close(self) -> None:
         super().close()
@@ -237,7 +245,11 @@ class NixlChannel(StreamChannel):
         try:
             self._register(memory)
             source, target = address_of(payload), address + slot * slot_bytes
-            self._agent.write(peer, source, target, size, time.monotonic() + self.timeout_s)
+            deadline = time.monotonic() + self.timeout_s
+            with self._writing:
+                if self._ended:
+                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
+                self._agent.write(peer, source, target, size, deadline, lambda: self._ended)
         except OSError as error:
             raise self._failed(error) from error
 
