@@ -17,12 +17,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvkit import metrics
+from kvkit.adapters.vllm import router_metrics
+from kvkit.adapters.vllm.router_settings import EngineConfig, RouterConfig
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig
 from kvkit.handoff.settings import HandoffConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/configuration.md", "docs/operations.md", "docs/vllm.md")
+PAGES = ("docs/configuration.md", "docs/operations.md", "docs/pd.md", "docs/vllm.md")
 _NAMES = {
     bool: "true or false",
     int: "integer",
@@ -47,6 +49,9 @@ def render(page: str) -> str:
         "server": lambda: settings(ServerConfig),
         "handoff": lambda: settings(HandoffConfig),
         "metrics": lambda: documented_metrics(metrics.__doc__ or ""),
+        "router": lambda: settings(RouterConfig),
+        "router_engine": lambda: settings(EngineConfig),
+        "router_metrics": lambda: documented_metrics(router_metrics.__doc__ or ""),
         "vllm": lambda: settings(Settings),
         "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
     }

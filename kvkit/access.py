@@ -76,12 +76,21 @@ class Access:
         }
         staging.on_shortage(self._reclaim)
 
-    def find(self, chunks: Chunks, plan: RetrievePlan, bad: Collection[tuple[str, int]]) -> RetrievePlan:
-        """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`."""
+    def find(
+        self,
+        chunks: Chunks,
+        plan: RetrievePlan,
+        bad: Collection[tuple[str, int]],
+        tiers: Sequence[str] | None = None,
+    ) -> RetrievePlan:
+        """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`.
+
+        Sought are `tiers`, or those that the policy retrieves from.
+        """
         grew = True
         while grew and not plan.complete:
             grew = False
-            for tier in self.policy.retrieve_from:
+            for tier in self.policy.retrieve_from if tiers is None else tiers:
                 start = plan.chunks
                 stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
                 if start == stop or not self.usable(tier):
@@ -107,17 +116,19 @@ class Access:
         kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
         return plan if first >= plan.chunks else planning.clip(plan, first + kept)
 
-    def find_promised(self, chunks: Chunks, wait_s: float) -> RetrievePlan:
+    def find_promised(
+        self, chunks: Chunks, wait_s: float, tiers: Sequence[str] | None = None
+    ) -> RetrievePlan:
         """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
         until = time.monotonic() + wait_s
         promised = self.promises.among(chunks.names)  # asked before the tiers: what is kept since, they have
-        plan = self.find(chunks, RetrievePlan(len(chunks)), frozenset())
+        plan = self.find(chunks, RetrievePlan(len(chunks)), frozenset(), tiers)
         while not plan.complete and promised:
             gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
             if not gap or not self.promises.wait(gap, until - time.monotonic()):
                 break
             promised -= gap
-            plan = self.find(chunks, plan, frozenset())
+            plan = self.find(chunks, plan, frozenset(), tiers)
         return plan
 
     def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
@@ -398,7 +409,7 @@ class Access:
             run = 0
             try:
                 if self.usable(tier):
-                    run = self.ask(tier, names)
+                    run = self.ask(tier, names, to_put=True)
                 for name in names[:run]:
                     on_complete(name, FileExistsError(f"tier {tier!r} has {name}"))
                 if self.passed_over(tier):

@@ -140,6 +140,7 @@ class Cache:
         wait_s: float = 0.0,
         first: int = 0,
         prefill_tokens_per_s: float | None = None,
+        retrieve_from: Sequence[str] | None = None,
     ) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.
 
@@ -150,9 +151,14 @@ class Cache:
             first: chunks that the engine has and will not load.
             prefill_tokens_per_s: how fast the engine computes. Where it is known, the run ends where going on
                 computing is faster than loading, by what was measured of the tiers in the last minute.
+            retrieve_from: tiers to seek, instead of the policy's.
+
+        Raises:
+            PolicyError: `retrieve_from` names a tier that does not exist.
         """
         chunks = self._chunks(tokens, namespace)
-        found = self._access.find_promised(chunks, wait_s)
+        self._check("retrieve_from", retrieve_from or ())
+        found = self._access.find_promised(chunks, wait_s, retrieve_from)
         plan = found
         if prefill_tokens_per_s is not None:
             compute_s = chunks.chunk_tokens / prefill_tokens_per_s
@@ -179,6 +185,7 @@ class Cache:
         wait_s: float = 0.0,
         first: int = 0,
         prefill_tokens_per_s: float | None = None,
+        retrieve_from: Sequence[str] | None = None,
     ) -> Transfer[Hit]:
         """`lookup` in the background."""
         look = partial(
@@ -188,8 +195,21 @@ class Cache:
             wait_s=wait_s,
             first=first,
             prefill_tokens_per_s=prefill_tokens_per_s,
+            retrieve_from=retrieve_from,
         )
         return Transfer.start(self._looking, lambda _: look())
+
+    def held_async(
+        self, tokens: Any, tiers: Sequence[str], namespace: Namespace | None = None
+    ) -> Transfer[int]:
+        """How many leading chunks of `tokens` these tiers hold, in the background. Is no lookup: not counted.
+
+        Raises:
+            PolicyError: `tiers` names one that does not exist.
+        """
+        self._check("tiers", tiers)
+        chunks = self._chunks(tokens, namespace)
+        return Transfer.start(self._looking, lambda _: self._access.find_promised(chunks, 0.0, tiers).chunks)
 
     def load(self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
@@ -414,6 +434,11 @@ class Cache:
     def _chunks(self, tokens: Any, namespace: Namespace | None) -> Chunks:
         return Chunks.of(tokens, self.layout, namespace or self.namespace)
 
+    def _check(self, argument: str, tiers: Sequence[str]) -> None:
+        for name in tiers:
+            if name not in self.tiers:
+                raise PolicyError(f"{argument}={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
+
     def _load(
         self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None
     ) -> Callable[[Transfer[Loaded]], Loaded]:
@@ -437,9 +462,7 @@ class Cache:
             chunks = chunks.part(first, len(chunks))
         places = check_places(place, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
-        for name in targets:
-            if name not in self.tiers:
-                raise PolicyError(f"to={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
+        self._check("to", targets)
         promise = self._access.promises.make(chunks.names)
         move = partial(stores.store, self._access, chunks, places, targets, on_stored, copy_first, promise)
         return move, promise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shlex
@@ -41,6 +42,7 @@ FEATURES = (
     ("numcodecs", "compressed records", "kvkit[codecs]"),
     ("blake3", "blake3 keys", "kvkit[blake3]"),
     ("uvicorn", "the HTTP endpoint", "kvkit[server]"),
+    ("aiohttp", "the router", "kvkit[router]"),
     ("obstore", "tiers on S3, GCS and Azure", "kvkit[s3]"),
     ("redis", "tiers on Redis and Valkey", "kvkit[redis]"),
 )
@@ -54,14 +56,38 @@ def demo(
     ] = None,
     json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("demo.json"),
     png_path: Annotated[Path, typer.Option("--png", help="where to write the picture")] = Path("demo.png"),
+    pd: Annotated[
+        bool,
+        typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM; no picture"),
+    ] = False,
+    vllm: Annotated[str, typer.Option(help="with --pd: more of vLLM's options")] = "",
 ) -> None:
     """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
     from kvkit.adapters.smollm2 import ModelError
     from kvkit.demo import DemoError, run
 
+    if pd:
+        _demo_pd(model, vllm, json_path)
+        return
     try:
         run(model, json_path, png_path, Console())
     except (DemoError, ModelError) as error:
+        _fail(str(error))
+
+
+def _demo_pd(model: str | None, vllm: str, json_path: Path) -> None:
+    from kvkit.adapters.smollm2 import ModelError
+    from kvkit.bench.client import ClientError
+    from kvkit.bench.pd import PdError, run
+    from kvkit.bench.systems import StartError
+
+    try:
+        options = shlex.split(vllm)
+    except ValueError as error:
+        _fail(f"vllm = {vllm!r}: {error}")
+    try:
+        run(model, options, json_path, Console())
+    except (PdError, StartError, ClientError, ModelError) as error:
         _fail(str(error))
 
 
@@ -272,6 +298,36 @@ def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fs
             console.print(f"damaged: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
     if any(listing.damaged for listing in done):
         raise typer.Exit(1)
+
+
+@app.command()
+def router(
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="a prefill engine's URL, also as NAME=URL; can be repeated")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="a decode engine's URL, also as NAME=URL; can be repeated")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file with these and all other settings")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on; default: 127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="default: 8000")] = None,
+) -> None:
+    """Serve OpenAI's API from vLLM engines that prefill and vLLM engines that decode."""
+    from kvkit.config import ConfigError
+
+    try:
+        from kvkit.adapters.vllm.router import serve
+        from kvkit.adapters.vllm.router_settings import engines, read_router_config
+    except ImportError as error:
+        _fail(f"{error.name} is missing: pip install 'kvkit[router]'")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        given: dict[str, Any] = {"host": host, "port": port}
+        given |= {"prefill": engines(prefill or [], "prefill"), "decode": engines(decode or [], "decode")}
+        given = {name: value for name, value in given.items() if value not in (None, {})}
+        serve(read_router_config(config, **given))
+    except ConfigError as error:
+        _fail(str(error))
 
 
 @app.command()

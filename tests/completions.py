@@ -102,6 +102,8 @@ class Completions:
                 elif path == "metrics" and way == "counting":
                     name = "vllm:external_prefix_cache_hits_total"
                     lines = [f"# TYPE {name} counter", f'{name}{{engine="0"}} {served.hits}']
+                    loaded = "vllm:kvkit_loaded_tokens_total"
+                    lines += [f"# TYPE {loaded} counter", f'{loaded}{{tier="disk"}} 7.0']
                     self._send(200, "\n".join([*lines, ""]))
                 else:
                     self._send(404, "{}")

@@ -45,7 +45,13 @@ def free_ports(count: int) -> list[int]:
 
 
 class Process(ABC):
-    """A server's process, started on entering and killed on leaving."""
+    """A server's process, started on entering and killed on leaving.
+
+    Attributes:
+        start_s: one that does not serve so long after its start, in seconds, has failed.
+    """
+
+    start_s = START_S
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +79,7 @@ class Process(ABC):
         """Start the process and wait until it serves.
 
         Raises:
-            AssertionError: it ended, or does not serve within `START_S`.
+            AssertionError: it ended, or does not serve within `start_s`.
         """
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
@@ -85,7 +91,7 @@ class Process(ABC):
                 preexec_fn=_die_with_parent,
             )
         try:
-            wait_until(self._serves, self._process, self.log)
+            wait_until(self._serves, self._process, self.log, self.start_s)
         except AssertionError:
             self.kill()
             raise

@@ -46,6 +46,9 @@ PURE = (
     "handoff.outgoing",
     "handoff.states",
     "bench.workloads",
+    "adapters.vllm.answers",
+    "adapters.vllm.openai",
+    "adapters.vllm.routing",
 )
 IMPURE = {
     "asyncio",

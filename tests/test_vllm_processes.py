@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import psutil
-from servers import Process, RedisServer, S3Server, data_folder, free_ports
-from vllm_engine import ENVIRONMENT, SIZES, Engine, Settings, connector, prompt
-
-from kvkit.adapters import smollm2
+from servers import RedisServer, S3Server, data_folder
+from vllm_engine import SIZES, Engine, Settings, connector, prompt
+from vllm_server import Served
 
 PROMPTS = [prompt(300, seed=i) for i in range(4)]
 
@@ -74,52 +70,6 @@ def toml(settings: Settings, name: str = "") -> str:
     return "\n".join([*head, *lines, *tables])
 
 
-class Served(Process):
-    """vLLM's OpenAI server, with kvkit found by its plug-in entry point."""
-
-    def __init__(self, folder: Path, transfer: Settings) -> None:
-        super().__init__(folder)
-        (self.port,) = free_ports(1)
-        self._transfer = transfer
-
-    def command(self) -> list[str]:
-        options = {
-            "--model": str(smollm2.fetch()),
-            "--served-model-name": "smollm2",
-            "--dtype": "float32",
-            "--max-model-len": "2048",
-            "--port": str(self.port),
-            "--host": "127.0.0.1",
-            "--kv-transfer-config": json.dumps(self._transfer),
-        }
-        variables = [f"{k}={v}" for k, v in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}).items()]
-        flat = [word for pair in options.items() for word in pair]
-        switches = ["--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
-        module = "vllm.entrypoints.openai.api_server"
-        return ["env", *variables, sys.executable, "-m", module, *flat, *switches]
-
-    def kill(self) -> None:
-        """End it, and its engine's processes, which would outlive it."""
-        engine = psutil.Process(self.pid).children(recursive=True)
-        super().kill()
-        for process in engine:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    def answers(self) -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as reply:
-            return bool(reply.status == 200)
-
-    def ask(self, path: str, body: Settings | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            text: str = reply.read().decode()
-            return text
-
-
 def loaded(server: Served) -> dict[str, float]:
     """Tokens loaded so far, by tier."""
     found = re.findall(
@@ -143,7 +93,11 @@ def test_a_server_hits_and_survives_its_tiers(
         "kv_connector": "KVKitConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvkit_config": str(path), "lookup_timeout_s": 20.0},
+        "kv_connector_extra_config": {
+            "kvkit_config": str(path),
+            "lookup_timeout_s": 20.0,
+            "prefill_tokens_per_s": 0.01,
+        },
     }
     with Served(tmp_path, transfer) as server:
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from kvkit.adapters.vllm.handoff import Receiving, Sending
 from kvkit.adapters.vllm.messages import Answer, Report, Sequence, Step, Tables
 from kvkit.adapters.vllm.scheduler import FRESH_S, RequestView, Scheduler, Sizes
 
@@ -319,3 +320,69 @@ def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
     assert not step(scheduler).saves
     with pytest.raises(KeyError):
         scheduler.view("a")
+
+
+def with_handoff(handoff: Sending | Receiving, grain: int = BLOCK) -> Scheduler:
+    return Scheduler(
+        Sizes(CHUNK, (BLOCK,), grain),
+        tokens_of,
+        ranks=1,
+        waits=False,
+        save_generated=True,
+        clock=lambda: 0.0,
+        handoff=lambda view: handoff,
+    )
+
+
+@given(
+    tokens=st.integers(1, 60),
+    loaded=st.integers(0, 14),
+    steps=st.lists(st.integers(1, 20), min_size=1),
+    grain=st.sampled_from([BLOCK, CHUNK]),
+)
+def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
+    tokens: int, loaded: int, steps: list[int], grain: int
+) -> None:
+    scheduler, a = with_handoff(Sending("t", "unix:///d"), grain), request(tokens)
+    table = list(range(500, 520))
+    scheduler.admit(a, (table,), 0)
+    a.num_computed_tokens = min(loaded * BLOCK, tokens - 1) // BLOCK * BLOCK
+    sent, last = 0, False
+    for count in steps:
+        left = tokens - a.num_computed_tokens
+        if not left:
+            break
+        computes = min(count, left)
+        for send in step(scheduler, {"a": computes}, (table,)).sends:
+            assert not last, "nothing comes after the last piece"
+            assert (send.transfer, send.address, send.first) == ("t", "unix:///d", sent)
+            assert send.sequence.tokens.tolist() == a.tokens[: tokens // grain * grain]
+            assert send.blocks == (table[sent // BLOCK : send.stop // BLOCK],)
+            assert sent < send.stop <= a.num_computed_tokens + computes, "only what is computed"
+            sent, last = send.stop, send.last
+            assert last or sent % CHUNK == 0
+        a.num_computed_tokens += computes
+    whole = a.num_computed_tokens == tokens
+    assert sent == (tokens // grain * grain if whole else a.num_computed_tokens // CHUNK * CHUNK)
+    assert last == (0 < sent == tokens // grain * grain)
+    told = scheduler.answer(a)
+    assert told is None if not sent else told is not None and told["remote_num_tokens"] == sent
+    assert scheduler.finish(a, (table,)) == (sent > 0), "its blocks stay until they were read"
+
+
+def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_beginning() -> None:
+    scheduler, a = with_handoff(Receiving("t")), request(15)
+    assert scheduler.match(a, 0) == (None, False)
+    asked = step(scheduler)
+    (ask,) = asked.asks
+    assert (ask.transfer, ask.computed, len(ask.sequence.tokens)) == ("t", 0, 15)
+    answer(scheduler, asked, 12, tier="handoff")
+    assert scheduler.match(a, 0) == (12, True)
+    table: Tables = ([21, 22, 23, 24],)
+    scheduler.admit(a, table, 12)
+    (load,) = step(scheduler).loads
+    assert (load.start, load.stop, load.blocks) == (0, 12, ([21, 22, 23, -1],))
+    a.num_computed_tokens = 12
+    a.tokens.append(7)
+    (save,) = step(scheduler, {"a": 4}, table).saves
+    assert (save.first, save.blocks) == (0, table)

@@ -203,7 +203,7 @@ def test_saves_wait_for_the_forward_however_long(hasty: Rank, monkeypatch: pytes
     hasty.worker._patience_s = 0.0
     forward, settling = threading.Event(), threading.Event()
 
-    def forward_done() -> Callable[[], object]:
+    def forward_done(computed: int) -> Callable[[], object]:
         return lambda: (settling.wait(DEADLINE_S), forward.wait(DEADLINE_S))
 
     monkeypatch.setattr(hasty.worker, "_forward_done", forward_done)

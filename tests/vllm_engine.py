@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,7 +47,7 @@ def prompt(tokens: int, seed: int = 0, vocabulary: int = 49_000) -> list[int]:
 def connector(settings: Settings, policy: str = "recompute", **more: Any) -> Settings:
     """The `kv_transfer_config` of kvkit with these tiers; `more` are settings of the connector.
 
-    A busy machine does not turn hits into misses: lookups may take long.
+    A busy machine does not turn hits into misses: lookups may take long, and computing is never the faster.
     """
     return {
         "kv_connector": "KVKitConnector",
@@ -56,6 +57,7 @@ def connector(settings: Settings, policy: str = "recompute", **more: Any) -> Set
         "kv_connector_extra_config": {
             "kvkit": {"chunk_tokens": BLOCK, "staging": "64MiB"} | settings,
             "lookup_timeout_s": 20.0,
+            "prefill_tokens_per_s": 0.01,
             **more,
         },
     }
@@ -103,7 +105,10 @@ class Engine:
         return self
 
     def generate(self, prompts: Sequence[list[int]], tokens: int = 8, **sampling: Any) -> list[Settings]:
-        """Greedy continuations of prompts that come together: tokens, logprobs, cached and reason of each."""
+        """Greedy continuations of prompts that come together.
+
+        Of each its tokens, logprobs, cached tokens, reason to end, and `handoff`, its kv_transfer_params.
+        """
         found: list[Settings] = self._call("generate", prompts, tokens, sampling)
         return found
 
@@ -208,6 +213,7 @@ class _Served:
                 "tokens": list(out.token_ids),
                 "cached": answer.num_cached_tokens,
                 "reason": out.finish_reason,
+                "handoff": answer.kv_transfer_params,
                 "logprobs": [step[t].logprob for step, t in zip(out.logprobs, out.token_ids, strict=True)],
             }
             for answer in answers
@@ -237,6 +243,18 @@ class _Served:
             worker.settle()
             worker.cache.flush()
             worker.cache.check_integrity()
+
+    def record_bytes(self, tokens: int) -> int:
+        """Of a chunk of so many tokens, over all groups of layers."""
+        from kvkit.sequence import formats_of
+
+        (worker,) = _workers()
+        space = replace(worker.cache.namespace, chunk_tokens=tokens)
+        return sum(form.record_bytes for form in formats_of(worker.cache.layout, space))
+
+    def transfers(self) -> list[str]:
+        """What is being received or waits to be used."""
+        return [t for worker in _workers() for t in worker.cache.tiers["handoff"].receiver.transfers()]
 
     def clear(self, tier: str) -> None:
         for worker in _workers():

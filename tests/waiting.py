@@ -12,20 +12,34 @@ START_S = 180.0
 _PAUSE_S = 0.02
 
 
-def wait_until(answers: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until(
+    answers: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, start_s: float = START_S
+) -> None:
     """Return when `answers` is true; `process` is the server's, `log` what it writes.
 
     Raises:
-        AssertionError: it ended, or does not serve within `START_S`; with the end of its log.
+        AssertionError: it ended, or does not serve within `start_s`; with the end of its log.
     """
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + start_s
     while not answers():
         try:
             process.wait(_PAUSE_S)
         except subprocess.TimeoutExpired:
-            assert time.monotonic() < deadline, f"it did not serve within {START_S} s:\n{_tail(log)}"
+            assert time.monotonic() < deadline, f"it did not serve within {start_s} s:\n{_tail(log)}"
         else:
             raise AssertionError(f"it ended:\n{_tail(log)}")
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Return when `holds` is true.
+
+    Raises:
+        AssertionError: it is not within `START_S`.
+    """
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {START_S} s"
+        time.sleep(_PAUSE_S)
 
 
 def _tail(log: Path) -> str:

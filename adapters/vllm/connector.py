@@ -6,6 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_ro
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
@@ -25,7 +26,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvkit.adapters.vllm import groups
+from kvkit.adapters.vllm import handoff as parameters
 from kvkit.adapters.vllm.events import Events
+from kvkit.adapters.vllm.handoff import Receiving, Sending
 from kvkit.adapters.vllm.identity import identity, model_identity
 from kvkit.adapters.vllm.messages import Report, Sequence, Step
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
@@ -33,6 +36,7 @@ from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.config import ConfigError
+from kvkit.handoff.settings import HandoffConfig
 from kvkit.layout import KVLayout, Namespace
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
+log = logging.getLogger(__name__)
 NAME = "KVKitConnector"
 
 
@@ -63,6 +68,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         blocks = groups.check_chunks(self._config.chunk_tokens, specs)
         parallel = vllm_config.parallel_config
         _check(self._settings.load, len(specs), parallel)
+        _check_role(self._kv_transfer_config.kv_role, self._config.handoff, self._settings.load)
         self._scheduler: Scheduler | None = None
         self._events: Events | None = None
         self._worker: Worker | None = None
@@ -76,12 +82,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         # behind a window's end, only whole chunks are known to hold all that is attended to
         grain = self._config.chunk_tokens if groups.has_windows(specs) else math.lcm(*blocks)
         self._scheduler = Scheduler(
-            Sizes(self._config.chunk_tokens, blocks, grain),
+            Sizes(self._config.chunk_tokens, blocks, grain, not groups.has_windows(specs)),
             _sequence,
             ranks=parallel.world_size,
             waits=self._settings.load != "async",
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
+            handoff=self._handoff,
         )
         if tells_stores:
             self._events = Events(
@@ -93,7 +100,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False
+        handoff = self._config.handoff
+        return self._kv_transfer_config.kv_role == "kv_producer" and handoff is not None and handoff.sends
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -107,7 +115,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
-        self._worker.settle()
+        if isinstance(kv_connector_metadata, Step) and kv_connector_metadata.preempted:
+            self._worker.vacate()
+        else:
+            self._worker.settle()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -172,8 +183,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert self._scheduler is not None
         found: dict[CacheHitSource, int] = {}
         for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
-            in_memory = self._config.tiers[tier].in_memory
-            source = CacheHitSource.HOST if in_memory else CacheHitSource.DISK
+            source = self._source(tier)
             found[source] = found.get(source, 0) + tokens
         return found
 
@@ -181,6 +191,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
         step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        step.preempted = bool(scheduler_output.preempted_req_ids)
         if self._events is not None:
             for save in step.saves:
                 stop = len(save.sequence.tokens) // self._config.chunk_tokens
@@ -207,7 +218,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        return self._scheduler.finish(request, block_ids if whole else None), None
+        told = self._scheduler.answer(request)
+        return self._scheduler.finish(request, block_ids if whole else None), told if whole else None
 
     def reset_cache(self) -> bool:
         assert self._scheduler is not None
@@ -221,6 +233,22 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
         return PromMetrics(*arguments)
+
+    def _handoff(self, request: Any) -> Sending | Receiving | None:
+        """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
+        handoff = self._config.handoff
+        if handoff is None:
+            return None
+        try:
+            return parameters.read(request.kv_transfer_params, handoff.peers)
+        except ConfigError as error:
+            log.warning("%s: nothing is handed off: %s", request.request_id, error)
+            return None
+
+    def _source(self, tier: str) -> CacheHitSource:
+        if tier not in self._config.tiers:
+            return CacheHitSource.P2P
+        return CacheHitSource.HOST if self._config.tiers[tier].in_memory else CacheHitSource.DISK
 
     def _step(self) -> Step:
         step = self._get_connector_metadata()
@@ -259,6 +287,20 @@ def _check(load: str, tables: int, parallel: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+
+
+def _check_role(role: str, handoff: HandoffConfig | None, load: str) -> None:
+    """
+    Raises:
+        ConfigError: what kvkit's settings say of handoff does not go with vLLM's.
+    """
+    if handoff is None:
+        return
+    if (role, handoff.role) in (("kv_producer", "decode"), ("kv_consumer", "prefill")):
+        fits = "prefill" if role == "kv_producer" else "decode"
+        raise ConfigError(f"handoff.role = {handoff.role!r}: kv_role is {role!r}; want {fits!r} or 'both'")
+    if handoff.receives and load != "async":
+        raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
 
 
 def _sequence(request: Any, tokens: int) -> Sequence | None:

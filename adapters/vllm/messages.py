@@ -34,11 +34,18 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Look up `sequence` for a request. `number` tells the answer from those to earlier questions."""
+    """Look up `sequence` for a request. `number` tells the answer from those to earlier questions.
+
+    Args:
+        computed: tokens that vLLM has.
+        transfer: what a prefill engine sends, to be waited for; empty for none.
+    """
 
     request: str
     number: int
     sequence: Sequence
+    computed: int = 0
+    transfer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +76,35 @@ class Save:
     last: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a prompt's KV to the decode engine, as the transfer `transfer`, from token `first` on.
+
+    Args:
+        address: where the decode engine's rank 0 listens.
+        sequence: the whole blocks of the prompt.
+        first: a multiple of the chunk size; `blocks` begin there.
+        stop: one past the last token of `blocks`; a multiple of the chunk size, but at the prompt's end.
+        last: nothing more is sent after it.
+    """
+
+    request: str
+    transfer: str
+    address: str
+    sequence: Sequence
+    first: int
+    stop: int
+    blocks: Tables
+    last: bool
+
+
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
     """What one step of the engine is to do besides computing.
 
     Attributes:
+        computed: tokens that are computed.
+        preempted: requests lost their blocks.
         idle: nothing is computed, so that there is time to wait for lookups and loads.
         heard: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
@@ -83,6 +114,9 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
     asks: list[Ask] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    computed: int = 0
+    preempted: bool = False
     idle: bool = False
     heard: int = 0
     epoch: str = ""

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, Protocol
 
-from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
+from kvkit.adapters.vllm import handoff as parameters
+from kvkit.adapters.vllm.handoff import Receiving, Sending
+from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
 
 FRESH_S = 10.0
 """Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
@@ -40,11 +42,13 @@ class Sizes:
         chunk_tokens: tokens of a chunk.
         block_tokens: tokens of a block, per KV cache group of vLLM; each divides a chunk.
         grain_tokens: hits are multiples of this.
+        whole: whether a request has all of its blocks to the end: no window leaves any behind.
     """
 
     chunk_tokens: int
     block_tokens: tuple[int, ...]
     grain_tokens: int
+    whole: bool = True
 
 
 @dataclass(slots=True)
@@ -58,9 +62,16 @@ class _Question:
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of a request. `saved` is None until it computes for the first time after an admission."""
+    """What is known of a request. `saved` is None until it computes for the first time after an admission.
+
+    Attributes:
+        handoff: with whom its KV is exchanged.
+        sent: tokens of its prompt that were told to be sent; None before the first.
+    """
 
     view: RequestView
+    handoff: Sending | Receiving | None = None
+    sent: int | None = None
     question: _Question | None = None
     admitted: Answer | None = None
     start: int = 0
@@ -77,6 +88,7 @@ class Scheduler:
         ranks: workers that answer.
         waits: whether the step that loads waits for it (sync and layerwise loading).
         save_generated: whether chunks with generated tokens are saved.
+        handoff: what a request's parameters ask for.
         clock: seconds that never go back.
     """
 
@@ -89,6 +101,7 @@ class Scheduler:
         waits: bool,
         save_generated: bool,
         clock: Callable[[], float],
+        handoff: Callable[[RequestView], Sending | Receiving | None] = lambda view: None,
     ) -> None:
         self._sizes = sizes
         self._sequence = sequence
@@ -96,6 +109,7 @@ class Scheduler:
         self._waits = waits
         self._save_generated = save_generated
         self._clock = clock
+        self._handoff = handoff
         self._requests: dict[str, _Request] = {}
         self._numbers = count(1)
         self._asks: list[Ask] = []
@@ -111,21 +125,22 @@ class Scheduler:
 
         None: not known yet. Notes a question where there is none; asked again, it says the same.
         """
-        request = self._requests.setdefault(view.request_id, _Request(view))
-        request.view = view
+        request = self._request(view)
         chunk = self._sizes.chunk_tokens
         most = self._most(view)
-        wanted = min(view.num_tokens // chunk, -(-most // chunk))
+        transfer = request.handoff.transfer if isinstance(request.handoff, Receiving) else ""
+        # of what another engine sends, the unfilled last chunk comes, too
+        wanted = -(-most // chunk) if transfer else min(view.num_tokens // chunk, -(-most // chunk))
         if view.skip_reading_prefix_cache or request.barred or min(wanted * chunk, most) <= computed:
             return 0, False
         question = request.question
         if question is None or question.chunks != wanted or _stale(question, self._clock()):
-            sequence = self._sequence(view, wanted * chunk)
+            sequence = self._sequence(view, min(wanted * chunk, view.num_tokens))
             if sequence is None:
                 request.barred = True
                 return 0, False
             question = request.question = _Question(next(self._numbers), wanted)
-            self._asks.append(Ask(view.request_id, question.number, sequence))
+            self._asks.append(Ask(view.request_id, question.number, sequence, computed, transfer))
             return None, False
         if question.known_at is None:
             return None, False
@@ -135,7 +150,7 @@ class Scheduler:
 
     def admit(self, view: RequestView, blocks: Tables, tokens: int) -> None:
         """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
-        request = self._requests.setdefault(view.request_id, _Request(view))
+        request = self._request(view)
         request.saved = None
         question, request.question = request.question, None
         if not tokens or question is None:
@@ -170,6 +185,8 @@ class Scheduler:
             asks=self._asks,
             loads=self._loads,
             saves=[*self._last_saves, *self._saves(scheduled, blocks)],
+            sends=list(self._sends(scheduled, blocks)),
+            computed=sum(scheduled.values()),
             idle=not scheduled,
             heard=self._heard,
             epoch=self.epoch,
@@ -204,27 +221,44 @@ class Scheduler:
         be saved, as the request was aborted or failed.
         """
         request = self._requests.pop(view.request_id, None)
-        if request is None or request.saved is None or blocks is None:
+        if request is None:
             return False
+        sends = request.sent is not None
+        if request.saved is None or blocks is None:
+            return sends
         chunk, first = self._sizes.chunk_tokens, request.saved
         stop = min(view.num_computed_tokens, self._known(view, view.num_tokens - 1)) // chunk
         if stop <= first:
-            return False
+            return sends
         end = stop * chunk
         sequence = self._sequence(view, end)
         table = self._cut(blocks, first * chunk, end, 0, end)
         sizes = zip(table, self._sizes.block_tokens, strict=True)
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
-            return False  # a window has left some behind
+            return sends  # a window has left some behind
         self._last_saves.append(Save(view.request_id, sequence, first, table, last=True))
         self._ended[view.request_id] = view
         return True
+
+    def answer(self, view: RequestView) -> dict[str, Any] | None:
+        """What a request that ends tells the router: the parameters of the decode engine's request."""
+        request = self._requests.get(view.request_id)
+        if request is None or request.sent is None or not isinstance(request.handoff, Sending):
+            return None
+        return parameters.answer(request.handoff, request.sent)
 
     def forget(self, epoch: str) -> None:
         """Have nothing found from now on that was saved before. `epoch` differs from every earlier one."""
         self.epoch = epoch
         for request in self._requests.values():
             request.question = None
+
+    def _request(self, view: RequestView) -> _Request:
+        request = self._requests.get(view.request_id)
+        if request is None:
+            request = self._requests[view.request_id] = _Request(view, self._handoff(view))
+        request.view = view
+        return request
 
     def _most(self, view: RequestView) -> int:
         """Tokens that may be loaded: the last one is always computed, for its logits."""
@@ -251,6 +285,8 @@ class Scheduler:
             computed = view.num_computed_tokens
             # lower than what was saved after a preemption or a failed load: those chunks are computed anew
             first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
+            if request.saved is None and isinstance(request.handoff, Receiving) and self._sizes.whole:
+                first = 0  # what was received is in no tier
             stop = min(computed + tokens, self._known(view, view.num_tokens)) // chunk
             request.saved = max(first, stop)
             if stop <= first:
@@ -259,6 +295,27 @@ class Scheduler:
             sequence, table = self._sequence(view, end), blocks(name)
             if sequence is not None and table is not None:
                 yield Save(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
+
+    def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[Send]:
+        """What of prompts that are handed off this step completes: whole chunks, whole blocks at the end."""
+        chunk, grain = self._sizes.chunk_tokens, self._sizes.grain_tokens
+        for name, tokens in scheduled.items():
+            request = self._requests.get(name)
+            if request is None or not isinstance(request.handoff, Sending):
+                continue
+            view = request.view
+            whole = view.num_prompt_tokens // grain * grain
+            computed, first = view.num_computed_tokens + tokens, request.sent or 0
+            stop = whole if computed >= view.num_prompt_tokens else computed // chunk * chunk
+            if stop <= first:
+                continue
+            sequence, table = self._sequence(view, whole), blocks(name)
+            if sequence is None or table is None:
+                continue
+            request.sent = stop
+            transfer, address = request.handoff.transfer, request.handoff.address
+            cut = self._cut(table, first, stop, 0, stop)
+            yield Send(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
 
     def _known(self, view: RequestView, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved."""

@@ -24,6 +24,14 @@ class Settings(BaseModel):
         description="async: others compute meanwhile; sync: the step waits; layerwise: each layer waits",
     )
     save_generated: bool = Field(default=True, description="store chunks with generated tokens, too")
+    handoff_timeout_s: float = Field(
+        default=30.0, description="seconds that a request waits for what a prefill engine sends", gt=0, le=600
+    )
+    prefill_tokens_per_s: float | None = Field(
+        default=None,
+        description="how fast the engine computes prompts, none: as measured; slower tiers are left out",
+        gt=0,
+    )
     lookup_timeout_s: float = Field(
         default=1.0, description="seconds that a request waits for a lookup", gt=0, le=60
     )
@@ -51,6 +59,6 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
         ]
         raise ConfigError("\n".join(lines)) from error
     config = load_config(settings.kvkit_config, **settings.kvkit)
-    if not config.tiers:
-        raise ConfigError(f"{where}: no tiers; give kvkit_config, or kvkit with tiers in it")
+    if not config.tiers and config.handoff is None:
+        raise ConfigError(f"{where}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")
     return settings, config

@@ -5,7 +5,7 @@
 | vllm:kvkit_lookup_tokens | | tokens of whole chunks that were asked for |
 | vllm:kvkit_hit_tokens | tier | tokens that a lookup found |
 | vllm:kvkit_loaded_tokens | tier | tokens put into vLLM's pages, by the tier they came from |
-| vllm:kvkit_stored_tokens | tier | tokens that were put completely; written-back ones are among them |
+| vllm:kvkit_stored_tokens | tier | tokens put completely, written-back ones too; not those handed off |
 | vllm:kvkit_loaded_bytes | tier | bytes put into vLLM's pages, over all ranks |
 | vllm:kvkit_stored_bytes | tier | bytes that were put completely, over all ranks |
 | vllm:kvkit_load_errors | | loads that brought less than was promised, over all ranks |
@@ -24,6 +24,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvkit.adapters.vllm.sends import TARGET
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.counts import BYTES_PER_SECOND, Counts
 from kvkit.sequence import formats_of
@@ -169,6 +170,8 @@ class Recorder:
             tiers["hit_tokens"] = now.hit_tokens - before.hit_tokens
             tiers["loaded_tokens"] = now.loaded_tokens - before.loaded_tokens
             records, each = now.stored_records - before.stored_records, self._tokens_per_record
-            tiers["stored_tokens"] = Counter({tier: round(n * each) for tier, n in records.items()})
+            tiers["stored_tokens"] = Counter(
+                {tier: round(n * each) for tier, n in records.items() if tier != TARGET}
+            )
         data |= {name: dict(counter) for name, counter in tiers.items() if counter}
         return Stats(data) if data else None

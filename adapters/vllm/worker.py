@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, replace
@@ -14,13 +15,18 @@ from typing import Any, TypeVar
 import torch
 
 from kvkit.adapters.vllm import groups, stats
-from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step
+from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
+from kvkit.adapters.vllm.sends import TARGET, Sends, tail_space
 from kvkit.adapters.vllm.settings import Settings
+from kvkit.adapters.vllm.speed import Speed
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, ServerConfig, open_cache
+from kvkit.handoff.receiver import Receiver
+from kvkit.handoff.states import Phase
+from kvkit.handoff.tier import HandoffTier
 from kvkit.layers import LayerLoad
 from kvkit.layout import KVLayout, Namespace
-from kvkit.sequence import Hit
+from kvkit.sequence import Hit, Place
 from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
@@ -36,11 +42,20 @@ NOTHING = Loaded(0)
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """The answer to question `number`, to be given by `until` on the monotonic clock."""
+    """The answer to `ask`, to be given by `until` on the monotonic clock."""
 
-    number: int
+    ask: Ask
     hit: Transfer[Hit]
     until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What question `number` found: whole chunks, and the whole blocks of an unfilled one behind them."""
+
+    number: int
+    hit: Hit
+    tail: Hit | None
 
 
 @dataclass(slots=True)
@@ -50,23 +65,27 @@ class _Loading:
     Attributes:
         base: token that its first chunk begins with.
         began: on the monotonic clock.
+        tail: of the whole blocks behind the last whole chunk, by a transfer of their own.
+        whole: tokens that come before the tail.
     """
 
     load: Load
     base: int
     began: float
     transfer: Transfer[Loaded] | None = None
+    tail: Transfer[Loaded] | None = None
+    whole: int = 0
     layers: LayerLoad | None = None
     result: Loaded = NOTHING
 
     @property
     def done(self) -> bool:
-        return self.layers is None and (self.transfer is None or self.transfer.done())
+        return self.layers is None and all(move.done() for move in self._moves)
 
     def cancel(self) -> None:
         """Have it end soon. The pages are in use until it is done."""
-        if self.transfer is not None:
-            self.transfer.cancel()
+        for move in self._moves:
+            move.cancel()
 
     def loaded(self) -> Loaded:
         """What was loaded; waits for it."""
@@ -74,7 +93,16 @@ class _Loading:
             for _ in self.layers:
                 pass
             return self.layers.loaded
-        return self.result if self.transfer is None else _result(self.transfer) or NOTHING
+        loaded = self.result if self.transfer is None else _result(self.transfer) or NOTHING
+        if self.tail is None or loaded.tokens < self.whole:
+            return loaded
+        tail = _result(self.tail) or NOTHING
+        by_tier = Counter(loaded.by_tier) + Counter(tail.by_tier)
+        return Loaded(loaded.tokens + tail.tokens, by_tier)
+
+    @property
+    def _moves(self) -> list[Transfer[Loaded]]:
+        return [move for move in (self.transfer, self.tail) if move is not None]
 
 
 class Worker:
@@ -107,12 +135,20 @@ class Worker:
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
         self._lookups: dict[str, _Lookup] = {}
-        self._hits: dict[str, tuple[int, Hit]] = {}
+        self._hits: dict[str, _Found] = {}
+        self._awaited: dict[str, tuple[Ask, float]] = {}
+        self._received: dict[str, str] = {}
         self._loading: dict[str, _Loading] = {}
         self._saving: list[Transfer[Stored]] = []
         self._patience_s = SAVE_WAIT_S
         self._kept: set[str] = set()
         self._sent: set[str] = set()
+        self._handed_off: set[str] = set()
+        self._windows = groups.has_windows(specs)
+        self._receiver: Receiver | None = None
+        self._sends: Sends | None = None
+        self._block = math.lcm(*(next(iter(group.values())).block_size for group in specs))
+        self._began = time.monotonic()
         self._invalid: set[int] = set()
         self._failed: list[str] = []
         self._failed_step = 0
@@ -133,6 +169,12 @@ class Worker:
         config = self._config if first else self._config.model_copy(update={"server": ServerConfig()})
         self.cache: Cache = open_cache(config, layout, self._namespace)
         self._stats = stats.Recorder(self.cache, counts_tokens=first)
+        self._speed = Speed(self._namespace.chunk_tokens)
+        handoff = self.cache.tiers.get(TARGET)
+        if isinstance(handoff, HandoffTier):
+            self._receiver, self._sends = handoff.receiver, self._open_sends(handoff)
+            if self._receiver is not None:
+                self._receiver.watch(self._wake)
         self._number = {
             name: layer
             for group in self._groups
@@ -161,25 +203,41 @@ class Worker:
         self._sent |= self._kept
         self._kept.clear()
 
+    def vacate(self) -> None:
+        """See to it that nothing reads the pages any more, what is handed off included."""
+        self.settle()
+        if self._sends is not None:
+            self._sends.give_up()
+
     def begin(self, step: Step) -> None:
         """Start the lookups of a step."""
-        self.settle()
+        if self._windows:  # a window that moves on leaves blocks to others while their request goes on
+            self.vacate()
+        else:
+            self.settle()
         if step.epoch != self._epoch:
             self._forget(step.epoch)
         for ask in step.asks:
-            self._look_up(ask)
+            if ask.transfer and self._receiver is not None:
+                self._received[ask.request] = ask.transfer
+                self._awaited[ask.request] = ask, time.monotonic() + self._settings.handoff_timeout_s
+            else:
+                self._look_up(ask)
+        self._receive()
+        self._began = time.monotonic()
 
     def start_loads(self, step: Step) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
         for load in step.loads:
-            number, hit = self._hits.pop(load.request, (0, None))
+            found = self._hits.pop(load.request, None)
             chunk = self._namespace.chunk_tokens
             first, last = load.start // chunk, -(-load.stop // chunk)
             loading = _Loading(load, first * chunk, time.monotonic())
-            if hit is not None and number == load.number:
-                part = hit.part(first, last)
-                tokens = (last - first) * chunk
-                places = [group.place(load.blocks[group.table], tokens) for group in self._groups]
+            if found is not None and found.number == load.number:
+                part = found.hit.part(min(first, found.hit.plan.chunks), last)
+                places = self._places(load.blocks, 0, (last - first) * chunk)
+                if found.tail is not None and load.stop > found.hit.tokens:
+                    self._load_tail(loading, found.hit, found.tail)
                 if self._settings.load == "layerwise":
                     loading.layers = self.cache.load_layers(part, places)
                 elif self._settings.load == "sync":
@@ -191,6 +249,16 @@ class Worker:
             self._loading[load.request] = loading
         if self._settings.load == "sync":
             self._finish_all(step.number)
+
+    def _load_tail(self, loading: _Loading, hit: Hit, tail: Hit) -> None:
+        """Start loading what lies behind the whole chunks of `hit`, as far as it is not there."""
+        load, size = loading.load, tail.chunks.chunk_tokens
+        first = max(load.start - hit.tokens, 0) // size
+        part = tail.part(first, (load.stop - hit.tokens) // size)
+        start = hit.tokens + first * size - loading.base
+        loading.whole = max(0, hit.tokens - loading.base)
+        loading.tail = self.cache.load_async(part, self._places(load.blocks, start, load.stop - loading.base))
+        loading.tail.add_done_callback(self._wake)
 
     def wait_for_layer(self, name: str) -> None:
         """Return when a layer is loaded, for every load of this step."""
@@ -206,9 +274,15 @@ class Worker:
             self._finish_all(step.number)
         if self._failed_step > step.heard:
             return  # what was computed since may rest on tokens that were not loaded
-        ready = self._forward_done() if step.saves else None
+        ready = self._forward_done(step.computed) if step.saves or step.sends else None
+        if not self._cuda:
+            self._speed.note(step.computed, time.monotonic() - self._began)
         for save in step.saves:
             self._save(save, ready)
+        if self._sends is not None:
+            for send in step.sends:
+                self._sends.send(send, self._space(send.sequence), ready)
+            self._sends.go_on()
         if step.idle:
             self._rest()
 
@@ -219,12 +293,21 @@ class Worker:
         """
         for name in requests:
             self._hits.pop(name, None)
+            self._awaited.pop(name, None)
             if name in self._lookups:
                 self._lookups.pop(name).hit.cancel()
             if name in self._loading:
                 self._loading[name].cancel()
+            else:
+                self._release(name)
         done = {name for name, loading in self._loading.items() if loading.done}
-        sent, self._sent = self._sent, set()
+        if self._sends is not None:
+            self._sends.go_on()
+            for name in self._sends.done(requests):
+                self._handed_off.add(name)
+        sent = {name for name in self._sent | self._handed_off if self._may_free(name)}
+        self._sent -= sent
+        self._handed_off -= sent
         return done, {name for name in done if not self._finish(self._loading.pop(name))}, sent
 
     def invalid_blocks(self) -> set[int]:
@@ -234,6 +317,7 @@ class Worker:
 
     def report(self) -> Report | None:
         """What the scheduler does not know yet."""
+        self._receive()
         answers = []
         now = time.monotonic()
         for name, lookup in list(self._lookups.items()):
@@ -246,10 +330,7 @@ class Worker:
             else:
                 lookup.hit.cancel()
                 log.info("%s: not looked up within %s s", name, self._settings.lookup_timeout_s)
-            if hit is not None:
-                self._hits[name] = lookup.number, hit
-            tokens, segments = (0, ()) if hit is None else (hit.tokens, _segments(hit))
-            answers.append(Answer(name, lookup.number, self._namespace.rank, tokens, segments))
+            answers.append(self._answer(lookup.ask, hit))
         failed, self._failed = self._failed, []
         failed_step = self._failed_step if self._failed_step != self._told_step else 0
         self._told_step = self._failed_step
@@ -266,14 +347,83 @@ class Worker:
         """Finish what was started and close the cache."""
         self.cache.close()
 
+    def _receive(self) -> None:
+        """Look up for requests whose transfers arrived, or will not."""
+        assert self._receiver is not None or not self._awaited
+        for name, (ask, until) in list(self._awaited.items()):
+            assert self._receiver is not None
+            status = self._receiver.status(ask.transfer)
+            over = status is not None and status.phase in (None, Phase.COMMITTED)
+            if over or time.monotonic() >= until:
+                if status is None or status.phase is not Phase.COMMITTED:
+                    reason = "it did not come" if status is None else status.reason or str(status.phase)
+                    log.warning("%s: nothing from the prefill engine: %s", name, reason)
+                del self._awaited[name]
+                self._look_up(ask)
+
+    def _answer(self, ask: Ask, hit: Hit | None) -> Answer:
+        """What a lookup found, and the blocks of an unfilled chunk that came with it."""
+        rank = self._namespace.rank
+        if hit is None:
+            return Answer(ask.request, ask.number, rank, 0, ())
+        tail = None
+        rest = ask.sequence.tokens[hit.tokens :]
+        if ask.request in self._received and len(hit.chunks) == hit.plan.chunks and len(rest) >= self._block:
+            key = hit.chunks.keys[-1] if hit.chunks.keys else hit.chunks.parent
+            space = tail_space(self._space(ask.sequence), key, self._block)
+            tail = self.cache.lookup(rest, space, retrieve_from=(TARGET,))
+        self._hits[ask.request] = _Found(ask.number, hit, tail)
+        found = [part for part in (hit, tail) if part is not None]
+        segments = tuple(segment for part in found for segment in _segments(part))
+        return Answer(ask.request, ask.number, rank, sum(part.tokens for part in found), segments)
+
+    def _release(self, request: str) -> None:
+        """Give back what was received for a request."""
+        transfer = self._received.pop(request, None)
+        if transfer is not None and self._receiver is not None:
+            self._receiver.release(transfer)
+
+    def _may_free(self, request: str) -> bool:
+        """Whether no save and no transfer of a finished request reads its pages."""
+        saved = request not in self._kept
+        return saved and (self._sends is None or request not in self._sends)
+
+    def _places(self, blocks: Tables, start: int, stop: int) -> list[Place]:
+        """Where tokens [start, stop) lie, counted from the first of `blocks`."""
+        places = []
+        for group in self._groups:
+            first, last = start // group.block_tokens, -(-stop // group.block_tokens)
+            places.append(group.place(blocks[group.table][first:last], stop - start))
+        return places
+
+    def _open_sends(self, handoff: HandoffTier) -> Sends | None:
+        if handoff.sender is None:
+            return None
+        tiers = self.cache.tiers
+        return Sends(
+            self.cache,
+            handoff.sender,
+            shared=tuple(name for name in self.cache.policy.retrieve_from if tiers[name].scope == "shared"),
+            places=lambda send, start, stop: self._places(send.blocks, start - send.first, stop - send.first),
+            block_tokens=self._block,
+            rank=self._namespace.rank,
+            allocation_s=self._settings.handoff_timeout_s,
+            wake=self._wake,
+        )
+
     def _look_up(self, ask: Ask) -> None:
         timeout_s = self._settings.lookup_timeout_s
-        # a save that takes longer than half of the time shall not cost what the tiers have already
-        hit = self.cache.lookup_async(ask.sequence.tokens, self._space(ask.sequence), wait_s=timeout_s / 2)
+        hit = self.cache.lookup_async(
+            ask.sequence.tokens,
+            self._space(ask.sequence),
+            wait_s=timeout_s / 2,  # a slow save shall not cost what the tiers have already
+            first=ask.computed // self._namespace.chunk_tokens,
+            prefill_tokens_per_s=self._settings.prefill_tokens_per_s or self._speed.tokens_per_s,
+        )
         hit.add_done_callback(self._wake)
         if ask.request in self._lookups:  # nobody waits for the answer to an earlier question
             self._lookups[ask.request].hit.cancel()
-        self._lookups[ask.request] = _Lookup(ask.number, hit, time.monotonic() + timeout_s)
+        self._lookups[ask.request] = _Lookup(ask, hit, time.monotonic() + timeout_s)
 
     def _save(self, save: Save, ready: Callable[[], object] | None) -> None:
         sequence, began = save.sequence, time.monotonic()
@@ -291,7 +441,11 @@ class Worker:
         self._saving.append(transfer)
 
     def _note_stored(self, save: Save) -> Callable[[str, int], None]:
-        return lambda tier, chunk: self._stored.append((save.request, tier, save.first + chunk))
+        def note(tier: str, chunk: int) -> None:
+            if tier != TARGET:  # it keeps nothing
+                self._stored.append((save.request, tier, save.first + chunk))
+
+        return note
 
     def _finish_all(self, step: int) -> None:
         """End the loads that a step waits for."""
@@ -302,6 +456,7 @@ class Worker:
     def _finish(self, loading: _Loading) -> bool:
         """Note how a load ended; whether it kept its promise."""
         loaded, load = loading.loaded(), loading.load
+        self._release(load.request)
         end = min(loading.base + loaded.tokens, load.stop)
         kept = end == load.stop
         self._stats.loaded(loaded, time.monotonic() - loading.began, kept)
@@ -314,13 +469,19 @@ class Worker:
                 self._invalid.discard(-1)
         return kept
 
-    def _forward_done(self) -> Callable[[], object] | None:
+    def _forward_done(self, computed: int) -> Callable[[], object] | None:
         """What waits until the pages hold what this step computes; None: they do."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return event.synchronize
+        began = self._began
+
+        def wait_for_it() -> None:
+            event.synchronize()
+            self._speed.note(computed, time.monotonic() - began)
+
+        return wait_for_it
 
     def _rest(self) -> None:
         """Wait a little for a lookup or a load."""

@@ -199,6 +199,21 @@ def counted_hits(server: Server) -> int | None:
     return int(sum(samples)) if samples else None
 
 
+def loaded_tokens(server: Server) -> dict[str, int]:
+    """Tokens that a vLLM server with kvkit's connector has loaded so far, by tier.
+
+    Raises:
+        ClientError: it does not tell.
+    """
+    try:
+        text = _get(f"{server.url}/metrics", _METRICS_S).decode()
+        found = [f for f in text_string_to_metric_families(text) if f.name == "vllm:kvkit_loaded_tokens"]
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ClientError(f"{server.url}/metrics: {_words(error)}") from error
+    samples = [s for f in found for s in f.samples if s.name.endswith("_total")]
+    return {sample.labels["tier"]: int(sample.value) for sample in samples}
+
+
 def _get(url: str, timeout_s: float) -> bytes:
     with _exchange("GET", url, None, timeout_s) as response:
         return response.read()

@@ -89,6 +89,20 @@ def started(system: str, setup: Setup) -> Iterator[str]:
 
 
 @contextmanager
+def routed(prefill: str, decode: str, folder: Path) -> Iterator[str]:
+    """The URL of `kvkit router` before a prefill and a decode server; it is ended with the context.
+
+    Raises:
+        StartError: it ended, or did not serve within `START_S`.
+    """
+    port = _free_port()
+    command = [sys.executable, "-c", "from kvkit.cli import main; main()", "router", "--port", str(port)]
+    command += ["--prefill", prefill, "--decode", decode]
+    with serving("router", command, os.environ, folder, lambda: _healthy(port)):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
 def serving(
     name: str,
     command: Sequence[str],

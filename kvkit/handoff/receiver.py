@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +70,7 @@ class Receiver:
         self._lock = threading.RLock()  # a slot that comes free while it is held may admit another transfer
         self._changed = threading.Condition(self._lock)
         self._closed = False
+        self._watchers: list[Callable[[object], None]] = []
         arena.when_freed(self._freed)
         self._clock = threading.Thread(target=self._watch, name="kvkit-handoff-deadlines", daemon=True)
         self._clock.start()
@@ -141,6 +142,14 @@ class Receiver:
             self._apply(states.lost(self._buffer, source.number, time.monotonic()), writes_on=False)
             for key in [key for key in self._unanswered if key[0] == source.number]:
                 release_all(self._unanswered.pop(key))
+
+    def watch(self, changed: Callable[[object], None]) -> None:
+        """Have `changed` called, with the receiver, when a transfer is committed or over.
+
+        By any thread, which holds the receiver's lock: it must be quick and not wait.
+        """
+        with self._lock:
+            self._watchers.append(changed)
 
     def release(self, transfer: str, reason: str = "used") -> None:
         """Nobody needs a transfer any more: its records go, unless others hold them. None is fine, too."""
@@ -265,6 +274,9 @@ class Receiver:
                 if source is not None:
                     source.say(message)
         self._changed.notify_all()
+        if any(not isinstance(action, states.Admit | states.Forget) for action in actions):
+            for changed in self._watchers:
+                changed(self)
 
     def _carry_out(
         self,

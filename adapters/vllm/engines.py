@@ -1,0 +1,270 @@
+"""An engine as the router sees it: whether it is up, how busy and how fast it is, and requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Literal
+
+import aiohttp
+
+from kvkit.adapters.vllm.router_settings import EngineConfig, RouterConfig
+from kvkit.adapters.vllm.routing import Candidate, Speed
+from kvkit.server import ServerError
+from kvkit.top import TopError, token_for
+
+log = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode"]
+Cause = Literal["unreachable", "error", "timeout", "cut", "aborted"]
+RETRIED = (408, 429)
+"""HTTP statuses below 500 that say nothing against the request: another engine may take it."""
+MISSING_ANSWERS = 3
+"""So many questions for its health that time out in a row: the engine is down."""
+
+
+class EngineFailed(RuntimeError):
+    """A request to an engine came to nothing; another engine may do better.
+
+    Attributes:
+        answer: status, body and content type, where it answered with an error of its own.
+    """
+
+    def __init__(
+        self, engine: Engine, cause: Cause, message: str, answer: tuple[int, bytes, str] | None = None
+    ) -> None:
+        super().__init__(f"{engine.role} engine {engine.name}: {message}")
+        self.engine = engine
+        self.cause = cause
+        self.answer = answer
+
+
+class Refused(RuntimeError):
+    """An engine says that the request is wrong; so would every other."""
+
+    def __init__(self, status: int, body: bytes, content_type: str) -> None:
+        super().__init__(f"HTTP {status}: {body[:200].decode(errors='replace')}")
+        self.status = status
+        self.answer = status, body, content_type
+
+
+class Work:
+    """One request's share of an engine's load. `computed` mutates it and the engine."""
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self._engine = engine
+        self._tokens = tokens
+
+    def computed(self) -> None:
+        """Its prompt is no longer waited for."""
+        self._engine.waiting_tokens -= self._tokens
+        self._tokens = 0
+
+
+class Engine:
+    """One engine. Lives in one event loop.
+
+    Attributes:
+        up: whether it answered when it was last asked for its health, and no request has failed to reach it
+            since.
+        requests: under way at it.
+        waiting_tokens: of their prompts, those that it is yet to compute.
+        prefill, handoff: as in `Candidate`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        config: EngineConfig,
+        settings: RouterConfig,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.config = config
+        self.up = False
+        self.requests = 0
+        self.waiting_tokens = 0
+        self.prefill = Speed()
+        self.handoff = Speed()
+        self._settings = settings
+        self._session = session
+        self._suspected = asyncio.Event()
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._missing = 0
+
+    def candidate(self, held_tokens: int | None) -> Candidate:
+        """What the choice of engines is made by."""
+        return Candidate(
+            self.name, self.requests, self.waiting_tokens, held_tokens, self.prefill, self.handoff
+        )
+
+    @contextmanager
+    def working(self, tokens: int) -> Iterator[Work]:
+        """Count a request whose prompt has `tokens` to compute. Mutates."""
+        work = Work(self, tokens)
+        self.requests += 1
+        self.waiting_tokens += tokens
+        try:
+            yield work
+        finally:
+            self.requests -= 1
+            work.computed()
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """The response to a request with a JSON body, and its deadline, which can be moved.
+
+        The connection is cut where the context is left before the response's end: vLLM then stops computing.
+
+        Raises:
+            EngineFailed: it cannot be reached, is late, is found to be down, or breaks off: from within the
+                context, too.
+        """
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    async with self._session.request(
+                        method,
+                        self.config.url + path,
+                        data=data,
+                        headers={**headers, "Content-Type": "application/json"},
+                        allow_redirects=False,
+                    ) as response:
+                        yield response, deadline
+                finally:
+                    self._deadlines.discard(deadline)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self.lost()
+            raise EngineFailed(self, "unreachable", str(error)) from error
+        except TimeoutError as error:
+            raise EngineFailed(self, "timeout", "no answer in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            self.lost()
+            raise EngineFailed(self, "cut", f"{type(error).__name__}: {error}") from error
+
+    @asynccontextmanager
+    async def post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """`request`, where only HTTP status 200 will do.
+
+        Raises:
+            EngineFailed: also for an error of its own.
+            Refused: it says that the request is wrong.
+        """
+        data = json.dumps(body).encode()
+        async with self.request("POST", path, data, headers, timeout_s) as (response, deadline):
+            if response.status != 200:
+                answer = response.status, await response.read(), response.content_type
+                refusal = Refused(*answer)
+                if response.status >= 500 or response.status in RETRIED:
+                    raise EngineFailed(self, "error", str(refusal), answer)
+                raise refusal
+            yield response, deadline
+
+    async def tokenize(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            EngineFailed, Refused: as `post`.
+        """
+        async with self.post("/tokenize", body, headers, self._settings.lookup_timeout_s) as (response, _):
+            try:
+                tokens: list[int] = (await response.json())["tokens"]
+            except (ValueError, LookupError, TypeError) as error:
+                raise EngineFailed(self, "error", f"/tokenize answered with no tokens: {error!r}") from error
+        return tokens
+
+    def lost(self) -> None:
+        """A request did not reach it, or was cut: no more until it has been asked for its health. Mutates."""
+        self.up = False
+        self._suspected.set()
+
+    async def watch(self) -> None:
+        """Ask it for its health for ever, and at once after `lost`. Mutates."""
+        while True:
+            self._suspected.clear()
+            await self.probe()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.health_interval_s):
+                    await self._suspected.wait()
+
+    async def probe(self) -> None:
+        """Ask it for its health once. What is under way at an engine that is found down fails. Mutates."""
+        try:
+            async with (
+                asyncio.timeout(self._settings.health_timeout_s),
+                self._session.get(self.config.url + "/health", allow_redirects=False) as response,
+            ):
+                well, words = response.status == 200, f"HTTP {response.status}"
+                self._missing = 0 if well else MISSING_ANSWERS
+        except TimeoutError:
+            well, words = False, "no answer in time"
+            self._missing += 1
+        except (aiohttp.ClientError, OSError) as error:
+            well, words = False, str(error)
+            self._missing = MISSING_ANSWERS
+        if well and not self.up:
+            log.info("%s engine %s is up: %s", self.role, self.name, self.config.url)
+        if not well and self._missing >= MISSING_ANSWERS:
+            if self.up or self._deadlines:
+                log.warning("%s engine %s is down: %s", self.role, self.name, words)
+            self.up = False
+            now = asyncio.get_running_loop().time()
+            for deadline in self._deadlines:
+                if not deadline.expired():
+                    deadline.reschedule(now)
+        elif well:
+            self.up = True
+
+
+Lookup = Callable[[Engine, Sequence[int]], Awaitable[int | None]]
+"""How many tokens of a prompt, from its beginning, an engine can have without computing; None: not known."""
+
+
+class CacheLookup:
+    """Asks kvkit's HTTP endpoint in an engine; one that has none, or does not answer, is not known."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._tokens: dict[str, str] = {}
+
+    async def __call__(self, engine: Engine, tokens: Sequence[int]) -> int | None:
+        url = engine.config.cache
+        if url is None:
+            return None
+        try:
+            async with self._session.post(
+                url + "/lookup",
+                data=json.dumps({"tokens": list(tokens)}).encode(),
+                headers={"Authorization": f"Bearer {self._token(engine)}"},
+                allow_redirects=False,
+            ) as response:
+                response.raise_for_status()
+                return int((await response.json())["hit_tokens"])
+        except (
+            aiohttp.ClientError,
+            OSError,
+            ServerError,
+            TopError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:
+            log.warning("%s: what engine %s holds is not known: %s", url, engine.name, error)
+            self._tokens.pop(engine.name, None)
+            return None
+
+    def _token(self, engine: Engine) -> str:
+        """Read when it is needed: an engine that starts for the first time makes the file."""
+        if engine.name not in self._tokens:
+            self._tokens[engine.name] = token_for(engine.config.cache or "", engine.config.token_file)
+        return self._tokens[engine.name]

@@ -1,0 +1,218 @@
+"""One rank's transfers to decode engines: opened when a prompt begins, fed as it is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass, field, replace
+
+from kvkit.adapters.vllm.handoff import of_rank
+from kvkit.adapters.vllm.messages import Send
+from kvkit.cache import Cache, Place, Stored
+from kvkit.handoff.sender import HandoffError, Sender, Sending
+from kvkit.layout import Namespace
+from kvkit.sequence import Chunks
+from kvkit.transfers import Transfer
+
+log = logging.getLogger(__name__)
+
+TARGET = "handoff"
+PATIENCE_S = 0.25
+"""How long `give_up` waits for copies that are under way."""
+Places = Callable[[Send, int, int], list[Place]]
+"""Where tokens [first, stop) of what is sent lie."""
+
+
+def tail_space(space: Namespace, key: bytes, block_tokens: int) -> Namespace:
+    """The namespace of the whole blocks behind the chunk with `key` that fill no chunk.
+
+    They are records of another chunk size, of a sequence that this chunk begins: nothing takes them for the
+    chunk that they are the beginning of.
+    """
+    return replace(space, chunk_tokens=block_tokens, salt=f"{space.salt}/{key.hex()}")
+
+
+@dataclass(eq=False, slots=True)
+class _Sent:
+    """A transfer. `pieces` wait for their receiver; `stores` read the pages."""
+
+    transfer: str
+    chunks: Chunks
+    tail: Chunks | None
+    shared: Transfer[int] | None
+    handle: Sending | None = None
+    pieces: list[tuple[Send, Callable[[], object] | None]] = field(default_factory=list)
+    stores: list[Transfer[Stored]] = field(default_factory=list)
+    told_last: bool = False
+    over: bool = False
+
+
+class Sends:
+    """The transfers of one rank. For the thread that runs steps.
+
+    Args:
+        cache: has a tier `handoff`, which sends by `sender`.
+        shared: tiers that the receivers read, too: what these hold is not sent.
+        places: where tokens of a `Send` lie.
+        block_tokens: the unit of what is sent of an unfilled chunk.
+        rank: of the receivers', the one that has the same share of the KV.
+        allocation_s: how long a receiver may take to find room, in seconds.
+        wake: called when something changed, from any thread.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        sender: Sender,
+        *,
+        shared: tuple[str, ...],
+        places: Places,
+        block_tokens: int,
+        rank: int,
+        allocation_s: float,
+        wake: Callable[[object], None],
+    ) -> None:
+        self._cache = cache
+        self._sender = sender
+        self._shared = shared
+        self._places = places
+        self._block_tokens = block_tokens
+        self._rank = rank
+        self._allocation_s = allocation_s
+        self._wake = wake
+        self._sent: dict[str, _Sent] = {}
+        self._ended: set[str] = set()
+
+    def send(self, send: Send, space: Namespace, ready: Callable[[], object] | None) -> None:
+        """Note what is to be sent. Its pages must stay until `done` names the request, or `give_up` returns.
+
+        Args:
+            ready: returns when the pages hold it; None: they do.
+        """
+        sent = self._sent.get(send.request)
+        if sent is None:
+            sent = self._sent[send.request] = self._begin(send, space)
+        sent.pieces.append((send, ready))
+        sent.told_last = sent.told_last or send.last
+
+    def go_on(self) -> None:
+        """Open transfers, pack what receivers have room for, commit what is complete."""
+        for request, sent in self._sent.items():
+            if not sent.over:
+                try:
+                    self._go_on(sent)
+                except HandoffError as error:
+                    log.warning("%s: nothing is handed off: %s", request, error)
+                    self._end(sent)
+
+    def done(self, finished: set[str]) -> set[str]:
+        """Requests that are finished, now or earlier, and whose pages are read no more. Told once."""
+        for name in finished & self._sent.keys():
+            self._ended.add(name)
+            if not self._sent[name].told_last:  # it was aborted
+                self._end(self._sent[name])
+        done = {name for name in self._ended if self._is_done(self._sent[name])}
+        for name in done:
+            del self._sent[name]
+        self._ended -= done
+        return done
+
+    def __contains__(self, request: object) -> bool:
+        """Whether a request's pages may still be read."""
+        return request in self._sent
+
+    def give_up(self) -> None:
+        """See to it that no pages are read any more: what was not packed is not sent."""
+        self.go_on()
+        wait([store for sent in self._sent.values() for store in sent.stores], PATIENCE_S)
+        for request, sent in self._sent.items():
+            reading = [store for store in sent.stores if not store.done()]
+            if not sent.over and (sent.pieces or reading):
+                log.warning("%s: its pages are wanted back before they were sent", request)
+                for store in reading:
+                    store.revoke()
+                self._end(sent)
+
+    def _begin(self, send: Send, space: Namespace) -> _Sent:
+        chunks = Chunks.of(send.sequence.tokens, self._cache.layout, space)
+        rest = send.sequence.tokens[len(chunks.tokens) :]
+        tail = None
+        if len(rest) >= self._block_tokens:
+            key = chunks.keys[-1] if chunks.keys else chunks.parent
+            tail = Chunks.of(rest, self._cache.layout, tail_space(space, key, self._block_tokens))
+        shared = None
+        if self._shared and len(chunks):
+            shared = self._cache.held_async(send.sequence.tokens, self._shared, space)
+            shared.add_done_callback(self._wake)
+        sent = _Sent(send.transfer, chunks, tail, shared)
+        if shared is None:
+            self._open(sent, send, 0)
+        return sent
+
+    def _open(self, sent: _Sent, send: Send, skip: int) -> None:
+        """Ask the receiver for room for all but the first `skip` chunks. One record goes in any case."""
+        names = sent.chunks.records(0, len(sent.chunks)) + (sent.tail.names if sent.tail else [])
+        left = names[min(skip * sent.chunks.groups, len(names) - 1) :]
+        try:
+            address = of_rank(send.address, self._rank)
+            sent.handle = self._sender.open(sent.transfer, address, left, self._allocation_s)
+        except (HandoffError, ValueError) as error:
+            log.warning("%s: nothing is handed off: %s", send.request, error)
+            self._end(sent)
+            return
+        sent.handle.admitted.add_done_callback(self._wake)
+        sent.handle.done.add_done_callback(self._wake)
+
+    def _go_on(self, sent: _Sent) -> None:
+        if sent.handle is None:
+            if sent.shared is None or not sent.shared.done():
+                return
+            failed = sent.shared.cancelled() or sent.shared.exception() is not None
+            held = 0 if failed else sent.shared.result()
+            self._open(sent, sent.pieces[0][0], held)
+            if sent.handle is None:
+                return
+        if not sent.handle.admitted.done():
+            return
+        sent.handle.admitted.result()
+        for send, ready in sent.pieces:
+            self._pack(sent, send, ready)
+        sent.pieces.clear()
+        if sent.told_last and all(store.done() for store in sent.stores):
+            self._sender.finish(sent.transfer)
+            sent.over = True
+
+    def _pack(self, sent: _Sent, send: Send, ready: Callable[[], object] | None) -> None:
+        size = sent.chunks.chunk_tokens
+        whole = min(send.stop, len(sent.chunks) * size)
+        space = sent.chunks.formats[0].namespace
+        if whole > send.first:
+            tokens, first = sent.chunks.tokens[:whole], send.first // size
+            self._store(sent, tokens, self._places(send, send.first, whole), space, first, ready)
+        if send.stop > whole and sent.tail is not None:
+            space = sent.tail.formats[0].namespace
+            self._store(sent, sent.tail.tokens, self._places(send, whole, send.stop), space, 0, ready)
+
+    def _store(
+        self,
+        sent: _Sent,
+        tokens: object,
+        places: list[Place],
+        space: Namespace,
+        first: int,
+        ready: Callable[[], object] | None,
+    ) -> None:
+        store = self._cache.store_async(tokens, places, space, to=(TARGET,), first=first, ready=ready)
+        store.add_done_callback(self._wake)
+        sent.stores.append(store)
+
+    def _end(self, sent: _Sent) -> None:
+        sent.over = True
+        sent.pieces.clear()
+        if sent.handle is not None:
+            self._sender.cancel(sent.transfer)
+
+    def _is_done(self, sent: _Sent) -> bool:
+        reading = any(not store.done() for store in sent.stores)
+        return sent.over and not reading

@@ -1,0 +1,110 @@
+"""A router in a thread, and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from kvkit.adapters.vllm.engines import Lookup
+from kvkit.adapters.vllm.router import Router
+from kvkit.adapters.vllm.router_settings import read_router_config
+from kvkit.testing import DEADLINE_S
+
+Body = dict[str, Any]
+
+
+class Routed:
+    """The server of a router; a context manager. `settings` are the router's."""
+
+    def __init__(self, lookup: Lookup | None = None, **settings: Any) -> None:
+        quick = {"health_interval_s": 0.1, "health_timeout_s": DEADLINE_S, "lookup_timeout_s": DEADLINE_S}
+        self._config = read_router_config(**(quick | settings))
+        self._lookup = lookup
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._started.wait(DEADLINE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        app = Router(self._config, self._lookup).app()
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._started.set()
+        await self._closing.wait()
+        await runner.cleanup()
+
+    def health(self) -> dict[str, bool]:
+        """Whether each engine is up."""
+        _, found = ask(self.url, "/health")
+        return {engine["name"]: engine["up"] for engine in found["engines"]}
+
+    def metrics(self) -> str:
+        return fetch(self.url, "GET", "/metrics")[1].decode()
+
+
+def fetch(
+    url: str, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, bytes]:
+    """Status and body of one request."""
+    parts = urlsplit(url)
+    with closing(http.client.HTTPConnection(parts.netloc, timeout=DEADLINE_S)) as connection:
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+
+
+def ask(url: str, path: str, body: Body | None = None, **headers: str) -> tuple[int, Body]:
+    """Status and JSON of one request."""
+    data = None if body is None else json.dumps(body).encode()
+    status, raw = fetch(url, "GET" if body is None else "POST", path, data, headers)
+    return status, json.loads(raw)
+
+
+def stream(url: str, path: str, body: Body, timeout_s: float = DEADLINE_S) -> Iterator[Body]:
+    """The events of a stream as they come. It must end as streams do."""
+    parts = urlsplit(url)
+    with closing(http.client.HTTPConnection(parts.netloc, timeout=timeout_s)) as connection:
+        connection.request(
+            "POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+        )
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+        for line in reply:
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
+                assert reply.read().strip() == b""
+                return
+            if data:
+                yield json.loads(data)
+    raise AssertionError("the stream broke off")
+
+
+def text_of(event: Body) -> str:
+    """The text in an event or an answer."""
+    for choice in event.get("choices") or ():
+        part = choice.get("delta") or choice.get("message") or choice
+        return str(part.get("text") or part.get("content") or "")
+    return ""

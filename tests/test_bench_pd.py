@@ -1,0 +1,75 @@
+"""The conversation over a prefill and a decode engine, with engines of a toy model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from completions import Completions
+from openai_engine import OpenAIEngine
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvkit.bench import pd
+from kvkit.bench.client import ClientError, connect, loaded_tokens
+from kvkit.bench.pd import TURNS, PdError, Turn
+from kvkit.bench.systems import routed
+from kvkit.cli import app
+
+
+@pytest.fixture
+def engines(tmp_path_factory: pytest.TempPathFactory) -> list[OpenAIEngine]:
+    return [OpenAIEngine(tmp_path_factory.mktemp(role)) for role in ("prefill", "decode")]
+
+
+def test_a_conversation_goes_over_both_engines(engines: list[OpenAIEngine], tmp_path: Path) -> None:
+    prefill, decode = engines
+    with prefill, decode:
+        alone = pd.converse(connect("alone", decode.url), [])
+        seen = len(decode.seen())
+        with routed(prefill.url, decode.url, tmp_path) as url:
+            both = pd.converse(connect("router", url), [])
+        assert [answer.text for answer, _ in both] == [answer.text for answer, _ in alone]
+        assert len(prefill.seen()) == len(decode.seen()) - seen == TURNS
+        asked = [request["body"]["prompt"] for request in decode.seen()[seen:]]
+    for earlier, later, (answer, _) in zip(asked, asked[1:], both, strict=False):
+        assert later.startswith(earlier + answer.text)
+
+
+def test_a_turn_that_fails_ends_it(engines: list[OpenAIEngine], tmp_path: Path) -> None:
+    decode = engines[1]
+    with decode:
+        decode.set(status=500)
+        with pytest.raises(PdError, match="turn 1 of alone: HTTPException: HTTP 500"):
+            pd.converse(connect("alone", decode.url), [])
+
+
+def test_what_an_engine_loaded_is_read_from_its_metrics() -> None:
+    with Completions() as served:
+        assert loaded_tokens(connect("s", served.url("counting"))) == {"disk": 7}
+        with pytest.raises(ClientError, match="/mute/metrics: "):
+            loaded_tokens(connect("s", served.url("mute")))
+
+
+def test_the_table() -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(pd.table([Turn(900, {}, {"shared": 768, "memory": 1}, 0.5, 1.25, True)]))
+    row = captured.get().splitlines()[-2]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "1",
+        "900 tokens",
+        "nothing",
+        "768 from shared, 1 from memory",
+        "0.50 s",
+        "1.25 s",
+        "yes",
+    ]
+
+
+def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    done = CliRunner().invoke(app, ["demo", "--pd"])
+    assert done.exit_code == 1
+    assert "demo --pd: vLLM is not installed" in done.output

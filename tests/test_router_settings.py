@@ -1,0 +1,88 @@
+"""The router's settings: what is wrong is said with its name, its value and the choices."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkit.adapters.vllm.router_settings import engines, read_router_config
+from kvkit.cli import app
+from kvkit.config import ConfigError
+
+D = {"d": {"url": "http://127.0.0.1:1"}}
+
+
+def test_the_command_line_wins_and_adds_engines(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text('port = 1\nspread = 7\n[decode.d0]\nurl = "http://h:1/v1/"\n')
+    config = read_router_config(path, port=2, decode=engines(["d1=https://h:2"], "decode"))
+    assert (config.port, config.spread) == (2, 7)
+    assert {name: engine.url for name, engine in config.decode.items()} == {
+        "d0": "http://h:1",
+        "d1": "https://h:2",
+    }
+    assert config.limits.spread == 7
+
+
+def test_engines_have_the_name_of_their_address_or_their_own() -> None:
+    found = engines(["http://h:1/?a=b", "mine=http://h:2"], "decode")
+    assert found == {"h:1": {"url": "http://h:1/?a=b"}, "mine": {"url": "http://h:2"}}
+    with pytest.raises(ConfigError, match="--decode http://h:1: there is a 'h:1' already"):
+        engines(["http://h:1", "http://h:1"], "decode")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "decode: no engine given; want at least one --decode URL"),
+        (
+            {"decode": {"d": {"url": "10.0.0.1:8000"}}},
+            "decode.d.url = '10.0.0.1:8000': want http://HOST:PORT",
+        ),
+        ({"decode": {"d": {"url": "http://me:pw@h"}}}, "decode.d.url.*: it has a user name or password"),
+        ({"decode": {"d": {}}}, "decode.d.url: Field required"),
+        ({"decode": D, "direct_share": 2}, "direct_share = 2: Input should be less than or equal to 1"),
+        ({"decode": D, "port": 70000}, "port = 70000"),
+        ({"decode": D, "request_timeout_s": float("inf")}, "request_timeout_s = inf"),
+        ({"decode": D, "direct_token": 2}, "direct_token: unknown setting; did you mean 'direct_tokens'"),
+        ({"decode": {"d": D["d"] | {"hand": 1}}}, "decode.d.hand: unknown setting; .*the settings are url"),
+        ({"decode": D, "prefill": D}, "prefill.d: there is a decode.d, too"),
+        ({"decode": {"d": D["d"] | {"token_file": "t"}}}, "d.token_file: given without d.cache"),
+        (
+            {"decode": D, "prefill": {"p": D["d"] | {"handoff": "tcp://h:1"}}},
+            "prefill.p.handoff: only a decode engine has one",
+        ),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_router_config(**settings)
+
+
+@pytest.mark.parametrize("text", [None, "port = "])
+def test_a_file_that_cannot_be_read(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        read_router_config(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "decode: no engine given"),
+        (["--decode", "nowhere"], "want http://HOST:PORT"),
+        (["--decode", "http://h:1", "--host", "192.0.2.1"], "host = '192.0.2.1', port = 8000: "),
+        (["--decode", "http://h:1", "--port", "-1"], "port = -1: "),
+    ],
+)
+def test_the_command_says_what_is_wrong(options: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["router", *options])
+    assert done.exit_code == 1
+    assert "error: " in done.output
+    assert words in done.output

@@ -1,0 +1,210 @@
+"""Prefill and decode as two real vLLM engines: the same tokens as from one, and nothing computed twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pydantic import ByteSize
+from small_models import QWEN, VOCABULARY, save
+from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
+from vllm_engine import prompt as prompt_of
+
+from kvkit.adapters.vllm.connector import _check_role
+from kvkit.config import ConfigError
+from kvkit.handoff.settings import HandoffConfig
+
+CHUNK = 2 * BLOCK
+SEND = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return prompt_of(tokens, seed, VOCABULARY)
+
+
+LONG, SHORT, TAIL = prompt(700, 1), prompt(200, 2), prompt(900, 3)
+
+
+class Pair:
+    """A prefill and a decode engine with the same small model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = f"unix://{folder}/decode/socket"
+        self.model = save(QWEN, folder / "model")
+        self.prefill, self.decode = Engine(), Engine()
+
+    def open(self, engine: Engine, settings: Settings | None, **more: Any) -> Engine:
+        """Open `engine` with these settings of kvkit, and `more` of the connector."""
+        config = None
+        if settings is not None:
+            config = connector({"chunk_tokens": CHUNK} | settings, **more)
+        return engine.open(config, self.model, skip_tokenizer_init=True, max_num_batched_tokens=256)
+
+    def ask_both(self, prompt: list[int], tokens: int = 8, handoff: str | None = None) -> tuple[Any, Any]:
+        """The answers of prefill and decode, as a router asks them."""
+        asked = SEND | {"handoff": handoff or self.address}
+        (first,) = self.prefill.generate([prompt], 1, extra_args={"kv_transfer_params": asked})
+        passed = {"kv_transfer_params": first["handoff"]}
+        (second,) = self.decode.generate([prompt], tokens, extra_args=passed)
+        return first, second
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("pd"))
+    with pair.prefill, pair.decode:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Pair) -> dict[int, list[int]]:
+    """The answers of an engine without kvkit, by the length of the prompt."""
+    engine = engines.open(engines.decode, None)
+    return {len(given): engine.text(given)[0] for given in (LONG, SHORT, TAIL)}
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Pair, expected: dict[int, list[int]]) -> Pair:
+    """Prefill sends, decode receives; neither has another tier."""
+    receives = {"role": "decode", "listen": [engines.address], "buffer": "16MiB", "max_prefill_tokens": 1500}
+    engines.open(engines.prefill, {"handoff": {"role": "prefill"}})
+    engines.open(engines.decode, {"handoff": receives})
+    return engines
+
+
+HANDED = "vllm:kvkit_loaded_tokens_total{tier=handoff}"
+
+
+def whole_blocks(tokens: int) -> int:
+    """The tokens of a prompt that decode need not compute: the last one it always does."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+def grown(engine: Engine, before: dict[str, float], *names: str) -> list[float]:
+    after = engine.metrics()
+    return [after.get(name, 0.0) - before.get(name, 0.0) for name in names]
+
+
+@pytest.mark.parametrize("given", [LONG, SHORT, TAIL], ids=["chunks and blocks", "blocks", "chunks"])
+def test_decode_computes_nothing_that_prefill_sent(
+    pair: Pair, expected: dict[int, list[int]], given: list[int]
+) -> None:
+    before = pair.decode.metrics()
+    first, second = pair.ask_both(given)
+    assert first["tokens"] == expected[len(given)][:1]
+    assert first["handoff"]["do_remote_prefill"] is True
+    assert first["handoff"]["remote_num_tokens"] == len(given) // BLOCK * BLOCK
+    assert second["tokens"] == expected[len(given)]
+    came = whole_blocks(len(given))
+    p2p = "vllm:prompt_tokens_cached_by_source_total{source=p2p}"
+    assert grown(pair.decode, before, HANDED, p2p, "vllm:kvkit_load_errors_total{}") == [came, came, 0]
+    assert pair.decode.do("transfers") == [], "its slots are free again"
+
+
+def test_many_requests_pass_through_a_buffer_that_holds_two_at_a_time(pair: Pair) -> None:
+    prompts = [prompt(700, 30 + i) for i in range(5)]
+    asked = SEND | {"handoff": pair.address}
+    answers = pair.prefill.generate(prompts, 1, extra_args={"kv_transfer_params": asked})
+    before = pair.decode.metrics()
+    for given, answer in zip(prompts, answers, strict=True):
+        passed = {"kv_transfer_params": answer["handoff"]}
+        (found,) = pair.decode.generate([given], 2, extra_args=passed)
+        assert found["tokens"][:1] == answer["tokens"]
+    assert grown(pair.decode, before, HANDED) == [5 * whole_blocks(700)]
+    assert pair.decode.do("transfers") == []
+
+
+def test_parameters_that_make_no_sense_cost_the_handoff_alone(
+    pair: Pair, expected: dict[int, list[int]]
+) -> None:
+    wrong = {"kv_transfer_params": SEND | {"handoff": "nowhere"}}
+    (answer,) = pair.prefill.generate([SHORT], extra_args=wrong)
+    assert answer["tokens"] == expected[len(SHORT)]
+    assert "transfer_id" not in (answer["handoff"] or {})
+
+
+SENT = "vllm:kvkit_stored_bytes_total{tier=handoff}"
+
+
+def loaded_from(tier: str) -> str:
+    return f"vllm:kvkit_loaded_tokens_total{{tier={tier}}}"
+
+
+def two_turns(pair: Pair, tier: str) -> None:
+    """Prefill and decode answer two turns; the second one's prefill finds the first in `tier`.
+
+    Each is asked once more, so that all is told that was counted before.
+    """
+    given = prompt(700, 40)
+    chunk, block = (pair.prefill.do("record_bytes", tokens) for tokens in (CHUNK, BLOCK))
+    start, decode_start = pair.prefill.metrics(), pair.decode.metrics()
+    _, first = pair.ask_both(given, tokens=150)
+    pair.decode.flush()
+    following = [*given, *first["tokens"], *prompt(60, 41)]
+    stored = (700 + 150 - 1) // CHUNK * CHUNK
+    answer, second = pair.ask_both(following)
+    pair.prefill.text(prompt(20, 42))
+    pair.decode.text(prompt(20, 42))
+    assert grown(pair.prefill, start, loaded_from(tier)) == [stored]
+    new = whole_blocks(len(following)) - stored
+    assert grown(pair.decode, decode_start, HANDED) == [whole_blocks(700) + new]
+    assert grown(pair.prefill, start, SENT) == [2 * chunk + block + new // BLOCK * block], "no two hops"
+    assert second["tokens"][0] == answer["tokens"][0]
+    pair.open(pair.prefill, None)
+    assert pair.prefill.text(following) == [second["tokens"]]
+
+
+def test_the_next_turn_finds_in_the_pool_what_decode_stored(pair: Pair, tmp_path: Path) -> None:
+    """Asymmetric: prefill stores nothing, decode stores prompt and answer, both read the pool."""
+    tiers = {"pool": on_disk(tmp_path)["tiers"]["disk"] | {"scope": "shared"}}
+    sends = {"retrieve_from": ["pool"], "store_to": ["handoff"], "write_back_to": []}
+    stores = {"retrieve_from": ["handoff", "pool"], "store_to": ["pool"], "write_back_to": []}
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
+    pair.open(pair.prefill, {"tiers": tiers, "handoff": {"role": "prefill"}, "policy": sends})
+    pair.open(pair.decode, {"tiers": tiers, "handoff": receives, "policy": stores})
+    two_turns(pair, "pool")
+
+
+def test_the_next_turn_pulls_from_decode_what_it_keeps_in_memory(pair: Pair) -> None:
+    """Bidirectional: prefill asks decode what it has, pulls that, and sends no more than what is new."""
+    memory = {"memory": {"capacity": "32MiB"}}
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
+    pair.open(pair.prefill, {"handoff": {"role": "prefill", "peers": {"decode": pair.address}}})
+    pair.open(pair.decode, {"tiers": memory, "handoff": receives})
+    two_turns(pair, "decode")
+
+
+def test_what_never_comes_is_computed(pair: Pair, expected: dict[int, list[int]]) -> None:
+    """Nobody listens where prefill sends; decode waits as long as it is told, and then computes."""
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
+    pair.open(pair.prefill, {"handoff": {"role": "prefill"}})
+    pair.open(pair.decode, {"handoff": receives}, handoff_timeout_s=0.5)
+    before = pair.decode.metrics()
+    _, second = pair.ask_both(SHORT, handoff=f"unix://{pair.folder}/nobody")
+    assert second["tokens"] == expected[len(SHORT)]
+    assert grown(pair.decode, before, HANDED) == [0]
+
+
+@pytest.mark.parametrize(
+    ("role", "handoff", "load", "word"),
+    [
+        ("kv_producer", {"role": "decode"}, "async", "handoff.role = 'decode': kv_role is 'kv_producer'"),
+        ("kv_consumer", {"role": "prefill"}, "async", "want 'decode' or 'both'"),
+        ("kv_both", {"role": "decode"}, "sync", "load = 'sync'"),
+    ],
+)
+def test_roles_that_contradict_each_other_are_refused(
+    role: str, handoff: Settings, load: str, word: str
+) -> None:
+    full = HandoffConfig(listen=("unix:///d",), buffer=ByteSize(1 << 20), **handoff)
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        _check_role(role, full, load)
+    _check_role("kv_both", full, "async")
+    _check_role(role, None, load)
