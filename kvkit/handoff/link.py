@@ -288,7 +288,7 @@ class Link:
                     message = incoming[0][0] if incoming else decode(body)
                     if isinstance(message, Data) and message.size and not (incoming or self.shared):
                         raise Unexpected(f"transfer {message.transfer}: data without its payload")
-                    if isinstance(message, Error) and message.transfer is None:
+                    if isinstance(message, Error):
                         raise ChannelError(f"{self}: {message.message}")
                     self._handler.received(self, message)
                 except ChannelIdle:

@@ -32,7 +32,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NAMES)]
-Code = Literal["malformed", "unexpected", "refused", "failed"]
+Code = Literal["malformed", "unexpected", "refused"]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 
 
@@ -162,11 +162,10 @@ class Pull(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """What was asked cannot be done: this transfer is over; without one, the connection is."""
+    """The other side broke the protocol, or is nobody to talk to: the connection is over."""
 
     code: Code
     message: Reason
-    transfer: Id | None = None
 
 
 AnyMessage = (

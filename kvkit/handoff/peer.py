@@ -17,7 +17,6 @@ from kvkit.handoff.messages import (
     AnyMessage,
     Commit,
     Data,
-    Error,
     Found,
     Pull,
     Query,
@@ -168,9 +167,6 @@ class PeerTier(Tier):
                 missing,
             )
             link.say(Release(message.transfer, "used"))
-        elif isinstance(message, Error) and message.transfer is not None:
-            reason = message.message
-            self._fail([message.transfer], lambda name: TierError(f"{name}: {reason}"))
         else:
             raise Unexpected(f"{type(message).__name__} is nothing to say to one who pulls")
 

@@ -22,7 +22,6 @@ from kvkit.handoff.messages import (
     Commit,
     Data,
     Done,
-    Error,
     Refuse,
     Release,
     Reserve,
@@ -194,9 +193,6 @@ class Sender:
             known = self._event(message.transfer, lambda state: outgoing.released(state, reason), link)
             if not known:  # over for this side: what was queued before this answer is written, nothing after
                 link.say(Cancel(message.transfer))
-        elif isinstance(message, Error) and message.transfer is not None:
-            reason = message.message
-            self._event(message.transfer, lambda state: outgoing.refused(state, reason), link)
         else:
             raise Unexpected(f"{type(message).__name__} is nothing to say to a sender")
 

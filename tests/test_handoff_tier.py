@@ -1,0 +1,66 @@
+"""Handoff as a tier: what was sent to a node keeps the contract; what nobody waits for is not sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from handoff_nodes import LONG_S, Node, new_sender
+
+from kvkit.handoff.sender import HandoffError
+from kvkit.handoff.tier import HandoffTier
+from kvkit.staging import Lease, Staging
+from kvkit.testing import SLOT_BYTES, SLOTS, TierContract, Wrapper, put, record_names
+from kvkit.tiers.base import OnComplete, TierError, complete
+
+
+class SentTo(Wrapper):
+    """The tier of a node; to put records into it is to send them there."""
+
+    def __init__(self, folder: Path, transport: str) -> None:
+        self.node = Node(folder, slots=12)
+        self.sender = new_sender()
+        self.address = self.node.unix if transport == "unix" else self.node.tcp
+        self.numbers = itertools.count()
+        super().__init__(self.node.tier)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            error = None
+            try:
+                transfer = self.sender.open(f"t{next(self.numbers)}", self.address, [name], LONG_S)
+                transfer.admitted.result(LONG_S)
+                self.sender.put([name], [lease], lambda name, error: None)
+                transfer.done.result(LONG_S)
+            except HandoffError as failure:
+                error = TierError(str(failure))
+            complete(on_complete, name, lease.share(), error)
+
+    def close(self) -> None:
+        self.sender.close(LONG_S)
+        self.node.close()
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+class TestHandoff(TierContract):
+    @pytest.fixture
+    def staging(self) -> Staging:
+        return Staging(SLOT_BYTES, SLOTS)
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path, transport: str) -> SentTo:
+        return SentTo(tmp_path, transport)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_nobody_waits_for_is_done_at_once(staging: Staging, sends: bool) -> None:
+    tier = HandoffTier(None, new_sender() if sends else None)
+    names = record_names(3)
+    assert tier.unwanted(names) == 3
+    assert put(tier, staging, names) == [None] * 3
+    assert tier.run(names) == 0
+    tier.close()
+    assert staging.free == staging.slots
+    staging.close()
