@@ -16,6 +16,7 @@ from kvkit.bench.client import ClientError, connect, loaded_tokens
 from kvkit.bench.pd import TURNS, PdError, Turn
 from kvkit.bench.systems import routed
 from kvkit.cli import app
+from kvkit.config import load_config
 
 
 @pytest.fixture
@@ -28,10 +29,12 @@ def test_a_conversation_goes_over_both_engines(engines: list[OpenAIEngine], tmp_
     with prefill, decode:
         alone = pd.converse(connect("alone", decode.url), [])
         seen = len(decode.seen())
-        with routed(prefill.url, decode.url, tmp_path) as url:
+        with routed(prefill.url, decode.url, "unix:///nowhere", tmp_path) as url:
             both = pd.converse(connect("router", url), [])
         assert [answer.text for answer, _ in both] == [answer.text for answer, _ in alone]
         assert len(prefill.seen()) == len(decode.seen()) - seen == TURNS
+        given = [request["body"]["kv_transfer_params"]["handoff"] for request in prefill.seen()]
+        assert given == ["unix:///nowhere"] * TURNS
         asked = [request["body"]["prompt"] for request in decode.seen()[seen:]]
     for earlier, later, (answer, _) in zip(asked, asked[1:], both, strict=False):
         assert later.startswith(earlier + answer.text)
@@ -50,6 +53,15 @@ def test_what_an_engine_loaded_is_read_from_its_metrics() -> None:
         assert loaded_tokens(connect("s", served.url("counting"))) == {"disk": 7}
         with pytest.raises(ClientError, match="/mute/metrics: "):
             loaded_tokens(connect("s", served.url("mute")))
+
+
+def test_the_engines_settings_are_accepted(tmp_path: Path) -> None:
+    for role, text in pd.engine_settings(tmp_path, f"unix://{tmp_path}/socket").items():
+        path = tmp_path / f"{role}.toml"
+        path.write_text(text)
+        handoff = load_config(path).handoff
+        assert handoff is not None
+        assert handoff.role == role
 
 
 def test_the_table() -> None:

@@ -1,6 +1,6 @@
 """A conversation over a prefill engine and a decode engine behind the router, and over plain vLLM.
 
-Both engines have kvkit's connector and one folder for a tier: what one of them computes, the other loads.
+P hands what it computes to D. D stores its turns in a folder that P reads: P computes none of them again.
 """
 
 from __future__ import annotations
@@ -67,31 +67,44 @@ def run(model: str | None, options: Sequence[str], json_path: Path, console: Con
         raise PdError(f"demo --pd: {lacking}")
     with TemporaryDirectory(prefix="kvkit-pd-") as name, ended_by_sigterm():
         folder = Path(name)
-        config = folder / "kvkit.toml"
-        config.write_text(
-            f'chunk_tokens = {CHUNK_TOKENS}\nstaging = "256MiB"\n[tiers.shared]\nurl = "file://{folder}/kv"\n'
-        )
-        setup = Setup(model or str(smollm2.fetch()), 1, config, tuple(options), folder)
+        setup = Setup(model or str(smollm2.fetch()), 1, None, tuple(options), folder)
         with console.status("plain vLLM"), started("plain", setup) as url:
             plain = [answer for answer, _ in converse(connect("plain", url), [])]
         with ExitStack() as stack:
             status = stack.enter_context(console.status("two engines and the router"))
-            urls = []
-            for role in ("prefill", "decode"):
-                (folder / role).mkdir()
-                urls.append(stack.enter_context(started("kvkit", replace(setup, folder=folder / role))))
-            prefill, decode = urls
-            router = stack.enter_context(routed(prefill, decode, folder))
+            address = f"unix://{folder}/decode/socket"
+            urls = {}
+            for role, text in engine_settings(folder, address).items():
+                (folder / role).mkdir(mode=0o700)
+                config = folder / f"{role}.toml"
+                config.write_text(text)
+                one = replace(setup, folder=folder / role, config=config)
+                urls[role] = stack.enter_context(started("kvkit", one))
+            router = stack.enter_context(routed(urls["prefill"], urls["decode"], address, folder))
             status.update("the conversation")
-            pd = converse(connect("router", router), [connect("P", prefill), connect("D", decode)])
+            engines = [connect(role, url) for role, url in urls.items()]
+            pd = converse(connect("router", router), engines)
     turns = [
         Turn(a.prompt_tokens, of_p, of_d, a.ttft_s, p.ttft_s, a.text == p.text)
-        for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
+        for (a, (of_d, of_p)), p in zip(pd, plain, strict=True)
     ]
     console.print(table(turns))
     figures = {"turns": [asdict(turn) for turn in turns], **describe()}
     json_path.write_text(json.dumps(figures, indent=1) + "\n")
     return turns
+
+
+def engine_settings(folder: Path, address: str) -> dict[str, str]:
+    """kvkit's settings for P and for D, which listens at `address`, as TOML by role."""
+    pool = f'chunk_tokens = {CHUNK_TOKENS}\n[tiers.pool]\nurl = "file://{folder}/pool"\nscope = "shared"\n'
+    return {
+        "decode": pool
+        + '[policy]\nretrieve_from = ["handoff", "pool"]\nstore_to = ["pool"]\nwrite_back_to = []\n'
+        + f'[handoff]\nrole = "decode"\nlisten = ["{address}"]\nbuffer = "256MiB"\n',
+        "prefill": pool
+        + '[policy]\nretrieve_from = ["pool"]\nstore_to = ["handoff"]\nwrite_back_to = []\n'
+        + '[handoff]\nrole = "prefill"\n',
+    }
 
 
 def converse(server: Server, engines: Sequence[Server]) -> list[tuple[Answer, list[dict[str, int]]]]:

@@ -89,15 +89,19 @@ def started(system: str, setup: Setup) -> Iterator[str]:
 
 
 @contextmanager
-def routed(prefill: str, decode: str, folder: Path) -> Iterator[str]:
+def routed(prefill: str, decode: str, handoff: str, folder: Path) -> Iterator[str]:
     """The URL of `kvkit router` before a prefill and a decode server; it is ended with the context.
+
+    Args:
+        handoff: where the decode server takes in what the other computed.
 
     Raises:
         StartError: it ended, or did not serve within `START_S`.
     """
     port = _free_port()
     command = [sys.executable, "-c", "from kvkit.cli import main; main()", "router", "--port", str(port)]
-    command += ["--prefill", prefill, "--decode", decode]
+    command += ["--prefill", prefill, "--config", str(folder / "router.toml")]
+    (folder / "router.toml").write_text(f'[decode.d]\nurl = "{decode}"\nhandoff = "{handoff}"\n')
     with serving("router", command, os.environ, folder, lambda: _healthy(port)):
         yield f"http://127.0.0.1:{port}"
 
