@@ -29,10 +29,12 @@ def test_a_conversation_goes_over_both_engines(engines: list[OpenAIEngine], tmp_
     with prefill, decode:
         alone = pd.converse(connect("alone", decode.url), [])
         seen = len(decode.seen())
-        with routed(prefill.url, decode.url, tmp_path) as url:
+        with routed(prefill.url, decode.url, tmp_path, "unix:///nowhere") as url:
             both = pd.converse(connect("router", url), [])
         assert [answer.text for answer, _ in both] == [answer.text for answer, _ in alone]
         assert len(prefill.seen()) == len(decode.seen()) - seen == TURNS
+        given = [request["body"]["kv_transfer_params"]["handoff"] for request in prefill.seen()]
+        assert given == ["unix:///nowhere"] * TURNS
         asked = [request["body"]["prompt"] for request in decode.seen()[seen:]]
     for earlier, later, (answer, _) in zip(asked, asked[1:], both, strict=False):
         assert later.startswith(earlier + answer.text)
