@@ -411,6 +411,10 @@ class LatencyTier(Wrapper):
         self._closing.wait(self._run_s)
         return self.inner.run(names)
 
+    def unwanted(self, names: Sequence[str]) -> int:
+        self._closing.wait(self._run_s)
+        return self.inner.unwanted(names)
+
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self._later(self._get_s, self.inner.get, names, leases, on_complete)
 
@@ -466,7 +470,8 @@ class Fault(StrEnum):
 Plan = Callable[[str, str], Fault | None]
 """(operation, object name) -> the fault, or None. Asked from any thread.
 
-Operations: "run" (named by its first object), "get", "put", "delete", "size".
+Operations: "run" (what a tier holds, or does not want; named by its first object), "get", "put", "delete",
+"size".
 """
 
 
@@ -517,6 +522,11 @@ class FaultyTier(Wrapper):
         if names:
             self._meet("run", names[0])
         return self.inner.run(names)
+
+    def unwanted(self, names: Sequence[str]) -> int:
+        if names:
+            self._meet("run", names[0])
+        return self.inner.unwanted(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         for name, lease in zip(names, leases, strict=True):
