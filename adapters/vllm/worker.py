@@ -170,6 +170,7 @@ class Worker:
         self.cache: Cache = open_cache(config, layout, self._namespace)
         self._stats = stats.Recorder(self.cache, counts_tokens=first)
         self._speed = Speed(self._namespace.chunk_tokens)
+        self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != TARGET)
         handoff = self.cache.tiers.get(TARGET)
         if isinstance(handoff, HandoffTier):
             self._receiver, self._sends = handoff.receiver, self._open_sends(handoff)
@@ -426,12 +427,16 @@ class Worker:
         self._lookups[ask.request] = _Lookup(ask, hit, time.monotonic() + timeout_s)
 
     def _save(self, save: Save, ready: Callable[[], object] | None) -> None:
+        """Store what a request computed; handing off is not this one's business."""
+        if not self._save_to:
+            return
         sequence, began = save.sequence, time.monotonic()
         tokens = len(sequence.tokens) - save.first * self._namespace.chunk_tokens
         transfer = self.cache.store_async(
             sequence.tokens,
             [group.place(save.blocks[group.table], tokens) for group in self._groups],
             self._space(sequence),
+            to=self._save_to,
             first=save.first,
             ready=ready,
             on_stored=self._note_stored(save) if self._tells_stores else None,
@@ -442,8 +447,7 @@ class Worker:
 
     def _note_stored(self, save: Save) -> Callable[[str, int], None]:
         def note(tier: str, chunk: int) -> None:
-            if tier != TARGET:  # it keeps nothing
-                self._stored.append((save.request, tier, save.first + chunk))
+            self._stored.append((save.request, tier, save.first + chunk))
 
         return note
 
