@@ -81,6 +81,11 @@ class Process(ABC):
         Raises:
             AssertionError: it ended, or does not serve within `start_s`.
         """
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        """Start the process."""
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 self.command(),
@@ -90,6 +95,14 @@ class Process(ABC):
                 stderr=log,
                 preexec_fn=_die_with_parent,
             )
+
+    def wait(self) -> None:
+        """Wait until it serves, or end it.
+
+        Raises:
+            AssertionError: it ended, or does not serve within `start_s`.
+        """
+        assert self._process is not None
         try:
             wait_until(self._serves, self._process, self.log, self.start_s)
         except AssertionError:
@@ -118,6 +131,18 @@ class Process(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+
+
+@contextmanager
+def together(*processes: Process) -> Iterator[None]:
+    """All of these, started at the same time."""
+    with ExitStack() as stack:
+        for process in processes:
+            stack.callback(process.kill)
+            process.launch()
+        for process in processes:
+            process.wait()
+        yield
 
 
 class Storage(Process):

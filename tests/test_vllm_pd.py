@@ -15,6 +15,7 @@ from pydantic import ByteSize
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
+from waiting import wait_for
 
 from kvkit.adapters.vllm.connector import _check_role
 from kvkit.config import ConfigError
@@ -59,8 +60,9 @@ class Pair:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = Pair(tmp_path_factory.mktemp("pd"))
-    with pair.prefill, pair.decode:
-        yield pair
+    yield pair
+    pair.prefill.close()
+    pair.decode.close()
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,45 @@ def test_what_never_comes_is_computed(pair: Pair, expected: dict[int, list[int]]
     _, second = pair.ask_both(SHORT, handoff=f"unix://{pair.folder}/nobody")
     assert second["tokens"] == expected[len(SHORT)]
     assert grown(pair.decode, before, HANDED) == [0]
+
+
+def handed_off_in_part(pair: Pair) -> Settings:
+    """Have prefill send a prompt, but not that this was all; the parameters for decode, which waits."""
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
+    pair.open(pair.decode, {"handoff": receives}, handoff_timeout_s=100.0)
+    pair.open(pair.prefill, {"handoff": {"role": "prefill"}})
+    pair.prefill.do("keep_last_word")
+    asked = {"kv_transfer_params": SEND | {"handoff": pair.address}}
+    (answer,) = pair.prefill.generate([LONG], 1, extra_args=asked)
+    wait_for(lambda: pair.decode.do("transfers") == [answer["handoff"]["transfer_id"]])
+    return {"kv_transfer_params": answer["handoff"]}
+
+
+def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[int]]) -> None:
+    """Decode has its slots back at once, and computes what did not come whole."""
+    passed = handed_off_in_part(pair)
+    before = pair.decode.metrics()
+    pair.prefill.kill()
+    pair.prefill = Engine()
+    wait_for(lambda: pair.decode.do("transfers") == [])
+    (answer,) = pair.decode.generate([LONG], extra_args=passed)
+    assert answer["tokens"] == expected[len(LONG)]
+    assert grown(pair.decode, before, HANDED) == [0]
+
+
+def test_decode_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[int]]) -> None:
+    """Prefill goes on, and hands off to the engine that takes decode's place."""
+    handed_off_in_part(pair)
+    pair.decode.kill()
+    pair.decode = Engine()
+    assert pair.prefill.text(LONG) == [expected[len(LONG)]]
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
+    pair.open(pair.decode, {"handoff": receives})
+    before = pair.decode.metrics()
+    _, answer = pair.ask_both(LONG)
+    assert answer["tokens"] == expected[len(LONG)]
+    assert grown(pair.decode, before, HANDED) == [whole_blocks(len(LONG))]
+    pair.prefill.flush()
 
 
 @pytest.mark.parametrize(

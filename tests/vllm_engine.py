@@ -256,6 +256,21 @@ class _Served:
         """What is being received or waits to be used."""
         return [t for worker in _workers() for t in worker.cache.tiers["handoff"].receiver.transfers()]
 
+    def keep_last_word(self) -> None:
+        """Of the next transfer all is sent but the message that this was all."""
+        from kvkit.handoff.link import Link
+        from kvkit.handoff.messages import Commit
+
+        say = Link.say
+
+        def keep(link: Any, message: Any) -> None:
+            if isinstance(message, Commit):
+                Link.say = say
+            else:
+                say(link, message)
+
+        Link.say = keep
+
     def clear(self, tier: str) -> None:
         for worker in _workers():
             worker.cache.clear(tier)
