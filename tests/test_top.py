@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -166,6 +167,7 @@ def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         stdout=slave,
         stderr=slave,
         start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # whoever started us may ignore it
     )
     os.close(slave)
     try:
