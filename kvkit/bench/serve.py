@@ -17,7 +17,7 @@ from rich.console import Console
 from kvkit.adapters import smollm2
 from kvkit.bench.client import ClientError, Server, connect, counted_hits, drive
 from kvkit.bench.report import Measured, as_json, draw, tables
-from kvkit.bench.systems import SYSTEMS, Setup, StartError, ended_by_sigterm, missing, started
+from kvkit.bench.systems import CHUNK_TOKENS, SYSTEMS, Setup, StartError, ended_by_sigterm, missing, started
 from kvkit.bench.workloads import WORKLOADS, Request, arriving, document_qa
 from kvkit.config import ConfigError, load_config
 from kvkit.environment import describe
@@ -88,7 +88,7 @@ def run(
         ServeError: a setting is wrong, nothing is left to measure, a server does not start or answer, or a
             file cannot be written.
     """
-    _check(load, systems, json_path, png_path, config)
+    chunk_tokens = _check(load, systems, json_path, png_path, config)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -109,7 +109,7 @@ def run(
             raise ServeError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
         with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
             name = _model(model, say) if chosen else ""
-            setup = Setup(name, memory_gib, config, tuple(vllm_options), Path(folder))
+            setup = Setup(name, memory_gib, config, tuple(vllm_options), Path(folder), chunk_tokens)
             for servers in _groups(chosen, running, interleave):
                 with ExitStack() as stack:
                     ready = [s if isinstance(s, Server) else _start(s, setup, stack, say) for s in servers]
@@ -123,6 +123,7 @@ def run(
         console.print(table)
     document = describe() | {"command": "kvkit bench serve", "model": model, "load": asdict(load)}
     document |= {"interleave": interleave, "memory_gib": memory_gib, "vllm_options": list(vllm_options)}
+    document |= {"chunk_tokens": chunk_tokens}
     _write(document | as_json(results), results, json_path, png_path)
     return results
 
@@ -159,7 +160,12 @@ def _measure(server: Server, workload: str, requests: Sequence[Request], load: L
 
 def _check(
     load: Load, systems: Sequence[str], json_path: Path, png_path: Path | None, config: Path | None
-) -> None:
+) -> int:
+    """The size of chunks, as every system has it.
+
+    Raises:
+        ServeError: a setting is wrong.
+    """
     for setting, names, known in (
         ("workloads", load.workloads, tuple(WORKLOADS)),
         ("systems", systems, SYSTEMS),
@@ -172,11 +178,12 @@ def _check(
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ServeError(f"{path}: there is no folder {path.parent}")
-    if config is not None:
-        try:
-            load_config(config)
-        except ConfigError as error:
-            raise ServeError(str(error)) from error
+    if config is None:
+        return CHUNK_TOKENS
+    try:
+        return load_config(config).chunk_tokens
+    except ConfigError as error:
+        raise ServeError(str(error)) from error
 
 
 def _groups(

@@ -22,7 +22,7 @@ START_S = 600.0
 """How long a server may take until it serves, in seconds: a large model is long in loading."""
 _STOP_S = 30.0
 _PAUSE_S = 0.1
-_CHUNK_TOKENS = 256
+CHUNK_TOKENS = 256
 _QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 
 
@@ -38,6 +38,7 @@ class Setup:
         model: hub id or folder.
         memory_gib: of kvkit's memory tier, and of LMCache's.
         config: kvkit's TOML file, in place of that memory tier; None: there is none.
+        chunk_tokens: of LMCache, and of kvkit without a file.
         options: more of vLLM's command line, for every system.
         folder: of the servers' logs.
     """
@@ -47,6 +48,7 @@ class Setup:
     config: Path | None
     options: tuple[str, ...]
     folder: Path
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 def missing(system: str) -> str | None:
@@ -172,7 +174,7 @@ def _kvkit(setup: Setup) -> dict[str, Any]:
         extra: dict[str, Any] = {"kvkit_config": str(setup.config.absolute())}
     else:
         tiers = {"memory": {"capacity": f"{setup.memory_gib}GiB"}}
-        extra = {"kvkit": {"chunk_tokens": _CHUNK_TOKENS, "staging": "256MiB", "tiers": tiers}}
+        extra = {"kvkit": {"chunk_tokens": setup.chunk_tokens, "staging": "256MiB", "tiers": tiers}}
     return {
         "kv_connector": "KVKitConnector",
         "kv_connector_module_path": "kvkit.adapters.vllm.connector",
@@ -192,7 +194,7 @@ def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[in
         "--l1-size-gb": str(setup.memory_gib),
         "--supported-transfer-mode": "auto",
         "--eviction-policy": "LRU",
-        "--chunk-size": str(_CHUNK_TOKENS),
+        "--chunk-size": str(setup.chunk_tokens),
         "--shm-name": f"kvkit-bench-{port}",
     }
     module = "lmcache.v1.multiprocess.server"
