@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -26,6 +29,7 @@ from kvkit.staging import Staging, release_all
 from kvkit.testing import (
     DEADLINE_S,
     SLOT_BYTES,
+    SLOTS,
     Completions,
     TierContract,
     get,
@@ -157,10 +161,11 @@ class Kept:
     def close(self) -> None:
         pass
 
-    def tier(self, master: Master, staging: Staging) -> MooncakeTier:
+    def tier(self, master: Master, staging: Staging, registers: bool = False) -> MooncakeTier:
         """One that has this client, and an empty pool."""
         tier = master.tier(staging)
         tier._new_store = lambda: self
+        tier._registers = registers
         tier.delete([name for name, _ in tier.scan()])
         return tier
 
@@ -178,6 +183,14 @@ class TestPool(TierContract):
     @pytest.fixture
     def tier(self, steady: Master, kept: Kept, staging: Staging) -> Tier:
         return kept.tier(steady, staging)
+
+
+class TestPoolWithRegisteredSlots(TierContract):
+    """As RDMA needs them; here there is none."""
+
+    @pytest.fixture
+    def tier(self, steady: Master, kept: Kept, staging: Staging) -> Tier:
+        return kept.tier(steady, staging, registers=True)
 
 
 def test_two_clients_share_what_one_gives(master: Master, staging: Staging) -> None:
@@ -334,6 +347,65 @@ def test_a_cache_computes_what_the_pool_lost(master: Master, giver: Giver) -> No
         cache.check_integrity()
 
 
+def test_closing_while_others_ask(steady: Master, staging: Staging) -> None:
+    """A client that is used after its end takes the process with it."""
+    tier = steady.tier(staging)
+    names = record_names(4)
+    put(tier, staging, names)
+    errors: list[BaseException] = []
+    asked = threading.Barrier(5)
+
+    def ask() -> None:
+        tier.run(names)
+        asked.wait(DEADLINE_S)
+        try:
+            while True:
+                tier.run(names)
+                tier.size(names[0])
+        except TierError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    asked.wait(DEADLINE_S)
+    finish(tier, staging)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [str(error) for error in errors] == ["tier 'mooncake' is closed"] * 4
+
+
+def test_nobody_reaches_the_slots(steady: Master, kept: Kept, staging: Staging) -> None:
+    """With TCP a client's port gives whoever asks what is registered with Mooncake; the slots are not."""
+    tier = kept.tier(steady, staging)
+    put(tier, staging, record_names(SLOTS))
+    staging.arrays[0][:] = 66
+    answers = []
+    for port in own_ports():
+        with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock, suppress(ConnectionError):
+            sock.sendall(struct.pack("<QQQ", 16, staging.arrays[0].ctypes.data, 0))
+            sock.shutdown(socket.SHUT_WR)
+            answers.append(sock.recv(16))
+    assert answers
+    assert b"B" * 16 not in answers
+    finish(tier, staging)
+
+
+def own_ports() -> set[int]:
+    """Where this process listens."""
+    inodes = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.exists()}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
+    }
+
+
 def test_closing_leaves_no_thread(steady: Master) -> None:
     """But for those that Mooncake has once for the process."""
 
@@ -342,7 +414,7 @@ def test_closing_leaves_no_thread(steady: Master) -> None:
 
     def use() -> None:
         staging = Staging(SLOT_BYTES, 4)
-        tier = steady.tier(staging, GIVEN)
+        tier = steady.tier(staging)
         put(tier, staging, record_names(1))
         finish(tier, staging)
 

@@ -84,13 +84,13 @@ class MooncakeTier(Tier):
     The tier opens without the master: until it is there, each get and put fails. What the environment does
     not say of Mooncake's own limits (MC_RPC_TIMEOUT_MS, ...), `timeout_s` does, for the whole process.
 
-    Slots of `staging` are read into and written from without a copy; others, too, but they are registered for
-    each move. Neither Mooncake's master nor its clients ask who reads or writes: their ports are for networks
-    of one's own.
+    Slots are read into and written from without a copy. Neither Mooncake's master nor its clients ask who
+    reads or writes what is registered with them: their ports are for networks of one's own. So slots are
+    registered only where they have to be, for RDMA: those of `staging` until `close`, others for each move.
 
     Args:
         url: mooncake://<master's host>:<port>.
-        staging: where the slots are; registered with Mooncake, whole, until `close`.
+        staging: where the slots are.
         options: as `MooncakeOptions`.
         threads: transfers at a time, of up to 8 records each.
         timeout_s: how long an answer of the master may take, and how long a transfer may stand still, in
@@ -134,7 +134,8 @@ class MooncakeTier(Tier):
         self.reads_at_once = threads * _BATCH
         self._new_store: Callable[[], Any] = MooncakeDistributedStore
         self._timeout_s = timeout_s
-        self._staging = staging
+        self._registers = self._options.protocol == "rdma"
+        self._staging = staging  # must outlive the client
         self._arena = (staging.arrays[0].ctypes.data, staging.slot_bytes * staging.slots)
         self._changed = threading.Condition()
         self._store: Any = None
@@ -262,7 +263,7 @@ class MooncakeTier(Tier):
     def _read(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
         keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
         began = time.monotonic()
-        with self._client() as store, self._registered(store, slots):
+        with self._client() as store, self._registered(store, slots if self._registers else ()):
             counts = store.batch_get_into(keys, [slot.ctypes.data for slot in slots], [len(s) for s in slots])
         if min(counts) < 0 and time.monotonic() - began >= _GIVES_UP_S:
             with self._changed:
@@ -278,7 +279,7 @@ class MooncakeTier(Tier):
 
     def _write(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
         keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
-        with self._client() as store, self._registered(store, slots):
+        with self._client() as store, self._registered(store, slots if self._registers else ()):
             codes = store.batch_put_from(
                 keys, [s.ctypes.data for s in slots], [lease.used for lease in leases]
             )
@@ -329,7 +330,7 @@ class MooncakeTier(Tier):
         }
         store = self._new_store()
         code = store.setup(settings)
-        if code == 0:
+        if code == 0 and self._registers:
             code = store.register_buffer(*self._arena)
         if code != 0:
             store.close()
@@ -348,16 +349,18 @@ class MooncakeTier(Tier):
         self._leaving += 1
         self._changed.wait_for(lambda: not self._calls)
         if self._store is not None:
-            self._store.unregister_buffer(self._arena[0])
+            if self._registers:
+                self._store.unregister_buffer(self._arena[0])
             self._store.close()
             self._store = None
         self._leaving -= 1
 
     @contextmanager
     def _registered(self, store: Any, arrays: Sequence[npt.NDArray[np.uint8]]) -> Iterator[None]:
-        """Register memory outside the arena for the time of one call: RDMA reaches no other."""
+        """Register memory for the time of one call, unless the arena has it."""
         start, size = self._arena
-        others = [array for array in arrays if not start <= array.ctypes.data < start + size]
+        held = range(start, start + size) if self._registers else range(0)
+        others = [array for array in arrays if array.ctypes.data not in held]
         done = []
         try:
             for array in others:
