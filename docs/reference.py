@@ -22,6 +22,7 @@ from kvkit.adapters.vllm.router_settings import EngineConfig, RouterConfig
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.tiers.mooncake import MooncakeOptions
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("docs/configuration.md", "docs/operations.md", "docs/pd.md", "docs/vllm.md")
@@ -45,6 +46,7 @@ def render(page: str) -> str:
     tables: dict[str, Callable[[], str]] = {
         "settings": lambda: settings(Config),
         "tiers": lambda: settings(TierConfig),
+        "mooncake": lambda: settings(MooncakeOptions),
         "policy": lambda: settings(PolicyConfig),
         "server": lambda: settings(ServerConfig),
         "handoff": lambda: settings(HandoffConfig),

@@ -31,6 +31,10 @@ Tiers on servers:
     username = "me"
     password = "..."
 
+    [tiers.pool]
+    url = "mooncake://10.0.0.1:50051"
+    options = { protocol = "rdma", global_segment_size = "64GiB" }
+
 Engines that hand KV to each other (`kvkit.handoff.settings`) have a tier "handoff", and one for each peer:
 
     [handoff]
@@ -39,8 +43,9 @@ Engines that hand KV to each other (`kvkit.handoff.settings`) have a tier "hando
     buffer = "4GiB"
     peers = { prefill = "unix:///run/kvkit/prefill.sock" }
 
-What `options` leaves out, the client takes from its usual environment (AWS_ACCESS_KEY_ID, ...). A tier with a
-`kind` is another package's, and has settings of its own: `kvkit.tiers.plugins`.
+What `options` leaves out, the client takes from its usual environment (AWS_ACCESS_KEY_ID, ...). A tier on
+Mooncake is shared where nothing else is said. A tier with a `kind` is another package's, and has settings of
+its own: `kvkit.tiers.plugins`.
 In the environment a nested setting has two underscores: KVKIT_TIERS__DISK__URL, KVKIT_CHUNK_TOKENS.
 The endpoint's token is `server.token`, or what `server.token_file` holds, which is made where there is none;
 where neither is set, that file is ~/.local/state/kvkit/token.
@@ -92,6 +97,8 @@ from kvkit.server import (
 from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
 from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.mooncake import SCHEMES as MOONCAKE_SCHEMES
+from kvkit.tiers.mooncake import MooncakeTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.paths import SpreadTier
 from kvkit.tiers.plugins import check_kind, open_plugin
@@ -102,6 +109,17 @@ _PREFIX = "KVKIT_"
 _ENVIRONMENT = "environment"
 _SECRET = {"token", "password", "options", "secret"}
 """Settings whose values no message shows."""
+
+_ON_STORES = ("capacity", "codec", "fsync", "eviction", "quota")
+_NOT_ON = {
+    None: ("username", "password"),
+    "Redis": (*_ON_STORES, "options"),
+    "Mooncake": (*_ON_STORES, "username", "password"),
+}
+_LIMITS = {
+    "Redis": "the server's maxmemory",
+    "Mooncake": "what its clients give (options.global_segment_size)",
+}
 
 
 class ConfigError(ValueError):
@@ -116,7 +134,8 @@ class TierConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     url: str | tuple[str, ...] | None = Field(
-        None, description="where records are kept: a folder, s3://, redis://, any fsspec URL; none: memory"
+        None,
+        description="where records are: a folder, s3://, redis://, mooncake://, any fsspec URL; none: memory",
     )
     kind: str | None = Field(None, description="a tier of another package, which the other settings are for")
     spread: Literal["by_key", "by_rank", "stripe"] = Field(
@@ -151,6 +170,14 @@ class TierConfig(BaseModel):
         free = {name: value for name, value in values.items() if name not in cls.model_fields}
         return known | {"options": known.get("options", {}) | free}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_pool_is_shared(cls, values: Any) -> Any:
+        url = values.get("url") if isinstance(values, dict) else None
+        if isinstance(url, str) and url.partition("://")[0] in MOONCAKE_SCHEMES:
+            return {"scope": "shared"} | values
+        return values
+
     @model_validator(mode="after")
     def _settings_go_together(self) -> TierConfig:
         if self.kind is not None:
@@ -166,17 +193,17 @@ class TierConfig(BaseModel):
             raise ValueError("url: it has a password, and URLs are shown; want it as a setting of its own")
         if "spread" in self.model_fields_set and len(self.urls) < 2:
             raise ValueError(f"spread = {self.spread!r}: {len(self.urls)} url, want at least 2")
-        redis = self.on_redis
-        if redis and len(self.urls) > 1:
-            raise ValueError("url: a tier on Redis has one")
-        on_stores = ("capacity", "codec", "fsync", "options", "eviction", "quota")
-        for name in on_stores if redis else ("username", "password"):
+        if self.server is not None and len(self.urls) > 1:
+            raise ValueError(f"url: a tier on {self.server} has one")
+        for name in _NOT_ON[self.server]:
             if name in self.model_fields_set:
-                raise ValueError(
-                    f"{name}: a tier on Redis has none: the server's maxmemory limits it"
-                    if name == "capacity"
-                    else f"{name}: {'no tier on Redis' if redis else 'only a tier on Redis'} has one"
-                )
+                if self.server is None:
+                    raise ValueError(f"{name}: only a tier on Redis has one")
+                if name == "capacity":
+                    raise ValueError(
+                        f"capacity: a tier on {self.server} has none: {_LIMITS[self.server]} limits it"
+                    )
+                raise ValueError(f"{name}: no tier on {self.server} has one")
         return self
 
     @property
@@ -195,8 +222,12 @@ class TierConfig(BaseModel):
         return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))
 
     @property
-    def on_redis(self) -> bool:
-        return any(url.partition("://")[0] in REDIS_SCHEMES for url in self.urls)
+    def server(self) -> Literal["Redis", "Mooncake"] | None:
+        """What keeps the records, where it has settings of its own."""
+        schemes = {url.partition("://")[0] for url in self.urls}
+        if schemes.intersection(REDIS_SCHEMES):
+            return "Redis"
+        return "Mooncake" if schemes.intersection(MOONCAKE_SCHEMES) else None
 
     def all_set(self) -> dict[str, Any]:
         """What was given, for the factory of another package's tier. Secrets are plain."""
@@ -434,7 +465,17 @@ def _open_tier(name: str, config: TierConfig, staging: Staging, rank: int) -> Ti
     urls, capacities = config.urls, config.capacities
     if not urls:
         return MemoryTier(staging, capacities[0] or 0, name=name, policy=config.eviction, quota_bytes=quota)
-    if config.on_redis:
+    if config.server == "Mooncake":
+        return MooncakeTier(
+            urls[0],
+            staging,
+            name=name,
+            options=config.plain_options(),
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+            scope=config.scope,
+        )
+    if config.server == "Redis":
         return RedisTier(
             urls[0],
             name=name,

@@ -299,7 +299,11 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
     example = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ") or not line]
     config = load_config(write(tmp_path, "\n".join(example)))
     assert config.chunk_tokens == 256
-    assert list(config.tiers) == ["memory", "disk", "bucket", "redis"]
+    assert list(config.tiers) == ["memory", "disk", "bucket", "redis", "pool"]
+    assert {name: tier.scope for name, tier in config.tiers.items() if tier.scope == "shared"} == {
+        "bucket": "shared",
+        "pool": "shared",
+    }
     assert config.resolved_policy() == Policy.default(["memory", "disk"])
 
 
@@ -405,6 +409,9 @@ def test_an_error_names_the_setting_the_value_and_the_choices(
         ({"url": "redis://h", "options": {"a": "hush"}}, ["tiers.far:", "options: no tier on Redis"]),
         ({"url": "redis://h", "capacity": "1GiB"}, ["tiers.far:", "capacity:", "maxmemory"]),
         ({"url": "redis://h", "codec": "zstd"}, ["tiers.far:", "codec: no tier on Redis"]),
+        ({"url": "mooncake://h", "password": "hush"}, ["tiers.far:", "password: no tier on Mooncake"]),
+        ({"url": "mooncake://h", "capacity": "1GiB"}, ["tiers.far:", "options.global_segment_size"]),
+        ({"url": ("mooncake://h", "mooncake://i")}, ["tiers.far:", "url: a tier on Mooncake has one"]),
         ({"url": "s3://b", "timeout_s": 0}, ["tiers.far.timeout_s = 0", "greater than 0"]),
     ],
 )

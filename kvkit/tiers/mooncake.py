@@ -1,0 +1,449 @@
+"""Records in a Mooncake Store: memory that machines pool, over TCP or RDMA, straight from and into slots.
+
+A master knows what lies where; every client may give memory to the pool. What is held is asked of the master
+each time, in one round trip per `_NAMES` records. The master decides what is let go. A machine that dies
+takes its records with it: until the master notices (`client_ttl`, 10 s) they are still said to be there, and
+reading them fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, get_args
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+
+from kvkit.record import Damage
+from kvkit.staging import Lease, Staging
+from kvkit.threads import Closed, Workers
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Scope, Tier, TierError, TierFull, complete
+from kvkit.tiers.files import check_name, is_record
+
+log = logging.getLogger(__name__)
+
+SCHEMES = ("mooncake",)
+"""Schemes of the URLs that a `MooncakeTier` opens."""
+
+PREFIX = "kvkit:"
+"""Of every key, so that a pool can be shared with others."""
+
+THREADS = 4
+
+_PORT = 50051
+_NAMES = 512
+_BATCH = 8  # records of one transfer: enough to hide the master's answer, few enough to report early
+_MIN_SEGMENT = 16 << 20  # Mooncake takes no smaller one
+
+# what a client returns; other codes are errors of the transfer (-800) or of the master (-900 and below)
+_FULL, _WRONG = -200, -600
+_EXISTS = -705
+_MISSING = (-703, -704, -710, -712)  # not there, not complete yet, or on a machine that is gone
+_REASONS = {
+    -707: "it took longer than the master's lease",
+    -800: "the machine that holds it cannot be reached",
+    -900: "the master cannot be reached",
+    -901: "the master does not answer",
+}
+
+_GIVES_UP_S = 60.0
+"""After so long, in seconds, Mooncake returns from a transfer that may go on."""
+
+
+class MooncakeOptions(BaseModel):
+    """What `options` of a tier on Mooncake may have, by the names of Mooncake's own settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="how records travel")
+    rdma_devices: str = Field("", description="such as mlx5_0,mlx5_1; empty: what Mooncake finds")
+    global_segment_size: ByteSize = Field(
+        ByteSize(0), description="memory that this process gives to the pool; 0: it is only a client"
+    )
+    local_hostname: str | None = Field(
+        None, description="this host's address for other clients; none: that of the way to the master"
+    )
+    metadata_server: str = Field("P2PHANDSHAKE", description="as all clients of the pool have it")
+    metrics_port: int = Field(9003, description="the master's, which lists keys", ge=1, le=65535)
+
+
+class MooncakeTier(Tier):
+    """Records as objects of a Mooncake Store, under `PREFIX` and their names.
+
+    The tier opens without the master: until it is there, each get and put fails. What the environment does
+    not say of Mooncake's own limits (MC_RPC_TIMEOUT_MS, ...), `timeout_s` does, for the whole process.
+
+    Slots are read into and written from without a copy. Neither Mooncake's master nor its clients ask who
+    reads or writes what is registered with them: their ports are for networks of one's own. So slots are
+    registered only where they have to be, for RDMA: those of `staging` until `close`, others for each move.
+
+    Args:
+        url: mooncake://<master's host>:<port>.
+        staging: where the slots are.
+        options: as `MooncakeOptions`.
+        threads: transfers at a time, of up to 8 records each.
+        timeout_s: how long an answer of the master may take, and how long a transfer may stand still, in
+            seconds; beyond 30 it counts as 30.
+
+    Raises:
+        ValueError: a setting is not what it may be, and the message names the choices; or the package
+            mooncake, or what it needs of the system, is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        staging: Staging,
+        *,
+        name: str = "mooncake",
+        options: dict[str, Any] | None = None,
+        threads: int | None = None,
+        timeout_s: float = 10.0,
+        scope: Scope = "shared",
+    ) -> None:
+        if scope not in get_args(Scope):
+            raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
+        threads = THREADS if threads is None else threads
+        if threads < 1:
+            raise ValueError(f"tier {name!r}: threads={threads}, want at least 1")
+        self._master = _parse(name, url)
+        self._options = _options(name, options or {})
+        _bound_waits(timeout_s)
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"tier {name!r}: {error.name} is missing: pip install 'kvkit[mooncake]'"
+            ) from error
+        except ImportError as error:  # a library of the system
+            raise ValueError(f"tier {name!r}: {error}: apt-get install libibverbs1") from error
+
+        self.name = name
+        self.scope = scope
+        self.reads_at_once = threads * _BATCH
+        self._new_store: Callable[[], Any] = MooncakeDistributedStore
+        self._timeout_s = timeout_s
+        self._registers = self._options.protocol == "rdma"
+        self._staging = staging  # must outlive the client
+        self._arena = (staging.arrays[0].ctypes.data, staging.slot_bytes * staging.slots)
+        self._changed = threading.Condition()
+        self._store: Any = None
+        self._calls = 0
+        self._leaving = 0
+        self._closed = False
+        self._workers = Workers(threads, f"kvkit-{name}")
+        if self._options.global_segment_size:  # others wait for it; a client can wait for its first record
+            self._workers.start(self._join)
+
+    def run(self, names: Sequence[str]) -> int:
+        for first in range(0, len(names), _NAMES):
+            with self._client() as store:
+                found = store.batch_is_exist([_key(name) for name in names[first : first + _NAMES]])
+            for i, code in enumerate(found):
+                if code < 0:
+                    raise self._error(f"{len(names)} records cannot be looked up", code)
+                if code == 0:
+                    return first + i
+        return len(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._start(self._read, names, leases, on_complete, urgent=True)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._start(self._write, names, leases, on_complete, urgent=False)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        """As in `Tier`, in one transfer and one copy."""
+        sizes = [size for _, size in ranges]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = np.empty(sum(sizes), np.uint8)
+        key, address = _key(name), parts.ctypes.data
+        with self._client() as store, self._registered(store, [parts]):
+            ((codes,),) = store.get_into_ranges(
+                [address], [[key]], [[starts]], [[[offset for offset, _ in ranges]]], [[sizes]]
+            )
+        for code, (offset, size), start, buffer in zip(codes, ranges, starts, buffers, strict=True):
+            if code == _WRONG:
+                raise DamagedObject(f"{name}: {size} bytes from {offset} on are not there", Damage.TRUNCATED)
+            if code < 0:
+                raise self._read_error(name, code)
+            buffer[:size] = parts.data[start : start + size]
+
+    def delete(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), _NAMES):
+            part = names[first : first + _NAMES]
+            with self._client() as store:  # by force: what was read of late has a lease
+                codes = store.batch_remove([_key(name) for name in part], True)
+            for name, code in zip(part, codes, strict=True):
+                if code < 0 and code not in _MISSING:
+                    raise self._error(f"{name} cannot be deleted", code)
+
+    def size(self, name: str) -> int | None:
+        with self._client() as store:
+            size = int(store.get_size(_key(name)))
+        if size in _MISSING:
+            return None
+        if size < 0:
+            raise self._error(f"{name} cannot be looked up", size)
+        return size
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        """As in `Tier`, from the list of all keys that the master has on its metrics port."""
+        host = self._master.rpartition(":")[0]
+        url = f"http://{host}:{self._options.metrics_port}/get_all_keys"
+        try:
+            with urlopen(url, timeout=self._timeout_s) as answer:
+                keys = answer.read().decode(errors="replace").splitlines()
+        except (URLError, OSError) as error:
+            raise TierError(f"tier {self.name!r}: the records cannot be listed: {url}: {error}") from error
+        for key in keys:
+            name = key.removeprefix(PREFIX)
+            if key.startswith(PREFIX) and is_record(name):
+                size = self.size(name)
+                if size is not None:
+                    yield name, size
+
+    def waiting(self) -> int:
+        return self._workers.waiting
+
+    def close(self) -> None:
+        self._workers.close()
+        with self._changed:
+            self._closed = True
+            self._leave()
+
+    def _start(
+        self,
+        move: Callable[[Sequence[str], Sequence[Lease]], list[OSError | None]],
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+        urgent: bool,
+    ) -> None:
+        """A job per `_BATCH` records."""
+        if len(names) != len(leases):
+            raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
+        held = [lease.share() for lease in leases]
+        jobs = [
+            partial(self._move, move, names[i : i + _BATCH], held[i : i + _BATCH], on_complete)
+            for i in range(0, len(names), _BATCH)
+        ]
+        try:
+            self._workers.start(*jobs, urgent=urgent)
+        except Closed:
+            for name, lease in zip(names, held, strict=True):
+                complete(on_complete, name, lease, TierError(f"tier {self.name!r} is closed"))
+
+    def _move(
+        self,
+        move: Callable[[Sequence[str], Sequence[Lease]], list[OSError | None]],
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        errors: Sequence[BaseException | None]
+        try:
+            errors = move(names, leases)
+        except BaseException as caught:  # a tier's thread must outlive whatever a store throws
+            errors = [caught] * len(names)
+        for name, lease, error in zip(names, leases, errors, strict=True):
+            complete(on_complete, name, lease, error)
+
+    def _read(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
+        keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
+        began = time.monotonic()
+        with self._client() as store, self._registered(store, slots if self._registers else ()):
+            counts = store.batch_get_into(keys, [slot.ctypes.data for slot in slots], [len(s) for s in slots])
+        if min(counts) < 0 and time.monotonic() - began >= _GIVES_UP_S:
+            with self._changed:
+                self._leave()  # only then nothing is written to these slots any more
+        errors: list[OSError | None] = []
+        for name, lease, count in zip(names, leases, counts, strict=True):
+            if count < 0:
+                errors.append(self._read_error(name, count, len(lease.array)))
+            else:
+                lease.used = count
+                errors.append(None)
+        return errors
+
+    def _write(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
+        keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
+        with self._client() as store, self._registered(store, slots if self._registers else ()):
+            codes = store.batch_put_from(
+                keys, [s.ctypes.data for s in slots], [lease.used for lease in leases]
+            )
+        return [
+            None if code in (0, _EXISTS) else self._write_error(name, code)
+            for name, code in zip(names, codes, strict=True)
+        ]
+
+    @contextmanager
+    def _client(self) -> Iterator[Any]:
+        """The client, for one call. Using one that is closed would end the process."""
+        with self._changed:
+            if self._closed or self._leaving:
+                raise TierError(f"tier {self.name!r} is closed")
+            if self._store is None:
+                self._store = self._connected()
+            store = self._store
+            self._calls += 1
+        try:
+            yield store
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _connected(self) -> Any:
+        """A client that the master knows, with the arena registered.
+
+        Raises:
+            TierError: the master does not answer, or Mooncake refuses.
+        """
+        host, _, port = self._master.rpartition(":")
+        try:  # Mooncake itself would try for 90 s
+            with socket.create_connection((host.strip("[]"), int(port)), self._timeout_s) as way:
+                here = way.getsockname()[0]
+        except OSError as error:
+            raise TierError(f"tier {self.name!r}: the master {self._master}: {error}") from error
+        if self._options.local_hostname is not None:
+            here = self._options.local_hostname
+        settings = {
+            "local_hostname": here,
+            "metadata_server": self._options.metadata_server,
+            "master_server_addr": self._master,
+            "protocol": self._options.protocol,
+            "rdma_devices": self._options.rdma_devices,
+            "global_segment_size": str(int(self._options.global_segment_size)),
+            "local_buffer_size": "0",  # of Mooncake's own, for calls that copy
+        }
+        store = self._new_store()
+        code = store.setup(settings)
+        if code == 0 and self._registers:
+            code = store.register_buffer(*self._arena)
+        if code != 0:
+            store.close()
+            raise self._error("there is no client", code)
+        return store
+
+    def _join(self) -> None:
+        try:
+            with self._client():
+                pass
+        except TierError as error:
+            log.warning("%s", error)
+
+    def _leave(self) -> None:
+        """Close the client when no call uses it; a later call opens another. Call with the lock held."""
+        self._leaving += 1
+        self._changed.wait_for(lambda: not self._calls)
+        if self._store is not None:
+            if self._registers:
+                self._store.unregister_buffer(self._arena[0])
+            self._store.close()
+            self._store = None
+        self._leaving -= 1
+
+    @contextmanager
+    def _registered(self, store: Any, arrays: Sequence[npt.NDArray[np.uint8]]) -> Iterator[None]:
+        """Register memory for the time of one call, unless the arena has it."""
+        start, size = self._arena
+        held = range(start, start + size) if self._registers else range(0)
+        others = [array for array in arrays if array.ctypes.data not in held]
+        done = []
+        try:
+            for array in others:
+                code = store.register_buffer(array.ctypes.data, array.nbytes)
+                if code != 0:
+                    raise self._error(f"{array.nbytes} bytes cannot be registered", code)
+                done.append(array)
+            yield
+        finally:
+            for array in done:
+                store.unregister_buffer(array.ctypes.data)
+
+    def _read_error(self, name: str, code: int, slot_bytes: int | None = None) -> OSError:
+        if code in _MISSING:
+            return FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+        if code == _WRONG and slot_bytes is not None:
+            return DamagedObject(f"{name}: it does not fit the slot's {slot_bytes} bytes", Damage.OVERSIZE)
+        return self._error(f"{name} cannot be read", code)
+
+    def _write_error(self, name: str, code: int) -> TierError:
+        if code == _FULL:
+            return TierFull(f"tier {self.name!r}: {name} cannot be written: the pool has no room")
+        return self._error(f"{name} cannot be written", code)
+
+    def _error(self, what: str, code: int) -> TierError:
+        reason = _REASONS.get(code, "Mooncake refuses")
+        return TierError(f"tier {self.name!r}: {what}: {reason} ({code}; master {self._master})")
+
+
+def _key(name: str) -> str:
+    check_name(name)
+    return f"{PREFIX}{name}"
+
+
+def _parse(tier: str, url: str) -> str:
+    """The master's host:port.
+
+    Raises:
+        ValueError: `url` has none.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port or _PORT
+    except ValueError:
+        port = 0
+    wrong = parts.scheme not in SCHEMES or not parts.hostname or not port or parts.username is not None
+    if wrong or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError(f"tier {tier!r}: url={url!r}: want mooncake://<master's host>:<port>")
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{port}"
+
+
+def _options(tier: str, given: dict[str, Any]) -> MooncakeOptions:
+    """`given`, checked.
+
+    Raises:
+        ValueError: one is unknown or impossible.
+    """
+    try:
+        options = MooncakeOptions(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(MooncakeOptions.model_fields)
+        what = f"unknown; want {known}" if first["type"] == "extra_forbidden" else first["msg"]
+        shown = "" if first["type"] == "extra_forbidden" else f" = {first['input']!r}"
+        raise ValueError(f"tier {tier!r}: options.{where}{shown}: {what}") from None
+    if 0 < options.global_segment_size < _MIN_SEGMENT:
+        raise ValueError(
+            f"tier {tier!r}: options.global_segment_size = {int(options.global_segment_size)}: "
+            f"want 0 or at least {_MIN_SEGMENT} bytes"
+        )
+    return options
+
+
+def _bound_waits(timeout_s: float) -> None:
+    """Have Mooncake wait no longer, where the environment does not say how long.
+
+    Beyond `_GIVES_UP_S` a transfer would go on after its call returned: it has to be ended before.
+    """
+    limit_s = min(timeout_s, _GIVES_UP_S / 2)
+    for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
+        os.environ.setdefault(name, str(math.ceil(1000 * limit_s)))
+    for name in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
+        os.environ.setdefault(name, str(math.ceil(limit_s)))
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "2")
