@@ -20,6 +20,8 @@ PAGES = (
     "docs/engine.md",
     "docs/kernels.md",
     "docs/blend.md",
+    "docs/vllm.md",
+    "docs/pd.md",
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
@@ -48,6 +50,11 @@ def render(page: str, results: Path = RESULTS) -> str:
         "kernels": lambda: _kernels(figures),
         "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
+        "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
+        "handoff_vllm": lambda: _handoff_vllm(
+            json.loads((results / f"pd-{MACHINE}.json").read_text()),
+            json.loads((results / f"sending-{MACHINE}.json").read_text()),
+        ),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -68,6 +75,33 @@ def _demo(turns: Sequence[dict[str, Any]]) -> list[list[str]]:
         rows.append(
             [str(number), prompt, str(hits), f"{cold:.2f} s", f"{warm:.2f} s", f"{cold / warm:.1f}×", same]
         )
+    return rows
+
+
+def _serve(document: dict[str, Any]) -> list[list[str]]:
+    """Hits of long-document QA, and what each system costs where nothing is reused."""
+    found = [row for row in document["results"] if row["workload"] == "document-qa"]
+    cold = found[0]["ttft_s"]["p50"]  # plain vLLM computes what others have
+    rows = [["", "tokens hit", "TTFT, hit", "of plain vLLM's", "TTFT without reuse, of plain vLLM's"]]
+    for row in found:
+        control = document["overhead"].get(row["system"])
+        shown = [f"{row['hit_tokens']:,} of {row['prompt_tokens']:,}", f"{row['ttft_s']['p50']:.3f} s"]
+        shown.append(f"{row['ttft_s']['p50'] / cold:.3f}")
+        shown.append("" if control is None else f"{control['median']:.3f}")
+        rows.append([row["system"], *shown])
+    return rows
+
+
+def _handoff_vllm(pairs: dict[str, Any], sending: dict[str, Any]) -> list[list[str]]:
+    """What a prompt takes over two engines, and what sending costs the first of them."""
+    alone = pairs["decode_alone_s"]
+    rows = [["a prompt's first token from D", "minimum", "median"]]
+    for name, shown in (("kvkit", "kvkit's handoff"), ("nixl", "vLLM's NixlConnector")):
+        spread = pairs["systems"][name]["decode_s"]
+        rows.append([f"{shown}, after P", *(f"{spread[k]:.3f} s" for k in ("min", "median"))])
+    rows.append(["computed by D", *(f"{alone[k]:.3f} s" for k in ("min", "median"))])
+    ratios = (sending[f"ratio_of_{k}"] for k in ("minima", "medians"))
+    rows.append(["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)])
     return rows
 
 

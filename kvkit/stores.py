@@ -53,55 +53,42 @@ def store(
         promise: of all records of `chunks`; one attempt at each is given up in the end.
     """
     try:
-        return _store(access, chunks, places, targets, on_stored, copy_first, promise, transfer)
+        on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
+        groups = chunks.groups
+        later = [t for t in targets if copy_first and not access.tiers[t].near and not access.passed_over(t)]
+        plan = plan_missing(access, chunks, [t for t in targets if t not in later])
+        copied = StorePlan((*plan.segments, *(Segment(t, 0, len(chunks)) for t in later)))
+        position = copied.start
+        stored: set[int] = set()
+        transfer.when_stopped(access.staging.wake)
+        while position < copied.stop and not transfer.stopped:
+            count = min(MAX_IN_FLIGHT, copied.stop - position)
+            try:
+                leases = access.staging.acquire(
+                    count * groups, access.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+                )
+            except Stopped:
+                break
+            except StagingTimeout as error:
+                log.warning("store stopped after %d of %d chunks: %s", position, copied.stop, error)
+                break
+            count = keep_whole(leases, groups)
+            try:
+                with transfer.pages:  # after all that waiting the engine may want its pages back
+                    if transfer.stopped:
+                        break
+                    _pack(chunks, places, position, leases)
+                stored |= access.put(plan.segments, chunks, position, leases, on_put=on_put, promise=promise)
+                for tier in later:
+                    stored |= access.offer(tier, chunks, position, leases, on_put, promise)
+            finally:
+                release_all(leases)
+            position += count
+        if transfer.stopped:
+            access.count(Counts.note_cancelled)
+        return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
     finally:
         promise.give_up(chunks.names)
-
-
-def _store(
-    access: Access,
-    chunks: Chunks,
-    places: Sequence[Place],
-    targets: Sequence[str],
-    on_stored: OnStored | None,
-    copy_first: bool,
-    promise: Promise,
-    transfer: Transfer[Stored],
-) -> Stored:
-    on_put = None if on_stored is None else _whole_chunks(chunks, on_stored)
-    groups = chunks.groups
-    later = [t for t in targets if copy_first and not access.tiers[t].near and not access.passed_over(t)]
-    plan = plan_missing(access, chunks, [t for t in targets if t not in later])
-    copied = StorePlan((*plan.segments, *(Segment(t, 0, len(chunks)) for t in later)))
-    position = copied.start
-    stored: set[int] = set()
-    transfer.when_stopped(access.staging.wake)
-    while position < copied.stop and not transfer.stopped:
-        count = min(MAX_IN_FLIGHT, copied.stop - position)
-        try:
-            leases = access.staging.acquire(
-                count * groups, access.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
-            )
-        except Stopped:
-            break
-        except StagingTimeout as error:
-            log.warning("store stopped after %d of %d chunks: %s", position, copied.stop, error)
-            break
-        count = keep_whole(leases, groups)
-        try:
-            with transfer.pages:  # tiers and slots were waited for: the engine may want its pages back by now
-                if transfer.stopped:
-                    break
-                _pack(chunks, places, position, leases)
-            stored |= access.put(plan.segments, chunks, position, leases, on_put=on_put, promise=promise)
-            for tier in later:
-                stored |= access.offer(tier, chunks, position, leases, on_put, promise)
-        finally:
-            release_all(leases)
-        position += count
-    if transfer.stopped:
-        access.count(Counts.note_cancelled)
-    return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
 
 
 def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:

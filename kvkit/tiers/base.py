@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 OnComplete = Callable[[str, BaseException | None], None]
 """Called with (name, None) or (name, what went wrong), exactly once per name, from any thread."""
+Move = Callable[[Sequence[str], Sequence[Lease]], Sequence[BaseException | None]]
+"""Moves records; what went wrong with each. What it raises went wrong with all."""
 Scope = Literal["node", "shared"]
 Ranges = Sequence[tuple[int, int]]
 """(offset, bytes) of parts of one record, as it is without compression."""
@@ -183,10 +185,10 @@ class ThreadedTier(Tier):
         """
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._start(self._get_one, names, leases, on_complete, urgent=True)
+        start_moves(self, self._workers, _each(self._get_one), names, leases, on_complete, urgent=True)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._start(self._put_one, names, leases, on_complete, urgent=False)
+        start_moves(self, self._workers, _each(self._put_one), names, leases, on_complete, urgent=False)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """As in `Tier`, by reading the whole record. For tiers that can do no better."""
@@ -208,36 +210,57 @@ class ThreadedTier(Tier):
     def _put_one(self, name: str, lease: Lease) -> None:
         self.write(name, lease.buffer[: lease.used])
 
-    def _start(
-        self,
-        move: Callable[[str, Lease], None],
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-        urgent: bool,
-    ) -> None:
-        """One job per record, so that a get waits for no more than the puts that are being written."""
-        if len(names) != len(leases):
-            raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
-        held = [lease.share() for lease in leases]
-        jobs = [
-            partial(self._move, move, name, lease, on_complete)
-            for name, lease in zip(names, held, strict=True)
-        ]
-        try:
-            self._workers.start(*jobs, urgent=urgent)
-        except Closed:
-            for name, lease in zip(names, held, strict=True):
-                complete(on_complete, name, lease, TierError(f"tier {self.name!r} is closed"))
 
-    def _move(
-        self, move: Callable[[str, Lease], None], name: str, lease: Lease, on_complete: OnComplete
-    ) -> None:
-        error: BaseException | None = None
-        try:
+def start_moves(
+    tier: Tier,
+    workers: Workers,
+    move: Move,
+    names: Sequence[str],
+    leases: Sequence[Lease],
+    on_complete: OnComplete,
+    *,
+    urgent: bool,
+    batch: int = 1,
+) -> None:
+    """Have `workers` move records, `batch` of them in a job. Each completes once, whatever goes wrong.
+
+    With one record in a job a get waits for no more than the puts that are being written.
+
+    Raises:
+        ValueError: names and leases are not as many.
+    """
+    if len(names) != len(leases):
+        raise ValueError(f"tier {tier.name!r}: {len(names)} names, {len(leases)} leases")
+    held = [lease.share() for lease in leases]
+    jobs = [
+        partial(_move, move, names[i : i + batch], held[i : i + batch], on_complete)
+        for i in range(0, len(names), batch)
+    ]
+    try:
+        workers.start(*jobs, urgent=urgent)
+    except Closed:
+        for name, lease in zip(names, held, strict=True):
+            complete(on_complete, name, lease, TierError(f"tier {tier.name!r} is closed"))
+
+
+def _each(move: Callable[[str, Lease], None]) -> Move:
+    """Moves by what moves one record."""
+
+    def all_of(names: Sequence[str], leases: Sequence[Lease]) -> list[None]:
+        for name, lease in zip(names, leases, strict=True):
             move(name, lease)
-        except BaseException as caught:  # a tier's thread must outlive whatever a store throws
-            error = caught
+        return [None] * len(names)
+
+    return all_of
+
+
+def _move(move: Move, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+    errors: Sequence[BaseException | None]
+    try:
+        errors = move(names, leases)
+    except BaseException as caught:  # a tier's thread must outlive whatever a store throws
+        errors = [caught] * len(names)
+    for name, lease, error in zip(names, leases, errors, strict=True):
         complete(on_complete, name, lease, error)
 
 

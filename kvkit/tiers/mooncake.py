@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, get_args
 from urllib.error import URLError
 from urllib.parse import urlsplit
@@ -28,8 +27,8 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from kvkit.record import Damage
 from kvkit.staging import Lease, Staging
-from kvkit.threads import Closed, Workers
-from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Scope, Tier, TierError, TierFull, complete
+from kvkit.threads import Workers
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Scope, Tier, TierError, TierFull, start_moves
 from kvkit.tiers.files import check_name, is_record
 
 log = logging.getLogger(__name__)
@@ -158,10 +157,12 @@ class MooncakeTier(Tier):
         return len(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._start(self._read, names, leases, on_complete, urgent=True)
+        move = self._read
+        start_moves(self, self._workers, move, names, leases, on_complete, urgent=True, batch=_BATCH)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._start(self._write, names, leases, on_complete, urgent=False)
+        move = self._write
+        start_moves(self, self._workers, move, names, leases, on_complete, urgent=False, batch=_BATCH)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """As in `Tier`, in one transfer and one copy."""
@@ -222,43 +223,6 @@ class MooncakeTier(Tier):
         with self._changed:
             self._closed = True
             self._leave()
-
-    def _start(
-        self,
-        move: Callable[[Sequence[str], Sequence[Lease]], list[OSError | None]],
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-        urgent: bool,
-    ) -> None:
-        """A job per `_BATCH` records."""
-        if len(names) != len(leases):
-            raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
-        held = [lease.share() for lease in leases]
-        jobs = [
-            partial(self._move, move, names[i : i + _BATCH], held[i : i + _BATCH], on_complete)
-            for i in range(0, len(names), _BATCH)
-        ]
-        try:
-            self._workers.start(*jobs, urgent=urgent)
-        except Closed:
-            for name, lease in zip(names, held, strict=True):
-                complete(on_complete, name, lease, TierError(f"tier {self.name!r} is closed"))
-
-    def _move(
-        self,
-        move: Callable[[Sequence[str], Sequence[Lease]], list[OSError | None]],
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-    ) -> None:
-        errors: Sequence[BaseException | None]
-        try:
-            errors = move(names, leases)
-        except BaseException as caught:  # a tier's thread must outlive whatever a store throws
-            errors = [caught] * len(names)
-        for name, lease, error in zip(names, leases, errors, strict=True):
-            complete(on_complete, name, lease, error)
 
     def _read(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
         keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
