@@ -58,7 +58,7 @@ def demo(
     png_path: Annotated[Path, typer.Option("--png", help="where to write the picture")] = Path("demo.png"),
     pd: Annotated[
         bool,
-        typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM; no picture"),
+        typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM"),
     ] = False,
     flow: Annotated[
         str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md tells what they are")
@@ -70,7 +70,7 @@ def demo(
     from kvkit.demo import DemoError, run
 
     if pd:
-        _demo_pd(flow, model, vllm, json_path)
+        _demo_pd(flow, model, vllm, json_path, png_path)
         return
     try:
         run(model, json_path, png_path, Console())
@@ -78,7 +78,7 @@ def demo(
         _fail(str(error))
 
 
-def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path) -> None:
+def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path, png_path: Path) -> None:
     from kvkit.adapters.smollm2 import ModelError
     from kvkit.bench.client import ClientError
     from kvkit.bench.pd import FLOWS, PdError, run
@@ -92,7 +92,7 @@ def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path) -> None:
     except ValueError as error:
         _fail(f"vllm = {vllm!r}: {error}")
     try:
-        run(chosen, model, options, json_path, Console())
+        run(chosen, model, options, json_path, png_path, Console())
     except (PdError, StartError, ClientError, ModelError) as error:
         _fail(str(error))
 

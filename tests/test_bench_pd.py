@@ -71,6 +71,23 @@ def test_the_table() -> None:
     ]
 
 
+def test_the_picture(tmp_path: Path) -> None:
+    turns = [
+        Turn(900, {}, {"handoff": 768}, 0.5, 1.25, True),
+        Turn(1200, {"pool": 768, "decode": 128}, {"memory": 896, "handoff": 256, "pool": 1}, 0.5, 1.25, True),
+    ]
+    assert pd._ways(turns[0]) == [("D", "handoff", 768)]
+    assert pd._ways(turns[1]) == [
+        ("P", "pool", 768),
+        ("P", "decode", 128),
+        ("D", "handoff", 256),
+        ("D", "pool", 1),
+    ]
+    path = tmp_path / "pd.png"
+    pd.draw(turns, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("flow", FLOWS)
 def test_the_settings_of_a_flow_are_valid_and_name_what_it_needs(flow: Flow, tmp_path: Path) -> None:
     texts = pd.settings(flow, "unix:///d/socket", tmp_path)

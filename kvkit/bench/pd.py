@@ -60,9 +60,14 @@ class Turn:
 
 
 def run(
-    flow: Flow, model: str | None, options: Sequence[str], json_path: Path, console: Console
+    flow: Flow,
+    model: str | None,
+    options: Sequence[str],
+    json_path: Path,
+    png_path: Path,
+    console: Console,
 ) -> list[Turn]:
-    """Have the conversation twice, print it as a table and write its figures; returns its turns.
+    """Have the conversation twice, print it as a table, write its figures and draw it; returns its turns.
 
     Args:
         flow: one of `FLOWS`.
@@ -102,6 +107,7 @@ def run(
     console.print(table(turns))
     figures = {"flow": flow, "turns": [asdict(turn) for turn in turns], **describe()}
     json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    draw(turns, png_path)
     return turns
 
 
@@ -185,6 +191,55 @@ def table(turns: Sequence[Turn]) -> Table:
             "yes" if turn.identical else "no",
         )
     return shown
+
+
+def draw(turns: Sequence[Turn], path: Path) -> None:
+    """Draw a panel per turn: P, D and what is between them, an arrow for the tokens that came each way.
+
+    Raises:
+        OSError, ValueError: the picture cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(
+        1, len(turns), figsize=(3.6 * len(turns), 2.6), squeeze=False, layout="constrained"
+    )
+    try:
+        for number, (axes, turn) in enumerate(zip(panels[0], turns, strict=True), 1):
+            axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
+            axes.axis("off")
+            computed = turn.prompt_tokens - sum(turn.prefill_hits.values())
+            own = turn.prompt_tokens - sum(turn.decode_received.values())
+            boxes = {"P": (0.0, 0.0, computed), "D": (2.0, 0.0, own), "pool": (1.0, 1.2, None)}
+            for name, (x, y, tokens) in boxes.items():
+                if name == "pool" and not any(tier == "pool" for _, tier, _ in _ways(turn)):
+                    continue
+                text = name if tokens is None else f"{name}\ncomputes {tokens}"
+                axes.text(x, y, text, ha="center", va="center", bbox={"boxstyle": "round", "fc": "#e8eef4"})
+            for name, tier, tokens in _ways(turn):
+                start, end = boxes[_FROM[tier]][:2], boxes[name][:2]
+                lift = 0.15 if (_FROM[tier], name) == ("D", "P") else -0.15 if _FROM[tier] == "P" else 0.0
+                start, end = (start[0], start[1] + lift), (end[0], end[1] + lift)
+                arrow = {"arrowstyle": "->", "color": "#2e4057", "shrinkA": 38, "shrinkB": 38}
+                axes.annotate("", end, start, arrowprops=arrow)
+                middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + (0.12 if lift >= 0 else -0.22)
+                axes.text(*middle, str(tokens), ha="center", fontsize=8)
+        figure.savefig(path, dpi=120)
+    finally:
+        plt.close(figure)
+
+
+_FROM = {"pool": "pool", "decode": "D", "handoff": "P"}
+"""Where a tier's KV comes from."""
+
+
+def _ways(turn: Turn) -> list[tuple[str, str, int]]:
+    """(engine, tier, tokens) of what came to an engine from elsewhere; D's own memory is not elsewhere."""
+    both = [("P", turn.prefill_hits), ("D", turn.decode_received)]
+    return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]
 
 
 def _by_tier(tokens: dict[str, int]) -> str:

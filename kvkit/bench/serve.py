@@ -121,7 +121,8 @@ def run(
     results = [found[workload, name] for workload in load.workloads for name in names]
     for table in tables(results):
         console.print(table)
-    document = describe() | {"command": "kvkit bench serve", "model": model, "load": asdict(load)}
+    shown = Path(model).name if model and Path(model).is_dir() else model
+    document = describe() | {"command": _command(load), "model": shown, "load": asdict(load)}
     document |= {"interleave": interleave, "memory_gib": memory_gib, "vllm_options": list(vllm_options)}
     document |= {"chunk_tokens": chunk_tokens}
     _write(document | as_json(results), results, json_path, png_path)
@@ -184,6 +185,14 @@ def _check(
         return load_config(config).chunk_tokens
     except ConfigError as error:
         raise ServeError(str(error)) from error
+
+
+def _command(load: Load) -> str:
+    """What sends the same, as far as it is not for one place alone."""
+    sizes = f"--requests {load.requests} --words {load.words} --max-tokens {load.max_tokens}"
+    times = f"--concurrency {load.concurrency} --rounds {load.rounds} --seed {load.seed}"
+    rate = "" if load.rate is None else f" --rate {load.rate}"
+    return f"kvkit bench serve --workloads {','.join(load.workloads)} {sizes} {times}{rate}"
 
 
 def _groups(
