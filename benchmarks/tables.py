@@ -51,10 +51,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
-        "handoff_vllm": lambda: _handoff_vllm(
-            json.loads((results / f"pd-{MACHINE}.json").read_text()),
-            json.loads((results / f"sending-{MACHINE}.json").read_text()),
-        ),
+        "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -92,17 +89,13 @@ def _serve(document: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _handoff_vllm(pairs: dict[str, Any], sending: dict[str, Any]) -> list[list[str]]:
-    """What a prompt takes over two engines, and what sending costs the first of them."""
-    alone = pairs["decode_alone_s"]
-    rows = [["a prompt's first token from D", "minimum", "median"]]
-    for name, shown in (("kvkit", "kvkit's handoff"), ("nixl", "vLLM's NixlConnector")):
-        spread = pairs["systems"][name]["decode_s"]
-        rows.append([f"{shown}, after P", *(f"{spread[k]:.3f} s" for k in ("min", "median"))])
-    rows.append(["computed by D", *(f"{alone[k]:.3f} s" for k in ("min", "median"))])
-    ratios = (sending[f"ratio_of_{k}"] for k in ("minima", "medians"))
-    rows.append(["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)])
-    return rows
+def _sending(document: dict[str, Any]) -> list[list[str]]:
+    """What sending costs a prefill engine."""
+    ratios = (document[f"ratio_of_{k}"] for k in ("minima", "medians"))
+    return [
+        ["", "ratio of minima", "of medians"],
+        ["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)],
+    ]
 
 
 def _ratios(figures: dict[str, Any]) -> list[list[str]]:
