@@ -184,12 +184,11 @@ def collect(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise PaperError(f"{folder} is no folder: `make bench` makes it")
-    documents = [
-        (path, document)
-        for path in sorted(folder.glob("*.json"))
-        if not path.name.startswith(DEMO)
-        and "results" in (document := json.loads(path.read_text()))  # other tables lie there too
+    found = [
+        (p, json.loads(p.read_text())) for p in sorted(folder.glob("*.json")) if not p.name.startswith(DEMO)
     ]
+    # other tables lie there, too: only those of benchmarks have names
+    documents = [(p, d) for p, d in found if all("name" in entry for entry in d.get("results", [{}]))]
     if not documents:
         raise PaperError(f"{folder} holds no results: run `make bench`")
     gaps, path, document = min(

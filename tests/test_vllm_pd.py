@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -192,6 +195,40 @@ def test_what_never_comes_is_computed(pair: Pair, expected: dict[int, list[int]]
     _, second = pair.ask_both(SHORT, handoff=f"unix://{pair.folder}/nobody")
     assert second["tokens"] == expected[len(SHORT)]
     assert grown(pair.decode, before, HANDED) == [0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"handoff": {"role": "prefill", "secret": "not the same one"}}, {"chunk_tokens": BLOCK}],
+    ids=["another secret", "another namespace"],
+)
+def test_strangers_hand_nothing_off(pair: Pair, expected: dict[int, list[int]], other: Settings) -> None:
+    """Prefill serves on, decode computes."""
+    secret = {"secret": "of the two engines"}
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"} | secret
+    pair.open(pair.prefill, {"handoff": {"role": "prefill"} | secret} | other)
+    pair.open(pair.decode, {"handoff": receives}, handoff_timeout_s=0.5)
+    before = pair.decode.metrics()
+    first, second = pair.ask_both(SHORT)
+    assert first["tokens"] == expected[len(SHORT)][:1]
+    assert second["tokens"] == expected[len(SHORT)]
+    assert grown(pair.decode, before, HANDED) == [0]
+
+
+def test_garbage_at_the_door_is_put_out(pair: Pair, expected: dict[int, list[int]]) -> None:
+    receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
+    pair.open(pair.prefill, {"handoff": {"role": "prefill"}})
+    pair.open(pair.decode, {"handoff": receives})
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(pair.address.removeprefix("unix://"))
+        stranger.sendall(np.random.default_rng(0).bytes(4096))
+        with suppress(ConnectionError):
+            while stranger.recv(4096):
+                pass
+    before = pair.decode.metrics()
+    _, second = pair.ask_both(SHORT)
+    assert second["tokens"] == expected[len(SHORT)]
+    assert grown(pair.decode, before, HANDED) == [whole_blocks(len(SHORT))]
 
 
 def handed_off_in_part(pair: Pair) -> Settings:

@@ -75,6 +75,7 @@ class Endpoint:
         self._pin_s = pin_s
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
+        self._ended: list[Link] = []  # their threads may still be giving slots back
         self._pulls: dict[tuple[int, str], threading.Event] = {}
         self._listeners: list[Listener] = []
         self._closed = False
@@ -113,6 +114,10 @@ class Endpoint:
         for link in links:
             link.join(timeout_s)
             link.abort()
+        with self._lock:
+            ended = list(self._ended)
+        for link in ended:
+            link.join(timeout_s)
         for thread in self._threads:
             thread.join(timeout_s)
 
@@ -156,6 +161,7 @@ class Endpoint:
             self._receiver.lost(link)
         with self._lock:
             self._links.pop(link.number, None)
+            self._ended = [other for other in self._ended if other.running] + [link]
             for key in [key for key in self._pulls if key[0] == link.number]:
                 self._pulls.pop(key).set()
 

@@ -175,6 +175,11 @@ class Link:
         """Whether it is up, or may come up."""
         return self._error is None
 
+    @property
+    def running(self) -> bool:
+        """Whether one of its threads is."""
+        return self._writer.is_alive() or self._reader.is_alive()
+
     def say(self, message: Message) -> None:
         """Queue a message; one to a link that ended is lost."""
         self._enqueue(_Item(message))
