@@ -3,8 +3,8 @@
     VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.sending --json benchmarks/results/sending-<machine>.json
 
 Two vLLM servers, one of which sends to the other's buffer. Rounds of prompts, all different, take turns: sent
-and kept. A round is timed as a whole: all but the end of its last transfer is in it. On a
-machine whose cores both servers share, the receiver's work is in the figures, too.
+and kept. A round is timed as a whole: all but the end of its last transfer is in it. On a machine whose cores
+both servers share, the receiver's work is in the figures, too.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ def computed_s(url: str, model: str, prompt: str, address: str | None) -> float:
         body["kv_transfer_params"] = send
     data = json.dumps(body).encode()
     began = time.perf_counter()
-    with urlopen(
-        Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"}), timeout=TIMEOUT_S
-    ) as r:
-        answer = json.load(r)
+    request = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=TIMEOUT_S) as reply:
+        answer = json.load(reply)
     took = time.perf_counter() - began
     assert address is None or answer["kv_transfer_params"]["remote_num_tokens"], answer
     return took

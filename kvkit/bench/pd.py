@@ -213,13 +213,15 @@ def draw(turns: Sequence[Turn], path: Path) -> None:
             axes.axis("off")
             computed = turn.prompt_tokens - sum(turn.prefill_hits.values())
             own = turn.prompt_tokens - sum(turn.decode_received.values())
-            boxes = {"P": (0.0, 0.0, computed), "D": (2.0, 0.0, own), "pool": (1.0, 1.2, None)}
+            boxes: dict[str, tuple[float, float, int | None]]
+            boxes = {"P": (0.0, 0.0, computed), "D": (2.0, 0.0, own)}
+            ways = _ways(turn)
+            if any(tier == "pool" for _, tier, _ in ways):
+                boxes["pool"] = (1.0, 1.2, None)
             for name, (x, y, tokens) in boxes.items():
-                if name == "pool" and not any(tier == "pool" for _, tier, _ in _ways(turn)):
-                    continue
                 text = name if tokens is None else f"{name}\ncomputes {tokens}"
                 axes.text(x, y, text, ha="center", va="center", bbox={"boxstyle": "round", "fc": "#e8eef4"})
-            for name, tier, tokens in _ways(turn):
+            for name, tier, tokens in ways:
                 start, end = boxes[_FROM[tier]][:2], boxes[name][:2]
                 lift = 0.15 if (_FROM[tier], name) == ("D", "P") else -0.15 if _FROM[tier] == "P" else 0.0
                 start, end = (start[0], start[1] + lift), (end[0], end[1] + lift)
