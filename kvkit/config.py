@@ -147,6 +147,9 @@ class TierConfig(BaseModel):
     quota: ByteSize | None = Field(
         None, description="bytes that one model and cache salt may have, none: no limit", gt=0
     )
+    keep_s: float = Field(
+        0.0, description="memory lets nothing go that came in so few seconds ago", ge=0, le=86400
+    )
     capacity: PositiveBytes | tuple[PositiveBytes, ...] | None = Field(
         None, description="bytes kept, or a value per url; none: no limit"
     )
@@ -189,6 +192,8 @@ class TierConfig(BaseModel):
             if self.capacity is None:
                 raise ValueError("a tier without a url is kept in memory and needs a capacity")
             return self
+        if "keep_s" in self.model_fields_set:
+            raise ValueError("keep_s: only a tier in memory has one")
         if any(urlsplit(url).password is not None for url in self.urls):
             raise ValueError("url: it has a password, and URLs are shown; want it as a setting of its own")
         if "spread" in self.model_fields_set and len(self.urls) < 2:
@@ -464,7 +469,14 @@ def _open_tier(name: str, config: TierConfig, staging: Staging, rank: int) -> Ti
     quota = None if config.quota is None else int(config.quota)
     urls, capacities = config.urls, config.capacities
     if not urls:
-        return MemoryTier(staging, capacities[0] or 0, name=name, policy=config.eviction, quota_bytes=quota)
+        return MemoryTier(
+            staging,
+            capacities[0] or 0,
+            name=name,
+            policy=config.eviction,
+            quota_bytes=quota,
+            keep_s=config.keep_s,
+        )
     if config.server == "Mooncake":
         return MooncakeTier(
             urls[0],

@@ -30,6 +30,7 @@ timeout_s = 2.5
 
 [tiers.memory]
 capacity = "32MiB"
+keep_s = 600
 
 [tiers.shared]
 url = ["memory://bucket", "memory://other"]
@@ -116,6 +117,7 @@ def test_defaults() -> None:
         "spread": "by_key",
         "eviction": "lru",
         "quota": None,
+        "keep_s": 0.0,
         "capacity": None,
         "codec": "none",
         "threads": None,
@@ -137,12 +139,13 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
         "staging": 64 * 2**20,
         "timeout_s": 2.5,
         "tiers": {
-            "memory": fields(TierConfig) | {"capacity": 32 * 2**20},
+            "memory": fields(TierConfig) | {"capacity": 32 * 2**20, "keep_s": 600.0},
             "shared": {
                 "url": ("memory://bucket", "memory://other"),
                 "spread": "stripe",
                 "eviction": "arc",
                 "quota": 2**20,
+                "keep_s": 0.0,
                 "capacity": (5_000_000, 6_000_000),
                 "codec": "zstd",
                 "threads": 3,
@@ -204,6 +207,7 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_STAGING": "64MiB",
         "KVKIT_TIMEOUT_S": "2.5",
         "KVKIT_TIERS__MEMORY__CAPACITY": "32MiB",
+        "KVKIT_TIERS__MEMORY__KEEP_S": "600",
         "KVKIT_TIERS__SHARED__URL": '["memory://bucket", "memory://other"]',
         "KVKIT_TIERS__SHARED__SPREAD": "stripe",
         "KVKIT_TIERS__SHARED__EVICTION": "arc",
@@ -405,6 +409,7 @@ def test_an_error_names_the_setting_the_value_and_the_choices(
         ({"url": "redis://h", "password": 3}, ["tiers.far.password:", "string"]),
         ({"url": "s3://b", "options": "hush"}, ["tiers.far.options:", "dictionary"]),
         ({"url": "redis://me:hush@h"}, ["tiers.far:", "url", "password"]),
+        ({"url": "file:///d", "keep_s": 1}, ["tiers.far:", "keep_s: only a tier in memory"]),
         ({"url": "s3://b", "password": "hush"}, ["tiers.far:", "password: only a tier on Redis"]),
         ({"url": "redis://h", "options": {"a": "hush"}}, ["tiers.far:", "options: no tier on Redis"]),
         ({"url": "redis://h", "capacity": "1GiB"}, ["tiers.far:", "capacity:", "maxmemory"]),

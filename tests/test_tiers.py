@@ -127,6 +127,20 @@ def test_memory_lets_the_least_recently_used_go(staging: Staging) -> None:
     staging.close()
 
 
+@pytest.mark.parametrize(("keep_s", "left"), [(3600.0, slice(0, 4)), (1e-9, slice(2, 6))])
+def test_memory_keeps_what_came_in_for_as_long_as_it_was_told(
+    staging: Staging, keep_s: float, left: slice
+) -> None:
+    tier = MemoryTier(staging, 4 * SLOT_BYTES, keep_s=keep_s)
+    names = record_names(6)
+    put(tier, staging, names[:2])
+    put(tier, staging, names[2:4])
+    assert [isinstance(error, TierFull) for error in put(tier, staging, names[4:])] == [keep_s > 1] * 2
+    assert [name for name in names if tier.size(name) is not None] == names[left]
+    tier.close()
+    staging.close()
+
+
 def test_memory_needs_room_for_staging(staging: Staging) -> None:
     for capacity in (SLOT_BYTES - 1, SLOTS * SLOT_BYTES):
         with pytest.raises(ValueError, match=f"'ram'.*capacity_bytes={capacity}"):

@@ -22,6 +22,7 @@ class MemoryTier(Tier):
     Args:
         policy: one of `eviction.POLICIES`.
         quota_bytes: what one namespace may hold; None for no limit.
+        keep_s: for so many seconds after a record was put it is pinned: newcomers find no room instead.
 
     Raises:
         ValueError: the capacity is below one slot, or leaves no slot for staging.
@@ -37,6 +38,7 @@ class MemoryTier(Tier):
         *,
         policy: eviction.Policy = "lru",
         quota_bytes: int | None = None,
+        keep_s: float = 0.0,
     ) -> None:
         slots = capacity_bytes // staging.slot_bytes
         if not 1 <= slots < staging.slots:
@@ -48,6 +50,7 @@ class MemoryTier(Tier):
         self.slots = slots
         self._slot_bytes = staging.slot_bytes
         self._state = eviction.State(capacity_bytes, policy, quota_bytes)
+        self._keep_s = keep_s
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -110,16 +113,19 @@ class MemoryTier(Tier):
         with self._lock:
             if self._closed:
                 return TierError(f"tier {self.name!r} is closed")
+            now = time.monotonic()
             victims = eviction.add(
                 self._state,
                 name,
                 self._slot_bytes,
                 parent=parent_name(lease.buffer, name),
                 owner=owner_of(name),
-                now=time.monotonic(),
+                now=now,
             )
             if victims is None:
                 return TierFull(f"tier {self.name!r}: {name} does not fit")
+            if self._keep_s:
+                eviction.pin(self._state, [name], now + self._keep_s)
             released = [self._leases.pop(victim) for victim in victims]
             self.evicted += len(released)
             if name not in self._leases:
