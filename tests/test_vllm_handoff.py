@@ -33,7 +33,10 @@ def test_the_only_peer_need_not_be_told_and_ids_differ() -> None:
 
 
 def test_what_is_answered_is_what_the_other_engine_reads() -> None:
-    assert read(answer(Sending("t", "unix:///d"), 384), {}) == Receiving("t")
+    told = answer(Sending("t", "unix:///d"), 384)
+    assert read(told, {}) == Receiving("t", computed=True)
+    del told["remote_num_tokens"]
+    assert read(told, {}) == Receiving("t", computed=False), "asked before the prefill engine has answered"
 
 
 @pytest.mark.parametrize(

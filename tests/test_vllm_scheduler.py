@@ -371,11 +371,12 @@ def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
 
 
 def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_beginning() -> None:
-    scheduler, a = with_handoff(Receiving("t")), request(15)
+    scheduler, a = with_handoff(Receiving("t", computed=True)), request(15)
     assert scheduler.match(a, 0) == (None, False)
     asked = step(scheduler)
     (ask,) = asked.asks
-    assert (ask.transfer, ask.computed, len(ask.sequence.tokens)) == ("t", 0, 15)
+    assert (ask.transfer, ask.computed_there) == ("t", True)
+    assert (ask.computed, len(ask.sequence.tokens)) == (0, 15)
     answer(scheduler, asked, 12, tier="handoff")
     assert scheduler.match(a, 0) == (12, True)
     table: Tables = ([21, 22, 23, 24],)

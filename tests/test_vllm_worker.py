@@ -14,10 +14,13 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from waiting import wait_for
 
-from kvkit.adapters.vllm.messages import Ask, Load, Save, Sequence, Step
+from kvkit.adapters.vllm.messages import Ask, Load, Save, Send, Sequence, Step
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.handoff.states import Phase
+from kvkit.handoff.tier import HandoffTier
 from kvkit.testing import Fault, FaultyTier, Plan
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
@@ -29,9 +32,9 @@ TABLE = [1, 2, 3, 4, 5, 6]
 class Rank:
     """A worker with pages, and the steps that it was told."""
 
-    def __init__(self, folder: Path, load: str, **more: Any) -> None:
+    def __init__(self, folder: Path, load: str, handoff: dict[str, Any] | None = None, **more: Any) -> None:
         tiers = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
-        kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers}
+        kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers, "handoff": handoff}
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
         pool = torch.zeros(2, BLOCKS, 2, BLOCK, 16)
         self.pages = {f"layers.{i}": pool[i] for i in range(2)}
@@ -81,6 +84,10 @@ class Rank:
     def found(self, **told: Any) -> int:
         """Tokens of IDS that a lookup finds; the answer is number 1, for request a."""
         self.step(asks=[Ask("a", 1, Sequence(IDS))], idle=True, **told)
+        return self.heard(**told)
+
+    def heard(self, **told: Any) -> int:
+        """Tokens that the answer under way finds."""
         while (report := self.worker.report()) is None:
             self.step(idle=True, **told)
         (answer,) = report.answers
@@ -232,3 +239,87 @@ def test_saves_that_no_slot_is_left_for_are_called_off(hasty: Rank) -> None:
     told = hasty.worker.take_stats()
     assert told is not None
     assert told.data["saves_called_off"] == 1
+
+
+class Pair:
+    """A rank that sends and one that receives, with the same pages and keys."""
+
+    def __init__(self, folder: Path, load: str = "async", **more: Any) -> None:
+        self.address = f"unix://{folder}/decode/socket"
+        receives = {"role": "decode", "listen": [self.address], "buffer": "1MiB"}
+        self.decode = Rank(folder / "d", "async", receives, **more)
+        self.prefill = Rank(folder / "p", load, {"role": "prefill"})
+        handoff = self.decode.worker.cache.tiers["handoff"]
+        assert isinstance(handoff, HandoffTier)
+        assert handoff.receiver is not None
+        self.receiver = handoff.receiver
+
+    def send(self, stop: int = len(IDS), *, last: bool = True) -> Send:
+        return Send("a", "t", self.address, Sequence(IDS), 0, stop, (TABLE,), last)
+
+    def finish(self, received: set[str], failed: set[str], sent: set[str]) -> None:
+        """Have the prefill engine go on until the pages of what it sends are free."""
+        while not sent:
+            _, _, sent = self.prefill.step(idle=True)
+
+    def close(self) -> None:
+        self.prefill.worker.close()
+        self.decode.worker.close()
+
+
+@pytest.fixture(params=["async", "sync"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, request.param)
+    yield made
+    made.close()
+
+
+def test_room_is_asked_for_before_anything_is_computed(pair: Pair) -> None:
+    step = Step(1, sends=[pair.send()])
+    pair.prefill.fill(3.0)
+    pair.prefill.worker.begin(step)
+    wait_for(lambda: pair.receiver.transfers() == {"t": Phase.RECEIVING})
+    pair.prefill.worker.save(step)
+    pair.finish(*pair.prefill.worker.finish({"a"}))
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.held) == (Phase.COMMITTED, 3)
+    assert pair.decode.found() == len(IDS)
+
+
+def test_what_is_sent_is_not_handed_off_once_more_when_it_is_saved(pair: Pair) -> None:
+    """A prefill engine's policy names `handoff`, where the transfer waits for these very records."""
+    pair.prefill.step(sends=[pair.send(CHUNK, last=False)])
+    wait_for(lambda: pair.receiver.transfers() == {"t": Phase.RECEIVING})
+    pair.prefill.save(first=1)
+    assert pair.prefill.stored("memory") == 2
+    assert pair.prefill.stored("handoff") == 1
+    pair.prefill.step(finished=("a",))
+
+
+def test_nothing_that_rests_on_a_failed_load_is_sent(tmp_path: Path) -> None:
+    """The decode engine hears at once that it has to compute, and the prefill engine gets its blocks back."""
+    pair = Pair(tmp_path, "sync")
+    load = Load("b", 1, 0, CHUNK, ([7, 8],))  # nobody has found that
+    _, _, sent = pair.prefill.step(loads=[load], sends=[pair.send()], finished=("a",))
+    assert sent == {"a"}
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.reason) == (None, "cancelled by its sender")
+    pair.close()
+
+
+def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the prefill engine has not answered, it may not have begun: that is waited for."""
+    monkeypatch.setattr("kvkit.adapters.vllm.worker.NEWS_S", 0.0)
+    pair = Pair(tmp_path, handoff_timeout_s=600.0)
+    for computed_there, found in ((True, 0), (False, len(IDS))):
+        ask = Ask("a", 1, Sequence(IDS), transfer="t", computed_there=computed_there)
+        pair.decode.step(asks=[ask], idle=True)
+        if not computed_there:
+            assert pair.decode.worker.report() is None
+            pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+        assert pair.decode.heard() == found
+    pair.close()

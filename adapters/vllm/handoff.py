@@ -16,6 +16,7 @@ from typing import Any
 from kvkit.config import ConfigError
 
 WHERE = "kv_transfer_params"
+TOKENS = "remote_num_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """A request whose KV comes as the transfer `transfer`."""
+    """A request whose KV comes as the transfer `transfer`; `computed`: its prefill engine answered before."""
 
     transfer: str
+    computed: bool
 
 
 def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending | Receiving | None:
@@ -55,7 +57,7 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending 
     if receives:
         if not isinstance(transfer, str) or not transfer:
             raise ConfigError(f"{WHERE}.transfer_id = {transfer!r}: want what the prefill engine answered")
-        return Receiving(transfer)
+        return Receiving(transfer, TOKENS in params)
     if transfer is not None and not isinstance(transfer, str):
         raise ConfigError(f"{WHERE}.transfer_id = {transfer!r}: want a string")
     return Sending(transfer or uuid.uuid4().hex, _address(params.get("handoff"), peers))
@@ -67,7 +69,7 @@ def answer(sending: Sending, tokens: int) -> dict[str, Any]:
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": sending.transfer,
-        "remote_num_tokens": tokens,
+        TOKENS: tokens,
     }
 
 

@@ -39,6 +39,7 @@ class Ask:
     Args:
         computed: tokens that vLLM has.
         transfer: what a prefill engine sends, to be waited for; empty for none.
+        computed_there: whether that engine said that it has computed what it sends.
     """
 
     request: str
@@ -46,6 +47,7 @@ class Ask:
     sequence: Sequence
     computed: int = 0
     transfer: str = ""
+    computed_there: bool = False
 
 
 @dataclass(frozen=True, slots=True)

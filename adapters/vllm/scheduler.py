@@ -128,7 +128,8 @@ class Scheduler:
         request = self._request(view)
         chunk = self._sizes.chunk_tokens
         most = self._most(view)
-        transfer = request.handoff.transfer if isinstance(request.handoff, Receiving) else ""
+        receiving = request.handoff if isinstance(request.handoff, Receiving) else Receiving("", False)
+        transfer = receiving.transfer
         # of what another engine sends, the unfilled last chunk comes, too
         wanted = -(-most // chunk) if transfer else min(view.num_tokens // chunk, -(-most // chunk))
         if view.skip_reading_prefix_cache or request.barred or min(wanted * chunk, most) <= computed:
@@ -140,7 +141,9 @@ class Scheduler:
                 request.barred = True
                 return 0, False
             question = request.question = _Question(next(self._numbers), wanted)
-            self._asks.append(Ask(view.request_id, question.number, sequence, computed, transfer))
+            self._asks.append(
+                Ask(view.request_id, question.number, sequence, computed, transfer, receiving.computed)
+            )
             return None, False
         if question.known_at is None:
             return None, False

@@ -35,9 +35,9 @@ def tail_space(space: Namespace, key: bytes, block_tokens: int) -> Namespace:
 
 @dataclass(eq=False, slots=True)
 class _Sent:
-    """A transfer. `pieces` wait for their receiver; `stores` read the pages."""
+    """A transfer, and what it begins with. `pieces` wait for their receiver; `stores` read the pages."""
 
-    transfer: str
+    first: Send
     chunks: Chunks
     tail: Chunks | None
     shared: Transfer[int] | None
@@ -84,15 +84,20 @@ class Sends:
         self._sent: dict[str, _Sent] = {}
         self._ended: set[str] = set()
 
-    def send(self, send: Send, space: Namespace, ready: Callable[[], object] | None) -> None:
-        """Note what is to be sent. Its pages must stay until `done` names the request, or `give_up` returns.
+    def expect(self, send: Send, space: Namespace) -> None:
+        """Note what will be sent once it is computed: with the first of a request, its receiver is asked for
+        room, which it finds while the engine computes.
+        """
+        if send.request not in self._sent:
+            self._sent[send.request] = self._begin(send, space)
+
+    def send(self, send: Send, ready: Callable[[], object] | None) -> None:
+        """Send what was expected. Its pages must stay until `done` names the request, or `give_up` returns.
 
         Args:
             ready: returns when the pages hold it; None: they do.
         """
-        sent = self._sent.get(send.request)
-        if sent is None:
-            sent = self._sent[send.request] = self._begin(send, space)
+        sent = self._sent[send.request]
         sent.pieces.append((send, ready))
         sent.told_last = sent.told_last or send.last
 
@@ -145,20 +150,20 @@ class Sends:
         if self._shared and len(chunks):
             shared = self._cache.held_async(send.sequence.tokens, self._shared, space)
             shared.add_done_callback(self._wake)
-        sent = _Sent(send.transfer, chunks, tail, shared)
+        sent = _Sent(send, chunks, tail, shared)
         if shared is None:
-            self._open(sent, send, 0)
+            self._open(sent, 0)
         return sent
 
-    def _open(self, sent: _Sent, send: Send, skip: int) -> None:
+    def _open(self, sent: _Sent, skip: int) -> None:
         """Ask the receiver for room for all but the first `skip` chunks. One record goes in any case."""
         names = sent.chunks.records(0, len(sent.chunks)) + (sent.tail.names if sent.tail else [])
         left = names[min(skip * sent.chunks.groups, len(names) - 1) :]
         try:
-            address = of_rank(send.address, self._rank)
-            sent.handle = self._sender.open(sent.transfer, address, left, self._allocation_s)
+            address = of_rank(sent.first.address, self._rank)
+            sent.handle = self._sender.open(sent.first.transfer, address, left, self._allocation_s)
         except (HandoffError, ValueError) as error:
-            log.warning("%s: nothing is handed off: %s", send.request, error)
+            log.warning("%s: nothing is handed off: %s", sent.first.request, error)
             self._end(sent)
             return
         sent.handle.admitted.add_done_callback(self._wake)
@@ -170,7 +175,7 @@ class Sends:
                 return
             failed = sent.shared.cancelled() or sent.shared.exception() is not None
             held = 0 if failed else sent.shared.result()
-            self._open(sent, sent.pieces[0][0], held)
+            self._open(sent, held)
             if sent.handle is None:
                 return
         if not sent.handle.admitted.done():
@@ -180,7 +185,7 @@ class Sends:
             self._pack(sent, send, ready)
         sent.pieces.clear()
         if sent.told_last and all(store.done() for store in sent.stores):
-            self._sender.finish(sent.transfer)
+            self._sender.finish(sent.first.transfer)
             sent.over = True
 
     def _pack(self, sent: _Sent, send: Send, ready: Callable[[], object] | None) -> None:
@@ -211,7 +216,7 @@ class Sends:
         sent.over = True
         sent.pieces.clear()
         if sent.handle is not None:
-            self._sender.cancel(sent.transfer)
+            self._sender.cancel(sent.first.transfer)
 
     def _is_done(self, sent: _Sent) -> bool:
         reading = any(not store.done() for store in sent.stores)

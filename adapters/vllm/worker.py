@@ -35,7 +35,9 @@ IDLE_WAIT_S = 0.01
 """How long a step that computes nothing waits for a lookup or a load, so that the engine does not spin."""
 SAVE_WAIT_S = 0.25
 """How long a step waits for the last one's saves while there are too few slots, before it calls them off."""
-
+NEWS_S = 5.0
+"""How long a request waits for word of its transfer once the prefill engine has answered: that one asks for
+room before it computes."""
 
 NOTHING = Loaded(0)
 
@@ -136,7 +138,7 @@ class Worker:
         self._changed = threading.Condition()
         self._lookups: dict[str, _Lookup] = {}
         self._hits: dict[str, _Found] = {}
-        self._awaited: dict[str, tuple[Ask, float]] = {}
+        self._awaited: dict[str, tuple[Ask, float]] = {}  # since when, on the monotonic clock
         self._received: dict[str, str] = {}
         self._loading: dict[str, _Loading] = {}
         self._saving: list[Transfer[Stored]] = []
@@ -211,7 +213,7 @@ class Worker:
             self._sends.give_up()
 
     def begin(self, step: Step) -> None:
-        """Start the lookups of a step."""
+        """Start the lookups of a step, and ask for room for what it will send."""
         if self._windows:  # a window that moves on leaves blocks to others while their request goes on
             self.vacate()
         else:
@@ -221,10 +223,13 @@ class Worker:
         for ask in step.asks:
             if ask.transfer and self._receiver is not None:
                 self._received[ask.request] = ask.transfer
-                self._awaited[ask.request] = ask, time.monotonic() + self._settings.handoff_timeout_s
+                self._awaited[ask.request] = ask, time.monotonic()
             else:
                 self._look_up(ask)
         self._receive()
+        if self._sends is not None:
+            for send in step.sends:
+                self._sends.expect(send, self._space(send.sequence))
         self._began = time.monotonic()
 
     def start_loads(self, step: Step) -> None:
@@ -282,7 +287,7 @@ class Worker:
             self._save(save, ready)
         if self._sends is not None:
             for send in step.sends:
-                self._sends.send(send, self._space(send.sequence), ready)
+                self._sends.send(send, ready)
             self._sends.go_on()
         if step.idle:
             self._rest()
@@ -351,11 +356,14 @@ class Worker:
     def _receive(self) -> None:
         """Look up for requests whose transfers arrived, or will not."""
         assert self._receiver is not None or not self._awaited
-        for name, (ask, until) in list(self._awaited.items()):
+        for name, (ask, since) in list(self._awaited.items()):
             assert self._receiver is not None
             status = self._receiver.status(ask.transfer)
             over = status is not None and status.phase in (None, Phase.COMMITTED)
-            if over or time.monotonic() >= until:
+            patience_s = self._settings.handoff_timeout_s
+            if status is None and ask.computed_there:
+                patience_s = min(patience_s, NEWS_S)
+            if over or time.monotonic() >= since + patience_s:
                 if status is None or status.phase is not Phase.COMMITTED:
                     reason = "it did not come" if status is None else status.reason or str(status.phase)
                     log.warning("%s: nothing from the prefill engine: %s", name, reason)
