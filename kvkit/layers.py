@@ -95,7 +95,8 @@ class LayerLoad:
         self._tiers = [s.tier for s in hit.plan.segments for _ in range(s.start, s.stop)]
         self._count = hit.plan.chunks
         self._headers: dict[tuple[int, int], bytearray] = {}
-        self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots already, by chunk and group
+        self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots, by chunk and group
+        self._coming: dict[tuple[int, int], Future[None]] = {}  # those of them that are being read
         self._layers = layers_of(places)
         self._iterator = self._run()
 
@@ -122,6 +123,7 @@ class LayerLoad:
         waiting = deque(self._layers)
         try:
             self._borrow()
+            self._fetch()
             while waiting or under_way:
                 while waiting and len(under_way) <= LAYERS_AHEAD:
                     started = self._start(waiting[0], ahead=bool(under_way))
@@ -157,6 +159,47 @@ class LayerLoad:
                 lease = self._access.tiers[tier].borrow(self._chunks.names[chunk * groups + group])
                 if lease is not None:
                     self._lent[chunk, group] = lease
+
+    def _fetch(self) -> None:
+        """Begin to read records whole where their tier cannot do less: once, and not once for each layer.
+
+        What has no slot to spare is read layer by layer.
+        """
+        groups, tiers = self._chunks.groups, self._access.tiers
+        whole = [
+            (chunk, group)
+            for chunk in range(self._count)
+            for group in range(groups)
+            if (chunk, group) not in self._lent and not tiers[self._tiers[chunk]].reads_parts
+        ]
+        staging = self._access.staging
+        sizes = {form.layer_bytes for form in self._chunks.formats}
+        by_layers = -(-self._count // (staging.slot_bytes // max(sizes)))  # slots for a layer of every chunk
+        wanted = min(len(whole), staging.free // 2, staging.free - by_layers)
+        if wanted < 1:
+            return
+        try:
+            leases = staging.acquire(wanted, 0.0)
+        except StagingTimeout:
+            return
+        batches: dict[str, tuple[list[str], list[Lease]]] = {}
+        reads: dict[str, Future[None]] = {}
+        for (chunk, group), lease in zip(whole, leases, strict=False):
+            name = self._chunks.names[chunk * groups + group]
+            self._lent[chunk, group] = lease
+            self._coming[chunk, group] = reads[name] = Future()
+            names, slots = batches.setdefault(self._tiers[chunk], ([], []))
+            names.append(name)
+            slots.append(lease)
+
+        def on_complete(name: str, error: BaseException | None) -> None:
+            if error is None:
+                reads[name].set_result(None)
+            else:
+                reads[name].set_exception(error)
+
+        for tier, (names, slots) in batches.items():
+            tiers[tier].get(names, slots, on_complete)
 
     def _start(self, layer: _Layer, ahead: bool) -> _Reads | None:
         """Begin to read one layer of every chunk. What has room decides the run.
@@ -226,7 +269,7 @@ class LayerLoad:
     def _read(self, layer: _Layer, chunk: int, piece: Piece, lent: Lease | None) -> None:
         """Fill `piece` with a layer of a chunk, and, the first time, check whose record it is.
 
-        A piece of a record that is `lent` is there already.
+        A piece of a record that is `lent` is there already, or comes with it.
 
         Raises:
             OSError: it is not to be had.
@@ -234,6 +277,9 @@ class LayerLoad:
         form = self._chunks.formats[layer.group]
         name = self._chunks.names[chunk * self._chunks.groups + layer.group]
         tier = self._access.tiers[self._tiers[chunk]]
+        coming = self._coming.get((chunk, layer.group))
+        if coming is not None:
+            coming.result(self._access.timeout_s)
         known = self._headers.get((chunk, layer.group))
         header = bytearray(form.header_bytes) if known is None else known
         ranges = [record.layer_range(form, layer.place)]

@@ -352,6 +352,7 @@ class Wrapper(Tier):
         self.near = inner.near
         self.transient = inner.transient
         self.reads_at_once = inner.reads_at_once
+        self.reads_parts = inner.reads_parts
         self.slots = inner.slots
 
     def run(self, names: Sequence[str]) -> int:

@@ -18,10 +18,10 @@ from kvkit.layers import LayerStore
 from kvkit.layout import KVLayout, LayerGroup
 from kvkit.policy import Policy
 from kvkit.record import layer_range
-from kvkit.staging import release_all
+from kvkit.staging import Lease, release_all
 from kvkit.testing import Fault, FaultyTier, Wrapper
 from kvkit.threads import Closed
-from kvkit.tiers.base import Ranges
+from kvkit.tiers.base import OnComplete, Ranges
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
@@ -74,6 +74,38 @@ def test_layers_come_from_memory_and_disk(tmp_path: Path) -> None:
         engine.assert_loaded(tokens, table, 6)
 
 
+def test_a_tier_that_cannot_read_parts_reads_each_record_once(tmp_path: Path) -> None:
+    """As far as there are slots to spare: the others' layers are parts that it reads one by one."""
+    engine, tokens = make_engine(2), sequence(6)
+    fill(engine, tmp_path, tokens)
+    whole: list[str] = []
+    parts: list[str] = []
+
+    class Counting(Wrapper):
+        def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+            whole.extend(names)
+            self.inner.get(names, leases, on_complete)
+
+        def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+            parts.append(name)
+            self.inner.get_ranges(name, ranges, buffers)
+
+    for slots, at_once in ((24, 12), (12, 6)):
+        tier = Counting(ObjectTier(str(tmp_path), codec="zstd"))
+        with new_cache(engine, new_staging(engine, slots), [tier]) as cache:
+            table = engine.table(len(tokens))
+            hit = cache.lookup(tokens)
+            load = cache.load_layers(hit, engine.places(table))
+            assert list(load) == [0, 1, 2, 3]
+            assert load.loaded.by_tier == {"disk": len(tokens)}
+            engine.assert_loaded(tokens, table, 6)
+            assert whole == hit.chunks.names[:at_once]
+            assert sorted(parts) == sorted(hit.chunks.names[at_once:] * 2), "once for each of its layers"
+            assert cache.staging.free == cache.staging.slots
+        whole.clear()
+        parts.clear()
+
+
 @pytest.mark.parametrize("where", ["header", "first layer", "last layer", "gone", "cut"])
 def test_a_damaged_record_ends_the_run(where: str, tmp_path: Path) -> None:
     engine, tokens = make_engine(), sequence(5)
@@ -112,12 +144,15 @@ def test_a_load_may_be_left_early(tmp_path: Path) -> None:
     assert cache.staging.free == cache.staging.slots
 
 
-def test_a_hung_read_ends_the_run_at_its_deadline_and_keeps_its_slot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_hung_read_ends_the_run_at_its_deadline_and_keeps_its_slot(codec: str, tmp_path: Path) -> None:
+    """Whether it reads parts or, with a codec, whole records."""
     engine, tokens = make_engine(), sequence(3)
     fill(engine, tmp_path, tokens)
     hung: set[str] = set()
     disk = FaultyTier(
-        ObjectTier(str(tmp_path)), lambda op, name: Fault.HANG if op == "get" and name in hung else None
+        ObjectTier(str(tmp_path), codec=codec),
+        lambda op, name: Fault.HANG if op == "get" and name in hung else None,
     )
     staging = new_staging(engine, 8)
     cache = Cache(

@@ -56,6 +56,7 @@ class Tier(ABC):
             copying them into another tier.
         transient: whether its records are only on their way, so that `staging_only` does not concern it.
         reads_at_once: records that it reads at the same time; what else it is asked for waits.
+        reads_parts: whether `get_ranges` moves no more than what it is asked for.
         slots: of staging that its records may keep.
         evicted: records that were let go to make room so far.
     """
@@ -66,6 +67,7 @@ class Tier(ABC):
     near: bool = False
     transient: bool = False
     reads_at_once: int = 32
+    reads_parts: bool = False
     slots: int = 0
     evicted: int = 0
 

@@ -131,6 +131,7 @@ class MooncakeTier(Tier):
         self.name = name
         self.scope = scope
         self.reads_at_once = threads * _BATCH
+        self.reads_parts = True
         self._new_store: Callable[[], Any] = MooncakeDistributedStore
         self._timeout_s = timeout_s
         self._registers = self._options.protocol == "rdma"

@@ -103,6 +103,7 @@ class ObjectTier(ThreadedTier):
         super().__init__(name, threads)
         self.scope = scope
         self.codec = codec
+        self.reads_parts = codec == "none"
         self._compressed: set[str] = set()  # those found in a tier without a codec
         self._local = threading.local()
         self._lock = threading.Lock()

@@ -36,6 +36,7 @@ class SpreadTier(Tier):
         self.name = name
         self.scope = paths[0].scope
         self.codec = paths[0].codec
+        self.reads_parts = all(path.reads_parts for path in paths)
         self._paths = tuple(paths)
         self._health = tuple(Health() for _ in paths)
 

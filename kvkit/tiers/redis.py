@@ -72,6 +72,7 @@ class RedisTier(ThreadedTier):
 
         super().__init__(name, default_threads() if threads is None else threads)
         self.scope = scope
+        self.reads_parts = True
         self._timeout_s = timeout_s
         self._where = f"{where['host']}:{where['port']}"
         self._pool = ConnectionPool(
