@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from kvkit.handoff import addresses
 from kvkit.handoff.channel import Channel, ChannelError, ChannelIdle, Listener
-from kvkit.handoff.link import Identity, Link
+from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
     AnyMessage,
     Cancel,
@@ -75,7 +75,7 @@ class Endpoint:
         self._pin_s = pin_s
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
-        self._ended: list[Link] = []  # their threads may still be giving slots back
+        self._ended = Ended()
         self._pulls: dict[tuple[int, str], threading.Event] = {}
         self._listeners: list[Listener] = []
         self._closed = False
@@ -114,10 +114,7 @@ class Endpoint:
         for link in links:
             link.join(timeout_s)
             link.abort()
-        with self._lock:
-            ended = list(self._ended)
-        for link in ended:
-            link.join(timeout_s)
+        self._ended.join(timeout_s)
         for thread in self._threads:
             thread.join(timeout_s)
 
@@ -159,9 +156,9 @@ class Endpoint:
         log.info("handoff: %s is gone: %s", link, error)
         if self._receiver is not None:
             self._receiver.lost(link)
+        self._ended.add(link)
         with self._lock:
             self._links.pop(link.number, None)
-            self._ended = [other for other in self._ended if other.running] + [link]
             for key in [key for key in self._pulls if key[0] == link.number]:
                 self._pulls.pop(key).set()
 

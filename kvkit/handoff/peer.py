@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvkit.handoff import addresses
-from kvkit.handoff.link import Identity, Link
+from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
     MAX_NAMES,
     AnyMessage,
@@ -78,6 +78,7 @@ class PeerTier(Tier):
         self._timeout_s = timeout_s
         self._tls = tls
         self._link: Link | None = None
+        self._ended = Ended()
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[tuple[Run, ...]]] = {}
         self._pulls: dict[str, _Pulling] = {}
@@ -143,6 +144,7 @@ class PeerTier(Tier):
             link.close()
             link.join(self._timeout_s)
             link.abort()
+        self._ended.join(self._timeout_s)
         self._clock.join(self._timeout_s)
         self._fail(list(self._pulls), lambda name: TierError(f"tier {self.name!r} is closed"))
 
@@ -181,6 +183,7 @@ class PeerTier(Tier):
         return pull.place(data.index, data.size)
 
     def ended(self, link: Link, error: BaseException) -> None:
+        self._ended.add(link)
         with self._changed:
             if self._link is not link:
                 return

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvkit.handoff import addresses, outgoing
-from kvkit.handoff.link import Identity, Link
+from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
     MAX_NAMES,
     Admit,
@@ -90,6 +90,7 @@ class Sender:
         self._tls = tls
         self.outcomes: Counter[Outcome] = Counter()
         self._links: dict[str, Link] = {}
+        self._ended = Ended()
         self._open: dict[str, _Open] = {}
         self._settled: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -171,6 +172,7 @@ class Sender:
         for link in links:
             link.join(timeout_s)
             link.abort()
+        self._ended.join(timeout_s)
         self._clock.join(timeout_s)
 
     # what links report
@@ -200,6 +202,7 @@ class Sender:
         raise Unexpected("Data: a sender takes none")
 
     def ended(self, link: Link, error: BaseException) -> None:
+        self._ended.add(link)
         with self._changed:
             for address in [a for a, other in self._links.items() if other is link]:
                 del self._links[address]
