@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from handoff_nodes import IDENTITY, Speaker
 from pydantic import ByteSize
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
@@ -22,6 +24,7 @@ from waiting import wait_for
 
 from kvkit.adapters.vllm.connector import _check_role
 from kvkit.config import ConfigError
+from kvkit.handoff.messages import VERSION, Error
 from kvkit.handoff.settings import HandoffConfig
 
 CHUNK = 2 * BLOCK
@@ -215,7 +218,9 @@ def test_strangers_hand_nothing_off(pair: Pair, expected: dict[int, list[int]], 
     assert grown(pair.decode, before, HANDED) == [0]
 
 
-def test_garbage_at_the_door_is_put_out(pair: Pair, expected: dict[int, list[int]]) -> None:
+def test_garbage_and_another_version_are_put_out_at_the_door(
+    pair: Pair, expected: dict[int, list[int]]
+) -> None:
     receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
     pair.open(pair.prefill, {"handoff": {"role": "prefill"}})
     pair.open(pair.decode, {"handoff": receives})
@@ -225,6 +230,11 @@ def test_garbage_at_the_door_is_put_out(pair: Pair, expected: dict[int, list[int
         with suppress(ConnectionError):
             while stranger.recv(4096):
                 pass
+    newer = Speaker(pair.address)
+    answer = newer.hello(replace(IDENTITY, secret=b""), version=VERSION + 1)
+    newer.close()
+    assert isinstance(answer, Error)
+    assert f"'here' has {VERSION + 1}, " in answer.message
     before = pair.decode.metrics()
     _, second = pair.ask_both(SHORT)
     assert second["tokens"] == expected[len(SHORT)]
