@@ -323,3 +323,22 @@ def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
             pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
         assert pair.decode.heard() == found
     pair.close()
+
+
+def test_a_step_without_work_waits_for_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkit.adapters.vllm.worker.IDLE_WAIT_S", DEADLINE_S)
+    pair = Pair(tmp_path)
+    ask = Ask("a", 1, Sequence(IDS), transfer="t")
+    found: list[dict[str, Phase]] = []
+
+    def step() -> None:
+        pair.decode.step(asks=[ask], idle=True)
+        found.append(pair.receiver.transfers())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+    thread.join(DEADLINE_S)
+    assert found == [{"t": Phase.COMMITTED}]
+    assert pair.decode.heard() == len(IDS)
+    pair.close()
