@@ -52,6 +52,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
         "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
+        "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -96,6 +97,19 @@ def _sending(document: dict[str, Any]) -> list[list[str]]:
         ["", "ratio of minima", "of medians"],
         ["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)],
     ]
+
+
+def _pd(document: dict[str, Any]) -> list[list[str]]:
+    """From a prompt to the decode engine's first token; of each time the minimum and the median."""
+    rows = [["prompt", "", "handed", "P's token", "then D's first", "D's next, each", "D's first without P"]]
+
+    def milliseconds(found: dict[str, float]) -> str:
+        return " / ".join(f"{found[kind] * 1e3:.0f}" for kind in ("min", "median")) + " ms"
+
+    for found in document["results"]:
+        times = (milliseconds(found[key]) for key in ("prefill_s", "first_s", "step_s", "alone_s"))
+        rows.append([f"{found['prompt_tokens']:,}", found["way"], f"{found['hit_tokens']:,}", *times])
+    return rows
 
 
 def _ratios(figures: dict[str, Any]) -> list[list[str]]:

@@ -1,0 +1,340 @@
+"""From a prompt to the decode engine's first token: kvkit's handoff beside vLLM's NixlConnector.
+
+    python -m benchmarks.pd_peers --json benchmarks/results/pd-<machine>.json
+
+A prefill and a decode engine for each system, each in a process of its own that steps as vLLM's server does.
+All have the same model, and half as many threads as there are cores. A prompt goes to the prefill engine for
+one token, with the parameters of its answer to the decode engine, and then to the decode engine alone, which
+computes all of it: the tokens must be the same. While one pair works the others are stopped.
+
+NIXL is looked for below the folder that `KVKIT_PEERS` names, too; without it kvkit is measured alone. Its
+thread never sleeps: it gets the lowest priority, or it would take a core from the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkit.adapters import smollm2
+from kvkit.bench.systems import ended_by_sigterm
+from kvkit.environment import describe, version_of
+
+BLOCK = 128
+"""Tokens of vLLM's blocks on a CPU."""
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
+"""KV of a token of SmolLM2 in float32: layers, K and V, heads, head size, bytes."""
+PROMPT_TOKENS = (12 * BLOCK + 1, 12 * BLOCK + BLOCK // 2)
+OUTPUT_TOKENS = 8
+WARM_UP = 2
+"""Rounds that are not counted."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "UCX_NET_DEVICES": "lo",
+}
+_WATCHED_S = 0.5
+_IDLE_S = 0.001
+"""vLLM's pause after a step that computed nothing."""
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Two engines, and the ways between them.
+
+    Attributes:
+        prefill, decode: their `kv_transfer_config`.
+        ways: by name, what the prefill engine is told besides that it sends.
+        package: folder of a package that only these engines see.
+    """
+
+    prefill: Settings
+    decode: Settings
+    ways: Mapping[str, Settings]
+    package: Path | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of a prompt.
+
+    Attributes:
+        times_s: seconds until each token.
+        params: `kv_transfer_params` for the other engine.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    params: Settings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A prompt over both engines, then over the decode engine alone.
+
+    Attributes:
+        prefill_s: until the prefill engine's token.
+        first_s: from then until the decode engine's first token.
+        step_s: median of its later tokens.
+        alone_s: until its first token, where it computed all.
+        same: whether all of them said the same.
+    """
+
+    prefill_s: float
+    first_s: float
+    step_s: float
+    alone_s: float
+    hit_tokens: int
+    same: bool
+
+
+def systems(folder: Path) -> tuple[dict[str, System], list[str]]:
+    """Those that can be measured, and what is missing for others."""
+    shared, tcp = f"unix://{folder}/handoff/socket", f"tcp://127.0.0.1:{_free_port()}"
+    found = {
+        "kvkit": System(
+            _kvkit({"role": "prefill"}),
+            _kvkit({"role": "decode", "listen": [shared, tcp], "buffer": "256MiB"}),
+            {"kvkit, shared memory": {"handoff": shared}, "kvkit, TCP": {"handoff": tcp}},
+        )
+    }
+    peers = Path(os.environ.get("KVKIT_PEERS", "")) / "nixl"
+    package = peers if "KVKIT_PEERS" in os.environ and peers.is_dir() else None
+    if package is None and importlib.util.find_spec("nixl") is None:
+        return found, ["NIXL is neither installed nor in $KVKIT_PEERS/nixl"]
+    nixl = {"kv_connector": "NixlConnector"}
+    sends, receives = nixl | {"kv_role": "kv_producer"}, nixl | {"kv_role": "kv_consumer"}
+    found["nixl"] = System(sends, receives, {"vLLM's NixlConnector": {}}, package)
+    return found, []
+
+
+def _kvkit(handoff: Settings) -> Settings:
+    return {
+        "kv_connector": "KVKitConnector",
+        "kv_connector_module_path": "kvkit.adapters.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "kvkit": {"chunk_tokens": 2 * BLOCK, "staging": "128MiB", "handoff": handoff}
+        },
+    }
+
+
+class Engine:
+    """vLLM in a process of its own, stopped but within `awake`. A context manager that ends it."""
+
+    def __init__(self, transfer: Settings, package: Path | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, transfer, package, _free_port()))
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid or 0
+        self._pipe.recv()
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def ask(self, prompt: Sequence[int], tokens: int, params: Settings | None = None) -> Answer:
+        """The beginning of a greedy answer."""
+        self._pipe.send((prompt, tokens, params))
+        answer: Answer = self._pipe.recv()
+        return answer
+
+    def hits(self) -> int:
+        """Tokens that its connector brought so far."""
+        self._pipe.send(None)
+        return int(self._pipe.recv())
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection, transfer: Settings, package: Path | None, port: int) -> None:
+    """Answer prompts until the pipe is closed; take steps as long as vLLM has something to do."""
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    if package is not None:
+        sys.path.insert(0, str(package))
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    engine: Any = LLM(
+        model=str(smollm2.fetch()),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=64,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**transfer),
+    ).llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    _make_way()
+    pipe.send("ready")
+    answer, began, number = Answer(), 0.0, 0
+    while True:
+        if pipe.poll(0.0 if scheduler.has_requests() else None):
+            asked = pipe.recv()
+            if asked is None:
+                pipe.send(_hits())
+                continue
+            prompt, tokens, params = asked
+            answer, began, number = Answer(), time.perf_counter(), number + 1
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": params},
+            )
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        outputs = engine.step()
+        for output in outputs:
+            new = output.outputs[0].token_ids[len(answer.tokens) :]
+            answer.tokens += new
+            answer.times_s += [time.perf_counter() - began] * len(new)
+            if output.finished:
+                answer.params = output.kv_transfer_params
+                pipe.send(answer)
+        if not outputs and scheduler.has_requests():
+            time.sleep(_IDLE_S)
+
+
+def _make_way() -> None:
+    """Give the lowest priority to threads of this process that never sleep."""
+    import psutil
+
+    def used_s() -> dict[int, float]:
+        return {t.id: t.user_time + t.system_time for t in psutil.Process().threads()}
+
+    before = used_s()
+    time.sleep(_WATCHED_S)
+    for thread, now in used_s().items():
+        if now - before.get(thread, now) > _WATCHED_S / 5:
+            os.setpriority(os.PRIO_PROCESS, thread, 19)
+
+
+def _hits() -> float:
+    from prometheus_client import REGISTRY
+
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return sum(s.value for s in samples if s.name == "vllm:external_prefix_cache_hits_total")
+
+
+@contextmanager
+def awake(pids: Sequence[int]) -> Iterator[None]:
+    """Let processes run that are stopped before and after."""
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    yield
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def hand_off(prefill: Engine, decode: Engine, prompt: Sequence[int], told: Settings) -> Handed:
+    """One prompt from engine to engine, then to the second one alone."""
+    hits = decode.hits()
+    first = prefill.ask(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False} | told)
+    second = decode.ask(prompt, OUTPUT_TOKENS, first.params)
+    alone = decode.ask(prompt, OUTPUT_TOKENS)
+    return Handed(
+        first.times_s[0],
+        second.times_s[0],
+        statistics.median(b - a for a, b in pairwise(second.times_s)),
+        alone.times_s[0],
+        decode.hits() - hits,
+        second.tokens == alone.tokens and first.tokens == second.tokens[:1],
+    )
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """In every round a prompt of each length over each way, all different."""
+    rng = np.random.default_rng(0)
+    handed: dict[tuple[str, int], list[Handed]] = defaultdict(list)
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-pd-") as folder, ExitStack() as stack:
+        found, missing = systems(Path(folder))
+        pairs = {
+            name: (
+                stack.enter_context(Engine(system.prefill, system.package)),
+                stack.enter_context(Engine(system.decode, system.package)),
+            )
+            for name, system in found.items()
+        }
+        for number in range(-WARM_UP, rounds):
+            for tokens in PROMPT_TOKENS:
+                for name in sorted(found, reverse=number % 2 == 0):
+                    with awake([engine.pid for engine in pairs[name]]):
+                        for way, told in found[name].ways.items():
+                            prompt = rng.integers(100, 49_000, tokens).tolist()
+                            one = hand_off(*pairs[name], prompt, told)
+                            print(number, tokens, way, one, flush=True)
+                            if number >= 0:
+                                handed[way, tokens].append(one)
+    results = [summary(way, tokens, each) for (way, tokens), each in handed.items()]
+    return {"missing": missing, "rounds": rounds, "token_bytes": TOKEN_BYTES, "results": results}
+
+
+def summary(way: str, prompt_tokens: int, each: Sequence[Handed]) -> dict[str, Any]:
+    """Minimum and median of each time, and what else is true of all."""
+    times = {key: [getattr(h, key) for h in each] for key in ("prefill_s", "first_s", "step_s", "alone_s")}
+    return {
+        "way": way,
+        "prompt_tokens": prompt_tokens,
+        "hit_tokens": min(h.hit_tokens for h in each),
+        "same_tokens": all(h.same for h in each),
+        **{key: {"min": min(found), "median": statistics.median(found)} for key, found in times.items()},
+        "each": [asdict(h) for h in each],
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path, default=Path("pd.json"))
+    given = parser.parse_args()
+    os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    found = measure(given.rounds)
+    document = describe() | {"command": f"python -m benchmarks.pd_peers --rounds {given.rounds}"}
+    document["versions"] |= {package: version_of(package) for package in ("vllm-cpu", "nixl-cu12")}
+    given.json.write_text(json.dumps(document | found, indent=1) + "\n")
+    for result in found["results"]:
+        print({key: value for key, value in result.items() if key != "each"})
+    for reason in found["missing"]:
+        print(reason)
+
+
+if __name__ == "__main__":
+    main()
