@@ -52,6 +52,17 @@ def test_a_process_that_ends_at_once(tmp_path: Path) -> None:
         pass
 
 
+def test_what_was_wrong_first_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+    """vLLM ends with 40 lines of what became of it, and `See root cause above`."""
+    said = ["fine", "(EngineCore) ERROR 11-22: ValueError: no room", *(f"line {i}" for i in range(40))]
+    command = [sys.executable, "-c", f"import sys; sys.exit({chr(10).join(said)!r})"]
+    with (
+        pytest.raises(StartError, match=r"it ended with 1:\n.*ValueError: no room\nline 10\n(.|\n)*line 39$"),
+        serving("it", command, os.environ, tmp_path, lambda: False),
+    ):
+        pass
+
+
 def test_a_process_that_never_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems, "START_S", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -31,6 +31,8 @@ TURNS = 4
 WORDS = 1600
 """Of all turns."""
 CHUNK_TOKENS = 256
+PAGES = ("--kv-cache-memory-bytes", str(1 << 30))
+"""Of each server; vLLM would give the first all that the machine, or the GPU, has."""
 Flow = Literal["handoff", "pool", "pull", "both"]
 FLOWS: tuple[Flow, ...] = get_args(Flow)
 _TIMEOUT_S = 300.0
@@ -72,7 +74,7 @@ def run(
     Args:
         flow: one of `FLOWS`.
         model: hub id or folder; None: SmolLM2-135M-Instruct from its PyPI package.
-        options: more of vLLM's command line.
+        options: more of vLLM's command line; what is there wins over `PAGES`.
 
     Raises:
         PdError: vLLM is missing, or a request failed.
@@ -84,7 +86,7 @@ def run(
     with TemporaryDirectory(prefix="kvkit-pd-") as name, ended_by_sigterm():
         folder = Path(name)
         address = f"unix://{folder}/decode/handoff/socket"
-        setup = Setup(model or str(smollm2.fetch()), 1, None, tuple(options), folder)
+        setup = Setup(model or str(smollm2.fetch()), 1, None, (*PAGES, *options), folder)
         with console.status("plain vLLM"), started("plain", setup) as url:
             plain = [answer for answer, _ in converse(connect("plain", url), [])]
         with ExitStack() as stack:
@@ -184,8 +186,8 @@ def table(turns: Sequence[Turn]) -> Table:
         shown.add_row(
             str(number),
             f"{turn.prompt_tokens} tokens",
-            _by_tier(turn.prefill_hits),
-            _by_tier(turn.decode_received),
+            by_tier(turn.prefill_hits),
+            by_tier(turn.decode_received),
             f"{turn.ttft_s:.2f} s",
             f"{turn.plain_ttft_s:.2f} s",
             "yes" if turn.identical else "no",
@@ -244,5 +246,6 @@ def _ways(turn: Turn) -> list[tuple[str, str, int]]:
     return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]
 
 
-def _by_tier(tokens: dict[str, int]) -> str:
+def by_tier(tokens: dict[str, int]) -> str:
+    """Tokens by tier, in words."""
     return ", ".join(f"{count} from {tier}" for tier, count in tokens.items()) or "nothing"

@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ START_S = 600.0
 """How long a server may take until it serves, in seconds: a large model is long in loading."""
 _STOP_S = 30.0
 _PAUSE_S = 0.1
+_TAIL_LINES = 30
+_CAUSES = 3
 CHUNK_TOKENS = 256
 _SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 """On a CPU vLLM computes on one core less with a connector, or on all where that would leave none: plain vLLM
@@ -250,4 +253,7 @@ def _peers() -> str | None:
 
 
 def _tail(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-30:])
+    """The end of a log, after what was wrong further up: vLLM ends with what became of that."""
+    lines = path.read_text(errors="replace").splitlines()
+    wrong = [line for line in lines[:-_TAIL_LINES] if re.search(r"ERROR.*\w(Error|Exception): ", line)]
+    return "\n".join([*wrong[-_CAUSES:], *lines[-_TAIL_LINES:]])
