@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen2Config
+
+from kvkit.adapters import smollm2
 
 VOCABULARY = 1000
 COMMON: dict[str, Any] = {
@@ -29,3 +31,10 @@ def save(config: PretrainedConfig, folder: Path) -> Path:
         model.get_input_embeddings().weight.mul_(0.1)  # or the last token alone decides the next
     model.save_pretrained(folder)
     return folder
+
+
+def save_with_tokenizer(folder: Path) -> Path:
+    """As `save`, a model that has SmolLM2's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.fetch())
+    tokenizer.save_pretrained(folder)
+    return save(Qwen2Config(**COMMON | {"vocab_size": len(tokenizer)}, num_key_value_heads=2), folder)

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
+from hosts import Host
 from test_channels import DEADLINE_S, fill, nowhere, pattern
 
 from kvkit.handoff.addresses import connect, listen
 from kvkit.handoff.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout, Listener
 
-T = TypeVar("T")
-NEW_NETWORK = 0x40000000
 TIMEOUT_S = 1.0
-
-
-class Host:
-    """A network namespace, which ends with its last socket; what is called in it runs in one thread."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._thread = ThreadPoolExecutor(1)
-        self.namespace = self.call(_leave)
-        self.run("ip", "link", "set", "lo", "up")
-
-    def call(self, function: Callable[[], T]) -> T:
-        return self._thread.submit(function).result(DEADLINE_S)
-
-    def run(self, *command: str) -> None:
-        done = self.call(lambda: subprocess.run(command, capture_output=True, text=True, check=False))
-        if done.returncode:
-            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-    def close(self) -> None:
-        self._thread.shutdown()
-        os.close(self.namespace)
-
-
-def _leave() -> int:
-    """Take the calling thread into a new namespace; its descriptor."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(NEW_NETWORK):
-        raise OSError(ctypes.get_errno(), "no network namespace")
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
 
 @pytest.fixture

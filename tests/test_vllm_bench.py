@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from rich.console import Console
-from small_models import COMMON, save
-from transformers import AutoTokenizer, Qwen2Config
+from small_models import save_with_tokenizer
+from transformers import AutoTokenizer
 from vllm_engine import ENVIRONMENT
 
 from kvkit.adapters import smollm2
@@ -20,7 +20,12 @@ from kvkit.bench.workloads import CONTROL, WORKLOADS
 
 CHUNK = 256
 LOAD = Load(("document-qa", CONTROL), 4, 500, 4, 1, None, 1, 0, 60.0)
-OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
+OPTIONS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=2048",
+    f"--kv-cache-memory-bytes={256 << 20}",
+)
 
 
 def measured(tmp_path: Path, model: str, *systems: str) -> list[Measured]:
@@ -41,15 +46,12 @@ def measured(tmp_path: Path, model: str, *systems: str) -> list[Measured]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}).items():
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
 def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2.fetch())
-    config = Qwen2Config(**COMMON | {"vocab_size": len(tokenizer)}, num_key_value_heads=2)
-    tokenizer.save_pretrained(save(config, tmp_path / "model"))
-    model = str(tmp_path / "model")
+    model = str(save_with_tokenizer(tmp_path / "model"))
     qa_plain, qa_kvkit, control_plain, control_kvkit = measured(tmp_path, model, "plain", "kvkit")
     assert [(m.system, m.workload) for m in (qa_kvkit, control_plain)] == [
         ("kvkit", "document-qa"),

@@ -52,7 +52,8 @@ class Pair:
         config = None
         if settings is not None:
             config = connector({"chunk_tokens": CHUNK} | settings, **more)
-        return engine.open(config, self.model, skip_tokenizer_init=True, max_num_batched_tokens=256)
+        options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 256}
+        return engine.open(config, self.model, kv_cache_memory_bytes=64 << 20, **options)
 
     def ask_both(self, prompt: list[int], tokens: int = 8, handoff: str | None = None) -> tuple[Any, Any]:
         """The answers of prefill and decode, as a router asks them."""

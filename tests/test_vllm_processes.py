@@ -99,7 +99,7 @@ def test_a_server_hits_and_survives_its_tiers(
             "prefill_tokens_per_s": 0.01,
         },
     }
-    with Served(tmp_path, transfer) as server:
+    with Served(tmp_path, transfer, apart=True) as server:
 
         def ask(number: int) -> tuple[int, list[str]]:
             before = loaded(server)

@@ -30,7 +30,6 @@ SIZES = {"chunk_tokens": BLOCK, "staging": "64MiB"}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
@@ -97,6 +96,7 @@ class Engine:
             "enforce_eager": True,
             "max_model_len": 2048,
             "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 1 << 30,
             "enable_prefix_caching": False,
             "disable_log_stats": False,
             "kv_transfer_config": transfer,

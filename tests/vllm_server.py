@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,32 +17,54 @@ from kvkit.adapters import smollm2
 
 
 class Served(Process):
-    """vLLM's OpenAI server. `transfer`: its `kv_transfer_config`; None: without a connector."""
+    """vLLM's OpenAI server.
+
+    Args:
+        transfer: its `kv_transfer_config`; None: without a connector.
+        model: folder; None: SmolLM2.
+        address: where it listens.
+        within: what begins its command, such as `Host.within`.
+        apart: whether its worker is a process of its own; takes longer to start.
+    """
 
     start_s = 300.0
 
-    def __init__(self, folder: Path, transfer: Settings | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        transfer: Settings | None,
+        model: Path | None = None,
+        address: str = "127.0.0.1",
+        within: Sequence[str] = (),
+        apart: bool = False,
+    ) -> None:
         super().__init__(folder)
         (self.port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{address}:{self.port}"
         self._transfer = transfer
+        self._model = model
+        self._address = address
+        self._within = within
+        self._apart = apart
 
     def command(self) -> list[str]:
         options = {
-            "--model": str(smollm2.fetch()),
+            "--model": str(self._model or smollm2.fetch()),
             "--served-model-name": "smollm2",
             "--dtype": "float32",
             "--max-model-len": "2048",
+            "--kv-cache-memory-bytes": str(256 << 20),
             "--port": str(self.port),
-            "--host": "127.0.0.1",
+            "--host": self._address,
         }
         if self._transfer is not None:
             options["--kv-transfer-config"] = json.dumps(self._transfer)
-        variables = [f"{k}={v}" for k, v in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}).items()]
+        chosen = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self._apart))}
+        variables = [f"{k}={v}" for k, v in chosen.items()]
         flat = [word for pair in options.items() for word in pair]
         switches = ["--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
         module = "vllm.entrypoints.openai.api_server"
-        return ["env", *variables, sys.executable, "-m", module, *flat, *switches]
+        return [*self._within, "env", *variables, sys.executable, "-m", module, *flat, *switches]
 
     def answers(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
