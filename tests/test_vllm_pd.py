@@ -254,18 +254,6 @@ def handed_off_in_part(pair: Pair) -> Settings:
     return {"kv_transfer_params": answer["handoff"]}
 
 
-def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[int]]) -> None:
-    """Decode has its slots back at once, and computes what did not come whole."""
-    passed = handed_off_in_part(pair)
-    before = pair.decode.metrics()
-    pair.prefill.kill()
-    pair.prefill = Engine()
-    wait_for(lambda: pair.decode.do("transfers") == [])
-    (answer,) = pair.decode.generate([LONG], extra_args=passed)
-    assert answer["tokens"] == expected[len(LONG)]
-    assert grown(pair.decode, before, HANDED) == [0]
-
-
 def test_decode_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[int]]) -> None:
     """Prefill goes on, and hands off to the engine that takes decode's place."""
     handed_off_in_part(pair)
@@ -279,6 +267,17 @@ def test_decode_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[i
     assert answer["tokens"] == expected[len(LONG)]
     assert grown(pair.decode, before, HANDED) == [whole_blocks(len(LONG))]
     pair.prefill.flush()
+
+
+def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[int]]) -> None:
+    """Decode has its slots back at once, and computes what did not come whole."""
+    passed = handed_off_in_part(pair)
+    before = pair.decode.metrics()
+    pair.prefill.kill()
+    wait_for(lambda: pair.decode.do("transfers") == [])
+    (answer,) = pair.decode.generate([LONG], extra_args=passed)
+    assert answer["tokens"] == expected[len(LONG)]
+    assert grown(pair.decode, before, HANDED) == [0]
 
 
 @pytest.mark.parametrize(

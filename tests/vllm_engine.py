@@ -302,6 +302,8 @@ def _workers() -> Iterator[Any]:
 
 def _serve() -> None:
     gc.unfreeze = lambda: None  # or vLLM collects garbage among all that was imported, 8 times an engine
+    from vllm import LLM  # noqa: F401 - while the test and other engines do something else
+
     served = _Served()
     for line in sys.stdin:
         method, arguments = json.loads(line)
