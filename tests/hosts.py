@@ -68,20 +68,21 @@ class Link:
     def __init__(self, address: str, host: Host) -> None:
         self.lost = 0
         self._opened: list[int] = []
-        self._stopped, self._stop = os.pipe()
         try:
             self._add_end(_run, lambda function: function(), address, host.address)
             self._add_end(host.run, host.call, host.address, address)
         except BaseException:
-            self._close_devices()
+            self._close_all()
             raise
+        self._stopped, self._stop = os.pipe()
+        self._opened += [self._stopped]
         self._thread = threading.Thread(target=self._carry)
         self._thread.start()
 
     def close(self) -> None:
         os.close(self._stop)
         self._thread.join()
-        self._close_devices()
+        self._close_all()
 
     def _add_end(
         self, run: Callable[..., None], call: Callable[[Callable[[], str]], str], address: str, peer: str
@@ -97,17 +98,17 @@ class Link:
         told = fcntl.ioctl(device, _SET_INTERFACE, struct.pack("16sH22x", b"kvkit%d", _RAW_IP))
         return told[:16].rstrip(b"\0").decode()
 
-    def _close_devices(self) -> None:
-        for end in (*self._opened, self._stopped):
+    def _close_all(self) -> None:
+        for end in self._opened:
             os.close(end)
 
     def _carry(self) -> None:
-        near, far = self._opened
+        near, far, _ = self._opened
         beyond, free = {near: far, far: near}, {near: 0.0, far: 0.0}
         under_way: list[tuple[float, int, int, bytes]] = []
         numbers = itertools.count(1)
         poll = select.poll()
-        for end in (near, far, self._stopped):
+        for end in self._opened:
             poll.register(end, select.POLLIN)
         while True:
             now = time.monotonic()

@@ -87,13 +87,13 @@ class Turn:
 
     Attributes:
         loaded: prompt tokens that were not computed.
-        loaded_bytes, stored_bytes: of records.
+        loaded_bytes, stored, stored_bytes: of records, and how many.
     """
 
-    text: str
     tokens: Tokens
     loaded: dict[str, ByTier]
     loaded_bytes: dict[str, ByTier]
+    stored: dict[str, ByTier]
     stored_bytes: dict[str, ByTier]
 
 
@@ -134,8 +134,8 @@ class Engines:
             new = {name: dict(after[name][metric] - before[name][metric]) for name in self.all}
             return {name: by_tier for name, by_tier in new.items() if by_tier}
 
-        moved = (grown(metric) for metric in ("loaded_tokens", "loaded_bytes", "stored_bytes"))
-        return Turn(choice["text"], choice["token_ids"], *moved)
+        moved = ("loaded_tokens", "loaded_bytes", "stored_records", "stored_bytes")
+        return Turn(choice["token_ids"], *map(grown, moved))
 
 
 @pytest.fixture(scope="module")
@@ -195,21 +195,22 @@ def test_a_conversation_moves_nothing_twice(engines: Engines, name: str) -> None
         given = prompt(700, seed)
         first = engines.turn(router, given, 150)
         assert first.loaded == {name: {"handoff": 5 * BLOCK}}
-        stored = first.stored_bytes[name]["pool"]
-        chunk = stored // 3
-        assert first.stored_bytes[name] == {"memory": 3 * chunk, "pool": 3 * chunk}, "of 849 tokens"
-        assert first.stored_bytes["p"] == first.loaded_bytes[name]
+        assert first.stored == {"p": {"handoff": 3}, name: {"memory": 3, "pool": 3}}, "of 849 tokens"
+        chunk = first.stored_bytes[name]["pool"] // 3
         block = first.stored_bytes["p"]["handoff"] - 2 * chunk
+        assert first.loaded_bytes == {name: {"handoff": 2 * chunk + block}}
 
         given += first.tokens + prompt(60, seed + 1)
         second = engines.turn(router, given, 150)
         assert second.loaded == {"p": {"pool": 3 * CHUNK}, name: {"memory": 3 * CHUNK, "handoff": BLOCK}}
+        assert second.loaded_bytes["p"] == {"pool": 3 * chunk}
         assert second.stored_bytes == {"p": {"handoff": block}, name: {"memory": chunk, "pool": chunk}}
 
         engines.all[name].kvkit("/clear", {"tier": "pool"})
         given += second.tokens + prompt(100, seed + 2)
         third = engines.turn(router, given, 8)
         assert third.loaded == {"p": {name: 4 * CHUNK}, name: {"memory": 4 * CHUNK, "handoff": BLOCK}}
+        assert third.loaded_bytes["p"] == {name: 4 * chunk}
         assert third.stored_bytes == {"p": {"handoff": block}, name: {"pool": 4 * chunk}}
     if name == "two" and engines.link is not None:
         assert engines.link.lost > 0, "it was a bad link"
@@ -222,9 +223,8 @@ def test_a_conversation_that_moves_finds_its_beginning_in_the_pool(engines: Engi
     given += first.tokens + prompt(60, 301)
     with engines.router("two") as router:
         moved = engines.turn(router, given, 150)
-    chunk = first.stored_bytes["one"]["pool"] // 3
     assert moved.loaded == {"p": {"pool": 3 * CHUNK}, "two": {"pool": 3 * CHUNK, "handoff": BLOCK}}
-    assert moved.stored_bytes["two"] == {"memory": 4 * chunk, "pool": chunk}
+    assert moved.stored == {"p": {"handoff": 1}, "two": {"memory": 4, "pool": 1}}
     assert moved.stored_bytes["p"]["handoff"] == moved.loaded_bytes["two"]["handoff"]
 
 
