@@ -136,8 +136,8 @@ def far_host() -> Iterator[tuple[Host, Link]]:
     Raises:
         OSError: none can be made here.
     """
-    # addresses as nobody else has: a process id is less than 2 to the 22
-    near, far = IPv4Network((int(IPv4Address("10.0.0.0")) + 4 * os.getpid(), 30)).hosts()
+    # of those that are set aside for tests of networks (RFC 2544), by process
+    near, far = IPv4Network((int(IPv4Address("198.18.0.0")) + 4 * (os.getpid() % (1 << 15)), 30)).hosts()
     with ExitStack() as stack:
         host = Host(str(far))
         stack.callback(host.close)

@@ -571,7 +571,7 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
         (
             {"handoff": HANDOFF | {"max_prefill_tokens": 600}},
             [
-                "handoff: max_prefill_tokens=600 take 150 slots",
+                "handoff: max_prefill_tokens=600 take 152 slots",
                 "1.0MiB has 128",
                 "a buffer of 1.2MiB or more",
             ],

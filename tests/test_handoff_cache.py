@@ -250,14 +250,15 @@ def test_staging_only_leaves_handoff_alone(engine: Engine, tmp_path: Path) -> No
         assert cache.policy == Policy((), ("handoff",), (), staging_only=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 8, 15, 16, 17, 23, 24, 100])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 6, 15, 16, 17, 18, 31, 32, 49, 100])
 def test_a_buffer_holds_the_requests_it_is_made_for(tokens: int) -> None:
-    """Whole chunks, then single blocks of the last part: no shorter request takes more slots."""
+    """Whole chunks, then single blocks of the last part, but for one that holds the last token alone."""
     layout = KVLayout(
-        (LayerGroup(layers=(0,), kv_heads=1, k_size=8, v_size=8, dtype="float32", block_tokens=2),) * 1
+        (LayerGroup(layers=(0,), kv_heads=1, k_size=8, v_size=8, dtype="float32", block_tokens=4),) * 1
     )
-    namespace = Namespace("m", layout.fingerprint(), "float32", chunk_tokens=8)
-    taken = [t // 8 + t % 8 // 2 for t in range(tokens + 1)]
+    namespace = Namespace("m", layout.fingerprint(), "float32", chunk_tokens=16)
+    sent = [t - 1 if t % 4 == 1 else t for t in range(tokens + 1)]
+    taken = [t // 16 + -(-(t % 16) // 4) for t in sent]
     assert Size(1, 1, 1).slots_of(tokens, layout, namespace) == max(taken)
     config = HandoffConfig(listen=("tcp://127.0.0.1:0",), buffer=max(1, max(taken)) * 8192)
     size = Size.of(config.model_copy(update={"max_prefill_tokens": tokens}), layout, namespace)

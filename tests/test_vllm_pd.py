@@ -35,7 +35,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return prompt_of(tokens, seed, VOCABULARY)
 
 
-LONG, SHORT, TAIL = prompt(700, 1), prompt(200, 2), prompt(900, 3)
+LONG, SHORT, TAIL, EVEN = (prompt(tokens, tokens) for tokens in (700, 90, 900, 2 * CHUNK + 1))
 
 
 class Pair:
@@ -76,7 +76,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def expected(engines: Pair) -> dict[int, list[int]]:
     """The answers of an engine without kvkit, by the length of the prompt."""
     engine = engines.open(engines.decode, None)
-    return {len(given): engine.text(given)[0] for given in (LONG, SHORT, TAIL)}
+    return {len(given): engine.text(given)[0] for given in (LONG, SHORT, TAIL, EVEN)}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def pair(engines: Pair, expected: dict[int, list[int]]) -> Pair:
 HANDED = "vllm:kvkit_loaded_tokens_total{tier=handoff}"
 
 
-def whole_blocks(tokens: int) -> int:
-    """The tokens of a prompt that decode need not compute: the last one it always does."""
-    return (tokens - 1) // BLOCK * BLOCK
+def in_blocks(tokens: int) -> int:
+    """The tokens of the blocks that a prompt comes in; decode computes its last token in any case."""
+    return -(-(tokens - 1) // BLOCK) * BLOCK
 
 
 def grown(engine: Engine, before: dict[str, float], *names: str) -> list[float]:
@@ -101,7 +101,11 @@ def grown(engine: Engine, before: dict[str, float], *names: str) -> list[float]:
     return [after.get(name, 0.0) - before.get(name, 0.0) for name in names]
 
 
-@pytest.mark.parametrize("given", [LONG, SHORT, TAIL], ids=["chunks and blocks", "blocks", "chunks"])
+@pytest.mark.parametrize(
+    "given",
+    [LONG, SHORT, TAIL, EVEN],
+    ids=["chunks and blocks", "part of a block", "a few tokens more", "the last token alone"],
+)
 def test_decode_computes_nothing_that_prefill_sent(
     pair: Pair, expected: dict[int, list[int]], given: list[int]
 ) -> None:
@@ -109,11 +113,11 @@ def test_decode_computes_nothing_that_prefill_sent(
     first, second = pair.ask_both(given)
     assert first["tokens"] == expected[len(given)][:1]
     assert first["handoff"]["do_remote_prefill"] is True
-    assert first["handoff"]["remote_num_tokens"] == len(given) // BLOCK * BLOCK
+    assert first["handoff"]["remote_num_tokens"] == len(given) - (given is EVEN)
     assert second["tokens"] == expected[len(given)]
-    came = whole_blocks(len(given))
     p2p = "vllm:prompt_tokens_cached_by_source_total{source=p2p}"
-    assert grown(pair.decode, before, HANDED, p2p, "vllm:kvkit_load_errors_total{}") == [came, came, 0]
+    came = [in_blocks(len(given)), len(given) - 1, 0]
+    assert grown(pair.decode, before, HANDED, p2p, "vllm:kvkit_load_errors_total{}") == came
     assert pair.decode.do("transfers") == [], "its slots are free again"
 
 
@@ -126,7 +130,7 @@ def test_many_requests_pass_through_a_buffer_that_holds_two_at_a_time(pair: Pair
         passed = {"kv_transfer_params": answer["handoff"]}
         (found,) = pair.decode.generate([given], 2, extra_args=passed)
         assert found["tokens"][:1] == answer["tokens"]
-    assert grown(pair.decode, before, HANDED) == [5 * whole_blocks(700)]
+    assert grown(pair.decode, before, HANDED) == [5 * in_blocks(700)]
     assert pair.decode.do("transfers") == []
 
 
@@ -162,9 +166,10 @@ def two_turns(pair: Pair, tier: str) -> None:
     pair.prefill.text(prompt(20, 42))
     pair.decode.text(prompt(20, 42))
     assert grown(pair.prefill, start, loaded_from(tier)) == [stored]
-    new = whole_blocks(len(following)) - stored
-    assert grown(pair.decode, decode_start, HANDED) == [whole_blocks(700) + new]
-    assert grown(pair.prefill, start, SENT) == [2 * chunk + block + new // BLOCK * block], "no two hops"
+    new = in_blocks(len(following)) - stored
+    assert grown(pair.decode, decode_start, HANDED) == [in_blocks(700) + new]
+    sent = 2 * chunk + (in_blocks(700) - 2 * CHUNK + new) // BLOCK * block
+    assert grown(pair.prefill, start, SENT) == [sent], "no two hops"
     assert second["tokens"][0] == answer["tokens"][0]
     pair.open(pair.prefill, None)
     assert pair.prefill.text(following) == [second["tokens"]]
@@ -239,7 +244,7 @@ def test_garbage_and_another_version_are_put_out_at_the_door(
     before = pair.decode.metrics()
     _, second = pair.ask_both(SHORT)
     assert second["tokens"] == expected[len(SHORT)]
-    assert grown(pair.decode, before, HANDED) == [whole_blocks(len(SHORT))]
+    assert grown(pair.decode, before, HANDED) == [in_blocks(len(SHORT))]
 
 
 def handed_off_in_part(pair: Pair) -> Settings:
@@ -265,7 +270,7 @@ def test_decode_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[i
     before = pair.decode.metrics()
     _, answer = pair.ask_both(LONG)
     assert answer["tokens"] == expected[len(LONG)]
-    assert grown(pair.decode, before, HANDED) == [whole_blocks(len(LONG))]
+    assert grown(pair.decode, before, HANDED) == [in_blocks(len(LONG))]
     pair.prefill.flush()
 
 

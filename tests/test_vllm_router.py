@@ -189,29 +189,32 @@ def engines(tmp_path_factory: pytest.TempPathFactory, far: tuple[Host, Link] | N
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_a_conversation_moves_nothing_twice(engines: Engines, name: str) -> None:
-    """P finds in the pool what D stored of the last turn, and when that is gone, in D's memory."""
+    """P finds in the pool what D stored of the last turn, and when that is gone, in D's memory.
+
+    What is left of each prompt is sent in two blocks.
+    """
     seed = {"one": 100, "two": 200}[name]
     with engines.router(name) as router:
         given = prompt(700, seed)
         first = engines.turn(router, given, 150)
-        assert first.loaded == {name: {"handoff": 5 * BLOCK}}
-        assert first.stored == {"p": {"handoff": 3}, name: {"memory": 3, "pool": 3}}, "of 849 tokens"
+        assert first.loaded == {name: {"handoff": 6 * BLOCK}}
+        assert first.stored == {"p": {"handoff": 4}, name: {"memory": 3, "pool": 3}}, "of 849 tokens"
         chunk = first.stored_bytes[name]["pool"] // 3
-        block = first.stored_bytes["p"]["handoff"] - 2 * chunk
-        assert first.loaded_bytes == {name: {"handoff": 2 * chunk + block}}
+        blocks = first.stored_bytes["p"]["handoff"] - 2 * chunk
+        assert first.loaded_bytes == {name: {"handoff": 2 * chunk + blocks}}
 
         given += first.tokens + prompt(60, seed + 1)
         second = engines.turn(router, given, 150)
-        assert second.loaded == {"p": {"pool": 3 * CHUNK}, name: {"memory": 3 * CHUNK, "handoff": BLOCK}}
+        assert second.loaded == {"p": {"pool": 3 * CHUNK}, name: {"memory": 3 * CHUNK, "handoff": CHUNK}}
         assert second.loaded_bytes["p"] == {"pool": 3 * chunk}
-        assert second.stored_bytes == {"p": {"handoff": block}, name: {"memory": chunk, "pool": chunk}}
+        assert second.stored_bytes == {"p": {"handoff": blocks}, name: {"memory": chunk, "pool": chunk}}
 
         engines.all[name].kvkit("/clear", {"tier": "pool"})
         given += second.tokens + prompt(100, seed + 2)
         third = engines.turn(router, given, 8)
-        assert third.loaded == {"p": {name: 4 * CHUNK}, name: {"memory": 4 * CHUNK, "handoff": BLOCK}}
+        assert third.loaded == {"p": {name: 4 * CHUNK}, name: {"memory": 4 * CHUNK, "handoff": CHUNK}}
         assert third.loaded_bytes["p"] == {name: 4 * chunk}
-        assert third.stored_bytes == {"p": {"handoff": block}, name: {"pool": 4 * chunk}}
+        assert third.stored_bytes == {"p": {"handoff": blocks}, name: {"pool": 4 * chunk}}
     if name == "two" and engines.link is not None:
         assert engines.link.lost > 0, "it was a bad link"
 
@@ -223,8 +226,8 @@ def test_a_conversation_that_moves_finds_its_beginning_in_the_pool(engines: Engi
     given += first.tokens + prompt(60, 301)
     with engines.router("two") as router:
         moved = engines.turn(router, given, 150)
-    assert moved.loaded == {"p": {"pool": 3 * CHUNK}, "two": {"pool": 3 * CHUNK, "handoff": BLOCK}}
-    assert moved.stored == {"p": {"handoff": 1}, "two": {"memory": 4, "pool": 1}}
+    assert moved.loaded == {"p": {"pool": 3 * CHUNK}, "two": {"pool": 3 * CHUNK, "handoff": CHUNK}}
+    assert moved.stored == {"p": {"handoff": 2}, "two": {"memory": 4, "pool": 1}}
     assert moved.stored_bytes["p"]["handoff"] == moved.loaded_bytes["two"]["handoff"]
 
 

@@ -322,9 +322,9 @@ def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
         scheduler.view("a")
 
 
-def with_handoff(handoff: Sending | Receiving, grain: int = BLOCK) -> Scheduler:
+def with_handoff(handoff: Sending | Receiving, windows: bool = False) -> Scheduler:
     return Scheduler(
-        Sizes(CHUNK, (BLOCK,), grain),
+        Sizes(CHUNK, (BLOCK,), CHUNK if windows else BLOCK, not windows),
         tokens_of,
         ranks=1,
         waits=False,
@@ -338,12 +338,13 @@ def with_handoff(handoff: Sending | Receiving, grain: int = BLOCK) -> Scheduler:
     tokens=st.integers(1, 60),
     loaded=st.integers(0, 14),
     steps=st.lists(st.integers(1, 20), min_size=1),
-    grain=st.sampled_from([BLOCK, CHUNK]),
+    windows=st.booleans(),
 )
 def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
-    tokens: int, loaded: int, steps: list[int], grain: int
+    tokens: int, loaded: int, steps: list[int], windows: bool
 ) -> None:
-    scheduler, a = with_handoff(Sending("t", "unix:///d"), grain), request(tokens)
+    scheduler, a = with_handoff(Sending("t", "unix:///d"), windows), request(tokens)
+    all_of_it = (tokens - 1) // CHUNK * CHUNK if windows else tokens - (tokens % BLOCK == 1)
     table = list(range(500, 520))
     scheduler.admit(a, (table,), 0)
     a.num_computed_tokens = min(loaded * BLOCK, tokens - 1) // BLOCK * BLOCK
@@ -356,15 +357,16 @@ def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
         for send in step(scheduler, {"a": computes}, (table,)).sends:
             assert not last, "nothing comes after the last piece"
             assert (send.transfer, send.address, send.first) == ("t", "unix:///d", sent)
-            assert send.sequence.tokens.tolist() == a.tokens[: tokens // grain * grain]
-            assert send.blocks == (table[sent // BLOCK : send.stop // BLOCK],)
+            assert send.sequence.tokens.tolist() == a.tokens[:all_of_it]
+            blocks = range(sent // BLOCK, -(-send.stop // CHUNK) * CHUNK // BLOCK)
+            assert send.blocks == ([table[i] if i * BLOCK < send.stop else -1 for i in blocks],)
             assert sent < send.stop <= a.num_computed_tokens + computes, "only what is computed"
             sent, last = send.stop, send.last
             assert last or sent % CHUNK == 0
         a.num_computed_tokens += computes
     whole = a.num_computed_tokens == tokens
-    assert sent == (tokens // grain * grain if whole else a.num_computed_tokens // CHUNK * CHUNK)
-    assert last == (0 < sent == tokens // grain * grain)
+    assert sent == (all_of_it if whole else min(all_of_it, a.num_computed_tokens // CHUNK * CHUNK))
+    assert last == (0 < sent == all_of_it)
     told = scheduler.answer(a)
     assert told is None if not sent else told is not None and told["remote_num_tokens"] == sent
     assert scheduler.finish(a, (table,)) == (sent > 0), "its blocks stay until they were read"
@@ -377,13 +379,32 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
     (ask,) = asked.asks
     assert (ask.transfer, ask.computed_there) == ("t", True)
     assert (ask.computed, len(ask.sequence.tokens)) == (0, 15)
-    answer(scheduler, asked, 12, tier="handoff")
-    assert scheduler.match(a, 0) == (12, True)
+    answer(scheduler, asked, 15, tier="handoff")
+    assert scheduler.match(a, 0) == (14, True), "the last token is computed, for its logits"
     table: Tables = ([21, 22, 23, 24],)
-    scheduler.admit(a, table, 12)
-    (load,) = step(scheduler).loads
-    assert (load.start, load.stop, load.blocks) == (0, 12, ([21, 22, 23, -1],))
-    a.num_computed_tokens = 12
+    scheduler.admit(a, table, 14)
+    found = step(scheduler)
+    (load,) = found.loads
+    assert (load.start, load.stop, load.blocks) == (0, 14, table)
+    assert found.unwanted == []
+    a.num_computed_tokens = 14
     a.tokens.append(7)
-    (save,) = step(scheduler, {"a": 4}, table).saves
+    (save,) = step(scheduler, {"a": 2}, table).saves
     assert (save.first, save.blocks) == (0, table)
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [(1, 0), (13, 12), (15, 14)])
+def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) -> None:
+    """vLLM has it in its prefix cache, or there is a single token."""
+    scheduler, a = with_handoff(Receiving("t", computed=True)), request(tokens)
+    assert scheduler.match(a, computed) == (0, False)
+    scheduler.admit(a, ([21, 22, 23, 24],), 0)
+    assert step(scheduler).unwanted == ["t"]
+    assert step(scheduler).unwanted == []
+
+
+def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
+    scheduler, a = with_handoff(Receiving("t", computed=True)), request(15)
+    assert scheduler.match(a, 0) == (None, False)
+    scheduler.finish(a, None)
+    assert step(scheduler).unwanted == ["t"]

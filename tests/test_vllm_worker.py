@@ -342,3 +342,35 @@ def test_a_step_without_work_waits_for_what_is_sent(tmp_path: Path, monkeypatch:
     assert found == [{"t": Phase.COMMITTED}]
     assert pair.decode.heard() == len(IDS)
     pair.close()
+
+
+def test_what_nobody_wants_makes_room(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert status.phase is Phase.COMMITTED
+    pair.decode.step(unwanted=["t", "unknown"])
+    assert pair.receiver.transfers() == {}
+    assert pair.receiver.arena.free == pair.receiver.arena.slots
+    pair.close()
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK + 1, 2 * BLOCK, CHUNK + BLOCK + 3, 2 * CHUNK])
+def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> None:
+    """Whole chunks, whole blocks behind them, and a part of one."""
+    pair = Pair(tmp_path)
+    for page, tensor in enumerate(pair.prefill.pages.values()):
+        tensor[:] = torch.arange(tensor.numel()).reshape(tensor.shape) + 1.0 + 1e5 * page
+    sequence, blocks = Sequence(IDS[:tokens]), -(-tokens // BLOCK)
+    send = Send("a", "t", pair.address, sequence, 0, tokens, (TABLE[:blocks],), last=True)
+    pair.finish(*pair.prefill.step(("a",), sends=[send]))
+    pair.decode.step(asks=[Ask("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
+    assert pair.decode.heard() == tokens
+    into = [11, 10, 9, 8, 7, 6][:blocks]
+    assert pair.decode.load(Load("a", 1, 0, tokens, (into,)))
+    for ours, theirs in zip(pair.prefill.pages.values(), pair.decode.pages.values(), strict=True):
+        assert torch.equal(ours[TABLE[:blocks]], theirs[into])
+        assert not theirs[[block for block in range(BLOCKS) if block not in into]].any()
+    assert pair.receiver.transfers() == {}
+    pair.close()

@@ -52,9 +52,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load tokens [start, stop) of what the answer `number` found, both multiples of the block size.
+    """Load tokens [start, stop) of what the answer `number` found.
 
-    `blocks` begin at the chunk that holds `start`, and have -1 for those before it.
+    Both are multiples of the block size, but for the end of what another engine sent. `blocks` begin at the
+    chunk that holds `start`, and have -1 for those before it.
     """
 
     request: str
@@ -84,9 +85,9 @@ class Send:
 
     Args:
         address: where the decode engine's rank 0 listens.
-        sequence: the whole blocks of the prompt.
+        sequence: what of the prompt is sent.
         first: a multiple of the chunk size; `blocks` begin there.
-        stop: one past the last token of `blocks`; a multiple of the chunk size, but at the prompt's end.
+        stop: one past the last token of this piece; a multiple of the chunk size, but at the prompt's end.
         last: nothing more is sent after it.
     """
 
@@ -108,6 +109,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
         computed: tokens that are computed.
         preempted: requests lost their blocks.
         idle: nothing is computed, so that there is time to wait for lookups and loads.
+        unwanted: transfers from prefill engines that nobody waits for any more.
         heard: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
     """
@@ -120,6 +122,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
     computed: int = 0
     preempted: bool = False
     idle: bool = False
+    unwanted: list[str] = field(default_factory=list)
     heard: int = 0
     epoch: str = ""
 

@@ -115,6 +115,7 @@ class Scheduler:
         self._asks: list[Ask] = []
         self._loads: list[Load] = []
         self._last_saves: list[Save] = []
+        self._unwanted: list[str] = []
         self._ended: dict[str, RequestView] = {}
         self._steps = 0
         self._heard = 0
@@ -127,23 +128,26 @@ class Scheduler:
         """
         request = self._request(view)
         chunk = self._sizes.chunk_tokens
-        most = self._most(view)
-        receiving = request.handoff if isinstance(request.handoff, Receiving) else Receiving("", False)
-        transfer = receiving.transfer
-        # of what another engine sends, the unfilled last chunk comes, too
-        wanted = -(-most // chunk) if transfer else min(view.num_tokens // chunk, -(-most // chunk))
-        if view.skip_reading_prefix_cache or request.barred or min(wanted * chunk, most) <= computed:
+        receiving = request.handoff if isinstance(request.handoff, Receiving) else None
+        if receiving is None:
+            most = self._most(view)
+            wanted = min(view.num_tokens // chunk, -(-most // chunk))
+            asked = wanted * chunk
+        else:  # the unfilled last chunk comes, too
+            asked = self._handed(view.num_tokens)
+            most = min(asked, view.num_tokens - 1)
+            wanted = -(-asked // chunk)
+        if view.skip_reading_prefix_cache or request.barred or min(asked, most) <= computed:
             return 0, False
         question = request.question
         if question is None or question.chunks != wanted or _stale(question, self._clock()):
-            sequence = self._sequence(view, min(wanted * chunk, view.num_tokens))
+            sequence = self._sequence(view, asked)
             if sequence is None:
                 request.barred = True
                 return 0, False
             question = request.question = _Question(next(self._numbers), wanted)
-            self._asks.append(
-                Ask(view.request_id, question.number, sequence, computed, transfer, receiving.computed)
-            )
+            transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
+            self._asks.append(Ask(view.request_id, question.number, sequence, computed, *transfer))
             return None, False
         if question.known_at is None:
             return None, False
@@ -157,6 +161,8 @@ class Scheduler:
         request.saved = None
         question, request.question = request.question, None
         if not tokens or question is None:
+            if isinstance(request.handoff, Receiving):
+                self._unwanted.append(request.handoff.transfer)
             return
         request.admitted = self._least(question)
         request.start = start = question.computed
@@ -192,9 +198,10 @@ class Scheduler:
             computed=sum(scheduled.values()),
             idle=not scheduled,
             heard=self._heard,
+            unwanted=self._unwanted,
             epoch=self.epoch,
         )
-        self._asks, self._loads, self._last_saves = [], [], []
+        self._asks, self._loads, self._last_saves, self._unwanted = [], [], [], []
         return step
 
     def hear(self, report: Report) -> None:
@@ -226,6 +233,8 @@ class Scheduler:
         request = self._requests.pop(view.request_id, None)
         if request is None:
             return False
+        if isinstance(request.handoff, Receiving):
+            self._unwanted.append(request.handoff.transfer)
         sends = request.sent is not None
         if request.saved is None or blocks is None:
             return sends
@@ -267,6 +276,15 @@ class Scheduler:
         """Tokens that may be loaded: the last one is always computed, for its logits."""
         return (view.num_tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
 
+    def _handed(self, tokens: int) -> int:
+        """Tokens of a prompt of so many that one engine sends and the other takes.
+
+        Whoever takes them computes the last one in any case: if that has a block of its own, it does not go.
+        """
+        if not self._sizes.whole:
+            return (tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
+        return tokens - 1 if (tokens - 1) % self._sizes.grain_tokens == 0 else tokens
+
     def _least(self, question: _Question) -> Answer:
         """What every rank can load. All have answered."""
         return min(question.answers.values(), key=lambda answer: (answer.tokens, answer.rank))
@@ -300,14 +318,14 @@ class Scheduler:
                 yield Save(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
 
     def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[Send]:
-        """What of prompts that are handed off this step completes: whole chunks, whole blocks at the end."""
-        chunk, grain = self._sizes.chunk_tokens, self._sizes.grain_tokens
+        """What of prompts that are handed off this step completes: whole chunks, and the rest at the end."""
+        chunk = self._sizes.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
             if request is None or not isinstance(request.handoff, Sending):
                 continue
             view = request.view
-            whole = view.num_prompt_tokens // grain * grain
+            whole = self._handed(view.num_prompt_tokens)
             computed, first = view.num_computed_tokens + tokens, request.sent or 0
             stop = whole if computed >= view.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
@@ -317,7 +335,7 @@ class Scheduler:
                 continue
             request.sent = stop
             transfer, address = request.handoff.transfer, request.handoff.address
-            cut = self._cut(table, first, stop, 0, stop)
+            cut = self._cut(table, first, -(-stop // chunk) * chunk, 0, stop)
             yield Send(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
 
     def _known(self, view: RequestView, tokens: int) -> int:

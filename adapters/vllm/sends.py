@@ -7,8 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from kvkit.adapters.vllm.handoff import of_rank
-from kvkit.adapters.vllm.messages import Send
+from kvkit.adapters.vllm.messages import Send, TokenIds
 from kvkit.cache import Cache, Place, Stored
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.layout import Namespace
@@ -24,13 +26,25 @@ Places = Callable[[Send, int, int], list[Place]]
 """Where tokens [first, stop) of what is sent lie."""
 
 
-def tail_space(space: Namespace, key: bytes, block_tokens: int) -> Namespace:
-    """The namespace of the whole blocks behind the chunk with `key` that fill no chunk.
+NO_TOKEN = -1
+"""Stands for the tokens that would fill the last block."""
 
-    They are records of another chunk size, of a sequence that this chunk begins: nothing takes them for the
-    chunk that they are the beginning of.
+
+def tail_of(
+    tokens: TokenIds, space: Namespace, key: bytes, block_tokens: int
+) -> tuple[TokenIds, Namespace] | None:
+    """What stands for `tokens`, which fill no chunk, behind the chunk with `key`; None if there are none.
+
+    They are records of blocks, of a sequence that this chunk begins: nothing takes them for the chunk that
+    they are the beginning of. The last block's record has all that its page has, behind the tokens too.
+
+    Returns:
+        The ids, int32 [blocks * block_tokens], and their namespace.
     """
-    return replace(space, chunk_tokens=block_tokens, salt=f"{space.salt}/{key.hex()}")
+    if not len(tokens):
+        return None
+    filled = np.pad(tokens, (0, -len(tokens) % block_tokens), constant_values=NO_TOKEN)
+    return filled, replace(space, chunk_tokens=block_tokens, salt=f"{space.salt}/{key.hex()}")
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +69,7 @@ class Sends:
         cache: has a tier `handoff`, which sends by `sender`.
         shared: tiers that the receivers read, too: what these hold is not sent.
         places: where tokens of a `Send` lie.
-        block_tokens: the unit of what is sent of an unfilled chunk.
+        block_tokens: what an unfilled chunk is sent in.
         rank: of the receivers', the one that has the same share of the KV.
         allocation_s: how long a receiver may take to find room, in seconds.
         wake: called when something changed, from any thread.
@@ -141,11 +155,9 @@ class Sends:
 
     def _begin(self, send: Send, space: Namespace) -> _Sent:
         chunks = Chunks.of(send.sequence.tokens, self._cache.layout, space)
-        rest = send.sequence.tokens[len(chunks.tokens) :]
-        tail = None
-        if len(rest) >= self._block_tokens:
-            key = chunks.keys[-1] if chunks.keys else chunks.parent
-            tail = Chunks.of(rest, self._cache.layout, tail_space(space, key, self._block_tokens))
+        key = chunks.keys[-1] if chunks.keys else chunks.parent
+        rest = tail_of(send.sequence.tokens[len(chunks.tokens) :], space, key, self._block_tokens)
+        tail = None if rest is None else Chunks.of(rest[0], self._cache.layout, rest[1])
         shared = None
         if self._shared and len(chunks):
             shared = self._cache.held_async(send.sequence.tokens, self._shared, space)
@@ -196,8 +208,8 @@ class Sends:
             tokens, first = sent.chunks.tokens[:whole], send.first // size
             self._store(sent, tokens, self._places(send, send.first, whole), space, first, ready)
         if send.stop > whole and sent.tail is not None:
-            space = sent.tail.formats[0].namespace
-            self._store(sent, sent.tail.tokens, self._places(send, whole, send.stop), space, 0, ready)
+            space, stop = sent.tail.formats[0].namespace, whole + len(sent.tail.tokens)
+            self._store(sent, sent.tail.tokens, self._places(send, whole, stop), space, 0, ready)
 
     def _store(
         self,

@@ -4,7 +4,7 @@
 |---|---|---|
 | vllm:kvkit_lookup_tokens | | tokens of whole chunks that were asked for |
 | vllm:kvkit_hit_tokens | tier | tokens that a lookup found |
-| vllm:kvkit_loaded_tokens | tier | tokens put into vLLM's pages, by the tier they came from |
+| vllm:kvkit_loaded_tokens | tier | tokens of the records put into vLLM's pages, by the tier they came from |
 | vllm:kvkit_stored_tokens | tier | tokens put completely, written-back ones too; not those handed off |
 | vllm:kvkit_loaded_bytes | tier | bytes put into vLLM's pages, over all ranks |
 | vllm:kvkit_stored_bytes | tier | bytes that were put completely, over all ranks |

@@ -16,7 +16,7 @@ import torch
 
 from kvkit.adapters.vllm import groups, stats
 from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
-from kvkit.adapters.vllm.sends import TARGET, Sends, tail_space
+from kvkit.adapters.vllm.sends import TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
 from kvkit.cache import Cache, Loaded, Stored
@@ -53,7 +53,7 @@ class _Lookup:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What question `number` found: whole chunks, and the whole blocks of an unfilled one behind them."""
+    """What question `number` found: whole chunks, and the blocks of an unfilled one behind them."""
 
     number: int
     hit: Hit
@@ -67,7 +67,7 @@ class _Loading:
     Attributes:
         base: token that its first chunk begins with.
         began: on the monotonic clock.
-        tail: of the whole blocks behind the last whole chunk, by a transfer of their own.
+        tail: of the blocks behind the last whole chunk, by a transfer of their own.
         whole: tokens that come before the tail.
     """
 
@@ -221,6 +221,9 @@ class Worker:
             self.settle()
         if step.epoch != self._epoch:
             self._forget(step.epoch)
+        if self._receiver is not None:
+            for transfer in step.unwanted:
+                self._receiver.release(transfer, "not wanted")
         for ask in step.asks:
             if ask.transfer and self._receiver is not None:
                 self._received[ask.request] = ask.transfer
@@ -260,11 +263,10 @@ class Worker:
     def _load_tail(self, loading: _Loading, hit: Hit, tail: Hit) -> None:
         """Start loading what lies behind the whole chunks of `hit`, as far as it is not there."""
         load, size = loading.load, tail.chunks.chunk_tokens
-        first = max(load.start - hit.tokens, 0) // size
-        part = tail.part(first, (load.stop - hit.tokens) // size)
-        start = hit.tokens + first * size - loading.base
+        first, last = max(load.start - hit.tokens, 0) // size, -(-(load.stop - hit.tokens) // size)
+        start, stop = (hit.tokens + count * size - loading.base for count in (first, last))
         loading.whole = max(0, hit.tokens - loading.base)
-        loading.tail = self.cache.load_async(part, self._places(load.blocks, start, load.stop - loading.base))
+        loading.tail = self.cache.load_async(tail.part(first, last), self._places(load.blocks, start, stop))
         loading.tail.add_done_callback(self._wake)
 
     def wait_for_layer(self, name: str) -> None:
@@ -378,15 +380,16 @@ class Worker:
         if hit is None:
             return Answer(ask.request, ask.number, rank, 0, ())
         tail = None
-        rest = ask.sequence.tokens[hit.tokens :]
-        if ask.request in self._received and len(hit.chunks) == hit.plan.chunks and len(rest) >= self._block:
+        if ask.request in self._received and len(hit.chunks) == hit.plan.chunks:
             key = hit.chunks.keys[-1] if hit.chunks.keys else hit.chunks.parent
-            space = tail_space(self._space(ask.sequence), key, self._block)
-            tail = self.cache.lookup(rest, space, retrieve_from=(TARGET,))
+            rest = tail_of(ask.sequence.tokens[hit.tokens :], self._space(ask.sequence), key, self._block)
+            if rest is not None:
+                tail = self.cache.lookup(*rest, retrieve_from=(TARGET,))
         self._hits[ask.request] = _Found(ask.number, hit, tail)
         found = [part for part in (hit, tail) if part is not None]
         segments = tuple(segment for part in found for segment in _segments(part))
-        return Answer(ask.request, ask.number, rank, sum(part.tokens for part in found), segments)
+        tokens = min(sum(part.tokens for part in found), len(ask.sequence.tokens))
+        return Answer(ask.request, ask.number, rank, tokens, segments)
 
     def _release(self, request: str) -> None:
         """Give back what was received for a request."""

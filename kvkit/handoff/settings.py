@@ -174,12 +174,15 @@ class Size:
         return size
 
     def slots_of(self, tokens: int, layout: KVLayout, namespace: Namespace) -> int:
-        """Slots that a request of up to so many tokens may take: whole chunks, then single blocks."""
+        """Slots that a request of up to so many tokens may take: whole chunks, then single blocks.
+
+        A last token that would have a block of its own does not go: the receiver computes it in any case.
+        """
         block_tokens = min(group.block_tokens for group in layout.groups)
         chunks, rest = divmod(tokens, namespace.chunk_tokens)
-        parts = rest // block_tokens
+        parts = -(-max(rest - 1, 0) // block_tokens)
         if chunks:  # a request that is a token short of its last whole chunk may take more
-            parts = max(parts, namespace.chunk_tokens // block_tokens - 2)
+            parts = max(parts, namespace.chunk_tokens // block_tokens - 1)
         return (chunks + parts) * self.chunk_slots
 
 
