@@ -19,9 +19,10 @@ from waiting import wait_for
 from kvkit.adapters.vllm.messages import Ask, Load, Save, Send, Sequence, Step
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.handoff.sender import Sender
 from kvkit.handoff.states import Phase
 from kvkit.handoff.tier import HandoffTier
-from kvkit.testing import Fault, FaultyTier, Plan
+from kvkit.testing import Fault, FaultyTier, Plan, record_names
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
@@ -49,6 +50,14 @@ class Rank:
         self.worker.open(self.pages)
         self.waits = load != "async"
         self.number = 0
+
+    @property
+    def sender(self) -> Sender:
+        """Its side of handoff."""
+        handoff = self.worker.cache.tiers["handoff"]
+        assert isinstance(handoff, HandoffTier)
+        assert handoff.sender is not None
+        return handoff.sender
 
     def wrap(self, tier: str, plan: Plan) -> FaultyTier:
         """Have a tier meet faults from now on."""
@@ -373,4 +382,33 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
         assert torch.equal(ours[TABLE[:blocks]], theirs[into])
         assert not theirs[[block for block in range(BLOCKS) if block not in into]].any()
     assert pair.receiver.transfers() == {}
+    pair.close()
+
+
+def test_a_step_without_work_waits_for_room_at_the_receiver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(tmp_path)
+    slots = pair.receiver.arena.slots
+    other = pair.prefill.sender.open("other", pair.address, record_names(slots), DEADLINE_S)
+    assert other.admitted.result(DEADLINE_S) == slots
+    pair.prefill.step(("a",), sends=[pair.send()])
+    wait_for(lambda: pair.receiver.transfers().get("t") is Phase.WAITING)
+    monkeypatch.setattr("kvkit.adapters.vllm.worker.IDLE_WAIT_S", DEADLINE_S)
+    found: list[dict[str, Phase]] = []
+
+    def step() -> None:
+        pair.prefill.step(idle=True)
+        found.append(pair.receiver.transfers())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    pair.prefill.sender.cancel("other")
+    thread.join(DEADLINE_S)
+    assert found == [{"t": Phase.RECEIVING}]
+    monkeypatch.undo()
+    pair.finish(set(), set(), set())
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.held) == (Phase.COMMITTED, 3)
     pair.close()

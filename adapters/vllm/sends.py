@@ -137,6 +137,11 @@ class Sends:
         self._ended -= done
         return done
 
+    @property
+    def under_way(self) -> bool:
+        """Whether any transfer is."""
+        return any(not sent.over for sent in self._sent.values())
+
     def __contains__(self, request: object) -> bool:
         """Whether a request's pages may still be read."""
         return request in self._sent

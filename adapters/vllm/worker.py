@@ -136,7 +136,7 @@ class Worker:
         self._tells_stores = tells_stores
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
-        self._wakes = self._received_at = 0
+        self._wakes = self._seen = 0
         self._lookups: dict[str, _Lookup] = {}
         self._hits: dict[str, _Found] = {}
         self._awaited: dict[str, tuple[Ask, float]] = {}  # since when, on the monotonic clock
@@ -359,7 +359,7 @@ class Worker:
     def _receive(self) -> None:
         """Look up for requests whose transfers arrived, or will not."""
         assert self._receiver is not None or not self._awaited
-        self._received_at = self._wakes
+        self._seen = self._wakes
         for name, (ask, since) in list(self._awaited.items()):
             assert self._receiver is not None
             status = self._receiver.status(ask.transfer)
@@ -501,13 +501,14 @@ class Worker:
         return wait_for_it
 
     def _rest(self) -> None:
-        """Wait a little for a transfer, a lookup or a load."""
+        """Wait a little for a transfer, a lookup or a load: step after step would keep a core they need."""
 
         def something() -> bool:
             lookups = [lookup.hit for lookup in self._lookups.values()]
-            under_way = bool(lookups) or bool(self._loading) or bool(self._awaited)
+            transfers = bool(self._awaited) or (self._sends is not None and self._sends.under_way)
+            under_way = bool(lookups) or bool(self._loading) or transfers
             some = any(lookup.done() for lookup in lookups) or any(x.done for x in self._loading.values())
-            came = bool(self._awaited) and self._wakes != self._received_at
+            came = transfers and self._wakes != self._seen
             return some or came or not under_way
 
         with self._changed:
