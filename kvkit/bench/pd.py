@@ -47,8 +47,8 @@ class Turn:
     """One turn over both engines.
 
     Attributes:
-        prefill_hits: prompt tokens that P did not compute, by the tier they came from.
-        decode_received: prompt tokens that D did not compute, by tier.
+        prefill_hits: tokens of the records that P loaded, by the tier they came from.
+        decode_received: tokens of those that D loaded, by tier.
         ttft_s, plain_ttft_s: seconds to the first piece of text, over the router and from plain vLLM.
         identical: whether both gave the same text.
     """
@@ -181,13 +181,14 @@ def converse(server: Server, engines: Sequence[Server]) -> list[tuple[Answer, li
 
 def table(turns: Sequence[Turn]) -> Table:
     """The turns as a table."""
-    shown = Table("turn", "prompt", "P loaded", "D loaded", "TTFT", "plain vLLM", "same text")
+    columns = ("turn", "prompt", "P loaded", "D loaded", "TTFT", "plain vLLM", "same text")
+    shown = Table(*columns, caption="what is loaded comes in whole records")
     for number, turn in enumerate(turns, 1):
         shown.add_row(
             str(number),
             f"{turn.prompt_tokens} tokens",
-            by_tier(turn.prefill_hits),
-            by_tier(turn.decode_received),
+            _by_tier(turn.prefill_hits),
+            _by_tier(turn.decode_received),
             f"{turn.ttft_s:.2f} s",
             f"{turn.plain_ttft_s:.2f} s",
             "yes" if turn.identical else "no",
@@ -213,8 +214,8 @@ def draw(turns: Sequence[Turn], path: Path) -> None:
         for number, (axes, turn) in enumerate(zip(panels[0], turns, strict=True), 1):
             axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
             axes.axis("off")
-            computed = turn.prompt_tokens - sum(turn.prefill_hits.values())
-            own = turn.prompt_tokens - sum(turn.decode_received.values())
+            computed = max(1, turn.prompt_tokens - sum(turn.prefill_hits.values()))
+            own = max(1, turn.prompt_tokens - sum(turn.decode_received.values()))
             boxes: dict[str, tuple[float, float, int | None]]
             boxes = {"P": (0.0, 0.0, computed), "D": (2.0, 0.0, own)}
             ways = _ways(turn)
@@ -246,6 +247,5 @@ def _ways(turn: Turn) -> list[tuple[str, str, int]]:
     return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]
 
 
-def by_tier(tokens: dict[str, int]) -> str:
-    """Tokens by tier, in words."""
+def _by_tier(tokens: dict[str, int]) -> str:
     return ", ".join(f"{count} from {tier}" for tier, count in tokens.items()) or "nothing"
