@@ -55,6 +55,13 @@ def test_what_an_engine_loaded_is_read_from_its_metrics() -> None:
             loaded_tokens(connect("s", served.url("mute")))
 
 
+@pytest.mark.parametrize(
+    ("cores", "halves"), [([0], ((), ())), ([2, 5], ((2,), (5,))), ([0, 1, 2], ((0,), (1, 2)))]
+)
+def test_each_engine_has_cores_of_its_own(cores: list[int], halves: tuple[tuple[int, ...], ...]) -> None:
+    assert pd._halves(cores) == halves
+
+
 def test_the_table() -> None:
     console = Console(width=120)
     with console.capture() as captured:

@@ -11,6 +11,7 @@ The four flows are settings of the two engines, nothing else:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -86,17 +87,19 @@ def run(
     with TemporaryDirectory(prefix="kvkit-pd-") as name, ended_by_sigterm():
         folder = Path(name)
         address = f"unix://{folder}/decode/handoff/socket"
-        setup = Setup(model or str(smollm2.fetch()), 1, None, (*PAGES, *options), folder)
+        half, other = _halves(sorted(os.sched_getaffinity(0)))
+        setup = Setup(model or str(smollm2.fetch()), 1, None, (*PAGES, *options), folder, cores=half)
         with console.status("plain vLLM"), started("plain", setup) as url:
             plain = [answer for answer, _ in converse(connect("plain", url), [])]
         with ExitStack() as stack:
             status = stack.enter_context(console.status("two engines and the router"))
             urls = []
-            for role, text in settings(flow, address, folder / "pool").items():
+            texts = settings(flow, address, folder / "pool")
+            for (role, text), cores in zip(texts.items(), (half, other), strict=True):
                 (folder / role).mkdir()
                 config = folder / role / "kvkit.toml"
                 config.write_text(text)
-                engine = replace(setup, config=config, folder=folder / role)
+                engine = replace(setup, config=config, folder=folder / role, cores=cores)
                 urls.append(stack.enter_context(started("kvkit", engine)))
             prefill, decode = urls
             router = stack.enter_context(routed(prefill, decode, folder, address))
@@ -111,6 +114,12 @@ def run(
     json_path.write_text(json.dumps(figures, indent=1) + "\n")
     draw(turns, png_path)
     return turns
+
+
+def _halves(cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The cores of each engine: a worker of vLLM that waits would keep another's from running on its own."""
+    middle = len(cores) // 2
+    return (tuple(cores[:middle]), tuple(cores[middle:])) if middle else ((), ())
 
 
 def settings(flow: Flow, address: str, pool: Path) -> dict[str, str]:

@@ -29,6 +29,7 @@ CHUNK_TOKENS = 256
 _SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 """On a CPU vLLM computes on one core less with a connector, or on all where that would leave none: plain vLLM
 and a cache would be compared on different cores."""
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 
 
@@ -47,6 +48,7 @@ class Setup:
         chunk_tokens: of LMCache, and of kvkit without a file.
         options: more of vLLM's command line, for every system.
         folder: of the servers' logs.
+        cores: that a server computes on where there is no GPU; none: as vLLM chooses.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Setup:
     options: tuple[str, ...]
     folder: Path
     chunk_tokens: int = CHUNK_TOKENS
+    cores: tuple[int, ...] = ()
 
 
 def missing(system: str) -> str | None:
@@ -75,6 +78,8 @@ def started(system: str, setup: Setup) -> Iterator[str]:
     """
     with ExitStack() as stack:
         environment = _SAME_CORES | os.environ
+        if setup.cores:
+            environment = {_BIND: ",".join(map(str, setup.cores))} | environment
         transfer: dict[str, Any] | None = None
         if system == "kvkit":
             transfer = _kvkit(setup)
