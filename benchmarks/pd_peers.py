@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.adapters import smollm2
-from kvkit.bench.systems import ended_by_sigterm
+from kvkit.bench.systems import ended_by_sigterm, free_port
 from kvkit.environment import describe, version_of
 
 BLOCK = 128
@@ -113,7 +112,7 @@ class Handed:
 
 def systems(folder: Path) -> tuple[dict[str, System], list[str]]:
     """Those that can be measured, and what is missing for others."""
-    shared, tcp = f"unix://{folder}/handoff/socket", f"tcp://127.0.0.1:{_free_port()}"
+    shared, tcp = f"unix://{folder}/handoff/socket", f"tcp://127.0.0.1:{free_port()}"
     found = {
         "kvkit": System(
             _kvkit({"role": "prefill"}),
@@ -148,7 +147,7 @@ class Engine:
     def __init__(self, transfer: Settings, package: Path | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, transfer, package, _free_port()))
+        self._process = context.Process(target=_serve, args=(theirs, transfer, package, free_port()))
         self._process.start()
         theirs.close()
         self.pid = self._process.pid or 0
@@ -311,13 +310,6 @@ def summary(way: str, prompt_tokens: int, each: Sequence[Handed]) -> dict[str, A
         **{key: {"min": min(found), "median": statistics.median(found)} for key, found in times.items()},
         "each": [asdict(h) for h in each],
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def started(system: str, setup: Setup) -> Iterator[str]:
                     "lmcache.mp.port": port,
                 },
             }
-        port = _free_port()
+        port = free_port()
         command = _vllm(setup, port, transfer)
         with serving(system, command, environment, setup.folder, lambda: _healthy(port)):
             yield f"http://127.0.0.1:{port}"
@@ -113,7 +113,7 @@ def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) 
     Raises:
         StartError: it ended, or did not serve within `START_S`.
     """
-    port = _free_port()
+    port = free_port()
     config = folder / "router.toml"
     where = "" if handoff is None else f'handoff = "{handoff}"\n'
     config.write_text(
@@ -198,7 +198,7 @@ def _kvkit(setup: Setup) -> dict[str, Any]:
 @contextmanager
 def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[int]:
     """The port of LMCache's own process, which holds its memory."""
-    port = _free_port()
+    port = free_port()
     options = {
         "--host": "127.0.0.1",
         "--port": str(port),
@@ -244,7 +244,8 @@ def _listens(port: int) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One of loopback that nobody listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
