@@ -628,6 +628,11 @@ def test_bad_requests_are_errors_at_once(node: Node, sender: Sender) -> None:
         sender.open("u", node.tcp, [], LONG_S)
     with pytest.raises(ValueError, match="want unix:///<path>, tcp"):
         sender.open("u", "http://example.com", record_names(1), LONG_S)
+    with pytest.raises(ValueError, match="transfer 'u v': want 1 to 128 printable ASCII"):
+        sender.open("u v", node.tcp, record_names(1), LONG_S)
+    for deadline_s in (0.0, -1.0, 3601.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"deadline_s=.*: want more than 0 and at most 3600"):
+            sender.open("u", node.tcp, record_names(1), deadline_s)
     sender.close(0.0)
     with pytest.raises(HandoffError, match="the sender is closed"):
         sender.open("u", node.tcp, record_names(1), LONG_S)

@@ -46,9 +46,10 @@ def test_what_is_answered_is_what_the_other_engine_reads() -> None:
         (SEND, "the peers are d0, d1"),
         ({**SEND, "handoff": "d2"}, "'d2': no such peer; the peers are d0, d1"),
         ({**SEND, "handoff": 7}, "handoff = 7"),
-        ({**SEND, "handoff": "d0", "transfer_id": 7}, "transfer_id = 7"),
-        ({"do_remote_prefill": True}, "transfer_id = None"),
-        ({"do_remote_prefill": True, "transfer_id": ""}, "transfer_id = ''"),
+        ({**SEND, "handoff": "d0", "transfer_id": 7}, "transfer_id: transfer 7: want"),
+        ({**SEND, "handoff": "d0", "transfer_id": "a b"}, "transfer 'a b': want 1 to 128"),
+        ({"do_remote_prefill": True}, "transfer None"),
+        ({"do_remote_prefill": True, "transfer_id": ""}, "transfer ''"),
     ],
 )
 def test_what_is_wrong_is_named(params: dict[str, Any], word: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkit.config import ConfigError
+from kvkit.handoff.messages import MessageError, transfer_name
 
 WHERE = "kv_transfer_params"
 TOKENS = "remote_num_tokens"
@@ -53,14 +54,16 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending 
         raise ConfigError(
             f"{WHERE}: do_remote_decode and do_remote_prefill are both set; want one of the two"
         )
-    transfer = params.get("transfer_id")
+    given = params.get("transfer_id")
+    if sends and given is None:
+        given = uuid.uuid4().hex
+    try:
+        transfer = transfer_name(given)
+    except MessageError as error:
+        raise ConfigError(f"{WHERE}.transfer_id: {error}") from error
     if receives:
-        if not isinstance(transfer, str) or not transfer:
-            raise ConfigError(f"{WHERE}.transfer_id = {transfer!r}: want what the prefill engine answered")
         return Receiving(transfer, TOKENS in params)
-    if transfer is not None and not isinstance(transfer, str):
-        raise ConfigError(f"{WHERE}.transfer_id = {transfer!r}: want a string")
-    return Sending(transfer or uuid.uuid4().hex, _address(params.get("handoff"), peers))
+    return Sending(transfer, _address(params.get("handoff"), peers))
 
 
 def answer(sending: Sending, tokens: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ docs/handoff.md is the protocol: who says what when, and how a message is framed
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -26,7 +27,8 @@ Name = Annotated[
 """Of a record, as `kvkit.record` makes them: "<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0"."""
 
 Names = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
-Id = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
+_ID = r"^[\x21-\x7e]{1,128}\Z"
+Id = Annotated[str, msgspec.Meta(pattern=_ID)]
 Label = Annotated[str, msgspec.Meta(max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
@@ -213,6 +215,17 @@ def decode(body: bytes | memoryview) -> AnyMessage:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise MessageError(f"malformed message: {error}"[:1024]) from None
+
+
+def transfer_name(transfer: object) -> str:
+    """`transfer`, which names one. Whoever is told another name hangs up.
+
+    Raises:
+        MessageError: it cannot.
+    """
+    if isinstance(transfer, str) and re.search(_ID, transfer):
+        return transfer
+    raise MessageError(f"transfer {transfer!r}: want 1 to 128 printable ASCII characters without space")
 
 
 def _check_distinct(names: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from kvkit.handoff import addresses, outgoing
 from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
+    MAX_DEADLINE_S,
     MAX_NAMES,
     Admit,
     AnyMessage,
@@ -25,6 +26,7 @@ from kvkit.handoff.messages import (
     Refuse,
     Release,
     Reserve,
+    transfer_name,
 )
 from kvkit.handoff.outgoing import Outgoing, Send, Sent, Stage, Step
 from kvkit.handoff.states import Outcome, Unexpected
@@ -104,9 +106,13 @@ class Sender:
         Raises:
             HandoffError: there is a transfer of that name, the sender is closed, or there are no names or
                 more than `MAX_NAMES`.
-            ValueError: `address` is none.
+            ValueError: `address` or `transfer` is none, or `deadline_s` is not above 0 and at most
+                `MAX_DEADLINE_S`.
         """
         addresses.parse(address)
+        transfer_name(transfer)
+        if not 0 < deadline_s <= MAX_DEADLINE_S:
+            raise ValueError(f"deadline_s={deadline_s}: want more than 0 and at most {MAX_DEADLINE_S}")
         if not 1 <= len(names) <= MAX_NAMES:
             raise HandoffError(f"transfer {transfer}: {len(names)} records; want 1 to {MAX_NAMES}")
         with self._changed:
