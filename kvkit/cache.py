@@ -322,6 +322,7 @@ class Cache:
         first: int = 0,
         ready: Callable[[], object] | None = None,
         on_stored: Callable[[str, int], None] | None = None,
+        on_settled: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
@@ -331,13 +332,15 @@ class Cache:
                 event's `synchronize`).
             on_stored: called with the name of a tier and the number of a chunk, counted from `first`, when
                 that tier has it completely; from any thread, and often after the future is done.
+            on_settled: called once, when each record is in one of the tiers or will be in none; likewise. A
+                tier that hangs may delay it without end.
             copy_first: whether chunks are copied before tiers outside this process are asked what they lack.
                 The pages come free without waiting for them, and what they have was copied for nothing.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move, promise = self._store(tokens, place, namespace, to, first, on_stored, copy_first)
+        move, promise = self._store(tokens, place, namespace, to, first, on_stored, on_settled, copy_first)
 
         def store(transfer: Transfer[Stored]) -> Stored:
             if ready is not None:
@@ -455,6 +458,7 @@ class Cache:
         to: Sequence[str] | None,
         first: int,
         on_stored: Callable[[str, int], None] | None = None,
+        on_settled: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> tuple[Callable[[Transfer[Stored]], Stored], Promise]:
         chunks = self._chunks(tokens, namespace)
@@ -463,7 +467,7 @@ class Cache:
         places = check_places(place, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
         self._check("to", targets)
-        promise = self._access.promises.make(chunks.names)
+        promise = self._access.promises.make(chunks.names, on_settled)
         move = partial(stores.store, self._access, chunks, places, targets, on_stored, copy_first, promise)
         return move, promise
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class Promises:
@@ -14,11 +14,15 @@ class Promises:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
 
-    def make(self, names: Collection[str]) -> Promise:
-        """Promise records; whoever makes them must `give_up` once, when it has begun all that it will."""
+    def make(self, names: Collection[str], on_over: Callable[[], object] = lambda: None) -> Promise:
+        """Promise records; whoever makes them must `give_up` once, when it has begun all that it will.
+
+        Args:
+            on_over: called once, from any thread, when none of them is promised by this promise any more.
+        """
         with self._changed:
             self._makers.update(names)
-        return Promise(self, names)
+        return Promise(self, names, on_over)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -46,9 +50,10 @@ class Promise:
     Thread-safe. The store itself counts as one attempt, until it has begun all others.
     """
 
-    def __init__(self, promises: Promises, names: Collection[str]) -> None:
+    def __init__(self, promises: Promises, names: Collection[str], on_over: Callable[[], object]) -> None:
         self._promises = promises
         self._attempts = dict.fromkeys(names, 1)
+        self._on_over: Callable[[], object] | None = on_over
         self._lock = threading.Lock()
 
     def attempt(self, names: Iterable[str]) -> None:
@@ -62,14 +67,14 @@ class Promise:
         """A tier has these."""
         with self._lock:
             over = [name for name in names if self._attempts.pop(name, None) is not None]
-        self._promises.end(over)
+        self._end(over)
 
     def withdraw(self) -> None:
         """All attempts are off: the store did not begin."""
         with self._lock:
             over = list(self._attempts)
             self._attempts.clear()
-        self._promises.end(over)
+        self._end(over)
 
     def give_up(self, names: Iterable[str]) -> None:
         """One attempt at each of these came to nothing, or began all others."""
@@ -82,4 +87,13 @@ class Promise:
                     over.append(name)
                 elif left is not None:
                     self._attempts[name] = left - 1
-        self._promises.end(over)
+        self._end(over)
+
+    def _end(self, names: Collection[str]) -> None:
+        self._promises.end(names)
+        with self._lock:
+            tell = None if self._attempts else self._on_over
+            if tell is not None:
+                self._on_over = None
+        if tell is not None:
+            tell()

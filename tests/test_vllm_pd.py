@@ -118,7 +118,7 @@ def test_decode_computes_nothing_that_prefill_sent(
     p2p = "vllm:prompt_tokens_cached_by_source_total{source=p2p}"
     came = [in_blocks(len(given)), len(given) - 1, 0]
     assert grown(pair.decode, before, HANDED, p2p, "vllm:kvkit_load_errors_total{}") == came
-    assert pair.decode.do("transfers") == [], "its slots are free again"
+    assert pair.decode.do("transfers") == {}, "its slots are free again"
 
 
 def test_many_requests_pass_through_a_buffer_that_holds_two_at_a_time(pair: Pair) -> None:
@@ -131,7 +131,7 @@ def test_many_requests_pass_through_a_buffer_that_holds_two_at_a_time(pair: Pair
         (found,) = pair.decode.generate([given], 2, extra_args=passed)
         assert found["tokens"][:1] == answer["tokens"]
     assert grown(pair.decode, before, HANDED) == [5 * in_blocks(700)]
-    assert pair.decode.do("transfers") == []
+    assert pair.decode.do("transfers") == {}
 
 
 def test_parameters_that_make_no_sense_cost_the_handoff_alone(
@@ -181,9 +181,24 @@ def test_the_next_turn_finds_in_the_pool_what_decode_stored(pair: Pair, tmp_path
     sends = {"retrieve_from": ["pool"], "store_to": ["handoff"], "write_back_to": []}
     stores = {"retrieve_from": ["handoff", "pool"], "store_to": ["pool"], "write_back_to": []}
     receives = {"role": "decode", "listen": [pair.address], "buffer": "16MiB"}
-    pair.open(pair.prefill, {"tiers": tiers, "handoff": {"role": "prefill"}, "policy": sends})
+    pair.open(pair.prefill, {"tiers": tiers, "handoff": {"role": "prefill"}, "policy": sends}, send="sync")
     pair.open(pair.decode, {"tiers": tiers, "handoff": receives, "policy": stores})
     two_turns(pair, "pool")
+
+
+def test_a_prefill_engine_that_waits_answers_when_everything_is_there(
+    pair: Pair, expected: dict[int, list[int]]
+) -> None:
+    """The engines of the test before: prefill sends synchronously, decode takes it as from any other."""
+    pair.open(pair.prefill, {"handoff": {"role": "prefill"}}, send="sync")
+    asked = SEND | {"handoff": pair.address}
+    (first,) = pair.prefill.generate([LONG], 1, extra_args={"kv_transfer_params": asked})
+    assert pair.decode.do("transfers") == {first["handoff"]["transfer_id"]: "committed"}
+    before = pair.decode.metrics()
+    passed = {"kv_transfer_params": first["handoff"]}
+    (second,) = pair.decode.generate([LONG], 8, extra_args=passed)
+    assert second["tokens"] == expected[len(LONG)]
+    assert grown(pair.decode, before, HANDED) == [in_blocks(len(LONG))]
 
 
 def test_the_next_turn_pulls_from_decode_what_it_keeps_in_memory(pair: Pair) -> None:
@@ -255,7 +270,7 @@ def handed_off_in_part(pair: Pair) -> Settings:
     pair.prefill.do("keep_last_word")
     asked = {"kv_transfer_params": SEND | {"handoff": pair.address}}
     (answer,) = pair.prefill.generate([LONG], 1, extra_args=asked)
-    wait_for(lambda: pair.decode.do("transfers") == [answer["handoff"]["transfer_id"]])
+    wait_for(lambda: pair.decode.do("transfers") == {answer["handoff"]["transfer_id"]: "receiving"})
     return {"kv_transfer_params": answer["handoff"]}
 
 
@@ -279,7 +294,7 @@ def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[
     passed = handed_off_in_part(pair)
     before = pair.decode.metrics()
     pair.prefill.kill()
-    wait_for(lambda: pair.decode.do("transfers") == [])
+    wait_for(lambda: pair.decode.do("transfers") == {})
     (answer,) = pair.decode.generate([LONG], extra_args=passed)
     assert answer["tokens"] == expected[len(LONG)]
     assert grown(pair.decode, before, HANDED) == [0]

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from waiting import wait_for
 
-from kvkit.adapters.vllm.messages import Ask, Load, Save, Send, Sequence, Step
+from kvkit.adapters.vllm.messages import Ask, Load, Save, Send, Sequence, Step, TokenIds
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.handoff.sender import Sender
@@ -257,7 +257,7 @@ class Pair:
         self.address = f"unix://{folder}/decode/socket"
         receives = {"role": "decode", "listen": [self.address], "buffer": "1MiB"}
         self.decode = Rank(folder / "d", "async", receives, **more)
-        self.prefill = Rank(folder / "p", load, {"role": "prefill"})
+        self.prefill = Rank(folder / "p", load, {"role": "prefill"}, **more)
         handoff = self.decode.worker.cache.tiers["handoff"]
         assert isinstance(handoff, HandoffTier)
         assert handoff.receiver is not None
@@ -382,6 +382,64 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
         assert torch.equal(ours[TABLE[:blocks]], theirs[into])
         assert not theirs[[block for block in range(BLOCKS) if block not in into]].any()
     assert pair.receiver.transfers() == {}
+    pair.close()
+
+
+def test_a_transfer_is_not_over_before_its_last_record_was_put(pair: Pair) -> None:
+    """Puts wait for each other: those of a long prompt go on when all of it has been copied."""
+    handoff = pair.prefill.wrap("handoff", lambda operation, _: Fault.HANG if operation == "put" else None)
+    pair.prefill.step(sends=[pair.send()])
+    sends = pair.prefill.worker._sends
+    assert sends is not None
+    (sent,) = sends._sent.values()
+    while not sent.stores:
+        pair.prefill.step(idle=True)
+    assert sent.stores[0].result(DEADLINE_S).tokens == len(IDS)
+    pair.prefill.step(idle=True)
+    assert pair.receiver.transfers() == {"t": Phase.RECEIVING}
+    handoff.release()
+    pair.finish(*pair.prefill.step(("a",)))
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.held) == (Phase.COMMITTED, 3)
+
+
+def piece(pair: Pair, request: str, tokens: TokenIds, first: int, stop: int) -> Send:
+    """Tokens [first, stop) of what `request` sends."""
+    address, blocks, last = pair.address, (TABLE[first // BLOCK :],), stop == len(tokens)
+    return Send(request, f"of-{request}", address, Sequence(tokens), first, stop, blocks, last)
+
+
+def test_a_step_that_waits_returns_when_all_it_computed_has_arrived(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, send="sync")
+    pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
+    assert pair.prefill.stored("handoff") == 1
+    _, _, sent = pair.prefill.step(("a",), sends=[piece(pair, "a", IDS, CHUNK, len(IDS))])
+    assert sent == {"a"}, "its blocks are free at once"
+    assert pair.receiver.transfers() == {"of-a": Phase.COMMITTED}
+    pair.close()
+
+
+def test_a_step_that_waits_does_not_wait_for_room_that_its_own_requests_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A1, B1, A2, where B has no room before A is used, and A is used when it has been answered."""
+    pair = Pair(tmp_path, send="sync", handoff_timeout_s=600.0)
+    others = record_names(pair.receiver.arena.slots - 5)
+    assert pair.prefill.sender.open("others", pair.address, others, DEADLINE_S).admitted.result(DEADLINE_S)
+    monkeypatch.setattr("kvkit.adapters.vllm.sends.ROOM_S", DEADLINE_S)
+    pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
+    monkeypatch.setattr("kvkit.adapters.vllm.sends.ROOM_S", 0.0)
+    pair.prefill.step(sends=[piece(pair, "b", IDS + 1000, 0, CHUNK)])
+    pair.prefill.step(sends=[piece(pair, "a", IDS, CHUNK, len(IDS))])
+    assert pair.receiver.transfers()["of-a"] is Phase.COMMITTED
+    wait_for(lambda: pair.receiver.transfers().get("of-b") is Phase.WAITING)
+    pair.receiver.release("of-a")
+    pair.prefill.step(("b",), sends=[piece(pair, "b", IDS + 1000, CHUNK, len(IDS))])
+    pair.finish(set(), set(), set())
+    status = pair.receiver.wait("of-b", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.held) == (Phase.COMMITTED, 3)
     pair.close()
 
 

@@ -253,9 +253,10 @@ class _Served:
         space = replace(worker.cache.namespace, chunk_tokens=tokens)
         return sum(form.record_bytes for form in formats_of(worker.cache.layout, space))
 
-    def transfers(self) -> list[str]:
-        """What is being received or waits to be used."""
-        return [t for worker in _workers() for t in worker.cache.tiers["handoff"].receiver.transfers()]
+    def transfers(self) -> dict[str, str]:
+        """The phase of what is being received or waits to be used."""
+        receivers = [worker.cache.tiers["handoff"].receiver for worker in _workers()]
+        return {name: str(phase) for it in receivers for name, phase in it.transfers().items()}
 
     def keep_last_word(self) -> None:
         """Of the next transfer all is sent but the message that this was all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 TARGET = "handoff"
 PATIENCE_S = 0.25
 """How long `give_up` waits for copies that are under way."""
+ROOM_S = 0.25
+"""How long after it was asked `behind` counts on a receiver's room. It may have none before the request is
+answered whose last tokens this very step computed."""
 Places = Callable[[Send, int, int], list[Place]]
 """Where tokens [first, stop) of what is sent lie."""
 
@@ -49,15 +53,22 @@ def tail_of(
 
 @dataclass(eq=False, slots=True)
 class _Sent:
-    """A transfer, and what it begins with. `pieces` wait for their receiver; `stores` read the pages."""
+    """A transfer, and what it begins with. `pieces` wait for their receiver; `stores` read the pages.
+
+    Attributes:
+        asked: when, on the monotonic clock.
+        unsettled: numbers of `stores` whose puts are under way; they are taken out by other threads.
+    """
 
     first: Send
+    asked: float
     chunks: Chunks
     tail: Chunks | None
     shared: Transfer[int] | None
     handle: Sending | None = None
     pieces: list[tuple[Send, Callable[[], object] | None]] = field(default_factory=list)
     stores: list[Transfer[Stored]] = field(default_factory=list)
+    unsettled: set[int] = field(default_factory=set)
     told_last: bool = False
     over: bool = False
 
@@ -142,6 +153,11 @@ class Sends:
         """Whether any transfer is."""
         return any(not sent.over for sent in self._sent.values())
 
+    @property
+    def behind(self) -> bool:
+        """Whether something that was given to `send` has not arrived, and can before anything else is."""
+        return any(self._is_behind(sent) for sent in self._sent.values())
+
     def __contains__(self, request: object) -> bool:
         """Whether a request's pages may still be read."""
         return request in self._sent
@@ -167,7 +183,7 @@ class Sends:
         if self._shared and len(chunks):
             shared = self._cache.held_async(send.sequence.tokens, self._shared, space)
             shared.add_done_callback(self._wake)
-        sent = _Sent(send, chunks, tail, shared)
+        sent = _Sent(send, time.monotonic(), chunks, tail, shared)
         if shared is None:
             self._open(sent, 0)
         return sent
@@ -201,7 +217,8 @@ class Sends:
         for send, ready in sent.pieces:
             self._pack(sent, send, ready)
         sent.pieces.clear()
-        if sent.told_last and all(store.done() for store in sent.stores):
+        # what is put after `finish` would be missing
+        if sent.told_last and (not sent.unsettled or sent.handle.done.done()):
             self._sender.finish(sent.first.transfer)
             sent.over = True
 
@@ -225,7 +242,16 @@ class Sends:
         first: int,
         ready: Callable[[], object] | None,
     ) -> None:
-        store = self._cache.store_async(tokens, places, space, to=(TARGET,), first=first, ready=ready)
+        number = len(sent.stores)
+        sent.unsettled.add(number)
+
+        def settled() -> None:
+            sent.unsettled.discard(number)
+            self._wake(number)
+
+        store = self._cache.store_async(
+            tokens, places, space, to=(TARGET,), first=first, ready=ready, on_settled=settled
+        )
         store.add_done_callback(self._wake)
         sent.stores.append(store)
 
@@ -234,6 +260,16 @@ class Sends:
         sent.pieces.clear()
         if sent.handle is not None:
             self._sender.cancel(sent.first.transfer)
+
+    def _is_behind(self, sent: _Sent) -> bool:
+        if sent.handle is None:
+            return not sent.over and time.monotonic() < sent.asked + ROOM_S
+        if sent.handle.done.done():
+            return False
+        if sent.over or sent.unsettled:
+            return True
+        admitted = sent.handle.admitted.done()
+        return bool(sent.pieces) and (admitted or time.monotonic() < sent.asked + ROOM_S)
 
     def _is_done(self, sent: _Sent) -> bool:
         reading = any(not store.done() for store in sent.stores)

@@ -23,6 +23,11 @@ class Settings(BaseModel):
         default="async",
         description="async: others compute meanwhile; sync: the step waits; layerwise: each layer waits",
     )
+    send: Literal["async", "sync"] = Field(
+        default="async",
+        description="async: others compute meanwhile; sync: a step of a prefill engine waits until what it "
+        "computed has arrived, if there is room for it",
+    )
     save_generated: bool = Field(default=True, description="store chunks with generated tokens, too")
     handoff_timeout_s: float = Field(
         default=30.0, description="seconds that a request waits for what a prefill engine sends", gt=0, le=600

@@ -16,7 +16,7 @@ import torch
 
 from kvkit.adapters.vllm import groups, stats
 from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
-from kvkit.adapters.vllm.sends import TARGET, Sends, tail_of
+from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
 from kvkit.cache import Cache, Loaded, Stored
@@ -291,7 +291,10 @@ class Worker:
         if self._sends is not None:
             for send in step.sends:
                 self._sends.send(send, ready)
-            self._sends.go_on()
+            if self._settings.send == "sync" and step.sends:
+                self._send_all()
+            else:
+                self._sends.go_on()
         if step.idle:
             self._rest()
 
@@ -500,6 +503,17 @@ class Worker:
 
         return wait_for_it
 
+    def _send_all(self) -> None:
+        """Return when what was computed has arrived, or cannot for now."""
+        assert self._sends is not None
+        until = time.monotonic() + self._settings.handoff_timeout_s
+        seen = self._wakes
+        self._sends.go_on()
+        while self._sends.behind and time.monotonic() < until:
+            self._wait_for_news(seen, ROOM_S)
+            seen = self._wakes
+            self._sends.go_on()
+
     def _rest(self) -> None:
         """Wait a little for a transfer, a lookup or a load: step after step would keep a core they need."""
 
@@ -513,6 +527,11 @@ class Worker:
 
         with self._changed:
             self._changed.wait_for(something, IDLE_WAIT_S)
+
+    def _wait_for_news(self, seen: int, timeout_s: float) -> None:
+        """Return when something has changed since there were `seen` changes, or after so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._wakes != seen, timeout_s)
 
     def _wake(self, _: object) -> None:
         with self._changed:
