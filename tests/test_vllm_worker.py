@@ -395,13 +395,29 @@ def test_a_transfer_is_not_over_before_its_last_record_was_put(pair: Pair) -> No
     while not sent.stores:
         pair.prefill.step(idle=True)
     assert sent.stores[0].result(DEADLINE_S).tokens == len(IDS)
-    pair.prefill.step(idle=True)
+    _, _, freed = pair.prefill.step(("a",))
+    assert freed == {"a"}, "its pages have been copied"
     assert pair.receiver.transfers() == {"t": Phase.RECEIVING}
     handoff.release()
-    pair.finish(*pair.prefill.step(("a",)))
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)
+
+
+def test_what_cannot_be_put_is_missing_and_the_rest_arrives(pair: Pair) -> None:
+    puts: list[str] = []
+
+    def plan(operation: str, name: str) -> Fault | None:
+        if operation == "put":
+            puts.append(name)
+        return Fault.FAIL if operation == "put" and len(puts) == 2 else None
+
+    pair.prefill.wrap("handoff", plan)
+    pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.held) == (Phase.COMMITTED, 2)
+    assert pair.decode.found() == CHUNK
 
 
 def piece(pair: Pair, request: str, tokens: TokenIds, first: int, stop: int) -> Send:

@@ -53,11 +53,14 @@ def tail_of(
 
 @dataclass(eq=False, slots=True)
 class _Sent:
-    """A transfer, and what it begins with. `pieces` wait for their receiver; `stores` read the pages.
+    """A transfer, and what it begins with.
 
     Attributes:
         asked: when, on the monotonic clock.
-        unsettled: numbers of `stores` whose puts are under way; they are taken out by other threads.
+        pieces: what waits for room at the receiver.
+        stores: they read the pages until they are done.
+        unsettled: numbers of those whose puts are under way; taken out by other threads.
+        over: nothing more is read for it.
     """
 
     first: Send
@@ -217,10 +220,9 @@ class Sends:
         for send, ready in sent.pieces:
             self._pack(sent, send, ready)
         sent.pieces.clear()
-        # what is put after `finish` would be missing
-        if sent.told_last and (not sent.unsettled or sent.handle.done.done()):
-            self._sender.finish(sent.first.transfer)
+        if sent.told_last and all(store.done() for store in sent.stores):
             sent.over = True
+            self._finish(sent)
 
     def _pack(self, sent: _Sent, send: Send, ready: Callable[[], object] | None) -> None:
         size = sent.chunks.chunk_tokens
@@ -247,6 +249,7 @@ class Sends:
 
         def settled() -> None:
             sent.unsettled.discard(number)
+            self._finish(sent)
             self._wake(number)
 
         store = self._cache.store_async(
@@ -254,6 +257,11 @@ class Sends:
         )
         store.add_done_callback(self._wake)
         sent.stores.append(store)
+
+    def _finish(self, sent: _Sent) -> None:
+        """Commit a transfer of which everything was put. What is put later would be missing."""
+        if sent.over and not sent.unsettled:
+            self._sender.finish(sent.first.transfer)
 
     def _end(self, sent: _Sent) -> None:
         sent.over = True
