@@ -22,7 +22,7 @@ from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
 from waiting import wait_for
 
-from kvkit.adapters.vllm.connector import _check_role
+from kvkit.adapters.vllm.connector import _check_loads, _check_role
 from kvkit.config import ConfigError
 from kvkit.handoff.messages import VERSION, Error
 from kvkit.handoff.settings import HandoffConfig
@@ -83,8 +83,8 @@ def expected(engines: Pair) -> dict[int, list[int]]:
 def pair(engines: Pair, expected: dict[int, list[int]]) -> Pair:
     """Prefill sends, decode receives; neither has another tier."""
     receives = {"role": "decode", "listen": [engines.address], "buffer": "16MiB", "max_prefill_tokens": 1500}
-    engines.open(engines.prefill, {"handoff": {"role": "prefill"}})
-    engines.open(engines.decode, {"handoff": receives})
+    engines.open(engines.prefill, {"handoff": {"role": "prefill"}}, role="kv_producer")
+    engines.open(engines.decode, {"handoff": receives}, role="kv_consumer")
     return engines
 
 
@@ -316,3 +316,11 @@ def test_roles_that_contradict_each_other_are_refused(
         _check_role(role, full, load)
     _check_role("kv_both", full, "async")
     _check_role(role, None, load)
+
+
+def test_an_engine_whose_blocks_vllm_does_not_keep_apart_does_not_load() -> None:
+    with pytest.raises(ConfigError, match=r"'kv_producer': it loads from pool, decode.*want 'kv_both'"):
+        _check_loads("kv_producer", ("pool", "decode"))
+    _check_loads("kv_producer", ())
+    _check_loads("kv_consumer", ("pool",))
+    _check_loads("kv_both", ("pool",))

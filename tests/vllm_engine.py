@@ -44,7 +44,7 @@ def prompt(tokens: int, seed: int = 0, vocabulary: int = 49_000) -> list[int]:
     return np.random.default_rng(seed).integers(100, vocabulary, tokens).tolist()
 
 
-def connector(settings: Settings, policy: str = "recompute", **more: Any) -> Settings:
+def connector(settings: Settings, policy: str = "recompute", role: str = "kv_both", **more: Any) -> Settings:
     """The `kv_transfer_config` of kvkit with these tiers; `more` are settings of the connector.
 
     A busy machine does not turn hits into misses: lookups may take long, and computing is never the faster.
@@ -52,7 +52,7 @@ def connector(settings: Settings, policy: str = "recompute", **more: Any) -> Set
     return {
         "kv_connector": "KVKitConnector",
         "kv_connector_module_path": "kvkit.adapters.vllm.connector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {
             "kvkit": {"chunk_tokens": BLOCK, "staging": "64MiB"} | settings,

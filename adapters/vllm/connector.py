@@ -68,7 +68,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         blocks = groups.check_chunks(self._config.chunk_tokens, specs)
         parallel = vllm_config.parallel_config
         _check(self._settings.load, len(specs), parallel)
-        _check_role(self._kv_transfer_config.kv_role, self._config.handoff, self._settings.load)
+        kv_role, load = self._kv_transfer_config.kv_role, self._settings.load
+        _check_role(kv_role, self._config.handoff, load)
+        if load == "async" and vllm_config.max_concurrent_batches > 1:
+            _check_loads(kv_role, self._config.resolved_policy().retrieve_from)
         self._scheduler: Scheduler | None = None
         self._events: Events | None = None
         self._worker: Worker | None = None
@@ -301,6 +304,18 @@ def _check_role(role: str, handoff: HandoffConfig | None, load: str) -> None:
         raise ConfigError(f"handoff.role = {handoff.role!r}: kv_role is {role!r}; want {fits!r} or 'both'")
     if handoff.receives and load != "async":
         raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
+
+
+def _check_loads(role: str, retrieve_from: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ConfigError: vLLM, where steps overlap, would let loads write into blocks that a step still writes to.
+    """
+    if role == "kv_producer" and retrieve_from:
+        raise ConfigError(
+            f"kv_role = {role!r}: it loads from {', '.join(retrieve_from)}, and vLLM keeps the blocks of "
+            "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or load = 'sync'"
+        )
 
 
 def _sequence(request: Any, tokens: int) -> Sequence | None:
