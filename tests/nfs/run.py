@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-LIMIT_S = 175.0
+LIMIT_S = 300.0
 PROGRAMS = {
     "linux.uml": "user-mode-linux",
     "ganesha.nfsd": "nfs-ganesha nfs-ganesha-vfs",
