@@ -24,7 +24,7 @@ from timing import interleaved, ratio
 MIB = 1 << 20
 RECORDS = 32
 TIMEOUT_S = 60.0
-ROUNDS = 40
+ROUNDS = 120
 SPAWN = multiprocessing.get_context("spawn")
 
 

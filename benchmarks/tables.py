@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvkit.bench.pd import FLOWS, by_tier
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
@@ -22,6 +24,7 @@ PAGES = (
     "docs/blend.md",
     "docs/vllm.md",
     "docs/pd.md",
+    "docs/handoff.md",
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
@@ -52,6 +55,8 @@ def render(page: str, results: Path = RESULTS) -> str:
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
         "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
+        "handoff": lambda: _handoff(figures),
+        "flows": lambda: _flows(results),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
     }
 
@@ -97,6 +102,31 @@ def _sending(document: dict[str, Any]) -> list[list[str]]:
         ["", "ratio of minima", "of medians"],
         ["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)],
     ]
+
+
+def _handoff(figures: dict[str, Any]) -> list[list[str]]:
+    """Each transport against its roof."""
+    rows = [["address", "against", "that took", "this", "ratio of minima", "of medians"]]
+    for name, way in (("one_host", "unix"), ("loopback[tcp]", "tcp"), ("loopback[nixl]", "nixl")):
+        entry = figures[f"handoff::{name}"]
+        found, roof = entry[way], entry["against"]
+        times = (f"{it['us'] / 1e3:.1f} ms" for it in (entry[roof], found))
+        rows.append([f"`{way}://`", roof, *times, f"{found['min']:.2f}", f"{found['median']:.2f}"])
+    return rows
+
+
+def _flows(results: Path) -> list[list[str]]:
+    """A conversation over a prefill and a decode engine, and over plain vLLM, by flow and turn."""
+    rows = [["flow", "turn", "prompt tokens", "P loaded", "D loaded", "TTFT", "plain vLLM's", "same text"]]
+    for flow in FLOWS:
+        document = json.loads((results / f"flow-{flow}-{MACHINE}.json").read_text())
+        for number, turn in enumerate(document["turns"], 1):
+            loaded = (by_tier(turn[key]) for key in ("prefill_hits", "decode_received"))
+            times = (f"{turn[key]:.2f} s" for key in ("ttft_s", "plain_ttft_s"))
+            same = "yes" if turn["identical"] else "no"
+            first = f"`{flow}`" if number == 1 else ""
+            rows.append([first, str(number), f"{turn['prompt_tokens']:,}", *loaded, *times, same])
+    return rows
 
 
 def _pd(document: dict[str, Any]) -> list[list[str]]:

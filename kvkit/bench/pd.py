@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -196,8 +196,8 @@ def table(turns: Sequence[Turn]) -> Table:
         shown.add_row(
             str(number),
             f"{turn.prompt_tokens} tokens",
-            _by_tier(turn.prefill_hits),
-            _by_tier(turn.decode_received),
+            by_tier(turn.prefill_hits),
+            by_tier(turn.decode_received),
             f"{turn.ttft_s:.2f} s",
             f"{turn.plain_ttft_s:.2f} s",
             "yes" if turn.identical else "no",
@@ -237,7 +237,8 @@ def draw(turns: Sequence[Turn], path: Path) -> None:
                 start, end = boxes[_FROM[tier]][:2], boxes[name][:2]
                 lift = 0.15 if (_FROM[tier], name) == ("D", "P") else -0.15 if _FROM[tier] == "P" else 0.0
                 start, end = (start[0], start[1] + lift), (end[0], end[1] + lift)
-                arrow = {"arrowstyle": "->", "color": "#2e4057", "shrinkA": 38, "shrinkB": 38}
+                gap = 16 if _FROM[tier] == "pool" else 44  # from the middle of a box, in points
+                arrow = {"arrowstyle": "->", "color": "#2e4057", "shrinkA": gap, "shrinkB": 44}
                 axes.annotate("", end, start, arrowprops=arrow)
                 middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + (0.12 if lift >= 0 else -0.22)
                 axes.text(*middle, str(tokens), ha="center", fontsize=8)
@@ -256,5 +257,6 @@ def _ways(turn: Turn) -> list[tuple[str, str, int]]:
     return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]
 
 
-def _by_tier(tokens: dict[str, int]) -> str:
+def by_tier(tokens: Mapping[str, int]) -> str:
+    """How many tokens came from which tier, in words."""
     return ", ".join(f"{count} from {tier}" for tier, count in tokens.items()) or "nothing"
