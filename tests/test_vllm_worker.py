@@ -426,7 +426,10 @@ def piece(pair: Pair, request: str, tokens: TokenIds, first: int, stop: int) -> 
     return Send(request, f"of-{request}", address, Sequence(tokens), first, stop, blocks, last)
 
 
-def test_a_step_that_waits_returns_when_all_it_computed_has_arrived(tmp_path: Path) -> None:
+def test_a_step_that_waits_returns_when_all_it_computed_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvkit.adapters.vllm.sends.ROOM_S", DEADLINE_S)
     pair = Pair(tmp_path, send="sync")
     pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
     assert pair.prefill.stored("handoff") == 1
