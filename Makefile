@@ -26,7 +26,7 @@ demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from 
 setup: $(VENV)/dev.stamp  ## the environment that the tests need
 
 test: $(VENV)/dev.stamp check  ## what CI runs, but for test-nfs
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # threads that spin slow the others
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py

@@ -459,6 +459,7 @@ def test_a_step_that_waits_does_not_wait_for_room_that_its_own_requests_take(
     status = pair.receiver.wait("of-b", DEADLINE_S)
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)
+    pair.prefill.sender.cancel("others")
     pair.close()
 
 
