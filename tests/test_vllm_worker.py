@@ -349,7 +349,9 @@ def test_a_step_without_work_waits_for_what_is_sent(tmp_path: Path, monkeypatch:
     pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
     thread.join(DEADLINE_S)
     assert found == [{"t": Phase.COMMITTED}]
-    assert pair.decode.heard() == len(IDS)
+    report = pair.decode.worker.report()
+    assert report is not None, "and for the lookup after it"
+    assert [answer.tokens for answer in report.answers] == [len(IDS)]
     pair.close()
 
 

@@ -515,7 +515,10 @@ class Worker:
             self._sends.go_on()
 
     def _rest(self) -> None:
-        """Wait a little for a transfer, a lookup or a load: step after step would keep a core they need."""
+        """Wait a little for a transfer, a lookup or a load: step after step would keep a core they need.
+
+        What arrives is looked up at once: that takes less than one more step does.
+        """
 
         def something() -> bool:
             lookups = [lookup.hit for lookup in self._lookups.values()]
@@ -525,8 +528,14 @@ class Worker:
             came = transfers and self._wakes != self._seen
             return some or came or not under_way
 
+        awaited, until = len(self._awaited), time.monotonic() + IDLE_WAIT_S
         with self._changed:
             self._changed.wait_for(something, IDLE_WAIT_S)
+        if self._awaited:
+            self._receive()
+        if len(self._awaited) < awaited:
+            with self._changed:
+                self._changed.wait_for(something, until - time.monotonic())
 
     def _wait_for_news(self, seen: int, timeout_s: float) -> None:
         """Return when something has changed since there were `seen` changes, or after so long."""
