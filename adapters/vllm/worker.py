@@ -528,14 +528,14 @@ class Worker:
             came = transfers and self._wakes != self._seen
             return some or came or not under_way
 
-        awaited, until = len(self._awaited), time.monotonic() + IDLE_WAIT_S
-        with self._changed:
-            self._changed.wait_for(something, IDLE_WAIT_S)
-        if self._awaited:
-            self._receive()
-        if len(self._awaited) < awaited:
+        until, came_last = time.monotonic() + IDLE_WAIT_S, True
+        while came_last:
+            awaited = len(self._awaited)
             with self._changed:
                 self._changed.wait_for(something, until - time.monotonic())
+            if awaited:
+                self._receive()
+            came_last = len(self._awaited) < awaited
 
     def _wait_for_news(self, seen: int, timeout_s: float) -> None:
         """Return when something has changed since there were `seen` changes, or after so long."""
