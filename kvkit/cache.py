@@ -37,7 +37,7 @@ from kvkit.rope import Rotation
 from kvkit.sequence import CacheError, Chunks, Hit, Loaded, Place, check_places, formats_of
 from kvkit.staging import Lease, Staging
 from kvkit.stores import Stored
-from kvkit.threads import Workers
+from kvkit.threads import Opener, Workers
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import State
 from kvkit.transfers import Transfer
@@ -81,6 +81,9 @@ class Endpoint(Protocol):
 class Cache:
     """KV of token sequences, in tiers. Thread-safe; a context manager that closes.
 
+    It belongs to the process that opened it: in a fork of that, whatever is asked of it raises
+    `kvkit.threads.Forked`, and `close` does nothing.
+
     Args:
         layout: of the engine's KV.
         namespace: what decides KV bytes besides tokens; every call takes another one.
@@ -122,7 +125,8 @@ class Cache:
         self.staging = staging
         self.timeout_s = timeout_s
         self.endpoint: Endpoint | None = None
-        self._access = Access(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
+        self._opener = Opener("this cache")
+        self._shared = Access(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
         self._shelf = Shelf(staging.slots // 2)
         staging.on_shortage(self._shelf.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
@@ -384,20 +388,19 @@ class Cache:
 
     def queue_depths(self) -> dict[str, int]:
         """Reads and writes that wait for a thread, by tier."""
-        return {name: tier.waiting() for name, tier in self.tiers.items()}
+        return {name: tier.waiting() for name, tier in self._access.tiers.items()}
 
-    def clear(self, tier: str) -> int:
-        """Delete every record of a tier, whatever its namespace; how many there were. Waits for the tier.
+    def clear(self, tier: str, timeout_s: float | None = None) -> int:
+        """Delete every record of a tier, whatever its namespace; how many there were.
 
         Raises:
             CacheError: there is no such tier.
+            TimeoutError: some are left after `timeout_s` seconds (default: the cache's); call again.
             OSError: one could not be deleted.
         """
         if tier not in self.tiers:
             raise CacheError(f"tier={tier!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        names = [name for name, _ in self.tiers[tier].scan()]
-        self.tiers[tier].delete(names)
-        return len(names)
+        return self._access.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
 
     def check_integrity(self) -> None:
         """Prove that no slot is lost.
@@ -405,6 +408,7 @@ class Cache:
         Raises:
             AssertionError: one is. This is a defect in kvkit or in a tier.
         """
+        self._opener.check()
         self.staging.check_integrity()
 
     def close(self) -> None:
@@ -412,7 +416,7 @@ class Cache:
 
         Moves and puts that miss the deadline are logged and left behind.
         """
-        if self._closed:
+        if self._closed or not self._opener.is_here:
             return
         self._closed = True
         if self.endpoint is not None:
@@ -433,6 +437,12 @@ class Cache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _access(self) -> Access:
+        """What loads and stores share, for the process that opened the cache."""
+        self._opener.check()
+        return self._shared
 
     def _chunks(self, tokens: Any, namespace: Namespace | None) -> Chunks:
         return Chunks.of(tokens, self.layout, namespace or self.namespace)

@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kvkit.threads import Stopped
+from kvkit.threads import Opener, Stopped
 
 log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE
@@ -78,6 +78,7 @@ class Lease:
 
         Raises:
             StagingError: it was given back before.
+            Forked: this is a fork of the process that has the arena.
         """
         self._staging._release(self)
 
@@ -100,11 +101,14 @@ def release_all(leases: Iterable[Lease]) -> None:
 class Staging:
     """An arena of `slots` slots of `slot_bytes` bytes (rounded up to whole pages). Thread-safe.
 
-    Start-up is instant: a background thread touches the pages, and pins them where CUDA is there.
+    Start-up is instant: a background thread touches the pages, and pins them where CUDA is there. It belongs
+    to the process that made it: in a fork of that, leases are refused, and nothing written to a slot reaches
+    this memory.
 
     Args:
         shared: have the memory in a file without a name (memfd), so that other processes of this host can
-            map it. It can neither shrink nor grow, and is gone with the last process that has it.
+            map it. It can neither shrink nor grow, and is gone with the last process that has it. Forks do
+            not have it mapped: one that touches a slot dies of SIGSEGV.
 
     Attributes:
         descriptor: the file of a shared arena until `close`, else None.
@@ -120,7 +124,13 @@ class Staging:
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self.slots = slots
         self.descriptor = _sealed_memory(self.slot_bytes * slots) if shared else None
-        self._memory = mmap.mmap(-1 if self.descriptor is None else self.descriptor, self.slot_bytes * slots)
+        if self.descriptor is None:
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, self.slot_bytes * slots, flags=private)
+        else:
+            self._memory = mmap.mmap(self.descriptor, self.slot_bytes * slots)
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        self._opener = Opener("this staging arena")
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -183,7 +193,8 @@ class Staging:
             stopped: ends the wait; call `wake` when it may have turned true. It must not lock.
 
         Raises:
-            Stopped: it did so.
+            Forked: this is a fork of the process that has the arena.
+            Stopped: `stopped` ended the wait.
             StagingTimeout: fewer than `at_least` came free within `timeout_s` seconds.
             StagingError: the arena is closed or smaller than `at_least`, or `at_most` is below that.
         """
@@ -192,6 +203,7 @@ class Staging:
                 f"at_least={at_least}, at_most={at_most}: want 1 <= at_least <= at_most, "
                 f"and no more than the {self.slots} slots of the arena"
             )
+        self._opener.check()
         deadline = time.monotonic() + timeout_s
         ticket = object()
         with self._changed:
@@ -271,6 +283,7 @@ class Staging:
         return leases
 
     def _share(self, lease: Lease) -> Lease:
+        self._opener.check()
         with self._changed:
             if lease._released:
                 raise StagingError(f"slot {lease.slot}: shared after its release")
@@ -278,6 +291,7 @@ class Staging:
             return Lease(self, lease.slot)
 
     def _release(self, lease: Lease) -> None:
+        self._opener.check()
         with self._changed:
             if lease._released:
                 raise StagingError(f"slot {lease.slot}: released twice")

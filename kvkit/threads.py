@@ -1,7 +1,8 @@
-"""Threads that never keep a process alive: what hangs in one of them is left behind at exit."""
+"""Threads that never keep a process alive, and who may use what they share: not a fork of their process."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -14,29 +15,59 @@ Job = Callable[[], None]
 
 
 class Closed(RuntimeError):
-    """Work was given to threads that were told to end."""
+    """Work was given to threads that were told to end, or that cannot be started."""
 
 
 class Stopped(RuntimeError):
     """Nobody wants the result any more."""
 
 
-class Workers:
-    """`count` daemon threads that take jobs in order, urgent ones first. Thread-safe.
+class Forked(RuntimeError):
+    """What one process opened is used in a fork of it, which has neither its threads nor its memory."""
 
-    (`concurrent.futures` joins its threads at exit: one that hangs in a dead mount would hang the process.)
+
+class Opener:
+    """The process that opened something, and what that is called in errors."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Refuse a fork, before it takes a lock that a thread of the other process may have held.
+
+        Raises:
+            Forked: this is one.
+        """
+        if not self.is_here:
+            raise Forked(
+                f"{self._what} was opened in process {self._pid}, and this is process {os.getpid()}, forked "
+                "since: open one in each process, after the fork"
+            )
+
+
+class Workers:
+    """Up to `count` daemon threads that take jobs in order, urgent ones first. Thread-safe.
+
+    A thread is started when there is a job that no other is free for. (`concurrent.futures` joins its threads
+    at exit: one that hangs in a dead mount would hang the process.)
     """
 
     def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._opener = Opener(f"the pool of threads {name!r}")
         self._urgent: deque[Job] = deque()
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
 
     @property
     def waiting(self) -> int:
@@ -48,11 +79,14 @@ class Workers:
         """Have `jobs` run; they must not raise.
 
         Raises:
-            Closed: `close` was called.
+            Closed: `close` was called, or there is no thread and none can be started.
+            Forked: this is another process.
         """
+        self._opener.check()
         with self._changed:
             if self._closed:
                 raise Closed("these threads were told to end")
+            self._grow(len(self._urgent) + len(self._jobs) + len(jobs) - self._idle)
             (self._urgent if urgent else self._jobs).extend(jobs)
             self._changed.notify(len(jobs))
 
@@ -81,6 +115,20 @@ class Workers:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _grow(self, missing: int) -> None:
+        """Start up to `missing` more threads. With one or more running, less will do."""
+        for _ in range(min(missing, self._count - len(self._threads))):
+            name = f"{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process has as many as it may
+                if not self._threads:
+                    raise Closed(f"{name}: {error}") from error
+                return
+            self._threads.append(thread)
+            self._idle += 1
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -88,5 +136,8 @@ class Workers:
                     if self._closed:
                         return
                     self._changed.wait()
+                self._idle -= 1
                 job = (self._urgent or self._jobs).popleft()
             job()
+            with self._changed:
+                self._idle += 1
