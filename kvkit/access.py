@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
+from operator import methodcaller
 from typing import TypeVar
 
 from kvkit import plan as planning
@@ -31,6 +33,9 @@ OnPut = Callable[[str, str], None]
 ASKING_THREADS = 4
 """Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
 that hangs keeps them all."""
+
+CLEARED_AT_ONCE = 256
+"""Records that a tier which is emptied deletes in one go: past the deadline, no others."""
 
 MAX_DESCRIBED = 4096
 """Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
@@ -142,12 +147,16 @@ class Access:
             self.failed(tier, error)
             return 0
 
-    def bounded(self, name: str, call: Callable[[Tier], T]) -> T:
-        """What `call` returns; a tier outside this process gets until the deadline to answer."""
+    def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
+        """What `call` returns; a tier outside this process gets `timeout_s` (default: the cache's) for it."""
         tier = self.tiers[name]
         if tier.near:
             return call(tier)
-        return self._asking[name].submit(lambda: call(tier), urgent=True).result(self.timeout_s)
+        future = self._asking[name].submit(lambda: call(tier), urgent=True)
+        try:
+            return future.result(self.timeout_s if timeout_s is None else max(0.0, timeout_s))
+        finally:
+            future.cancel()  # nobody waits for it any more: what has not begun need not
 
     def put(
         self,
@@ -292,6 +301,30 @@ class Access:
             log.warning("tier %r does not pin: %s", tier, error or type(error).__name__)
             self.failed(tier, error)
             return 0
+
+    def clear(self, tier: str, timeout_s: float) -> int:
+        """Delete every record of a tier; how many there were.
+
+        Raises:
+            TimeoutError: some are left after `timeout_s` seconds.
+            OSError: one could not be deleted.
+        """
+        until = time.monotonic() + timeout_s
+        removed = 0
+
+        def step(call: Callable[[Tier], T]) -> T:
+            try:
+                return self.bounded(tier, call, until - time.monotonic())
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
+                ) from error
+
+        records = step(lambda asked: asked.scan())
+        while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
+            step(methodcaller("delete", names))
+            removed += len(names)
+        return removed
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
         """Reads of a tier ended early: by `name`, if a record is to blame."""

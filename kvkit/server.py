@@ -121,7 +121,8 @@ class Server:
         except (OSError, OverflowError) as error:
             raise ServerError(f"server.host={host!r}, server.port={port}: {error}") from error
         self._workers = Workers(_THREADS, "kvkit-http-work")
-        app = _guarded(_app(cache, self._workers, timeout_s), token)
+        self._clearing = Workers(1, "kvkit-http-clear")  # a tier that hangs keeps only who empties tiers
+        app = _guarded(_app(cache, self._workers, self._clearing, timeout_s), token)
         if not is_loopback(host):
             log.warning("server.host=%r: other hosts can reach it, and tokens travel in plain text", host)
         bound = self._socket.getsockname()[1]
@@ -148,6 +149,7 @@ class Server:
         self._server.should_exit = True
         self._thread.join(timeout_s)
         self._workers.close(0.0)
+        self._clearing.close(0.0)
         if self._thread.is_alive():
             log.warning("%s did not close within %s s", self.url, timeout_s)
         return not self._thread.is_alive()
@@ -282,8 +284,8 @@ class _Pin(_Body):
 _B = TypeVar("_B", bound=_Body)
 
 
-def _app(cache: Managed, workers: Workers, timeout_s: float) -> Starlette:
-    """The routes. What may wait for a tier, or takes long to parse, runs in `workers`, with a deadline."""
+def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
+    """The routes. What may wait for a tier, or takes long to parse, runs in threads, with a deadline."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
@@ -324,19 +326,22 @@ def _app(cache: Managed, workers: Workers, timeout_s: float) -> Starlette:
         if body.tier not in cache.tiers:
             choices = ", ".join(cache.tiers)
             raise HTTPException(404, f"tier = {body.tier!r}: no such tier; the tiers are {choices}")
-        return {"removed_records": cache.clear(body.tier)}
+        try:
+            return {"removed_records": cache.clear(body.tier)}
+        except TimeoutError as error:
+            raise HTTPException(504, str(error)) from None
 
     def pin(body: _Pin) -> dict[str, Any]:
         return {"pinned_tokens": cache.pin(body.tokens, body.seconds)}
 
-    def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]]) -> Route:
+    def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers) -> Route:
         def work(raw: bytes) -> dict[str, Any]:
             return act(_parsed(model, raw))
 
         async def endpoint(request: Request) -> Response:
             raw = await _read(request)
             # shielded: a worker completes its future even when nobody waits for it any more
-            future = asyncio.wrap_future(workers.submit(partial(work, raw)))
+            future = asyncio.wrap_future(threads.submit(partial(work, raw)))
             try:
                 return JSONResponse(await asyncio.wait_for(asyncio.shield(future), timeout_s))
             except TimeoutError:
@@ -362,9 +367,9 @@ def _app(cache: Managed, workers: Workers, timeout_s: float) -> Starlette:
         Route("/metrics", show_metrics),
         Route("/health", health),
         Route("/tiers", tiers),
-        post("/lookup", _Lookup, lookup),
-        post("/clear", _Clear, clear),
-        post("/pin", _Pin, pin),
+        post("/lookup", _Lookup, lookup, workers),
+        post("/clear", _Clear, clear, clearing),
+        post("/pin", _Pin, pin, workers),
     ]
     # each kind by name: a handler of Exception itself would have the server log a second traceback
     kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)

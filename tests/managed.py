@@ -60,6 +60,8 @@ class ManagedCache:
         return Found(near + far, {"near": near, "[far]": far})
 
     def clear(self, tier: str) -> int:
+        if self.error is not None:
+            raise self.error
         names = [name for name, _ in self.tiers[tier].scan()]
         self.tiers[tier].delete(names)
         return len(names)

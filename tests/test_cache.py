@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ from engine import Engine, small_layout, small_namespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkit import access
 from kvkit.cache import Cache, CacheError, CacheTimeout, Place
 from kvkit.layout import KVLayout, LayerGroup, LayoutError
 from kvkit.policy import Policy, PolicyError
 from kvkit.record import RecordFormat
 from kvkit.staging import Staging, release_all
-from kvkit.testing import Fault, FaultyTier
+from kvkit.testing import DEADLINE_S, Fault, FaultyTier, Wrapper
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
@@ -471,3 +472,64 @@ def test_a_load_that_gets_no_slot_ends_and_blames_no_tier(tmp_path: Path) -> Non
         engine.wipe()
         assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == 24
         engine.assert_loaded(tokens, table, 3)
+
+
+class Stuck(Wrapper):
+    """`inner`, whose listing or deleting waits for `gate`."""
+
+    def __init__(self, inner: Tier, method: str) -> None:
+        super().__init__(inner)
+        self._method = method
+        self.gate = threading.Event()
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        if self._method == "scan":
+            self.gate.wait(DEADLINE_S)
+        yield from self.inner.scan()
+
+    def delete(self, names: Sequence[str]) -> None:
+        if self._method == "delete":
+            self.gate.wait(DEADLINE_S)
+        self.inner.delete(names)
+
+
+@pytest.mark.parametrize("method", ["scan", "delete"])
+def test_clear_has_a_deadline(method: str, tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(40)
+    table = engine.table(len(tokens))
+    tier = Stuck(ObjectTier(f"file://{tmp_path}", name="stuck"), method)
+    with open_cache(engine, None, extra=[tier]) as cache:
+        engine.compute(tokens, table)
+        cache.store(tokens, engine.places(table), to=["stuck"])
+        cache.flush()
+        with pytest.raises(
+            TimeoutError, match=r"tier 'stuck': not empty after 0.05 s; 0 records are deleted"
+        ):
+            cache.clear("stuck", timeout_s=0.05)
+        assert cache.lookup(tokens).tokens == 40, "a tier that is slow to list or delete still answers"
+        tier.gate.set()
+        cache.clear("stuck")
+        assert list(tier.scan()) == []
+
+
+def test_clear_deletes_more_records_than_go_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "CLEARED_AT_ONCE", 2)
+    engine, tokens = make_engine(), sequence(40)
+    table = engine.table(len(tokens))
+    with open_cache(engine, tmp_path) as cache:
+        engine.compute(tokens, table)
+        cache.store(tokens, engine.places(table), to=["memory", "disk"])
+        cache.flush()
+        assert cache.clear("disk") == 5
+        assert cache.lookup(tokens).by_tier == {"memory": 32}
+        assert cache.clear("memory") == 4
+        assert cache.clear("memory") == cache.clear("disk") == 0
+
+
+def test_a_cache_that_is_open_has_no_threads_for_what_nobody_asked(tmp_path: Path) -> None:
+    engine = make_engine()
+    before = threading.active_count()
+    with open_cache(engine, tmp_path) as cache:
+        assert cache.staging.ready.wait(DEADLINE_S)
+        cache._loading.submit(lambda: None).result(DEADLINE_S)  # compiled kernels are loaded
+        assert threading.active_count() - before <= 3

@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,13 +21,17 @@ import pytest
 from engine import Engine, small_layout
 from managed import ManagedCache, filled_counts
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_for
 
 from kvkit import server as module
 from kvkit.cache import Cache, Endpoint
 from kvkit.config import ConfigError, load_config, open_cache
 from kvkit.server import Server, ServerError, is_loopback, make_token, read_token
-from kvkit.testing import DEADLINE_S, put, record_names
+from kvkit.staging import Staging
+from kvkit.testing import DEADLINE_S, Wrapper, put, record_names
+from kvkit.tiers.base import Tier
 from kvkit.tiers.health import PAUSES_S
+from kvkit.tiers.objects import ObjectTier
 
 TOKEN = "correct-horse-battery-staple"
 ROUTES = [("GET", "/metrics"), ("GET", "/health"), ("GET", "/tiers")]
@@ -136,6 +140,50 @@ def test_a_cache_that_serves_is_seen_and_steered(tmp_path: Path) -> None:
         assert [tier["state"] for tier in ask(server, "GET", "/tiers")[1]] == ["ok", "ok"]
 
 
+class Stuck(Wrapper):
+    """`inner`, whose deleting waits for `gate`."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.begun.set()
+        self.gate.wait(DEADLINE_S)
+        self.inner.delete(names)
+
+
+def test_tiers_that_are_not_emptied_keep_nobody_from_looking_up_and_pinning(tmp_path: Path) -> None:
+    layout = small_layout()
+    namespace = load_config(chunk_tokens=8, tiers={"disk": {"url": str(tmp_path)}}).namespace(
+        layout, model="m", dtype="float32"
+    )
+    engine = Engine(layout, namespace)
+    tokens = np.arange(24, dtype=np.int32)
+    engine.compute(tokens, engine.table(24))
+    body = {"tokens": tokens.tolist()}
+    tier = Stuck(ObjectTier(str(tmp_path), name="disk"))
+    staging = Staging(64 << 10, 4)
+    with Cache(layout, namespace, [tier], staging=staging) as cache:
+        cache.store(tokens, engine.places(engine.table(24)))
+        cache.flush()
+        with Server(cache, token=TOKEN, port=0) as server:
+            asking = [
+                threading.Thread(target=ask, args=(server, "POST", "/clear", {"tier": "disk"}))
+                for _ in range(2 * module._THREADS)
+            ]
+            for thread in asking:
+                thread.start()
+            assert tier.begun.wait(DEADLINE_S)
+            wait_for(lambda: server._clearing.waiting == len(asking) - 1)
+            assert ask(server, "POST", "/lookup", body)[1]["hit_tokens"] == 24
+            assert ask(server, "POST", "/pin", body | {"seconds": 60})[0] == 200
+            tier.gate.set()
+            for thread in asking:
+                thread.join(DEADLINE_S)
+            assert ask(server, "POST", "/lookup", body)[1]["hit_tokens"] == 0
+
+
 def test_metrics_are_the_counts(server: Server, cache: ManagedCache) -> None:
     cache.kept = filled_counts()
     status, text = call(server, "GET", "/metrics")
@@ -195,6 +243,11 @@ def test_clear_empties_one_tier(server: Server, cache: ManagedCache) -> None:
     assert put(cache.tiers["[far]"], cache.staging, names[:2]) == [None] * 2
     assert ask(server, "POST", "/clear", {"tier": "near"}) == (200, {"removed_records": 3})
     assert [len(list(tier.scan())) for tier in cache.tiers.values()] == [0, 2]
+
+
+def test_clear_says_when_it_took_too_long(server: Server, cache: ManagedCache) -> None:
+    cache.error = TimeoutError("tier 'near': not empty after 30 s; 7 records are deleted")
+    assert ask(server, "POST", "/clear", {"tier": "near"}) == (504, {"error": str(cache.error)})
 
 
 def test_pin_keeps_a_sequence_for_a_while(server: Server, cache: ManagedCache) -> None:
