@@ -270,12 +270,14 @@ class BlendedModel:
         plan = plan_blend(len(ids), exact, spans)
         blended = blend(self.decoder, paged(kv), ids, plan, self.selection)
         kv.mark_filled(len(ids))
+        reused = sum(span.stop - span.start for span in plan.spans)
+        self.cache.note_blend(reused, len(blended.selected), len(plan.computed))
         return BlendedPrefill(
             logits=blended.logits,
             kv=kv,
             plan=plan,
             prefix_tokens=exact,
-            reused_tokens=sum(span.stop - span.start for span in plan.spans),
+            reused_tokens=reused,
             computed_tokens=len(plan.computed),
             selected_tokens=len(blended.selected),
             row_layers=blended.row_layers,

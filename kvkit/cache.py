@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ from kvkit.policy import check as check_policy
 from kvkit.promises import Promise
 from kvkit.reads import Shelf
 from kvkit.rope import Rotation
-from kvkit.sequence import CacheError, Chunks, Hit, Loaded, Place, check_places, formats_of
+from kvkit.sequence import CacheError, Chunks, Hit, Loaded, Place, UnknownModel, check_places, formats_of
 from kvkit.staging import Lease, Staging
 from kvkit.stores import Stored
 from kvkit.threads import Opener, Workers
@@ -58,6 +59,10 @@ __all__ = [
 
 LOADING_THREADS, STORING_THREADS, LOOKING_THREADS = 4, 2, 4
 """What goes on in the background at a time. It mostly waits for tiers, which have threads of their own."""
+
+SpaceOf = Callable[[str | None, str], Namespace]
+"""What is stored for a model's name, as requests have it (an adapter's, for one; None: the base model), and a
+cache salt. Raises `UnknownModel`."""
 
 READING_THREADS = 8
 """Layers of records that are read at a time, of each tier."""
@@ -91,6 +96,7 @@ class Cache:
         staging: slots of at least one record each. The cache closes it.
         policy: what goes where; None: `Policy.default`.
         timeout_s: the longest that any single wait may take, in seconds.
+        space_of: of an engine whose namespace changes, or that has adapters; None: only `namespace` is known.
 
     Attributes:
         endpoint: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
@@ -109,6 +115,7 @@ class Cache:
         staging: Staging,
         policy: Policy | None = None,
         timeout_s: float = 30.0,
+        space_of: SpaceOf | None = None,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -124,6 +131,7 @@ class Cache:
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
         self.timeout_s = timeout_s
+        self.space_of: SpaceOf = space_of or self._own_space
         self.endpoint: Endpoint | None = None
         self._opener = Opener("this cache")
         self._shared = Access(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
@@ -202,6 +210,13 @@ class Cache:
             retrieve_from=retrieve_from,
         )
         return Transfer.start(self._looking, lambda _: look())
+
+    def query(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
+        """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query."""
+        chunks = self._chunks(tokens, namespace)
+        hit = Hit(chunks, self._access.find_promised(chunks, 0.0))
+        self._access.count(Counts.note_query)
+        return hit
 
     def held_async(
         self, tokens: Any, tiers: Sequence[str], namespace: Namespace | None = None
@@ -382,6 +397,10 @@ class Cache:
         """A copy of what was counted so far."""
         return self._access.counts()
 
+    def note_blend(self, reused: int, selected: int, computed: int) -> None:
+        """Count the tokens of a prompt that was blended: reused, selected among them, and computed ones."""
+        self._access.count(lambda counts: counts.note_blend(reused, selected, computed))
+
     def tier_states(self) -> dict[str, State]:
         """Whether each tier is ok, slow, open (passed over) or half-open (about to be tried)."""
         return self._access.states()
@@ -443,6 +462,11 @@ class Cache:
         """What loads and stores share, for the process that opened the cache."""
         self._opener.check()
         return self._shared
+
+    def _own_space(self, model: str | None, salt: str) -> Namespace:
+        if model not in (None, self.namespace.model):
+            raise UnknownModel(f"model = {model!r}: not known here; known is {self.namespace.model!r}")
+        return replace(self.namespace, salt=salt) if salt else self.namespace
 
     def _chunks(self, tokens: Any, namespace: Namespace | None) -> Chunks:
         return Chunks.of(tokens, self.layout, namespace or self.namespace)

@@ -78,7 +78,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvkit.cache import Cache
+from kvkit.cache import Cache, SpaceOf
 from kvkit.handoff.settings import HandoffConfig, listen, open_handoff
 from kvkit.layout import KVLayout, Namespace
 from kvkit.policy import Policy
@@ -381,8 +381,13 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
     return config.model_copy(update={"tiers": tiers})
 
 
-def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
+def open_cache(
+    config: Config, layout: KVLayout, namespace: Namespace, space_of: SpaceOf | None = None
+) -> Cache:
     """A cache with the tiers of `config` and, where `server.enabled`, an endpoint. Closing it closes them.
+
+    Args:
+        space_of: as in `Cache`.
 
     Raises:
         ConfigError: a size is too small for this layout's records; a tier cannot be opened; or the endpoint
@@ -418,6 +423,7 @@ def open_cache(config: Config, layout: KVLayout, namespace: Namespace) -> Cache:
             staging=staging,
             policy=config.resolved_policy(),
             timeout_s=config.timeout_s,
+            space_of=space_of,
         )
     except (ValueError, OSError) as error:
         for opened in tiers:

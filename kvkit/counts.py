@@ -74,6 +74,7 @@ class Counts:
 
     Attributes:
         lookups, lookup_tokens: calls of lookup, and the tokens of whole chunks that were asked for.
+        queries: questions for what is held by who loads nothing; no lookups.
         hit_tokens: tokens that a lookup found, by tier.
         declined_tokens: tokens that a lookup found and left out, as computing them is faster, by tier.
         loaded_tokens, loaded_bytes: what was put into the engine, verified, by the tier it came from.
@@ -86,11 +87,14 @@ class Counts:
         read_errors, write_errors: records that a tier failed to deliver or to take, by tier.
         timeouts: answers that missed their deadline, by tier.
         cancelled: loads, stores and prefetches that the caller called off.
+        blend_reused_tokens, blend_selected_tokens, blend_computed_tokens: of prompts that were blended,
+            tokens whose KV was found elsewhere, those among them that were recomputed, and tokens without KV.
         seconds, bytes_per_second: time and throughput of transfers, by (tier, direction); see `moved`.
     """
 
     lookups: int = 0
     lookup_tokens: int = 0
+    queries: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
     declined_tokens: Counter[str] = field(default_factory=Counter)
     loaded_tokens: Counter[str] = field(default_factory=Counter)
@@ -105,6 +109,9 @@ class Counts:
     write_errors: Counter[str] = field(default_factory=Counter)
     timeouts: Counter[str] = field(default_factory=Counter)
     cancelled: int = 0
+    blend_reused_tokens: int = 0
+    blend_selected_tokens: int = 0
+    blend_computed_tokens: int = 0
     seconds: dict[Key, Histogram] = field(default_factory=dict)
     bytes_per_second: dict[Key, Histogram] = field(default_factory=dict)
 
@@ -121,6 +128,16 @@ class Counts:
         times.add(seconds)
         if seconds > 0:
             self.bytes_per_second[key].add(size / seconds)
+
+    def note_query(self) -> None:
+        """Count a question for what is held. Mutates."""
+        self.queries += 1
+
+    def note_blend(self, reused: int, selected: int, computed: int) -> None:
+        """Count the tokens of a prompt that was blended. Mutates."""
+        self.blend_reused_tokens += reused
+        self.blend_selected_tokens += selected
+        self.blend_computed_tokens += computed
 
     def note_cancelled(self) -> None:
         """Count a call that its caller called off. Mutates."""

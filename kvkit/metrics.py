@@ -4,6 +4,7 @@
 |---|---|---|
 | kvkit_lookups_total | | calls of lookup |
 | kvkit_lookup_tokens_total | | tokens of whole chunks that were asked for |
+| kvkit_queries_total | | questions of the endpoint's clients for what is held; they are no lookups |
 | kvkit_hit_tokens_total | tier | tokens that a lookup found; over kvkit_lookup_tokens_total: the hit rate |
 | kvkit_declined_tokens_total | tier | tokens that a lookup found and left out, as computing them is faster |
 | kvkit_loaded_tokens_total | tier | tokens put into the engine, by the tier they came from |
@@ -17,6 +18,9 @@
 | kvkit_errors_total | tier, direction | records that a tier failed to deliver (get) or to take (put) |
 | kvkit_timeouts_total | tier | answers that missed their deadline |
 | kvkit_cancelled_total | | loads, stores and prefetches that were called off |
+| kvkit_blend_reused_tokens_total | | tokens of blended prompts whose KV was found elsewhere and moved |
+| kvkit_blend_selected_tokens_total | | those among them that were computed again |
+| kvkit_blend_computed_tokens_total | | tokens of blended prompts without KV, which were computed |
 | kvkit_transfer_seconds | tier, direction | histogram: time of a transfer, one call of a tier's get or put |
 | kvkit_transfer_bytes_per_second | tier, direction | histogram: throughput of a transfer |
 | kvkit_queue_depth | tier | reads and writes that wait for one of the tier's threads |
@@ -157,7 +161,14 @@ def register(cache: Observed, registry: CollectorRegistry | None = None) -> Coll
 def _totals(counts: Counts) -> Iterator[Metric]:
     yield CounterMetricFamily("kvkit_lookups", "Calls of lookup", counts.lookups)
     yield CounterMetricFamily("kvkit_lookup_tokens", "Tokens asked for", counts.lookup_tokens)
+    yield CounterMetricFamily("kvkit_queries", "Questions for what is held", counts.queries)
     yield CounterMetricFamily("kvkit_cancelled", "Transfers that were called off", counts.cancelled)
+    for name, text, tokens in (
+        ("reused", "Tokens whose KV was found elsewhere", counts.blend_reused_tokens),
+        ("selected", "Tokens found and computed again", counts.blend_selected_tokens),
+        ("computed", "Tokens without KV", counts.blend_computed_tokens),
+    ):
+        yield CounterMetricFamily(f"kvkit_blend_{name}_tokens", text, tokens)
 
 
 def _handoff(tier: HandoffTier) -> Iterator[Metric]:

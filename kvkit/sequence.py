@@ -30,6 +30,10 @@ class CacheError(RuntimeError):
     """The cache cannot do what was asked. The message names the argument."""
 
 
+class UnknownModel(CacheError):
+    """A cache keeps nothing under that name. The message names it, and those that are known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the KV of one sequence lies in an engine, for one layer group.

@@ -3,9 +3,14 @@
     GET  /metrics    Prometheus' text (`kvkit.metrics`)
     GET  /health     {"status": the worst state, "tiers": {name: state}}; HTTP status 503 while a tier is open
     GET  /tiers      [{"name", "scope", "codec", "near", "state", "queue_depth"}, ...], as they are sought
-    POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier"}; moves nothing
+    POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
     POST /clear      {"tier": name} -> {"removed_records"}
     POST /pin        {"tokens": [...], "seconds": s} -> {"pinned_tokens"}
+
+/lookup and /pin take a request's `model` (the name of a LoRA adapter, for one) and `cache_salt`, too, and are
+about what a request with them would find now; HTTP status 404 for a model that the cache does not know. A
+lookup here is a query: it is counted as one, and not among the lookups that requests make. `engine` is what
+the engine itself keeps, in blocks that the cache does not see: its `hit_tokens` are null, with the `reason`.
 
 Every request carries the token: `Authorization: Bearer ...`. What is wrong is said in {"error": ...}. An open
 tier is passed over, not fatal: do not restart a process because /health says 503.
@@ -33,6 +38,8 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit import metrics
+from kvkit.layout import Namespace
+from kvkit.sequence import UnknownModel
 from kvkit.threads import Workers
 from kvkit.tiers.health import State
 
@@ -53,6 +60,7 @@ MAX_CONNECTIONS = 64
 MIN_TOKEN_CHARS = 16
 _WORSE: tuple[State, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
+_ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
 _CLOSE_S = 2
 
 
@@ -75,13 +83,17 @@ class Found(Protocol):
 class Managed(metrics.Observed, Protocol):
     """The part of a cache that the endpoint shows and steers."""
 
-    def lookup(self, tokens: Any, /) -> Found:
+    @property
+    def space_of(self) -> Callable[[str | None, str], Namespace]:
+        """What is stored for a model (None: the base model) and a cache salt; raises `UnknownModel`."""
+
+    def query(self, tokens: Any, namespace: Namespace, /) -> Found:
         """How long a leading run of `tokens` can be had, and where."""
 
     def clear(self, tier: str, /) -> int:
         """Remove every record of a tier; how many there were."""
 
-    def pin(self, tokens: Any, seconds: float, /) -> int:
+    def pin(self, tokens: Any, seconds: float, namespace: Namespace, /) -> int:
         """Keep the leading run of `tokens` for `seconds`; its length in tokens."""
 
 
@@ -270,14 +282,15 @@ class _Body(BaseModel):
 
 class _Lookup(_Body):
     tokens: list[_TokenId]
+    model: str | None = None
+    cache_salt: str = ""
 
 
 class _Clear(_Body):
     tier: str
 
 
-class _Pin(_Body):
-    tokens: list[_TokenId]
+class _Pin(_Lookup):
     seconds: float = Field(gt=0, le=86400, allow_inf_nan=False)
 
 
@@ -318,9 +331,16 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
         ]
         return JSONResponse(shown)
 
+    def space(body: _Lookup) -> Namespace:
+        try:
+            return cache.space_of(body.model, body.cache_salt)
+        except UnknownModel as error:
+            raise HTTPException(404, str(error)) from None
+
     def lookup(body: _Lookup) -> dict[str, Any]:
-        hit = cache.lookup(body.tokens)
-        return {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
+        hit = cache.query(body.tokens, space(body))
+        found = {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
+        return found | {"engine": _ENGINE}
 
     def clear(body: _Clear) -> dict[str, Any]:
         if body.tier not in cache.tiers:
@@ -332,7 +352,7 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
             raise HTTPException(504, str(error)) from None
 
     def pin(body: _Pin) -> dict[str, Any]:
-        return {"pinned_tokens": cache.pin(body.tokens, body.seconds)}
+        return {"pinned_tokens": cache.pin(body.tokens, body.seconds, space(body))}
 
     def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers) -> Route:
         def work(raw: bytes) -> dict[str, Any]:

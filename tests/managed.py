@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkit.counts import BYTES_PER_SECOND, SECONDS, Counts, Histogram
+from kvkit.layout import Namespace
 from kvkit.record import Damage
+from kvkit.sequence import UnknownModel
 from kvkit.staging import Staging
 from kvkit.testing import DEADLINE_S, SLOT_BYTES
 from kvkit.tiers.base import Tier
@@ -33,6 +35,8 @@ class ManagedCache:
         self.healths = {name: Health() for name in self.tiers}
         self.kept = Counts()
         self.now = 0.0
+        self.namespace = Namespace("m", layout="l", dtype="float32")
+        self.asked_about: list[Namespace] = []
         self.pinned: list[tuple[int, float]] = []
         self.error: Exception | None = None
         self.asked = threading.Event()
@@ -51,8 +55,14 @@ class ManagedCache:
     def puts_under_way(self) -> int:
         return 3
 
-    def lookup(self, tokens: Any) -> Found:
+    def space_of(self, model: str | None, salt: str) -> Namespace:
+        if model not in (None, "m", "adapter"):
+            raise UnknownModel(f"model = {model!r}: known are m, adapter")
+        return replace(self.namespace, lora="adapter" if model == "adapter" else "", salt=salt)
+
+    def query(self, tokens: Any, namespace: Namespace) -> Found:
         self.asked.set()
+        self.asked_about.append(namespace)
         assert self.go_on.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
@@ -66,7 +76,8 @@ class ManagedCache:
         self.tiers[tier].delete(names)
         return len(names)
 
-    def pin(self, tokens: Any, seconds: float) -> int:
+    def pin(self, tokens: Any, seconds: float, namespace: Namespace) -> int:
+        self.asked_about.append(namespace)
         self.pinned.append((len(tokens), seconds))
         return min(len(tokens), 8)
 
@@ -89,7 +100,11 @@ def filled_counts(start: int = 1) -> Counts:
     def by_tier() -> dict[str, int]:
         return {name: next(numbers) for name in ("near", "[far]")}
 
-    counts = Counts(lookups=next(numbers), lookup_tokens=next(numbers), cancelled=next(numbers))
+    totals = [
+        *("lookups", "lookup_tokens", "queries", "cancelled"),
+        *("blend_reused_tokens", "blend_selected_tokens", "blend_computed_tokens"),
+    ]
+    counts = Counts(**{name: next(numbers) for name in totals})
     for counter in (
         *(counts.hit_tokens, counts.loaded_tokens, counts.loaded_bytes, counts.stored_records),
         *(counts.stored_bytes, counts.written_back_records, counts.evicted_records, counts.refused),

@@ -220,6 +220,17 @@ def test_documents_are_found_anywhere_and_gaps_are_computed(blended: BlendedMode
     assert blended.decode(done, 8) == plain.generate(tokens, 8).tokens
 
 
+def test_what_blending_takes_is_counted(blended: BlendedModel) -> None:
+    tokens = prompt()
+    flushed(blended, tokens[32:64])
+    blended.selection = replace(blended.selection, ratio=0.5)
+    done = [blended.prefill(tokens, DOCUMENTS) for _ in range(2)]
+    counts = blended.cache.counts()
+    assert counts.blend_reused_tokens == sum(prefill.reused_tokens for prefill in done) == 64
+    assert counts.blend_selected_tokens == sum(prefill.selected_tokens for prefill in done) > 0
+    assert counts.blend_computed_tokens == sum(prefill.computed_tokens for prefill in done) == 2 * (N - 32)
+
+
 def test_naive_reuse_moves_keys_and_changes_nothing_else(blended: BlendedModel) -> None:
     tokens = prompt()
     flushed(blended, tokens[32:64])

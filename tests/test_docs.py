@@ -292,6 +292,7 @@ def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.
     health, tiers, lookup, pin, clear = map(json.loads, filter(None, answers))
     assert health == {"status": "ok", "tiers": {"disk": "ok"}}
     assert [tier["name"] for tier in tiers] == ["disk"]
+    assert lookup.pop("engine")["hit_tokens"] is None
     assert lookup == {"tokens": 3, "hit_tokens": 0, "by_tier": {}}
     assert (pin, clear) == ({"pinned_tokens": 0}, {"removed_records": 0})
 

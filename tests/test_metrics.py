@@ -63,7 +63,11 @@ def test_what_is_scraped_is_what_was_counted_and_nothing_else(cache: ManagedCach
     samples = scrape(cache)
     assert take(samples, "kvkit_lookups_total") == counts.lookups
     assert take(samples, "kvkit_lookup_tokens_total") == counts.lookup_tokens
+    assert take(samples, "kvkit_queries_total") == counts.queries
     assert take(samples, "kvkit_cancelled_total") == counts.cancelled
+    assert take(samples, "kvkit_blend_reused_tokens_total") == counts.blend_reused_tokens
+    assert take(samples, "kvkit_blend_selected_tokens_total") == counts.blend_selected_tokens
+    assert take(samples, "kvkit_blend_computed_tokens_total") == counts.blend_computed_tokens
     by_tier: dict[str, Mapping[str, int]] = {
         "hit_tokens": counts.hit_tokens,
         "declined_tokens": counts.declined_tokens,

@@ -132,7 +132,14 @@ def test_a_cache_that_serves_is_seen_and_steered(tmp_path: Path) -> None:
         assert values["kvkit_stored_records_total", "disk"] == 3
         assert values["kvkit_written_back_records_total", "memory"] == 3
         assert values["kvkit_transfer_seconds_count", "disk"] > 0
+        asked = cache.counts()
         assert ask(server, "POST", "/lookup", body)[1]["by_tier"] == {"memory": 24}
+        answer = ask(server, "POST", "/lookup", body | {"model": "m", "cache_salt": "another tenant"})[1]
+        assert (answer["hit_tokens"], answer["by_tier"]) == (0, {})
+        status, answer = ask(server, "POST", "/lookup", body | {"model": "another"})
+        assert (status, answer) == (404, {"error": "model = 'another': not known here; known is 'm'"})
+        assert cache.counts().queries == asked.queries + 2
+        assert (cache.counts().lookups, cache.counts().hit_tokens) == (asked.lookups, asked.hit_tokens)
         assert ask(server, "POST", "/pin", body | {"seconds": 60})[1] == {"pinned_tokens": 24}
         assert ask(server, "POST", "/clear", {"tier": "memory"})[1] == {"removed_records": 3}
         assert ask(server, "POST", "/lookup", body)[1]["by_tier"] == {"disk": 24}
@@ -230,11 +237,31 @@ def test_tiers_are_listed_in_order(server: Server, cache: ManagedCache) -> None:
 
 def test_lookup_says_how_much_is_where(server: Server) -> None:
     body = {"tokens": list(range(10))}
+    reason = "the cache does not see which blocks the engine itself keeps"
     assert ask(server, "POST", "/lookup", body) == (
         200,
-        {"tokens": 10, "hit_tokens": 8, "by_tier": {"near": 4, "[far]": 4}},
+        {
+            "tokens": 10,
+            "hit_tokens": 8,
+            "by_tier": {"near": 4, "[far]": 4},
+            "engine": {"hit_tokens": None, "reason": reason},
+        },
     )
     assert ask(server, "POST", "/lookup", {"tokens": []})[1]["hit_tokens"] == 0
+
+
+def test_a_question_is_about_what_its_model_and_salt_would_find(server: Server, cache: ManagedCache) -> None:
+    body = {"tokens": [1, 2, 3], "seconds": 1.5}
+    asked = {"model": "adapter", "cache_salt": "tenant"}
+    assert ask(server, "POST", "/pin", body | asked)[0] == 200
+    del body["seconds"]
+    assert ask(server, "POST", "/lookup", body | asked)[0] == 200
+    assert ask(server, "POST", "/lookup", body | {"model": None})[0] == 200
+    found = [(space.lora, space.salt) for space in cache.asked_about]
+    assert found == [("adapter", "tenant"), ("adapter", "tenant"), ("", "")]
+    for path, more in (("/lookup", {}), ("/pin", {"seconds": 1})):
+        status, answer = ask(server, "POST", path, body | {"model": "x"} | more)
+        assert (status, answer) == (404, {"error": "model = 'x': known are m, adapter"})
 
 
 def test_clear_empties_one_tier(server: Server, cache: ManagedCache) -> None:
@@ -314,7 +341,8 @@ def test_the_token_is_never_logged(cache: ManagedCache, caplog: pytest.LogCaptur
         ("POST", "/lookup", {"tokens": [2**31]}, 422, ["tokens.0", "less than 2147483648"]),
         ("POST", "/lookup", {"tokens": [True]}, 422, ["tokens.0", "integer"]),
         ("POST", "/lookup", {"tokens": [1.5]}, 422, ["tokens.0", "integer"]),
-        ("POST", "/lookup", {"tokens": [1], "salt": "x"}, 422, ["salt", "the fields are tokens"]),
+        ("POST", "/lookup", {"tokens": [1], "salt": "x"}, 422, ["salt", "are tokens, model, cache_salt"]),
+        ("POST", "/lookup", {"tokens": [1], "cache_salt": 7}, 422, ["cache_salt", "string"]),
         ("POST", "/pin", {"tokens": [1], "seconds": 0}, 422, ["seconds", "greater than 0"]),
         ("POST", "/pin", {"tokens": [1], "seconds": 86401}, 422, ["seconds", "86400"]),
         ("POST", "/pin", b'{"tokens": [1], "seconds": NaN}', 422, ["seconds"]),
