@@ -96,10 +96,11 @@ from kvkit.server import (
 )
 from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
+from kvkit.tiers.files import Access
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.mooncake import SCHEMES as MOONCAKE_SCHEMES
 from kvkit.tiers.mooncake import MooncakeTier
-from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.objects import ObjectTier, is_folder
 from kvkit.tiers.paths import SpreadTier
 from kvkit.tiers.plugins import check_kind, open_plugin
 from kvkit.tiers.redis import SCHEMES as REDIS_SCHEMES
@@ -156,6 +157,9 @@ class TierConfig(BaseModel):
     codec: Literal["none", "zstd", "bitshuffle-zstd"] = Field("none", description="compression of records")
     threads: int | None = Field(None, description="parallel reads and writes", ge=1, le=256)
     fsync: bool = Field(False, description="a put completes only when it would survive a power cut")
+    access: Access = Field(
+        "user", description="of a folder: which users of the host may read and write what is made in it"
+    )
     scope: Scope = Field("node", description="whether other hosts use it too")
     timeout_s: float = Field(10.0, description="longest request to a server, in seconds", gt=0, le=3600)
     username: str | None = Field(None, description="of a Redis server's user")
@@ -188,6 +192,8 @@ class TierConfig(BaseModel):
             return self
         if isinstance(self.capacity, tuple) and len(self.capacity) != len(self.urls):
             raise ValueError(f"capacity: {len(self.capacity)} values for {len(self.urls)} urls")
+        if "access" in self.model_fields_set and not any(map(is_folder, self.urls)):
+            raise ValueError(f"access = {self.access!r}: only a tier in a folder has one")
         if self.url is None:
             if self.capacity is None:
                 raise ValueError("a tier without a url is kept in memory and needs a capacity")
@@ -515,6 +521,7 @@ def _open_tier(name: str, config: TierConfig, staging: Staging, rank: int) -> Ti
             scope=config.scope,
             policy=config.eviction,
             quota_bytes=quota,
+            access=config.access,
             options=config.plain_options(),
             timeout_s=config.timeout_s,
         )

@@ -45,6 +45,10 @@ scope = "shared"
 timeout_s = 4
 options = { endpoint = "https://host", secret_access_key = "hush" }
 
+[tiers.team]
+url = "file:///mnt/team"
+access = "group"
+
 [tiers.redis]
 url = "redis://host"
 username = "me"
@@ -122,6 +126,7 @@ def test_defaults() -> None:
         "codec": "none",
         "threads": None,
         "fsync": False,
+        "access": "user",
         "scope": "node",
         "kind": None,
         "timeout_s": 10.0,
@@ -150,6 +155,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
                 "codec": "zstd",
                 "threads": 3,
                 "fsync": True,
+                "access": "user",
                 "scope": "shared",
                 "kind": None,
                 "timeout_s": 4.0,
@@ -157,6 +163,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
                 "password": None,
                 "options": {"endpoint": Secret("https://host"), "secret_access_key": Secret("hush")},
             },
+            "team": fields(TierConfig) | {"url": "file:///mnt/team", "access": "group"},
             "redis": fields(TierConfig)
             | {"url": "redis://host", "username": "me", "password": SecretStr("hush")},
         },
@@ -220,6 +227,8 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_TIERS__SHARED__TIMEOUT_S": "4",
         "KVKIT_TIERS__SHARED__OPTIONS__ENDPOINT": "https://host",
         "KVKIT_TIERS__SHARED__OPTIONS__SECRET_ACCESS_KEY": "hush",
+        "KVKIT_TIERS__TEAM__URL": "file:///mnt/team",
+        "KVKIT_TIERS__TEAM__ACCESS": "group",
         "KVKIT_TIERS__REDIS__URL": "redis://host",
         "KVKIT_TIERS__REDIS__USERNAME": "me",
         "KVKIT_TIERS__REDIS__PASSWORD": "hush",
@@ -341,6 +350,12 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
         ({"tiers": {"disk": {"url": "/x", "threads": 0}}}, ["tiers.disk.threads = 0", "equal to 1"]),
         ({"tiers": {"disk": {"url": "/x", "threads": 257}}}, ["tiers.disk.threads = 257", "equal to 256"]),
         ({"tiers": {"disk": {"url": "/x", "fsync": "maybe"}}}, ["tiers.disk.fsync = 'maybe'", "boolean"]),
+        (
+            {"tiers": {"disk": {"url": "/x", "access": "0640"}}},
+            ["tiers.disk.access = '0640'", "user", "group", "all"],
+        ),
+        ({"tiers": {"far": {"url": "s3://b", "access": "all"}}}, ["access = 'all': only a tier in a folder"]),
+        ({"tiers": {"m": {"capacity": 9, "access": "all"}}}, ["access = 'all': only a tier in a folder"]),
         ({"tiers": DISK, "policy": {"store_to": "disk"}}, ["policy.store_to = 'disk'", "tuple"]),
         (
             {"tiers": DISK, "policy": {"store_to": ["dsk"]}},

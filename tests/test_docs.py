@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tomllib
@@ -474,11 +475,14 @@ def test_the_readme_example_reuses_what_it_stored(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
     assert len(code[1].splitlines()) <= 20
-    script = code[1].replace("/tmp/kvkit", str(tmp_path))
+    # a home of its own for the store; the model is where it was
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    here = os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": cache}
     runs = [
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        subprocess.run([sys.executable, "-c", code[1]], env=here, capture_output=True, text=True, check=False)
         for _ in range(2)
     ]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
     assert runs[0].stdout.startswith("{} ")
     assert runs[1].stdout.startswith("{'disk': ")
+    assert stat.S_IMODE((tmp_path / ".cache" / "kvkit" / "store").stat().st_mode) == 0o700

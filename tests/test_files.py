@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from kvkit.staging import Staging
 from kvkit.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 from kvkit.tiers import files
 from kvkit.tiers.base import TierError
-from kvkit.tiers.files import TEMPORARY, Folder
+from kvkit.tiers.files import TEMPORARY, Access, Folder
 from kvkit.tiers.objects import ObjectTier
 
 NAMES = record_names(4)
 ARRAY = os.path.dirname(NAMES[0])
+LEFT = f"{TEMPORARY}0123456789abcdef"
 
 
 @pytest.fixture
@@ -37,6 +39,10 @@ def staging() -> Iterator[Staging]:
 
 def files_below(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def python(program: str, *arguments: object) -> subprocess.Popen[str]:
@@ -92,7 +98,10 @@ def test_foreign_files_are_left_alone(tmp_path: Path, staging: Staging) -> None:
         "not hex/0/c.1.2.0.0.0.0",
         "abc/group/c.1.2.0.0.0.0",
         "abc/c.1.2.0.0.0.0",
-        f"not hex/0/{TEMPORARY}1",
+        f"not hex/0/{LEFT}",
+        f"abc/{LEFT}",
+        f"{ARRAY}/{TEMPORARY}notes",
+        f"{ARRAY}/deeper/{LEFT}",
     ]
     for name in foreign:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -112,8 +121,8 @@ def test_foreign_files_are_left_alone(tmp_path: Path, staging: Staging) -> None:
 def test_the_file_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
     program = """
 import os, sys
-from kvkit.tiers import files
-file, path = files._create(sys.argv[1])
+from kvkit.tiers.files import Folder
+file, path = Folder(os.path.dirname(sys.argv[1]))._create(sys.argv[1])
 os.write(file, b"half a record")
 print("ready", flush=True)
 sys.stdin.read()
@@ -142,7 +151,7 @@ print("ready", flush=True)
 sys.stdin.read()
 """
     (tmp_path / ARRAY).mkdir(parents=True)
-    path = tmp_path / ARRAY / f"{TEMPORARY}0"
+    path = tmp_path / ARRAY / LEFT
     server = python(program, path)
     await_line(server)
     folder = Folder(str(tmp_path))
@@ -332,7 +341,7 @@ def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:
     tier = ObjectTier(str(small_disk))
     put(tier, staging, NAMES[:2])
     tier.close()
-    (small_disk / ARRAY / f"{TEMPORARY}dead").write_text("left over")
+    (small_disk / ARRAY / LEFT).write_text("left over")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     tier = ObjectTier(str(small_disk))
     assert tier.run(NAMES) == 2
@@ -438,13 +447,85 @@ def test_a_long_file_is_an_error(tmp_path: Path) -> None:
     assert buffer == b"\xa5" * 4096
 
 
-def test_new_files_obey_the_umask(tmp_path: Path) -> None:
-    old = os.umask(0o027)
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+@pytest.mark.parametrize(
+    ("access", "file_mode", "folder_mode"),
+    [("user", 0o600, 0o700), ("group", 0o660, 0o2770), ("all", 0o666, 0o777)],
+)
+def test_a_store_is_for_whom_it_says_whatever_the_umask(
+    access: Access, file_mode: int, folder_mode: int, umask: int, tmp_path: Path, staging: Staging
+) -> None:
+    root = tmp_path / "store"
+    old = os.umask(umask)
     try:
-        Folder(str(tmp_path)).write(NAMES[0], memoryview(b"x"))
+        tier = ObjectTier(str(root), access=access)
+        assert put(tier, staging, NAMES[:1]) == [None]
+        tier.describe(ARRAY, b"{}")
+        tier.close()
+        file, _ = Folder(str(root), access=access)._create(str(root / ARRAY))  # as it is being written
+        os.close(file)
     finally:
         os.umask(old)
-    assert (tmp_path / NAMES[0]).stat().st_mode & 0o777 == 0o640
+    paths = [root, *root.rglob("*")]
+    assert {mode_of(path) for path in paths if path.is_dir()} == {folder_mode}
+    assert [mode_of(path) for path in paths if path.is_file()] == [file_mode] * 3
+
+
+def test_folders_above_a_store_obey_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        Folder(str(tmp_path / "a" / "b" / "store")).write(NAMES[0], memoryview(b"x"))
+    finally:
+        os.umask(old)
+    assert [mode_of(tmp_path / path) for path in ("a", "a/b", "a/b/store")] == [0o755, 0o755, 0o700]
+
+
+def test_an_open_store_is_told_of_and_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "store"
+    Folder(str(root), access="all").write(NAMES[0], memoryview(b"x"))
+    ObjectTier(str(root), access="all").close()
+    assert not caplog.records
+    ObjectTier(str(root), access="group").close()
+    assert f"chmod -R o= {root}" in caplog.text
+    caplog.clear()
+    ObjectTier(str(root)).close()
+    assert f"chmod -R go= {root}" in caplog.text
+    assert mode_of(root) == 0o777
+    subprocess.run(["chmod", "-R", "go=", root], check=True)
+    caplog.clear()
+    ObjectTier(str(root)).close()
+    assert not caplog.records
+    root.chmod(0o755)  # as an administrator may make it: what is in it is for its owner all the same
+    ObjectTier(str(root)).close()
+    assert not caplog.records
+
+
+def test_a_folder_made_by_others_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    Folder(str(tmp_path)).write(NAMES[0], memoryview(b"x"))
+    assert [mode_of(tmp_path), mode_of(tmp_path / ARRAY)] == [0o755, 0o700]
+
+
+def test_cleaning_stays_in_the_store(tmp_path: Path) -> None:
+    """Neither a folder nor a file behind a symbolic link is touched, and no pipe is waited for."""
+    root, outside = tmp_path / "store", tmp_path / "outside"
+    (outside / "0").mkdir(parents=True)
+    kept = [outside / LEFT, outside / "0" / LEFT]
+    for path in kept:
+        path.write_text("another's")
+    (root / "abc").mkdir(parents=True)
+    (root / "def").symlink_to(outside)
+    (root / "abc" / "0").symlink_to(outside)
+    (root / ARRAY).mkdir(parents=True)
+    (root / ARRAY / LEFT).symlink_to(kept[0])
+    os.mkfifo(root / ARRAY / f"{TEMPORARY}{'f' * 16}")
+    dead = root / ARRAY / f"{TEMPORARY}{'d' * 16}"
+    dead.write_text("half a record")
+    (tmp_path / "link").symlink_to(root)
+    ObjectTier(str(tmp_path / "link")).close()
+    assert not dead.exists(), "a store may be a link itself"
+    assert [path.read_text() for path in kept] == ["another's"] * 2
+    assert (root / ARRAY / LEFT).is_symlink()
 
 
 @pytest.mark.parametrize("fsync", [False, True])

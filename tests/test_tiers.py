@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 import uuid
 from pathlib import Path
@@ -74,8 +75,8 @@ class TestStoreWithoutAtomicPut(TierContract):
     """A file system that kvkit does not know: it writes under another name and moves."""
 
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> Tier:
-        return ObjectTier(f"dir::file://{tmp_path}/store")
+    def tier(self) -> Tier:
+        return ObjectTier(f"dir::{memory_url()}")
 
 
 class TestSpread(TierContract):
@@ -287,12 +288,28 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         ({"url": "nosuch://x"}, "'d'.*url='nosuch://x'.*file.*memory"),
         ({"codec": "lz4"}, "'d'.*codec='lz4'.*none, zstd"),
         ({"scope": "planet"}, "'d'.*scope='planet'.*node, shared"),
+        ({"access": "0640"}, "'d'.*access='0640'.*user, group, all"),
+        ({"url": f"simplecache::file://{tmp_path}"}, "'d'.*want the folder itself"),
         ({"threads": 0}, "'d'.*threads=0"),
         ({"capacity_bytes": 0}, "'d'.*capacity_bytes=0"),
     ]
     for settings, message in cases:
         with pytest.raises(ValueError, match=message):
             ObjectTier(**{"url": str(tmp_path), "name": "d"} | settings)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_copies_of_a_far_store_are_their_users_alone(nested: bool, tmp_path: Path, staging: Staging) -> None:
+    copies = tmp_path / "copies"
+    options: dict[str, Any] = {"cache_storage": str(copies)}
+    tier = ObjectTier(f"simplecache::{memory_url()}", options={"simplecache": options} if nested else options)
+    names = record_names(1)
+    assert put(tier, staging, names) == [None]
+    assert isinstance(get(tier, staging, names)[0], np.ndarray)
+    tier.close()
+    staging.close()
+    assert list(copies.iterdir())
+    assert stat.S_IMODE(copies.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])

@@ -8,6 +8,9 @@ Writes go past the page cache where the file system lets them (O_DIRECT): they t
 of the processor, and leave the cache to others. Reads go through it: warm ones are much faster, cold ones no
 slower. benchmarks/bench_files.py measures both choices.
 
+KV tells what was said: files and folders are for their owner alone, whatever the umask, unless `Access` says
+that others share the store.
+
 An NFS client remembers for up to a minute that a name is not there, whatever other clients create; `Folder`
 asks the server before it believes that. tests/nfs proves it on a real mount.
 """
@@ -24,7 +27,8 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
 
 from kvkit.record import ALIGN, Damage
 from kvkit.tiers.base import DamagedObject, Ranges, TierError
@@ -32,9 +36,18 @@ from kvkit.tiers.base import DamagedObject, Ranges, TierError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+Access = Literal["user", "group", "all"]
+"""Which users of the host, or of an NFS server, may read and write a store."""
+
 METADATA = "zarr.json"
 TEMPORARY = ".tmp-"
+_LEFT = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
+_FILE_MODES: dict[Access, int] = {"user": 0o600, "group": 0o660, "all": 0o666}
+_FOLDER_MODES: dict[Access, int] = {"user": 0o700, "group": 0o2770, "all": 0o777}
+"""Of a group with setgid, so that what any member makes is the group's."""
 _SPACE, _GROUP = re.compile("[0-9a-f]+"), re.compile("[0-9]+")
+_LEVELS = (_SPACE, _GROUP)
+"""Names of the folders above those with records."""
 _RECORD = re.compile(r"[0-9a-f]+/[0-9]+/c(\.[0-9]+){6}")
 _OBJECT = re.compile(r"[0-9a-f]+/[0-9]+/(c(\.[0-9]+){6}|zarr\.json)")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -69,11 +82,19 @@ class Folder:
     Args:
         root: a folder, absolute or relative to the current one.
         fsync: whether a write returns only when the file and its name would survive a power failure.
+        access: who may read and write what this makes: the root, if it is missing, and all below it. What is
+            there already keeps its mode.
+
+    Raises:
+        ValueError: `access` is none of the choices.
     """
 
-    def __init__(self, root: str, fsync: bool = False) -> None:
+    def __init__(self, root: str, fsync: bool = False, access: Access = "user") -> None:
+        if access not in get_args(Access):
+            raise ValueError(f"access={access!r}, want one of {', '.join(get_args(Access))}")
         self.root = os.path.abspath(root)
         self._fsync = fsync
+        self._access: Access = access
         self._nfs = file_system(self.root) in ("nfs", "nfs4")
 
     def size(self, name: str) -> int | None:
@@ -143,7 +164,7 @@ class Folder:
 
     def _write(self, path: str, data: memoryview) -> None:
         folder = os.path.dirname(path)
-        file, temporary = _create(folder)
+        file, temporary = self._create(folder)
         try:
             try:
                 _write_all(file, data)
@@ -186,10 +207,75 @@ class Folder:
             yield name, size
 
     def clean(self) -> None:
-        """Remove the temporary files of writers that were killed. Those of live writers stay."""
-        for _, entry in self._entries():
-            if entry.name.startswith(TEMPORARY):
-                _remove_if_dead(entry.path)
+        """Remove the temporary files of writers that were killed. Those of live writers stay.
+
+        It goes down by descriptors, never through a symbolic link: nothing outside the root is touched.
+        """
+        root = os.path.realpath(self.root)
+        try:
+            for path, folders, names, folder in os.fwalk(root, onerror=_unlisted):
+                depth = len(Path(path).relative_to(root).parts)
+                if depth < len(_LEVELS):
+                    folders[:] = filter(_LEVELS[depth].fullmatch, folders)
+                    continue
+                folders.clear()
+                for name in filter(_LEFT.fullmatch, names):
+                    _remove_if_dead(name, folder)
+        except OSError as error:
+            _unlisted(error)
+
+    def opened_wider(self) -> list[str]:
+        """Names of the namespaces here that more users can get into than `access` says: others made them."""
+        wide = 0o777 & ~_FOLDER_MODES[self._access]
+        if not wide & _mode(self.root):
+            return []
+        return [
+            space.name
+            for space in _folders(self.root, _SPACE)
+            if wide & _mode(space.path) and any(wide & _mode(g.path) for g in _folders(space.path, _GROUP))
+        ]
+
+    def _create(self, folder: str) -> tuple[int, str]:
+        """A new temporary file in `folder`, open for writing and locked, and its path.
+
+        Raises:
+            FileNotFoundError: a cleaner came between opening and locking, and took it for a dead writer's.
+        """
+        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODES[self._access]
+        try:
+            file = os.open(temporary, flags, mode)
+        except FileNotFoundError:
+            self._make(folder)
+            file = os.open(temporary, flags, mode)
+        try:
+            if stat.S_IMODE(os.fstat(file).st_mode) != mode:  # the umask took from it
+                with suppress(PermissionError):  # a file system with modes of its own
+                    os.fchmod(file, mode)
+            if _is_mine(file):
+                return file, temporary
+            raise FileNotFoundError(errno.ENOENT, "taken for a dead writer's", temporary)
+        except BaseException:
+            os.close(file)
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _make(self, folder: str) -> None:
+        """Make `folder`, which is in the root or is it, and what is missing above it."""
+        if folder == self.root:
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+        elif not os.path.isdir(os.path.dirname(folder)):
+            self._make(os.path.dirname(folder))
+        mode = _FOLDER_MODES[self._access]
+        try:
+            os.mkdir(folder, mode)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise
+        else:
+            with suppress(PermissionError):  # as in _create
+                os.chmod(folder, mode)
 
     def _path(self, name: str) -> str:
         check_name(name)
@@ -293,34 +379,21 @@ def _list(folder: str) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             yield from entries
-    except FileNotFoundError:
-        return
     except OSError as error:
-        log.warning("%s cannot be listed: %s", folder, error)
+        _unlisted(error, folder)
 
 
-def _create(folder: str) -> tuple[int, str]:
-    """A new temporary file in `folder`, open for writing and locked, and its path.
+def _unlisted(error: OSError, folder: str | None = None) -> None:
+    if not isinstance(error, FileNotFoundError):
+        log.warning("%s cannot be listed: %s", folder or error.filename, error)
 
-    Raises:
-        FileNotFoundError: a cleaner came between opening and locking, and took it for a dead writer's.
-    """
-    temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+def _mode(path: str) -> int:
+    """The permission bits of what is at `path`; 0 where they cannot be had."""
     try:
-        file = os.open(temporary, flags, 0o666)
-    except FileNotFoundError:
-        os.makedirs(folder, exist_ok=True)
-        file = os.open(temporary, flags, 0o666)
-    try:
-        if _is_mine(file):
-            return file, temporary
-        raise FileNotFoundError(errno.ENOENT, "taken for a dead writer's", temporary)
-    except BaseException:
-        os.close(file)
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+        return stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return 0
 
 
 def _is_mine(file: int) -> bool:
@@ -364,16 +437,19 @@ def _write_all(file: int, data: memoryview) -> None:
                 fcntl.fcntl(file, fcntl.F_SETFL, flags)
 
 
-def _remove_if_dead(path: str) -> None:
-    with suppress(OSError):  # locked, gone by itself, read-only, or on a file system without locks
-        file = os.open(path, os.O_WRONLY)
+def _remove_if_dead(name: str, folder: int) -> None:
+    """Remove the file `name` of the folder with that descriptor, unless a writer has it locked."""
+    with suppress(OSError):  # locked, gone by itself, no file, read-only, or on a file system without locks
+        file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return
             _lock(file)
         finally:
             os.close(file)
         # only now: an NFS client renames what is still open, and removes it some time after the close; a
         # writer that locks the file in between starts over
-        os.unlink(path)
+        os.unlink(name, dir_fd=folder)
 
 
 def _sync_folder(folder: str) -> None:

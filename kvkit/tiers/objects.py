@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
+import os
 import posixpath
 import secrets
+import shlex
 import threading
 import time
 from collections import Counter
@@ -19,6 +21,7 @@ from typing import Any, get_args
 import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import get_protocol
 
 from kvkit import eviction
 from kvkit.codecs import compress, decompress, restored_bytes
@@ -38,7 +41,7 @@ from kvkit.tiers.base import (
     default_threads,
     owner_of,
 )
-from kvkit.tiers.files import METADATA, TEMPORARY, Folder, check_name, is_record
+from kvkit.tiers.files import METADATA, TEMPORARY, Access, Folder, check_name, is_record
 from kvkit.tiers.striped import StripedStore
 
 log = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class ObjectTier(ThreadedTier):
         codec: how the records in it are compressed, one of `kvkit.record.CODECS`.
         policy: one of `eviction.POLICIES`.
         quota_bytes: what one namespace may hold; None for no limit.
+        access: for folders, which users of the host may read and write what this makes
+            (`kvkit.tiers.files.Access`).
         options: for buckets, settings as in `kvkit.tiers.s3.Bucket`, such as endpoint and access_key_id; for
             other stores, by the names of their fsspec class. They are never shown.
         timeout_s: for buckets, how long one request may take, in seconds, with its retries.
@@ -84,6 +89,7 @@ class ObjectTier(ThreadedTier):
         scope: Scope = "node",
         policy: eviction.Policy = "lru",
         quota_bytes: int | None = None,
+        access: Access = "user",
         options: Mapping[str, Any] | None = None,
         timeout_s: float = 10.0,
     ) -> None:
@@ -94,7 +100,7 @@ class ObjectTier(ThreadedTier):
         if scope not in get_args(Scope):
             raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
         urls = [url] if isinstance(url, str) else list(url)
-        stores = [_open_store(name, one, fsync, options or {}, timeout_s) for one in urls]
+        stores = [_open_store(name, one, fsync, access, options or {}, timeout_s) for one in urls]
         self._store: Store = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
         if threads is None:
@@ -430,11 +436,27 @@ def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any
     }
 
 
-def _open_store(tier: str, url: str, fsync: bool, options: Mapping[str, Any], timeout_s: float) -> Store:
+def is_folder(url: str) -> bool:
+    """Whether `url` is of a local folder."""
+    return get_protocol(url) in LocalFileSystem.protocol
+
+
+def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:
+    """The folders in which fsspec is told to keep copies of records (simplecache::, filecache::)."""
+    for value in options.values():
+        if isinstance(value, Mapping):
+            yield from _cache_folders(value)
+    given = options.get("cache_storage", ())
+    yield from (folder for folder in ([given] if isinstance(given, str) else given) if folder != "TMP")
+
+
+def _open_store(
+    tier: str, url: str, fsync: bool, access: Access, options: Mapping[str, Any], timeout_s: float
+) -> Store:
     """The store behind `url`.
 
     Raises:
-        ValueError: it is not a URL that obstore or fsspec opens here, or an option is unknown.
+        ValueError: it is not a URL that obstore or fsspec opens here, an option is unknown, or `access` is.
     """
     scheme, separator, _ = url.partition("://")
     if separator and scheme in s3.SCHEMES and find_spec("obstore") is not None:
@@ -442,10 +464,14 @@ def _open_store(tier: str, url: str, fsync: bool, options: Mapping[str, Any], ti
             return s3.Bucket(url, options, timeout_s)
         except ValueError as error:
             raise ValueError(f"tier {tier!r}: {error}") from None
+    if "::" in url and is_folder(url.rpartition("::")[2]):
+        raise ValueError(f"tier {tier!r}: url={url!r}: a folder behind another store; want the folder itself")
     settings = dict(options)
     if scheme in ("s3", "s3a"):
         settings = _s3fs_options(options, timeout_s)
     try:
+        for copies in _cache_folders(options):
+            os.makedirs(copies, mode=0o700, exist_ok=True)
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **settings)
     except Exception as error:  # each protocol has its own
         known = ", ".join(fsspec.available_protocols())
@@ -457,8 +483,19 @@ def _open_store(tier: str, url: str, fsync: bool, options: Mapping[str, Any], ti
     if isinstance(files, LocalFileSystem):
         if options:
             raise ValueError(f"tier {tier!r}: options: {', '.join(options)}: a folder has none")
-        folder = Folder(root, fsync)
+        try:
+            folder = Folder(root, fsync, access)
+        except ValueError as error:
+            raise ValueError(f"tier {tier!r}: {error}") from None
         folder.clean()
+        wide = folder.opened_wider()
+        if wide:
+            log.warning(
+                "tier %r: %s: %d of its namespaces, such as %s, are open to others than access=%r says; "
+                "to close them: chmod -R %s= %s",
+                *(tier, root, len(wide), wide[0], access),
+                *("go" if access == "user" else "o", shlex.quote(root)),
+            )
         return folder
     if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
         files.retries = 1
