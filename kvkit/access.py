@@ -11,8 +11,8 @@ from itertools import islice
 from operator import methodcaller
 from typing import TypeVar
 
+from kvkit import arrays
 from kvkit import plan as planning
-from kvkit import record
 from kvkit.counts import Counts, Direction
 from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
@@ -334,10 +334,13 @@ class Access:
             self.failed(tier, error)
 
     def describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
-        """Have the tier keep zarr.json for these arrays, once, in the background: `puts` waits for it.
+        """Have a tier outside this process keep zarr.json for these arrays, once: `puts` waits for it.
 
         Records are read without it, so a failure is no failure of the tier; the next store tries again.
         """
+        tier = self.tiers[name]
+        if tier.near:  # no store that Zarr could open
+            return
         with self._lock:
             new = [form for form in formats if (name, form.array) not in self._described]
             if len(self._described) + len(new) > MAX_DESCRIBED:
@@ -345,23 +348,19 @@ class Access:
             self._described.update((name, form.array) for form in new)
         if not new:
             return
-        tier = self.tiers[name]
         start = self.puts.add(1)
 
         def work() -> None:
             for form in new:
                 try:
-                    tier.describe(form.array, record.zarr_metadata(form, tier.codec))
+                    tier.describe(form.array, arrays.metadata(form, tier.codec))
                 except Exception as error:
                     log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
                     with self._lock:
                         self._described.discard((name, form.array))
             self.puts.done(start)
 
-        if tier.near:
-            work()
-        else:
-            self._asking[name].start(work)
+        self._asking[name].start(work)
 
     def close(self) -> None:
         """Give up puts that wait, close the tiers, each within the deadline, and end the asking threads."""

@@ -38,7 +38,7 @@ FEATURES = (
     ("transformers", "the Hugging Face adapter", "kvkit[transformers]"),
     ("matplotlib", "the demo's picture", "kvkit[demo]"),
     ("gguf", "the demo's model", "kvkit[demo]"),
-    ("zarr", "reading a store with Zarr", "kvkit[zarr]"),
+    ("zarr", "zarr.json of a store", "kvkit"),
     ("numcodecs", "compressed records", "kvkit[codecs]"),
     ("blake3", "blake3 keys", "kvkit[blake3]"),
     ("uvicorn", "the HTTP endpoint", "kvkit[server]"),

@@ -17,12 +17,11 @@ one layer can be read and verified alone), and all that follows the layers.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import google_crc32c
 import numpy as np
@@ -408,61 +407,10 @@ def trailer_of(places: Sequence[tuple[int, int]], layers_end: int) -> bytes:
     return bytes(-(layers_end + len(index)) % ALIGN) + index
 
 
-def zarr_metadata(form: RecordFormat, codec: str = "none") -> bytes:
-    """The array's `zarr.json`: written once per array, never read on the way of a load.
-
-    Zarr v3 core specification and its sharding codec, https://zarr-specs.readthedocs.io. bfloat16 is
-    stored as uint16 and float8 as uint8; the attributes name the real dtype, and the namespace.
-    """
-    group = form.group
-    stored = "uint8" if group.opaque else _ZARR_DTYPE.get(group.dtype, group.dtype)
-    inner: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-    if stored in ("uint8", "int8"):
-        inner = [{"name": "bytes"}]
-    if codec == "zstd":
-        inner.append({"name": "zstd", "configuration": {"level": CODEC_LEVEL, "checksum": False}})
-    elif codec == "bitshuffle-zstd":
-        settings = {"cname": "zstd", "clevel": CODEC_LEVEL, "shuffle": "bitshuffle", "blocksize": 0}
-        inner.append({"name": "blosc", "configuration": settings | {"typesize": shuffled_bytes(group)}})
-    index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    shards = {
-        "chunk_shape": [1, 1, 1, *form.shape[1:]],
-        "codecs": inner,
-        "index_codecs": index_codecs,
-        "index_location": "end",
-    }
-    document = {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": [2**HIGH_BITS, 2**LOW_BITS, *form.shape],
-        "data_type": stored,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1, *form.shape]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": 0 if "int" in stored else 0.0,
-        "codecs": [{"name": "sharding_indexed", "configuration": shards}],
-        "dimension_names": ["key_high", "key_low", "layer", "head", "token", "channel"],
-        "attributes": {
-            "kvkit": {
-                "dtype": group.dtype,
-                "k_size": 0 if group.opaque else group.k_size,
-                "layers": list(group.layers),
-                "opaque": group.opaque,
-                "codec": codec,
-                "digest": form.digest.hex(),
-                "namespace": form.namespace.public(),
-            }
-        },
-    }
-    return json.dumps(document, indent=1).encode()
-
-
 def shard_index(places: Sequence[tuple[int, int]]) -> bytes:
     """A Zarr shard index: (offset, bytes) of each inner chunk as uint64, then the crc32c of that."""
     index = np.asarray(places, "<u8").tobytes()
     return index + struct.pack("<I", google_crc32c.value(index))
-
-
-_ZARR_DTYPE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
 def _round_up(size: int, step: int) -> int:

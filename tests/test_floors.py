@@ -13,7 +13,7 @@ FLOORS = (
     ("layout", "rope", "xxh3", "environment", "threads", "promises"),
     ("chunks", "policy", "eviction"),
     ("record", "blend"),
-    ("codecs",),
+    ("codecs", "arrays"),
     ("plan",),
     ("kernels", "staging"),
     ("tiers",),

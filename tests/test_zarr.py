@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zarr
 
-from kvkit import codecs
+from kvkit import arrays, codecs
 from kvkit import record as records
 from kvkit.chunks import chunk_keys
 from kvkit.layout import KVLayout, LayerGroup, Namespace
 from kvkit.record import CODECS, Damage, RecordError, RecordFormat
-
-zarr = pytest.importorskip("zarr")
+from kvkit.tiers.objects import ObjectTier
 
 PIPELINES = {"zarr-python": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
 try:
@@ -60,7 +61,7 @@ def write_store(root: Path, form: RecordFormat, codec: str) -> dict[bytes, npt.N
     random = np.random.default_rng(0)
     array = root / form.array
     array.mkdir(parents=True)
-    (array / "zarr.json").write_bytes(records.zarr_metadata(form, codec))
+    (array / "zarr.json").write_bytes(arrays.metadata(form, codec))
     tokens = np.arange(CHUNKS * TOKENS, dtype=np.int32)
     parent = form.digest
     held = {}
@@ -113,11 +114,11 @@ def test_zarr_json_is_strict_v3(group: LayerGroup, codec: str) -> None:
     from zarr.core.metadata import ArrayV3Metadata
 
     form = format_of(group)
-    raw = records.zarr_metadata(form, codec)
+    raw = arrays.metadata(form, codec)
     document = json.loads(raw)
     assert set(document) == {
         *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding"),
-        *("fill_value", "codecs", "attributes", "dimension_names"),
+        *("fill_value", "codecs", "attributes", "dimension_names", "storage_transformers"),
     }
     assert len(document["dimension_names"]) == len(document["shape"]) == 6
     parsed = ArrayV3Metadata.from_dict(document)
@@ -194,3 +195,65 @@ def test_groups_of_layers_are_arrays_side_by_side(tmp_path: Path, pipeline: str)
         for key, values in write_store(tmp_path, form, "none").items():
             z = zarr.open_array(tmp_path / form.array, mode="r")
             assert (z[records.coordinates(key)] == values).all()
+
+
+def test_metadata_is_what_earlier_versions_wrote_by_hand() -> None:
+    """Semantically: their arrays need no rewriting, and are not said to differ."""
+    form = format_of(GROUPS["bfloat16"])
+    old = json.loads(arrays.metadata(form))
+    del old["storage_transformers"]
+    assert arrays.differences(json.dumps(old).encode(), arrays.metadata(form)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda d: d["shape"].__setitem__(2, 9), ["shape"]),
+        (lambda d: d.update(data_type="int16"), ["data_type"]),
+        (lambda d: d["attributes"]["kvkit"].update(codec="zstd"), ["attributes"]),
+        (lambda d: d["chunk_key_encoding"]["configuration"].update(separator="/"), ["chunk_key_encoding"]),
+        (lambda d: d["codecs"][0]["configuration"].update(index_location="start"), ["codecs"]),
+        (lambda d: d["attributes"].update(mine="a note"), []),
+    ],
+)
+def test_differences_name_the_fields(change: Callable[[dict[str, Any]], object], named: list[str]) -> None:
+    wanted = arrays.metadata(format_of(GROUPS["bfloat16"]))
+    document = json.loads(wanted)
+    change(document)
+    assert arrays.differences(json.dumps(document).encode(), wanted) == named
+
+
+DEEP = b"[" * 100_000
+HOSTILE = (b"", b"{", b"[]", b"{}", b"\xff\xfe", DEEP, b'{"zarr_format": 3}', b" " * (1 + (1 << 20)))
+
+
+@pytest.mark.parametrize("raw", HOSTILE, ids=range(len(HOSTILE)))
+def test_what_is_no_metadata_is_refused(raw: bytes) -> None:
+    with pytest.raises(arrays.MetadataError):
+        arrays.read(raw)
+
+
+@pytest.mark.parametrize("raw", HOSTILE, ids=range(len(HOSTILE)))
+def test_damaged_metadata_of_a_store_is_written_anew(
+    raw: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = format_of(GROUPS["float32"])
+    path = tmp_path / form.array / "zarr.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(raw)
+    with closing(ObjectTier(f"file://{tmp_path}")) as tier:
+        tier.describe(form.array, arrays.metadata(form))
+    assert path.read_bytes() == arrays.metadata(form)
+    assert "is written anew, as it is damaged" in caplog.text
+
+
+def test_metadata_of_other_settings_stays_and_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = format_of(GROUPS["float32"])
+    with closing(ObjectTier(f"file://{tmp_path}")) as tier:
+        tier.describe(form.array, arrays.metadata(form, "zstd"))
+        assert not caplog.text
+        tier.describe(form.array, arrays.metadata(form))
+    assert (tmp_path / form.array / "zarr.json").read_bytes() == arrays.metadata(form, "zstd")
+    assert "differs in attributes, codecs from what this cache stores there" in caplog.text

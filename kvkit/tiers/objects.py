@@ -23,7 +23,7 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
-from kvkit import eviction
+from kvkit import arrays, eviction
 from kvkit.codecs import compress, decompress, restored_bytes
 from kvkit.record import CODEC_OFFSET, CODECS, HEADER, MAGIC, Damage, RecordError, check, parent_name
 from kvkit.staging import Lease
@@ -252,9 +252,35 @@ class ObjectTier(ThreadedTier):
         return self._store.scan()
 
     def describe(self, array: str, metadata: bytes) -> None:
+        """As in `Tier`. What is there stays, with a warning where it says something else; but what is no
+        zarr.json is written anew."""
         name = f"{array}/{METADATA}"
-        if self._store.size(name) is None:
+        try:
+            found = self._metadata(name)
+            if found is not None and found != metadata:
+                differing = arrays.differences(found, metadata)
+                if differing:
+                    log.warning(
+                        "tier %r: %s differs in %s from what this cache stores there: Zarr readers will "
+                        "misread one or the other",
+                        self.name,
+                        name,
+                        ", ".join(differing),
+                    )
+        except (DamagedObject, arrays.MetadataError) as error:
+            log.warning("tier %r: %s is written anew, as it is damaged: %s", self.name, name, error)
+            self._store.delete(name)
+            found = None
+        if found is None:
             self._store.write(name, memoryview(metadata))
+
+    def _metadata(self, name: str) -> bytes | None:
+        """The zarr.json of that name; None if there is none."""
+        size = self._store.size(name)
+        if size is None:
+            return None
+        buffer = bytearray(min(size, arrays.MAX_METADATA_BYTES))
+        return bytes(buffer[: self._store.read(name, memoryview(buffer))])
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
         with self._lock:
