@@ -12,8 +12,9 @@ about what a request with them would find now; HTTP status 404 for a model that 
 lookup here is a query: it is counted as one, and not among the lookups that requests make. `engine` is what
 the engine itself keeps, in blocks that the cache does not see: its `hit_tokens` are null, with the `reason`.
 
-Every request carries the token: `Authorization: Bearer ...`. What is wrong is said in {"error": ...}. An open
-tier is passed over, not fatal: do not restart a process because /health says 503.
+Every request carries the token: `Authorization: Bearer ...`. Who does not show it costs one of a few
+connections, which gives way to the next (`kvkit.connections`). What is wrong is said in {"error": ...}. An
+open tier is passed over, not fatal: do not restart a process because /health says 503.
 
 The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in front.
 """
@@ -56,7 +57,6 @@ MAX_BODY_BYTES = 16 << 20
 """The longest request: a prompt of over a million tokens."""
 BODY_S = 10.0
 """How long a client may take to send one, in seconds."""
-MAX_CONNECTIONS = 64
 MIN_TOKEN_CHARS = 16
 _WORSE: tuple[State, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
@@ -123,6 +123,8 @@ class Server:
         try:
             import starlette  # noqa: F401 - here, so that a missing package is known before a port is taken
             import uvicorn
+
+            from kvkit.connections import Listener
         except ImportError as error:
             raise ServerError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
         try:
@@ -149,10 +151,9 @@ class Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=_CLOSE_S,
         )
-        self._server = uvicorn.Server(settings)
+        self._server = Listener(settings)
         self._thread = threading.Thread(target=self._run, name="kvkit-http", daemon=True)
         self._thread.start()
 
@@ -263,12 +264,16 @@ def _guarded(app: _Asgi, token: str) -> _Asgi:
     async def guarded(scope: _Scope, receive: _Receive, send: _Send) -> None:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, given = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
-        if scheme.lower() == b"bearer" and secrets.compare_digest(given.strip(), wanted):
-            await app(scope, receive, send)
-        else:
-            headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+        headers = {"Connection": "close"}
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), wanted):
+            headers["WWW-Authenticate"] = "Bearer"
             refusal = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
             await refusal(scope, receive, send)
+        elif not scope["state"]["connection"].show_token():
+            refusal = JSONResponse({"error": "too many requests are under way"}, 503, headers)
+            await refusal(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
     return guarded
 

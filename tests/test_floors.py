@@ -24,7 +24,7 @@ FLOORS = (
     ("loads", "stores"),
     ("layers",),
     ("cache",),
-    ("metrics",),
+    ("metrics", "connections"),
     ("server",),
     ("config", "top", "blending"),
     ("adapters", "simulate", "listing"),
