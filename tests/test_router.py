@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -24,7 +24,7 @@ from routers import Routed, ask, fetch, stream, text_of
 from servers import Process, free_ports
 from waiting import wait_for
 
-from kvkit.adapters.vllm.engines import Engine
+from kvkit.adapters.vllm.engines import Engine, Query
 from kvkit.server import Server
 from kvkit.testing import DEADLINE_S
 
@@ -571,29 +571,35 @@ def test_what_a_d_holds_is_asked_and_not_computed_again(start: Start, body: Body
         tokens = len(wanted_prompt(body))
         assert f'kvkit_router_new_tokens_total{{computed="decode"}} {tokens - 1350}.0' in router.metrics()
         assert text_of(answer) == wanted(body)
-        ask(router.url, path, body | {"cache_salt": "s"})  # not what the endpoint is asked about
-        assert engines.served().count("p0") == 3
 
 
 def test_kvkits_endpoint_is_understood(start: Start, token_file: Path) -> None:
     engines = start()
     cache = ManagedCache()  # it has 8 tokens of anything
+    asked = [
+        ("m", 10, {}, 0),
+        ("m", 11, {}, 1),
+        ("adapter", 10, {"cache_salt": "tenant"}, 1),
+        ("no request had it yet", 10, {}, 2),
+    ]
     with (
         Server(cache, token=TOKEN, port=0) as server,
         Routed(
             **engines.settings(d0={"cache": server.url, "token_file": str(token_file)}), direct_tokens=2
         ) as router,
     ):
-        for tokens, prefilled in ((10, 0), (11, 1)):
-            ask(router.url, COMPLETIONS, completion([97] * tokens))
+        for model, tokens, more, prefilled in asked:
+            ask(router.url, COMPLETIONS, completion([97] * tokens) | {"model": model} | more)
             assert engines.served().count("p0") == prefilled
+    found = [(space.lora, space.salt) for space in cache.asked_about]
+    assert found == [("", ""), ("", ""), ("adapter", "tenant")]
 
 
 def test_who_holds_what_can_be_asked_of_something_else(start: Start) -> None:
     engines = start()
 
-    async def everything(engine: Engine, tokens: Sequence[int]) -> int | None:
-        return len(tokens)
+    async def everything(engine: Engine, query: Query) -> int | None:
+        return len(query.tokens)
 
     with Routed(everything, **engines.settings()) as router:
         ask(router.url, COMPLETIONS, completion())

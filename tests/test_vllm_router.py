@@ -56,12 +56,17 @@ class Engine(Served):
         endpoint = {"enabled": True, "host": address, "port": port, "token": SECRET}
         transfer = connector({"chunk_tokens": CHUNK, "server": endpoint} | settings, handoff_timeout_s=5.0)
         super().__init__(folder, transfer, model, address, within)
-        self._endpoint = f"http://{address}:{port}"
+        self.endpoint = f"http://{address}:{port}"
+
+    def command(self) -> list[str]:
+        words = super().command()
+        at = words.index("env") + 1
+        return [*words[:at], "VLLM_SERVER_DEV_MODE=1", *words[at:]]  # or it has no /reset_prefix_cache
 
     def kvkit(self, path: str, body: Settings | None = None) -> str:
         """What the endpoint answers."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._endpoint + path, data, {"Authorization": f"Bearer {SECRET}"})
+        request = urllib.request.Request(self.endpoint + path, data, {"Authorization": f"Bearer {SECRET}"})
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
             text: str = reply.read().decode()
             return text
@@ -73,6 +78,11 @@ class Engine(Served):
         for metric, tier, value in shown:
             found.setdefault(metric, Counter())[tier] = int(float(value))
         return found
+
+    def counted(self, metric: str) -> int:
+        """The value of a counter without labels."""
+        (value,) = re.findall(rf"^kvkit_{metric}_total (.*)$", self.kvkit("/metrics"), re.M)
+        return int(float(value))
 
     def settle(self) -> None:
         """Return when nothing is on its way from an earlier request."""
@@ -298,3 +308,38 @@ def test_decode_computes_what_a_killed_prefill_engine_does_not(engines: Engines)
         metrics = router.metrics()
         assert re.search('prefill="p",reason="much-new"} 1.0', metrics)
         assert re.search('failures_total{cause=".*",engine="p"} 1.0', metrics)
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_is_asked_what_it_holds_until_it_forgets(engines: Engines, tmp_path: Path) -> None:
+    """Of each salt by itself; after a reset at once, before any request; and no question is a lookup."""
+    one = engines.all["one"]
+    token = tmp_path / "token"
+    token.write_text(SECRET)
+    token.chmod(0o600)
+    given = prompt(700, 400)
+
+    def ways(router: Routed) -> Counter[str]:
+        found = re.findall(r'requests_total{.*reason="(.*)"} (.*)', router.metrics())
+        return Counter({reason: int(float(count)) for reason, count in found})
+
+    def way(router: Routed, **more: str) -> tuple[list[str], int]:
+        """Why a request goes where it does, and the tokens of its prompt that are not computed."""
+        before = ways(router)
+        answer = ask(router.url, COMPLETIONS, GREEDY | {"prompt": given, "max_tokens": 4} | more)[1]
+        one.settle()
+        details = answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+        return list((ways(router) - before).elements()), details["cached_tokens"]
+
+    decode = {"one": {"url": one.url, "cache": one.endpoint, "token_file": str(token)}}
+    with Routed(decode=decode) as router:
+        lookups, queries = one.counted("lookups"), one.counted("queries")
+        for more in ({}, {"cache_salt": "tenant"}):
+            assert way(router, **more) == (["no-prefill"], 0)
+            assert way(router, **more) == (["little-new"], 2 * CHUNK)
+        assert (one.counted("lookups") - lookups, one.counted("queries") - queries) == (4, 4)
+        one.ask("/reset_prefix_cache?reset_external=true", {})
+        wait_for(lambda: json.loads(one.kvkit("/lookup", {"tokens": given}))["hit_tokens"] == 0)
+        for more in ({}, {"cache_salt": "tenant"}):
+            assert way(router, **more) == (["no-prefill"], 0)
+            assert way(router, **more) == (["little-new"], 2 * CHUNK)

@@ -186,9 +186,12 @@ def test_a_reset_forgets_answers() -> None:
     scheduler, a = new_scheduler(), request(20)
     scheduler.match(a, 0)
     answer(scheduler, step(scheduler), 16)
+    assert not scheduler.has_news
     scheduler.forget("later")
+    assert scheduler.has_news, "who asks the workers shall not wait for the next request"
     assert scheduler.match(a, 0) == (None, False)
     assert step(scheduler).epoch == "later"
+    assert not scheduler.has_news
 
 
 def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:

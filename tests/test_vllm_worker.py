@@ -22,6 +22,7 @@ from kvkit.adapters.vllm.worker import Worker
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.states import Phase
 from kvkit.handoff.tier import HandoffTier
+from kvkit.sequence import UnknownModel
 from kvkit.testing import Fault, FaultyTier, Plan, record_names
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
@@ -33,7 +34,14 @@ TABLE = [1, 2, 3, 4, 5, 6]
 class Rank:
     """A worker with pages, and the steps that it was told."""
 
-    def __init__(self, folder: Path, load: str, handoff: dict[str, Any] | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        load: str,
+        handoff: dict[str, Any] | None = None,
+        served: tuple[str, ...] | None = None,
+        **more: Any,
+    ) -> None:
         tiers = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
         kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers, "handoff": handoff}
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
@@ -46,6 +54,7 @@ class Rank:
             BLOCKS,
             lambda layout: config.namespace(layout, model="m", dtype="float32"),
             tells_stores=False,
+            served=served,
         )
         self.worker.open(self.pages)
         self.waits = load != "async"
@@ -174,6 +183,39 @@ def test_a_later_epoch_finds_only_its_own(rank: Rank) -> None:
     assert rank.found(epoch="later") == 0
     rank.save(epoch="later")
     assert rank.found(epoch="later") == len(IDS)
+
+
+def test_a_query_is_about_what_a_request_would_find_now(tmp_path: Path) -> None:
+    """By the model's name and salt of requests; what it asks is counted apart."""
+    rank = Rank(tmp_path, "async", served=("base", "/models/base"))
+    cache = rank.worker.cache
+
+    def held(model: str | None = None, salt: str = "") -> int:
+        return cache.query(IDS, cache.space_of(model, salt)).tokens
+
+    rank.save()
+    adapter = Sequence(IDS, "what it holds", "tenant", "adapter")
+    with pytest.raises(UnknownModel, match=r"model = .adapter.: neither served nor an adapter"):
+        held("adapter")
+    rank.step(saves=[Save("b", adapter, 0, (TABLE,))])
+    rank.worker.settle()
+    cache.flush()
+    before = cache.counts()
+    assert [held(), held("base"), held("/models/base")] == [len(IDS)] * 3
+    assert [held(salt="tenant"), held("adapter")] == [0, 0]
+    assert held("adapter", "tenant") == len(IDS)
+    rank.step(epoch="later")
+    assert [held(), held("base"), held("adapter", "tenant")] == [0, 0, 0]
+    assert rank.found(epoch="later") == 0
+    rank.save(epoch="later")
+    assert held() == len(IDS)
+    after = cache.counts()
+    assert (after.queries - before.queries, after.lookups - before.lookups) == (10, 1)
+    rank.worker.close()
+
+
+def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:
+    assert rank.worker.space_of("an alias", "") == rank.worker.space_of(None, "")
 
 
 SAVE = Save("a", Sequence(IDS), 0, (TABLE,))

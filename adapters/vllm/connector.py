@@ -78,8 +78,15 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         events = vllm_config.kv_events_config
         tells_stores = events is not None and events.enable_kv_cache_events
         if role == KVConnectorRole.WORKER:
+            model = vllm_config.model_config
             self._worker = Worker(
-                self._config, self._settings, specs, kv_cache_config.num_blocks, self._namespace, tells_stores
+                self._config,
+                self._settings,
+                specs,
+                kv_cache_config.num_blocks,
+                self._namespace,
+                tells_stores,
+                None if vllm_config.lora_config is None else (model.served_model_name, model.model),
             )
             return
         # behind a window's end, only whole chunks are known to hold all that is attended to
@@ -229,6 +236,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._scheduler.forget(uuid.uuid4().hex)
         return True
 
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to take a step although it has no request: the workers hear of a reset in steps."""
+        assert self._scheduler is not None
+        return self._scheduler.has_news
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
         return Stats(data or {})
@@ -328,6 +340,7 @@ def _sequence(request: Any, tokens: int) -> Sequence | None:
         identity(request.all_token_ids[:tokens], media),
         "" if lora is None else f"{lora.lora_name}@{lora.lora_path}",
         request.cache_salt or "",
+        "" if lora is None else lora.lora_name,
     )
 
 

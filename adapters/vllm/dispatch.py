@@ -17,7 +17,7 @@ from aiohttp import web
 from kvkit.adapters.vllm import openai
 from kvkit.adapters.vllm.answers import Answer, CannotContinue
 from kvkit.adapters.vllm.clients import Client
-from kvkit.adapters.vllm.engines import RETRIED, Engine, EngineFailed, Lookup, Refused, Work
+from kvkit.adapters.vllm.engines import RETRIED, Engine, EngineFailed, Lookup, Query, Refused, Work
 from kvkit.adapters.vllm.openai import Asked
 from kvkit.adapters.vllm.router_metrics import RouterMetrics
 from kvkit.adapters.vllm.router_settings import RouterConfig
@@ -150,15 +150,16 @@ class Dispatcher:
 
     async def _look_up(self, job: Job) -> None:
         """Ask the engines what they hold of the prompt. Mutates `job`: nothing is known of who is late."""
-        if self._lookup is None or not job.hands_over or job.asked.body.get("cache_salt"):
-            return  # (salted, its records are not those that a lookup of the tokens alone is about)
+        if self._lookup is None or not job.hands_over:
+            return
         with self._metrics.seconds.labels("lookup").time():
             tokens = await self._tokens(job)
             if tokens is None:
                 return
             job.prompt_tokens = len(tokens)
             up = [engine for engine in (*self._prefills, *self._decodes) if engine.up]
-            asking = {asyncio.ensure_future(self._lookup(engine, tokens)): engine.name for engine in up}
+            query = Query(tokens, job.asked.model, job.asked.salt)
+            asking = {asyncio.ensure_future(self._lookup(engine, query)): engine.name for engine in up}
             if not asking:
                 return
             try:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -226,7 +227,16 @@ class Engine:
             self.up = True
 
 
-Lookup = Callable[[Engine, Sequence[int]], Awaitable[int | None]]
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What an engine is asked about: a prompt's tokens, and the `model` and cache salt of its request."""
+
+    tokens: Sequence[int]
+    model: str | None = None
+    salt: str = ""
+
+
+Lookup = Callable[[Engine, Query], Awaitable[int | None]]
 """How many tokens of a prompt, from its beginning, an engine can have without computing; None: not known."""
 
 
@@ -237,17 +247,21 @@ class CacheLookup:
         self._session = session
         self._tokens: dict[str, str] = {}
 
-    async def __call__(self, engine: Engine, tokens: Sequence[int]) -> int | None:
+    async def __call__(self, engine: Engine, query: Query) -> int | None:
         url = engine.config.cache
         if url is None:
             return None
+        body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt}
         try:
             async with self._session.post(
                 url + "/lookup",
-                data=json.dumps({"tokens": list(tokens)}).encode(),
+                data=json.dumps(body).encode(),
                 headers={"Authorization": f"Bearer {self._token(engine)}"},
                 allow_redirects=False,
             ) as response:
+                if response.status == 404:  # an adapter, say, of which it has had no request yet
+                    log.info("%s: what engine %s holds for %r is not known", url, engine.name, query.model)
+                    return None
                 response.raise_for_status()
                 return int((await response.json())["hit_tokens"])
         except (

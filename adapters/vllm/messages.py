@@ -25,11 +25,13 @@ class Sequence:
         tokens: int32 [T], as `kvkit.adapters.vllm.identity.identity` gives them.
         lora: adapter of the request, empty for none.
         salt: the request's cache salt, empty for none.
+        model: what requests call that adapter. It is not part of the keys.
     """
 
     tokens: TokenIds
     lora: str = ""
     salt: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,18 @@ class Asked:
         return PATHS[self.kind]
 
     @property
+    def model(self) -> str | None:
+        """What it calls the model or an adapter; None: the engine's own."""
+        given = self.body.get("model")
+        return given if isinstance(given, str) else None
+
+    @property
+    def salt(self) -> str:
+        """What keeps its KV apart; empty for nothing."""
+        given = self.body.get("cache_salt")
+        return given if isinstance(given, str) else ""
+
+    @property
     def streams(self) -> bool:
         return bool(self.body.get("stream"))
 

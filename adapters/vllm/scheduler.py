@@ -119,6 +119,7 @@ class Scheduler:
         self._ended: dict[str, RequestView] = {}
         self._steps = 0
         self._heard = 0
+        self._told_epoch = ""
         self.epoch = ""
 
     def match(self, view: RequestView, computed: int) -> tuple[int | None, bool]:
@@ -202,6 +203,7 @@ class Scheduler:
             epoch=self.epoch,
         )
         self._asks, self._loads, self._last_saves, self._unwanted = [], [], [], []
+        self._told_epoch = self.epoch
         return step
 
     def hear(self, report: Report) -> None:
@@ -264,6 +266,11 @@ class Scheduler:
         self.epoch = epoch
         for request in self._requests.values():
             request.question = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the workers are to hear at once that everything is forgotten: others may ask them."""
+        return self.epoch != self._told_epoch
 
     def _request(self, view: RequestView) -> _Request:
         request = self._requests.get(view.request_id)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from kvkit.handoff.states import Phase
 from kvkit.handoff.tier import HandoffTier
 from kvkit.layers import LayerLoad
 from kvkit.layout import KVLayout, Namespace
-from kvkit.sequence import Hit, Place
+from kvkit.sequence import Hit, Place, UnknownModel
 from kvkit.transfers import Transfer
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class Worker:
         blocks: vLLM's blocks.
         namespace: given the layout, this rank's; without LoRA and salt.
         tells_stores: whether reports say what was stored.
+        served: what requests call the base model, where they may name adapters, too; None: it has any name.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Worker:
         blocks: int,
         namespace: Callable[[KVLayout], Namespace],
         tells_stores: bool,
+        served: Collection[str] | None = None,
     ) -> None:
         self._config = config
         self._settings = settings
@@ -134,6 +136,8 @@ class Worker:
         self._blocks = blocks
         self._namespace_of = namespace
         self._tells_stores = tells_stores
+        self._served = served
+        self._adapters: dict[str, str] = {}  # by the name that requests have for them
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
         self._wakes = self._seen = 0
@@ -170,7 +174,7 @@ class Worker:
         first = self._namespace.rank == 0
         # one rank's endpoint is enough, and a port takes one
         config = self._config if first else self._config.model_copy(update={"server": ServerConfig()})
-        self.cache: Cache = open_cache(config, layout, self._namespace)
+        self.cache: Cache = open_cache(config, layout, self._namespace, self.space_of)
         self._stats = stats.Recorder(self.cache, counts_tokens=first)
         self._speed = Speed(self._namespace.chunk_tokens)
         self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != TARGET)
@@ -185,6 +189,19 @@ class Worker:
             for name, layer in zip(group.names, group.pages.group.layers, strict=True)
         }
         self._cuda = self._groups[0].pages.device.type == "cuda"
+
+    def space_of(self, model: str | None, salt: str) -> Namespace:
+        """What is stored now for requests with that model's name (None: the base model) and cache salt.
+
+        For any thread. An adapter is known once a request has named it: what it holds is read then.
+
+        Raises:
+            UnknownModel: none has, and it is not the base model.
+        """
+        lora = self._adapters.get(model or "", "")
+        if not (lora or model is None or self._served is None or model in self._served):
+            raise UnknownModel(f"model = {model!r}: neither served nor an adapter that any request has had")
+        return replace(self._namespace, lora=lora, salt=salt)
 
     def settle(self) -> None:
         """See to it that no save reads the pages any more: before anything may write to them.
@@ -557,6 +574,8 @@ class Worker:
                 self.cache.clear(name)
 
     def _space(self, sequence: Sequence) -> Namespace:
+        if sequence.model:
+            self._adapters[sequence.model] = sequence.lora
         return replace(self._namespace, lora=sequence.lora, salt=sequence.salt)
 
 
