@@ -18,6 +18,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import statistics
 import sys
@@ -113,10 +114,11 @@ class Handed:
 def systems(folder: Path) -> tuple[dict[str, System], list[str]]:
     """Those that can be measured, and what is missing for others."""
     shared, tcp = f"unix://{folder}/handoff/socket", f"tcp://127.0.0.1:{free_port()}"
+    secret = {"secret": secrets.token_hex()}
     found = {
         "kvkit": System(
-            _kvkit({"role": "prefill"}),
-            _kvkit({"role": "decode", "listen": [shared, tcp], "buffer": "256MiB"}),
+            _kvkit({"role": "prefill"} | secret),
+            _kvkit({"role": "decode", "listen": [shared, tcp], "buffer": "256MiB"} | secret),
             {"kvkit, shared memory": {"handoff": shared}, "kvkit, TCP": {"handoff": tcp}},
         )
     }

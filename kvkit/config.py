@@ -328,6 +328,8 @@ class Config(BaseSettings):
                 raise ValueError(
                     f"handoff: tier {name!r} is there twice; want other names for peers and tiers"
                 )
+        if self.handoff is not None:
+            self.handoff.check_tiers(self.tiers)
         policy = check_policy(self.resolved_policy(), (*self.tiers, *made))
         if self.handoff is not None:
             self.handoff.check_policy(policy, tuple(self.tiers))

@@ -322,8 +322,9 @@ class Staging:
             log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)
 
 
-def prefault(memory: mmap.mmap, stop: Callable[[], bool]) -> None:
-    """Fault memory in, by pieces, until `stop`: the first touch of a page costs more than a copy of it.
+def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, stop: int | None = None) -> None:
+    """Fault in bytes `start` to `stop` (None: the end), by pieces, until `stopped`: the first touch of a page
+    costs more than a copy of it.
 
     On a virtual machine it can cost a thousand times as much. Python's own madvise keeps every other thread
     waiting meanwhile; one that is called through ctypes does not.
@@ -332,9 +333,11 @@ def prefault(memory: mmap.mmap, stop: Callable[[], bool]) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     base: int = np.frombuffer(memory, np.uint8).ctypes.data
-    for start in range(0, len(memory), _PREFAULT_BYTES):
-        size = min(_PREFAULT_BYTES, len(memory) - start)
-        if stop() or madvise(base + start, size, populate):  # fails before Linux 5.14: pages come in on use
+    end = len(memory) if stop is None else stop
+    for first in range(start, end, _PREFAULT_BYTES):
+        size = min(_PREFAULT_BYTES, end - first)
+        # fails before Linux 5.14: pages come in on use
+        if stopped() or madvise(base + first, size, populate):
             break
 
 

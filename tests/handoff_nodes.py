@@ -104,7 +104,9 @@ class Speaker:
         self.channel.send(ours)
         theirs = self.channel.receive(lambda _: None, LONG_S)
         self.say(Proof(auth.prove(identity.secret, "client", ours, theirs)))
-        return self.hear()
+        answer = self.hear()
+        self.channel.trusted = isinstance(answer, Proof)
+        return answer
 
     def say(self, message: Message, payload: bytes | None = None, slot: int | None = None) -> None:
         self.channel.send(encode(message), None if payload is None else memoryview(payload), slot)
@@ -150,6 +152,10 @@ class Process:
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def call(self, method: str, *arguments: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -192,6 +198,15 @@ class _Commands:
         assert self.node is not None
         status = self.node.receiver.wait(transfer, LONG_S)
         return None if status is None else status.phase
+
+    def release(self, transfer: str) -> None:
+        assert self.node is not None
+        self.node.receiver.release(transfer)
+
+    def holds(self, names: list[str]) -> bool:
+        assert self.node is not None
+        assert_holds(self.node.tier, names)
+        return True
 
     def open(self, transfer: str, address: str, names: list[str]) -> int:
         """Open a transfer and wait until it is admitted; how many records it wants."""

@@ -71,6 +71,7 @@ class Child:
 def produce(pipe: Connection, address: str) -> None:
     """Write some records, then half of one."""
     channel = connect(address, timeout_s=DEADLINE_S)
+    channel.trusted = True
     assert channel.receive(nowhere, DEADLINE_S) == b"welcome"
     source = Staging(SLOT_BYTES, WRITTEN)
     for slot in range(WRITTEN):
@@ -85,6 +86,7 @@ def test_a_producer_that_is_killed(address: str) -> None:
     listener = listen(address, timeout_s=DEADLINE_S)
     child = Child(produce, listener.address)
     channel = listener.accept(DEADLINE_S)
+    channel.trusted = True
     arena = Staging(SLOT_BYTES, WRITTEN + 1, shared=True)
     channel.share(arena)
     channel.send(b"welcome")
@@ -111,6 +113,7 @@ def consume(pipe: Connection, address: str) -> None:
     listener = listen(address, timeout_s=DEADLINE_S)
     pipe.send(listener.address)
     channel = listener.accept(DEADLINE_S)
+    channel.trusted = True
     arena = Staging(SLOT_BYTES, 2, shared=True)
     channel.share(arena)
     channel.send(b"welcome")
@@ -124,6 +127,7 @@ def test_a_consumer_that_is_killed(address: str) -> None:
     child = Child(consume, address)
     where = child.pipe.recv()
     channel = connect(where, timeout_s=DEADLINE_S)
+    channel.trusted = True
     assert channel.receive(nowhere, DEADLINE_S) == b"welcome"
     source = Staging(SLOT_BYTES, 1)
     source.buffers[0][:] = pattern(SLOT_BYTES)
@@ -145,6 +149,7 @@ def test_a_consumer_that_is_killed(address: str) -> None:
 def test_a_consumer_that_hangs(address: str) -> None:
     child = Child(consume, address)
     channel = connect(child.pipe.recv(), timeout_s=SHORT_S)
+    channel.trusted = True
     assert channel.receive(nowhere, DEADLINE_S) == b"welcome"
     assert child.process.pid is not None
     os.kill(child.process.pid, signal.SIGSTOP)

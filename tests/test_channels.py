@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import multiprocessing
 import os
 import resource
+import signal
 import socket
 import ssl
 import stat
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +28,7 @@ from kvkit.handoff import local, nixl
 from kvkit.handoff.addresses import connect, listen, parse
 from kvkit.handoff.channel import (
     MAX_BODY_BYTES,
+    MAX_FIRST_BODY_BYTES,
     Channel,
     ChannelClosed,
     ChannelError,
@@ -78,6 +83,7 @@ class Pair:
                 with suppress(ChannelIdle):
                     self.server.receive(nowhere, 0.01)
             self.client = connecting.result(DEADLINE_S)
+        self.client.trusted = self.server.trusted = True
 
     def close(self) -> None:
         for end in (self.client, self.server, self.listener):
@@ -211,14 +217,14 @@ def test_frames_that_travel_together_keep_their_order(
 
     def send() -> None:
         for n, body in enumerate(bodies):
-            pair.client.send(body, pattern(5000, n) if n % 7 == 3 else None, more=n < len(bodies) - 1)
+            pair.server.send(body, pattern(5000, n) if n % 7 == 3 else None, more=n < len(bodies) - 1)
             if n == 20:
-                pair.client.share(arena)
+                pair.server.share(arena)
 
     sending = threads.submit(send)
     for n, body in enumerate(bodies):
         target = bytearray(5000)
-        assert pair.server.receive(lambda _, to=target: memoryview(to), DEADLINE_S) == body
+        assert pair.client.receive(lambda _, to=target: memoryview(to), DEADLINE_S) == body
         assert target == (pattern(5000, n) if n % 7 == 3 else bytes(5000))
     sending.result(DEADLINE_S)
 
@@ -308,8 +314,10 @@ class Raw:
 
 @pytest.fixture
 def raw(address: str) -> Iterator[Raw]:
+    """A peer that is trusted, and sends bytes."""
     listener = listen(address, timeout_s=SHORT_S)
     raw = Raw(listener)
+    raw.channel.trusted = True
     yield raw
     raw.close()
     listener.close()
@@ -326,6 +334,21 @@ def test_a_body_that_is_too_large_is_refused_unread(raw: Raw) -> None:
 def test_a_body_may_not_be_one_byte_too_large(raw: Raw) -> None:
     raw.socket.sendall(HEADER.pack(MAX_BODY_BYTES + 1, 0))
     with pytest.raises(FrameError, match=f"a body of {MAX_BODY_BYTES + 1} bytes"):
+        raw.channel.receive(nowhere, DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (HEADER.pack(MAX_FIRST_BODY_BYTES + 1, 0), "a body of 1025 bytes, want at most 1024"),
+        (HEADER.pack(1, 1) + b"!!", "a payload before it proved itself"),
+    ],
+)
+def test_who_proved_nothing_is_heard_in_small_frames(raw: Raw, first: bytes, says: str) -> None:
+    raw.channel.trusted = False
+    raw.socket.sendall(HEADER.pack(MAX_FIRST_BODY_BYTES, 0) + bytes(MAX_FIRST_BODY_BYTES) + first)
+    assert raw.channel.receive(nowhere, DEADLINE_S) == bytes(MAX_FIRST_BODY_BYTES)
+    with pytest.raises(FrameError, match=says):
         raw.channel.receive(nowhere, DEADLINE_S)
 
 
@@ -416,7 +439,7 @@ def test_a_peer_that_leaves_at_once() -> None:
     gone = socket.create_connection(where)
     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.close()  # resets
-    with pytest.raises(ChannelIdle, match="left at once"):
+    with pytest.raises(ChannelIdle, match="is not let in, or left at once"):
         listener.accept(DEADLINE_S)
     with closing(connect(listener.address, timeout_s=DEADLINE_S)):
         listener.accept(DEADLINE_S).close()
@@ -471,12 +494,6 @@ def test_the_agent_of_nixl_ends_with_its_last_user() -> None:
     assert list(nixl._agents) == [True]
     pair.close()
     assert not nixl._agents
-
-
-def test_other_hosts_connect_only_where_that_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"tcp://0.0.0.0:0: other hosts could connect"):
-        listen("tcp://0.0.0.0:0", timeout_s=DEADLINE_S)
-    listen("tcp://0.0.0.0:0", timeout_s=DEADLINE_S, remote=True).close()
 
 
 @pytest.mark.parametrize(
@@ -558,20 +575,28 @@ def test_files_that_are_no_certificates(tmp_path: Path) -> None:
         server_context(missing, missing)
 
 
-class Passing(Raw):
-    """A peer of this host that passes descriptors on."""
+def offer(peer: socket.socket, descriptors: list[int], slot_bytes: int, slots: int) -> None:
+    body = struct.pack("<QQ", slot_bytes, slots)
+    socket.send_fds(peer, [HEADER.pack(len(body), 2**32 - 1) + body], descriptors)
+
+
+class Passing:
+    """A peer of this host that listens, is trusted, and passes descriptors on."""
 
     def __init__(self, folder: Path) -> None:
-        self.listener = listen(f"unix://{folder}/run/kvkit.sock", timeout_s=DEADLINE_S)
-        super().__init__(self.listener)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(folder / "peer.sock"))
+            listening.listen()
+            self.channel = connect(f"unix://{folder}/peer.sock", timeout_s=DEADLINE_S)
+            self.socket = listening.accept()[0]
+        self.channel.trusted = True
 
     def offer(self, descriptors: list[int], slot_bytes: int, slots: int) -> None:
-        body = struct.pack("<QQ", slot_bytes, slots)
-        socket.send_fds(self.socket, [HEADER.pack(len(body), 2**32 - 1) + body], descriptors)
+        offer(self.socket, descriptors, slot_bytes, slots)
 
     def close(self) -> None:
-        super().close()
-        self.listener.close()
+        self.socket.close()
+        self.channel.close()
 
 
 def open_descriptors() -> int:
@@ -630,6 +655,82 @@ def test_a_descriptor_that_belongs_to_nothing(tmp_path: Path, arena: Staging) ->
         peer.channel.receive(nowhere, DEADLINE_S)
     peer.close()
     assert open_descriptors() <= before
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_who_connects_can_pass_nothing(tmp_path: Path, arena: Staging, trusted: bool) -> None:
+    """An arena goes to the side that connected. What else comes is closed by the system."""
+    assert arena.descriptor is not None
+    with closing(listen(f"unix://{tmp_path}/run/kvkit.sock", timeout_s=DEADLINE_S)) as listener:
+        before = open_descriptors()
+        peer = Raw(listener)
+        peer.channel.trusted = trusted
+        offer(peer.socket, [arena.descriptor], SLOT_BYTES, 4)
+        with pytest.raises(FrameError, match=r"shares what is no arena|a payload before it proved"):
+            peer.channel.receive(nowhere, DEADLINE_S)
+        assert not peer.channel.one_sided
+        assert open_descriptors() == before + 2
+        peer.close()
+
+
+def test_no_arena_is_taken_from_who_connected(pair: Pair, arena: Staging) -> None:
+    if pair.client.share(arena):
+        with pytest.raises(FrameError, match="arena"):
+            pair.server.receive(nowhere, DEADLINE_S)
+    assert not pair.server.one_sided
+
+
+def test_an_arena_is_not_taken_from_who_proved_nothing(tmp_path: Path, arena: Staging) -> None:
+    assert arena.descriptor is not None
+    before = open_descriptors()
+    peer = Passing(tmp_path)
+    peer.channel.trusted = False
+    peer.offer([arena.descriptor], SLOT_BYTES, 4)
+    with pytest.raises(FrameError, match="a payload before it proved itself"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    peer.close()
+    assert open_descriptors() == before
+
+
+def test_memory_that_a_peer_only_claims_to_have_is_not_brought_in() -> None:
+    """Its owner touched the first MiB of 64; who maps it touches no more."""
+    size = 64 << 20
+    descriptor = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    os.pwrite(descriptor, b"x" * (1 << 20), 0)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    before = os.fstat(descriptor).st_blocks
+    arena = local.PeerArena(os.dup(descriptor), PAGE_BYTES, size // PAGE_BYTES)
+    arena._toucher.join(DEADLINE_S)
+    assert os.fstat(descriptor).st_blocks == before
+    arena.close()
+    os.close(descriptor)
+
+
+def listen_as(user: int, folder: Path, ready: Connection) -> None:
+    """A process of another user that listens."""
+    os.chown(folder, user, user)
+    os.chdir(folder)  # which it may be in, though not reach
+    os.setuid(user)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("kvkit.sock")
+        listening.listen()
+        ready.send(None)
+        signal.pause()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
+def test_a_process_of_another_user_is_no_peer(tmp_path: Path) -> None:
+    """One that put its socket where ours should be: those of root are let in, so this one is not root's."""
+    context = multiprocessing.get_context("spawn")
+    ready, theirs = context.Pipe()
+    other = context.Process(target=listen_as, args=(65534, tmp_path, theirs), daemon=True)
+    other.start()
+    ready.recv()
+    with pytest.raises(ChannelClosed, match=r"process \d+ is of user 65534, want 0 or root"):
+        connect(f"unix://{tmp_path}/kvkit.sock", timeout_s=DEADLINE_S)
+    other.kill()
+    other.join(DEADLINE_S)
 
 
 def test_an_arena_that_cannot_be_shared(tmp_path: Path) -> None:

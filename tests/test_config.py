@@ -377,7 +377,21 @@ def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
         ),
         (
             {"handoff": HANDOFF | {"listen": ["tcp://0.0.0.0:1"]}},
-            ["handoff:", "'tcp://0.0.0.0:1' is open to other hosts", "secret_file"],
+            ["handoff:", "listen: tcp://0.0.0.0:1 has no secret", "give secret or secret_file"],
+        ),
+        ({"handoff": HANDOFF | {"listen": ["tcp://[::1]:{rank}"]}}, ["listen: tcp://[::1]:0 has no secret"]),
+        ({"handoff": HANDOFF | {"listen": ["nixl://127.0.0.1:1"]}}, ["listen: nixl://127.0.0.1:1 has no"]),
+        (
+            {"handoff": {"role": "prefill", "peers": {"D": "tcp://127.0.0.1:1"}}},
+            ["handoff:", "peers.D: tcp://127.0.0.1:1 has no secret", "the same at both sides", "unix:///"],
+        ),
+        *(
+            ({"handoff": HANDOFF | {"peers": {name: UNIX}}}, ["handoff:", repr(name), "printable ASCII"])
+            for name in ("my peer", "für", "x" * 130, "")
+        ),
+        (
+            {"tiers": {"x" * 257: {"capacity": "1MiB"}}, "handoff": HANDOFF},
+            ["handoff: tier 'xxx", "want at most 256 characters"],
         ),
         ({"handoff": HANDOFF | {"peers": {"a": "there"}}}, ["handoff:", "there: want unix:///<path>, tcp"]),
         ({"handoff": HANDOFF | {"secret": "x" * 16, "secret_file": "/x"}}, ["handoff:", "one of the two"]),

@@ -367,7 +367,7 @@ def test_strangers_are_refused(node: Node, transport: str, field: str) -> None:
 
 def test_a_false_endpoint_is_refused(tmp_path: Path) -> None:
     """The proof is mutual: one who does not know the secret gets no records either."""
-    node = Node(tmp_path, identity=replace(IDENTITY, secret=b""))
+    node = Node(tmp_path, identity=replace(IDENTITY, secret=b"another"))
     sender = new_sender()
     with pytest.raises(HandoffError, match="the secrets differ"):
         sender.open("t", node.unix, record_names(1), LONG_S).admitted.result(LONG_S)

@@ -11,27 +11,22 @@ from kvkit.handoff import local, nixl, tcp
 from kvkit.handoff.channel import Channel, Listener
 
 
-def listen(
-    address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None, remote: bool = False
-) -> Listener:
+def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Listener:
     """Listen at `address`; port 0 is any that is free.
 
     Args:
         timeout_s: how long a frame may take, for channels of this listener.
         tls: a context of `kvkit.handoff.tls.server_context`; for tcp only.
-        remote: whether other hosts may connect.
 
     Raises:
-        ValueError: it is no address, NIXL is missing or meant to encrypt, the folder of a socket is open to
-            others, or other hosts could connect without `remote`.
+        ValueError: it is no address, NIXL is missing or meant to encrypt, or the folder of a socket is open
+            to others.
         OSError: it is taken, or not one of this host.
     """
     where = parse(address)
     if isinstance(where, Path):
         return local.LocalListener(where, timeout_s)
     host, port = where
-    if not remote and not tcp.is_loopback(host):
-        raise ValueError(f"{address}: other hosts could connect; want 127.0.0.1 or [::1], or a secret")
     if _is_nixl(address, tls):
         return nixl.NixlListener(host, port, timeout_s)
     return tcp.TcpListener(host, port, timeout_s, tls)
@@ -54,6 +49,19 @@ def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None
     if _is_nixl(address, tls):
         return nixl.connect(*where, timeout_s)
     return tcp.connect(*where, timeout_s, tls)
+
+
+def check_secret(address: str, secret: bool) -> None:
+    """Refuse an address that nothing but a secret protects, any but a unix one, where there is none.
+
+    Raises:
+        ValueError: it is no address, or has no secret.
+    """
+    if not isinstance(parse(address), Path) and not secret:
+        raise ValueError(
+            f"{address} has no secret, and every user of this host, or others, could be its peer: "
+            "give secret or secret_file, the same at both sides, or use unix:///<path>"
+        )
 
 
 def parse(address: str) -> Path | tuple[str, int]:

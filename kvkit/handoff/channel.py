@@ -15,6 +15,9 @@ from kvkit.staging import Staging
 MAX_BODY_BYTES = 4 << 20
 """The largest body of a frame."""
 
+MAX_FIRST_BODY_BYTES = 1 << 10
+"""The largest body of a frame from a peer that has not proved itself."""
+
 Place = Callable[[bytes], memoryview | None]
 """Where the payload that follows this body goes: a view of just its size, or None to drop it."""
 
@@ -47,11 +50,14 @@ class Channel(ABC):
         timeout_s: how long one frame may take, once it has begun, in either direction.
         one_sided: whether this side can write into the peer's slots, for it shared its arena and the
             transport can do so. Payloads then do not follow their bodies.
+        trusted: whether the peer has proved itself; set by who checked that. Until then a frame with a body
+            of over `MAX_FIRST_BODY_BYTES`, a payload or an arena is a `FrameError`.
     """
 
     peer: str
     timeout_s: float
     one_sided: bool = False
+    trusted: bool = False
 
     @abstractmethod
     def send(
@@ -93,7 +99,8 @@ class Channel(ABC):
     def share(self, arena: Staging) -> bool:
         """Let a peer that is trusted write into the slots of `arena`; once. Whether the transport can do so.
 
-        The peer's channel is `one_sided` before its `receive` returns the next frame.
+        For the side that listens: the other takes an arena, and its channel is `one_sided` before its
+        `receive` returns the next frame.
 
         Raises:
             ValueError: the transport can write into slots, but not into these.

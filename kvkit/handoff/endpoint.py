@@ -8,7 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from kvkit.handoff import addresses
-from kvkit.handoff.channel import Channel, ChannelError, ChannelIdle, Listener
+from kvkit.handoff.channel import Channel
+from kvkit.handoff.door import HANDSHAKE_S, Door
 from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
     AnyMessage,
@@ -30,12 +31,10 @@ from kvkit.tiers.base import Tier
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""Connections at a time; whoever comes then is turned away."""
+"""Connections at a time of those that have proved themselves; whoever comes then is turned away."""
 
 MAX_PULLS = 1024
 """Of one peer at a time."""
-
-_ACCEPT_S = 60.0
 
 
 class Endpoint:
@@ -46,7 +45,7 @@ class Endpoint:
         near: tiers in this host's memory, by name: what peers may ask for and pull.
         identity: what it says of itself.
         listen: addresses, see `kvkit.handoff.addresses`.
-        timeout_s: how long one frame, and the handshake's each step, may take.
+        timeout_s: how long one frame may take; the handshake no longer than `HANDSHAKE_S` either.
         pin_s: how long a near tier keeps what a sender need not send.
         tls: for connections over TCP.
 
@@ -54,7 +53,7 @@ class Endpoint:
         addresses: where it listens; with the ports that were found.
 
     Raises:
-        ValueError, OSError: it cannot listen at one of the addresses.
+        ValueError, OSError: it cannot listen at one of the addresses, or may not for want of a secret.
     """
 
     def __init__(
@@ -77,28 +76,21 @@ class Endpoint:
         self._links: dict[int, Link] = {}
         self._ended = Ended()
         self._pulls: dict[tuple[int, str], threading.Event] = {}
-        self._listeners: list[Listener] = []
         self._closed = False
+        self._doors: list[Door] = []
         try:
             for address in listen:
-                self._listeners.append(
-                    addresses.listen(address, timeout_s=timeout_s, tls=tls, remote=bool(identity.secret))
-                )
+                addresses.check_secret(address, bool(identity.secret))
+                listener = addresses.listen(address, timeout_s=timeout_s, tls=tls)
+                self._doors.append(Door(listener, self._welcome))
         except BaseException:
-            for listener in self._listeners:
-                listener.close()
+            self.close(timeout_s)
             raise
-        self.addresses = tuple(listener.address for listener in self._listeners)
-        self._threads = [
-            threading.Thread(target=self._accept, args=(i,), name="kvkit-handoff-accept", daemon=True)
-            for i in self._listeners
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.addresses = tuple(door.address for door in self._doors)
 
     @property
     def peers(self) -> int:
-        """Connections that are open."""
+        """Connections of peers that have proved themselves."""
         with self._lock:
             return len(self._links)
 
@@ -107,20 +99,22 @@ class Endpoint:
         with self._lock:
             self._closed = True
             links = list(self._links.values())
-        for listener in self._listeners:
-            listener.close()
+        for door in self._doors:
+            door.close(timeout_s)
         for link in links:
             link.close()
         for link in links:
             link.join(timeout_s)
             link.abort()
         self._ended.join(timeout_s)
-        for thread in self._threads:
-            thread.join(timeout_s)
 
     # what links report
 
     def started(self, link: Link) -> None:
+        with self._lock:
+            if self._closed or len(self._links) >= MAX_PEERS:
+                raise Unexpected(f"{len(self._links)} peers are connected, and there is no room for more")
+            self._links[link.number] = link
         log.info("handoff: %s is connected", link)
         if self._receiver is not None:
             self._receiver.connected(link)
@@ -162,35 +156,15 @@ class Endpoint:
             for key in [key for key in self._pulls if key[0] == link.number]:
                 self._pulls.pop(key).set()
 
-    def _accept(self, listener: Listener) -> None:
-        while not self._closed:
-            try:
-                channel = listener.accept(_ACCEPT_S)
-            except ChannelIdle:
-                continue
-            except ChannelError as error:
-                if not self._closed:
-                    log.error("handoff: %s listens no more: %s", listener.address, error)
-                return
-            self._welcome(channel)
-
-    def _welcome(self, channel: Channel) -> None:
-        with self._lock:
-            room = not self._closed and len(self._links) < MAX_PEERS
-            if room:
-                arena = None if self._receiver is None else self._receiver.arena
-                link = Link(
-                    lambda: channel,
-                    "server",
-                    self._identity,
-                    self,
-                    handshake_s=self._timeout_s,
-                    arena=arena,
-                )
-                self._links[link.number] = link
-        if not room:
-            log.warning("handoff: %s was turned away", channel.peer)
-            channel.close()
+    def _welcome(self, channel: Channel) -> Link:
+        return Link(
+            lambda: channel,
+            "server",
+            self._identity,
+            self,
+            handshake_s=min(self._timeout_s, HANDSHAKE_S),
+            arena=None if self._receiver is None else self._receiver.arena,
+        )
 
     def _pinned(self, name: str) -> bool:
         """Whether a near tier has a record, and keeps it for a while."""

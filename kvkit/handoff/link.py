@@ -1,7 +1,7 @@
 """One connection to a peer: the handshake, then one thread that reads and one that writes from a queue.
 
 Nobody who says something waits for the peer: what is said is queued. A peer that does not read is cut off
-when a frame is not through in time.
+when a frame is not through in time, or when too much waits for it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ from kvkit.staging import Lease, Staging
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED = 1 << 16
-"""Messages that wait for a peer to read; one that has more waiting is cut off."""
+MAX_QUEUED_BYTES = 32 << 20
+"""What may wait for a peer to read: the bodies of messages, and `ITEM_BYTES` for each of them."""
+
+ITEM_BYTES = 512
+"""What a message takes besides its body while it waits."""
+
+_REFUSAL_BYTES = 512
 
 _IDLE_S = 60.0
 
@@ -110,7 +115,7 @@ class Handler(Protocol):
 
 @dataclass(slots=True)
 class _Item:
-    message: Message
+    body: bytes
     lease: Lease | None = None
     slot: int | None = None
     wanted: Callable[[], bool] | None = None
@@ -130,6 +135,9 @@ class Link:
         open_channel: connects; called by the link's own thread.
         role: which side of the handshake this is.
         arena: slots that the peer may write into, where the transport can do so.
+
+    Raises:
+        ChannelError: no thread can be started.
 
     Attributes:
         number: of this link in this process.
@@ -158,13 +166,19 @@ class Link:
         self._arena = arena
         self._channel: Channel | None = None
         self._queue: deque[_Item] = deque()
+        self._queued_bytes = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._failure: Exception | None = None
         self._closing = False
+        self._users = 1
         name = f"kvkit-handoff-{self.number}"
         self._writer = threading.Thread(target=self._write, name=f"{name}-out", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"{name}-in", daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError as error:
+            raise ChannelError(f"no thread for a connection: {error}") from error
 
     def __str__(self) -> str:
         node = "a node" if self.peer is None else f"node {self.peer.node!r}"
@@ -182,7 +196,7 @@ class Link:
 
     def say(self, message: Message) -> None:
         """Queue a message; one to a link that ended is lost."""
-        self._enqueue(_Item(message))
+        self._enqueue(message)
 
     def send(
         self,
@@ -199,7 +213,7 @@ class Link:
             wanted: asked when it is its turn; if not, it is passed over.
             on_sent: called once, with None if it is in the peer's slot or on its way, or was passed over.
         """
-        self._enqueue(_Item(data, lease.share(), slot, wanted, on_sent))
+        self._enqueue(data, lease.share(), slot, wanted, on_sent)
 
     def close(self) -> None:
         """Send what is queued, then end; returns at once."""
@@ -220,14 +234,38 @@ class Link:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _enqueue(self, item: _Item) -> None:
+    def _enqueue(
+        self,
+        message: Message,
+        lease: Lease | None = None,
+        slot: int | None = None,
+        wanted: Callable[[], bool] | None = None,
+        on_sent: OnSent | None = None,
+    ) -> None:
+        """Queue an item. Callers hold locks, and the end of a link takes those: its own threads end it."""
+        body = b""
+        failure: Exception | None = None
+        try:
+            body = encode(message)
+        except MessageError as error:
+            failure = error
+        item = _Item(body, lease, slot, wanted, on_sent)
+        lost: BaseException | None
         with self._changed:
-            error = self._error
-            if error is None:
+            lost = self._error or self._failure
+            if lost is None:
+                self._queued_bytes += len(body) + ITEM_BYTES
+                if self._queued_bytes > MAX_QUEUED_BYTES:
+                    failure = ChannelError(f"{self} does not read what is said")
+                lost = self._failure = failure
+            if lost is None:
                 self._queue.append(item)
-                self._changed.notify()
-        if error is not None:
-            item.done(error)
+            self._changed.notify_all()
+            channel = self._channel
+        if lost is not None:
+            item.done(lost)
+        if failure is not None and channel is not None:
+            channel.shutdown()
 
     def _write(self) -> None:
         channel = self._channel
@@ -235,21 +273,22 @@ class Link:
         try:
             while True:
                 with self._changed:
-                    while not self._queue and not self._closing and self._error is None:
+                    while not (self._queue or self._closing or self._error or self._failure):
                         self._changed.wait()
+                    if self._failure is not None:
+                        raise self._failure
                     if self._error is not None:
                         return
                     if not self._queue:
                         break
-                    if len(self._queue) > MAX_QUEUED:
-                        raise ChannelError(f"{self} does not read what is said")
                     item = self._queue.popleft()
+                    self._queued_bytes -= len(item.body) + ITEM_BYTES
                 try:
                     if item.lease is None:
-                        channel.send(encode(item.message))
+                        channel.send(item.body)
                     elif item.wanted is None or item.wanted():
                         payload = item.lease.buffer[: item.lease.used]
-                        channel.send(encode(item.message), payload, item.slot, more=bool(self._queue))
+                        channel.send(item.body, payload, item.slot, more=bool(self._queue))
                     if not self._queue:
                         channel.flush()  # of one that waited for a record that is not wanted after all
                 except (OSError, ValueError) as error:
@@ -259,6 +298,8 @@ class Link:
             self._end(ChannelClosed(f"{self}: the link was closed"))
         except (OSError, ValueError) as error:
             self._end(error)
+        finally:
+            self._leave()
 
     def _read(self) -> None:
         incoming: list[tuple[Data, Lease | memoryview | None]] = []
@@ -280,11 +321,11 @@ class Link:
             channel = self._open_channel()
             with self._changed:
                 self._channel = channel
-                if self._error is not None or self._closing:
+                if self._error is not None or self._failure is not None or self._closing:
                     raise ChannelClosed(f"{self}: the link was closed")
             self._shake_hands(channel)
-            self._writer.start()
             self._handler.started(self)
+            self._start_writing()
             while self._error is None:
                 try:
                     body = channel.receive(place, _IDLE_S)
@@ -312,6 +353,26 @@ class Link:
         except BaseException as error:
             log.exception("%s: handling what it said failed", self)
             self._end(error)
+        finally:
+            self._leave()
+
+    def _start_writing(self) -> None:
+        with self._changed:
+            self._users += 1
+        try:
+            self._writer.start()
+        except RuntimeError as error:
+            with self._changed:
+                self._users -= 1
+            raise ChannelError(f"{self}: no thread to write to it: {error}") from error
+
+    def _leave(self) -> None:
+        """A thread is through; the last one closes the channel."""
+        with self._changed:
+            self._users -= 1
+            channel = self._channel if not self._users else None
+        if channel is not None:
+            channel.close()
 
     def _shake_hands(self, channel: Channel) -> None:
         """Exchange hellos and proofs. Mutual: neither side hears more before the other has proved itself."""
@@ -338,8 +399,10 @@ class Link:
                 raise HandshakeError("the secrets differ")
             self._identity.check(hello)
         except HandshakeError as error:
-            channel.send(encode(Error("refused", str(error)[:1024])))
+            why = str(error).encode()[:_REFUSAL_BYTES].decode(errors="ignore")
+            channel.send(encode(Error("refused", why)))
             raise HandshakeError(f"{channel.peer}: {error}") from None
+        channel.trusted = True
         self.peer = hello
         if not client:
             channel.send(encode(Proof(auth.prove(secret, "server", *hellos))))
@@ -347,13 +410,9 @@ class Link:
                 self.shared = channel.share(self._arena)
 
     def _receive(self, channel: Channel) -> bytes:
-        """A message of the handshake: no payload."""
-
-        def no_payload(_: bytes) -> None:
-            raise MessageError("a payload before the handshake is over")
-
+        """A message of the handshake."""
         try:
-            return channel.receive(no_payload, self._handshake_s)
+            return channel.receive(lambda body: None, self._handshake_s)
         except ChannelIdle:
             raise HandshakeError(f"{channel.peer} said nothing for {self._handshake_s} s") from None
 
@@ -370,6 +429,7 @@ class Link:
         with self._changed:
             if self._error is not None:
                 return
+            error = self._failure or error
             self._error = error
             left, self._queue = self._queue, deque()
             self._changed.notify_all()
@@ -379,13 +439,6 @@ class Link:
         for item in left:
             item.done(error)
         self._handler.ended(self, error)
-        threading.Thread(target=self._tidy, name=f"kvkit-handoff-{self.number}-end", daemon=True).start()
-
-    def _tidy(self) -> None:
-        """Close the channel when neither thread uses it."""
-        self.join(_IDLE_S)
-        if self._channel is not None:
-            self._channel.close()
 
 
 class Ended:

@@ -1,4 +1,8 @@
-"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy."""
+"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy.
+
+Both sides have to be processes of one user, or of root. Arenas go from the side that listens to the one that
+connected, never the other way.
+"""
 
 from __future__ import annotations
 
@@ -38,29 +42,30 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class PeerArena:
     """A peer's shared arena, mapped here. The memory stays while it is mapped, also when the peer is gone.
 
+    Pages that the peer has brought in are touched in the background, and no others: what it only claims to
+    have takes no memory here.
+
     Args:
-        descriptor: its memfd; may be closed after this.
+        descriptor: its memfd; the arena's from now on, also where this raises.
 
     Raises:
         ValueError: it is no memory of this size that nobody can truncate.
     """
 
     def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
-        size = slot_bytes * slots
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            actual = os.fstat(descriptor).st_size
-        except OSError as error:
-            raise ValueError(f"no memory that can be shared: {error}") from error
-        if seals & _SEALS != _SEALS or not 0 < size == actual or slot_bytes % PAGE_BYTES:
-            raise ValueError(f"{slots} slots of {slot_bytes} bytes in {actual} bytes with seals {seals:#x}")
-        self._memory = mmap.mmap(descriptor, size)
-        self._closed = False
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, slot_bytes)
-        self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
-        self._toucher.start()
+        self._closed = False
+        try:
+            self._memory = _map_sealed(descriptor, slot_bytes, slots)
+            self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, slot_bytes)
+            self._toucher = threading.Thread(
+                target=self._touch, args=(descriptor,), name="kvkit-prefault", daemon=True
+            )
+            self._toucher.start()
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def write(self, slot: int, payload: memoryview) -> None:
         """Copy `payload` to the front of a slot.
@@ -79,22 +84,53 @@ class PeerArena:
         self._closed = True
         self._toucher.join()
 
-    def _touch(self) -> None:
-        prefault(self._memory, lambda: self._closed)
+    def _touch(self, descriptor: int) -> None:
+        stop = 0
+        try:
+            with suppress(OSError):  # ENXIO: the rest is one hole
+                while True:
+                    start = os.lseek(descriptor, stop, os.SEEK_DATA)
+                    stop = os.lseek(descriptor, start, os.SEEK_HOLE)
+                    prefault(self._memory, lambda: self._closed, start, stop)
+        finally:
+            os.close(descriptor)
+
+
+def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
+    """Memory that nobody can truncate under us.
+
+    Raises:
+        ValueError: it is none of this size.
+    """
+    size = slot_bytes * slots
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        actual = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise ValueError(f"no memory that can be shared: {error}") from error
+    if seals & _SEALS != _SEALS or not 0 < size == actual or slot_bytes % PAGE_BYTES:
+        raise ValueError(f"{slots} slots of {slot_bytes} bytes in {actual} bytes with seals {seals:#x}")
+    return mmap.mmap(descriptor, size)
 
 
 class LocalStream(Stream):
     """A stream that can pass descriptors.
 
+    Args:
+        takes_descriptors: whether it takes those that come; else the kernel drops them.
+
     Attributes:
         passed: descriptors that came and that nobody has closed yet.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, takes_descriptors: bool) -> None:
         super().__init__(sock)
+        self._takes_descriptors = takes_descriptors
         self.passed: list[int] = []
 
     def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
+        if not self._takes_descriptors:
+            return super().read_ahead(buffer, wait_s)
         if self.passed:
             raise FrameError("a descriptor came, and no arena with it")
         self.limit(wait_s)
@@ -129,13 +165,21 @@ class LocalChannel(StreamChannel):
 
     A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
     little endian, and with it comes a memfd. `receive` keeps it to itself.
+
+    Args:
+        takes_arena: whether the peer may share one.
+
+    Raises:
+        PermissionError: the peer is a process of another user.
     """
 
     _stream: LocalStream
 
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        super().__init__(LocalStream(sock), peer=f"process {pid}", timeout_s=timeout_s)
+    def __init__(self, sock: socket.socket, timeout_s: float, *, takes_arena: bool) -> None:
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (os.geteuid(), 0):
+            raise PermissionError(f"process {pid} is of user {uid}, want {os.geteuid()} or root")
+        super().__init__(LocalStream(sock, takes_arena), peer=f"process {pid}", timeout_s=timeout_s)
         self._arena: PeerArena | None = None
         self._writing = threading.Lock()
 
@@ -182,7 +226,7 @@ class LocalChannel(StreamChannel):
         try:
             if self._arena is not None or len(self._stream.passed) != 1 or len(body) != _ARENA.size:
                 raise ValueError("want one arena for each channel, and its sizes")
-            self._arena = PeerArena(self._stream.passed[0], *_ARENA.unpack(body))
+            self._arena = PeerArena(self._stream.passed.pop(), *_ARENA.unpack(body))
         except ValueError as error:
             raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
         finally:
@@ -214,7 +258,7 @@ class LocalListener(StreamListener):
                 self._path.unlink()
 
     def _channel(self, connection: socket.socket) -> Channel:
-        return LocalChannel(connection, self._timeout_s)
+        return LocalChannel(connection, self._timeout_s, takes_arena=False)
 
 
 def connect(path: Path, timeout_s: float) -> LocalChannel:
@@ -231,7 +275,7 @@ def connect(path: Path, timeout_s: float) -> LocalChannel:
                 sock.connect(str(path))
             except BlockingIOError:  # its backlog is full, and stayed so
                 raise TimeoutError from None
-            return LocalChannel(sock, timeout_s)
+            return LocalChannel(sock, timeout_s, takes_arena=True)
     except BaseException:
         sock.close()
         raise

@@ -21,6 +21,12 @@ MAX_NAMES = 32768
 
 MAX_DEADLINE_S = 3600.0
 
+MAX_PEER_NAME = 100
+"""Characters of the name of a peer, which its pulls are called by, with a number."""
+
+MAX_LABEL = 256
+"""Characters of a node's or tier's name."""
+
 Name = Annotated[
     str, msgspec.Meta(pattern=r"^[0-9a-f]{1,64}/[0-9]{1,4}/c(\.[0-9]{1,15}){6}\Z", max_length=112)
 ]
@@ -29,7 +35,7 @@ Name = Annotated[
 Names = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
 _ID = r"^[\x21-\x7e]{1,128}\Z"
 Id = Annotated[str, msgspec.Meta(pattern=_ID)]
-Label = Annotated[str, msgspec.Meta(max_length=256)]
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -226,6 +232,19 @@ def transfer_name(transfer: object) -> str:
     if isinstance(transfer, str) and re.search(_ID, transfer):
         return transfer
     raise MessageError(f"transfer {transfer!r}: want 1 to 128 printable ASCII characters without space")
+
+
+def peer_name(name: str) -> str:
+    """`name`, by which a peer is told who pulls.
+
+    Raises:
+        MessageError: it cannot.
+    """
+    if len(name) <= MAX_PEER_NAME and re.search(_ID, name):
+        return name
+    raise MessageError(
+        f"peer {name!r}: want a name of 1 to {MAX_PEER_NAME} printable ASCII characters without space"
+    )
 
 
 def _check_distinct(names: tuple[str, ...]) -> None:

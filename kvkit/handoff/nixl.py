@@ -168,11 +168,17 @@ class NixlChannel(StreamChannel):
     A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 address, u64 slot bytes,
     u64 slots, 32 bytes agent name), little endian, and NIXL's metadata. `receive` keeps it to itself.
     Payloads that are no part of a mapping, such as an arena, follow their bodies.
+
+    Args:
+        takes_arena: whether the peer may share one.
     """
 
-    def __init__(self, stream: Stream, agent: Agent, *, peer: str, timeout_s: float) -> None:
+    def __init__(
+        self, stream: Stream, agent: Agent, *, peer: str, timeout_s: float, takes_arena: bool
+    ) -> None:
         super().__init__(stream, peer=peer, timeout_s=timeout_s)
         self._agent = agent
+        self._takes_arena = takes_arena
         self._memories: dict[int, mmap.mmap] = {}
         self._registering = threading.Lock()
         self._writing = threading.Lock()
@@ -222,7 +228,7 @@ class NixlChannel(StreamChannel):
     def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
         if payload_bytes != SHARED:
             return super()._complete(body, payload_bytes, place, deadline)
-        if self._target is not None or len(body) < _ARENA.size:
+        if not self._takes_arena or self._target is not None or len(body) < _ARENA.size:
             raise FrameError(f"{self.peer}: want one arena for each channel, and its sizes")
         address, slot_bytes, slots, agent = _ARENA.unpack_from(body)
         name = agent.decode(errors="replace")
@@ -284,7 +290,7 @@ class NixlListener(tcp.TcpListener):
         peer = tcp.name(connection.getpeername())
         tcp.tune(connection, self._timeout_s)
         ours = take_agent(self._loopback)
-        return NixlChannel(Stream(connection), ours, peer=peer, timeout_s=self._timeout_s)
+        return NixlChannel(Stream(connection), ours, peer=peer, timeout_s=self._timeout_s, takes_arena=False)
 
 
 def connect(host: str, port: int, timeout_s: float) -> Channel:
@@ -302,7 +308,7 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
     except BaseException:
         give_back(ours)
         raise
-    return NixlChannel(stream, ours, peer=address, timeout_s=timeout_s)
+    return NixlChannel(stream, ours, peer=address, timeout_s=timeout_s, takes_arena=True)
 
 
 @contextmanager

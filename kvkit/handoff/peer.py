@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvkit.handoff import addresses
+from kvkit.handoff.channel import ChannelError
 from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
     MAX_NAMES,
@@ -22,6 +23,7 @@ from kvkit.handoff.messages import (
     Query,
     Release,
     Run,
+    peer_name,
 )
 from kvkit.handoff.states import Unexpected
 from kvkit.record import Damage
@@ -59,7 +61,8 @@ class PeerTier(Tier):
         tls: for a connection over TCP.
 
     Raises:
-        ValueError: `address` is none.
+        ValueError: `address` is none, or not a unix one and there is no secret; or the name is none that can
+            be said to a peer, see `kvkit.handoff.messages.peer_name`.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class PeerTier(Tier):
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        addresses.parse(address)
-        self.name = name
+        addresses.check_secret(address, bool(identity.secret))
+        self.name = peer_name(name)
         self._address = address
         self._identity = identity
         self._timeout_s = timeout_s
@@ -200,18 +203,21 @@ class PeerTier(Tier):
         """The link, a new one if the last ended. The lock is held.
 
         Raises:
-            TierError: the tier is closed.
+            TierError: the tier is closed, or no thread can be started.
         """
         if self._closed:
             raise TierError(f"tier {self.name!r} is closed")
         if self._link is None:
-            self._link = Link(
-                lambda: addresses.connect(self._address, timeout_s=self._timeout_s, tls=self._tls),
-                "client",
-                self._identity,
-                self,
-                handshake_s=self._timeout_s,
-            )
+            try:
+                self._link = Link(
+                    lambda: addresses.connect(self._address, timeout_s=self._timeout_s, tls=self._tls),
+                    "client",
+                    self._identity,
+                    self,
+                    handshake_s=self._timeout_s,
+                )
+            except ChannelError as error:
+                raise TierError(f"tier {self.name!r}: {error}") from error
         return self._link
 
     def _get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvkit.handoff import addresses, outgoing
+from kvkit.handoff.channel import ChannelError
 from kvkit.handoff.link import Ended, Identity, Link
 from kvkit.handoff.messages import (
     MAX_DEADLINE_S,
@@ -104,12 +105,12 @@ class Sender:
         """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
 
         Raises:
-            HandoffError: there is a transfer of that name, the sender is closed, or there are no names or
-                more than `MAX_NAMES`.
-            ValueError: `address` or `transfer` is none, or `deadline_s` is not above 0 and at most
-                `MAX_DEADLINE_S`.
+            HandoffError: there is a transfer of that name, the sender is closed, no thread can be started, or
+                there are no names or more than `MAX_NAMES`.
+            ValueError: `address` or `transfer` is none, the address is not a unix one and there is no secret,
+                or `deadline_s` is not above 0 and at most `MAX_DEADLINE_S`.
         """
-        addresses.parse(address)
+        addresses.check_secret(address, bool(self._identity.secret))
         transfer_name(transfer)
         if not 0 < deadline_s <= MAX_DEADLINE_S:
             raise ValueError(f"deadline_s={deadline_s}: want more than 0 and at most {MAX_DEADLINE_S}")
@@ -120,7 +121,10 @@ class Sender:
                 raise HandoffError(f"transfer {transfer}: the sender is closed")
             if transfer in self._open:
                 raise HandoffError(f"transfer {transfer}: there is one of that name")
-            link = self._link(address)
+            try:
+                link = self._link(address)
+            except ChannelError as error:
+                raise HandoffError(f"transfer {transfer}: {error}") from error
             state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
             self._open[transfer] = _Open(Sending(transfer), state, link)
             link.say(Reserve(transfer, tuple(names), deadline_s))

@@ -15,11 +15,11 @@ from kvkit.chunks import namespace_digest
 from kvkit.handoff import addresses, tls
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.link import Identity
+from kvkit.handoff.messages import MAX_LABEL, peer_name
 from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.states import Limits
-from kvkit.handoff.tcp import is_loopback
 from kvkit.handoff.tier import NAME, HandoffTier
 from kvkit.layout import KVLayout, Namespace
 from kvkit.policy import Policy, Role, for_role
@@ -38,7 +38,8 @@ class HandoffConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     role: Role = Field("both", description="prefill sends, decode receives; the default policy goes by it")
     listen: tuple[str, ...] = Field(
-        (), description="addresses: unix:///run/kvkit/decode.sock, tcp://127.0.0.1:9478 or nixl://..."
+        (),
+        description="addresses: unix:///run/kvkit/decode.sock; with a secret tcp://127.0.0.1:9478, nixl://...",
     )
     peers: dict[str, str] = Field(
         default_factory=dict, description="addresses of nodes whose memory is read as a tier, by its name"
@@ -60,7 +61,9 @@ class HandoffConfig(BaseModel):
         10.0, description="how long open transfers may go on at the end, in seconds", gt=0, le=3600
     )
     secret: SecretStr | None = Field(
-        None, description="what peers must know, too", min_length=MIN_SECRET_CHARS
+        None,
+        description="what peers must know, too; wanted for every address that is not unix://",
+        min_length=MIN_SECRET_CHARS,
     )
     secret_file: Path | None = Field(None, description="holds the secret")
     tls_certificate: Path | None = Field(None, description="of this node, for TCP")
@@ -75,15 +78,16 @@ class HandoffConfig(BaseModel):
             raise ValueError(f"listen: none given, role = {self.role!r} needs at least one address")
         if self.receives and self.buffer is None:
             raise ValueError(f"buffer: none given, role = {self.role!r} needs one")
-        for address in (*self.listen, *self.peers.values()):
-            addresses.parse(self.at(address, 0))
-        if self.secret is None and self.secret_file is None:
-            for address in self.listen:
-                where = addresses.parse(self.at(address, 0))
-                if not isinstance(where, Path) and not is_loopback(where[0]):
-                    raise ValueError(
-                        f"listen = {address!r} is open to other hosts: give secret or secret_file"
-                    )
+        for name in self.peers:
+            peer_name(name)
+        secret = self.secret is not None or self.secret_file is not None
+        given = [("listen", address) for address in self.listen]
+        given += [(f"peers.{name}", address) for name, address in self.peers.items()]
+        for setting, address in given:
+            try:
+                addresses.check_secret(self.at(address, 0), secret)
+            except ValueError as error:
+                raise ValueError(f"{setting}: {error}") from None
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together; one of the two is given")
         return self
@@ -109,6 +113,18 @@ class HandoffConfig(BaseModel):
     def default_policy(self, tiers: Iterable[str]) -> Policy:
         """The default policy of the role, with these other tiers."""
         return for_role(self.role, tuple(tiers), NAME, tuple(self.peers))
+
+    def check_tiers(self, tiers: Iterable[str]) -> None:
+        """Refuse names of other tiers that peers cannot be told.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for name in tiers:
+            if self.listen and len(name) > MAX_LABEL:
+                raise ValueError(
+                    f"handoff: tier {name!r}: peers are told its name; want at most {MAX_LABEL} characters"
+                )
 
     def check_policy(self, policy: Policy, tiers: Sequence[str]) -> None:
         """Refuse a policy that asks of a tier what it cannot do. `tiers` are the others.

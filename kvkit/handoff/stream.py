@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 from kvkit.handoff.channel import (
     MAX_BODY_BYTES,
+    MAX_FIRST_BODY_BYTES,
     Channel,
     ChannelClosed,
     ChannelError,
@@ -213,8 +214,11 @@ class StreamChannel(Channel):
                 raise EOFError
             deadline = time.monotonic() + self.timeout_s
             body_bytes, payload_bytes = HEADER.unpack(self._stream.take(HEADER.size, deadline))
-            if body_bytes > MAX_BODY_BYTES:
-                raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {MAX_BODY_BYTES}")
+            most = MAX_BODY_BYTES if self.trusted else MAX_FIRST_BODY_BYTES
+            if body_bytes > most:
+                raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {most}")
+            if payload_bytes and not self.trusted:
+                raise FrameError(f"{self.peer}: a payload before it proved itself")
             body = self._stream.take(body_bytes, deadline)
             return self._complete(body, payload_bytes, place, deadline)
         except ChannelIdle:
@@ -308,7 +312,7 @@ class StreamListener(Listener):
             return self._channel(connection)
         except OSError as error:
             connection.close()
-            raise ChannelIdle(f"{self.address}: the peer left at once: {error}") from error
+            raise ChannelIdle(f"{self.address}: the peer is not let in, or left at once: {error}") from error
 
     def close(self) -> None:
         self._closed.set()

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvkit.handoff.stream import SHORTEST_S, Stream
 
 _PIECE_BYTES = 256 << 10
+_FIRST_PIECE_BYTES = 16 << 10
 _HANDSHAKE_SEND_S = 1.0
 
 
@@ -121,7 +122,8 @@ class TlsStream(Stream):
 
     def _more(self, deadline: float) -> bool:
         """Have some more ciphertext; whether there was any."""
-        count = super().read_ahead(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
+        room = self._raw if self._shaken else self._raw[:_FIRST_PIECE_BYTES]
+        count = super().read_ahead(room, max(deadline - time.monotonic(), SHORTEST_S))
         with self._cipher:
             self._received.write(self._raw[:count])
         return count > 0
