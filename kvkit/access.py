@@ -56,6 +56,8 @@ class Access:
         self, tiers: dict[str, Tier], policy: Policy, staging: Staging, groups: int, timeout_s: float
     ) -> None:
         self.tiers = tiers
+        for tier in tiers.values():
+            tier.limit(staging.slot_bytes)
         self.policy = policy
         self.staging = staging
         self.timeout_s = timeout_s

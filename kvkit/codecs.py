@@ -7,20 +7,19 @@ has what each codec saves and costs on real KV.
 from __future__ import annotations
 
 import functools
-import math
+import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvkit.layout import ITEM_BYTES
 from kvkit.record import (
     CODEC_LEVEL,
     CODECS,
     Damage,
-    Header,
     RecordError,
-    check,
+    examine,
     read_header,
     read_index,
     relabel,
@@ -47,7 +46,7 @@ def compress(record: Buffer, codec: str, out: Buffer) -> int:
     if len(target) < header.header_bytes:
         raise too_small
     target[: header.header_bytes] = view[: header.header_bytes]
-    width = _item_bytes(header)
+    width = header.item_bytes
     end = header.header_bytes
     places: list[tuple[int, int]] = []
     sums: list[int] = []
@@ -78,54 +77,62 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
     """
     view, target = memoryview(record), memoryview(out)
     try:
-        header = read_header(view)
-        damage = check(view)
+        header, packed, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
     except RecordError:
         return Damage.HEADER
     if damage is not None:
         return damage
-    layers = header.shape[0]
-    size = math.prod(header.shape[1:]) * _item_bytes(header)
-    places = [(header.header_bytes + i * size, size) for i in range(layers)]
-    end = header.header_bytes + layers * size
-    trailer = trailer_of(places, end)
-    total = end + len(trailer)
+    total = header.plain_bytes
     if total > len(target):
         return Damage.OVERSIZE
     if header.codec == "none":
-        target[: len(view)] = view
-        return len(view)
-    compressor = _compressor(header.codec)
+        target[:total] = view
+        return total
+    size = header.layer_bytes
+    places = [(header.header_bytes + i * size, size) for i in range(header.shape[0])]
+    end = header.header_bytes + header.shape[0] * size
+    trailer = trailer_of(places, end)
+    compressor, declared = _compressor(header.codec), _DECLARED[header.codec]
     target[: header.header_bytes] = view[: header.header_bytes]
     sums: list[int] = []
-    for (start, _), (offset, packed_size) in zip(places, read_index(view, layers), strict=True):
+    for (start, _), (offset, packed_size) in zip(places, packed, strict=True):
+        data, layer = view[offset : offset + packed_size], target[start : start + size]
+        if declared(data) != size:  # less would leave a part of `out` as it was
+            return Damage.FORMAT
         try:
-            unpacked = memoryview(compressor.decode(view[offset : offset + packed_size])).cast("B")
-        except (RuntimeError, ValueError, MemoryError):  # intact, but no output of this codec
+            compressor.decode(data, layer)
+        except (RuntimeError, ValueError):  # intact, but no output of this codec
             return Damage.FORMAT
-        if len(unpacked) != size:
-            return Damage.FORMAT
-        target[start : start + size] = unpacked
-        sums.append(xxh3_64_intdigest(unpacked))
+        sums.append(xxh3_64_intdigest(layer))
     target[end:total] = trailer
     relabel(target, "none", total, end, sums, xxh3_64_intdigest(trailer))
     return total
 
 
-def restored_bytes(record: Buffer) -> int:
-    """Bytes of what `decompress` makes of an intact record.
+def _zstd_bytes(frame: memoryview) -> int | None:
+    """Bytes that a Zstandard frame says it makes; None if it does not say, as those of `compress` do.
 
-    Raises:
-        RecordError: it is no record.
+    RFC 8878, 3.1.1.1: magic, descriptor, window (not in a single segment), dictionary, content size.
     """
-    header = read_header(record)
-    layers_end = header.header_bytes + math.prod(header.shape) * _item_bytes(header)
-    return layers_end + len(trailer_of([(0, 0)] * header.shape[0], layers_end))
+    if len(frame) < 5 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
+        return None
+    flag, single, dictionary = frame[4] >> 6, bool(frame[4] & 0x20), (0, 1, 2, 4)[frame[4] & 3]
+    width = (int(single), 2, 4, 8)[flag]
+    start = 5 + (not single) + dictionary
+    if not width or len(frame) < start + width:
+        return None
+    return int.from_bytes(frame[start : start + width], "little") + (256 if width == 2 else 0)
 
 
-def _item_bytes(header: Header) -> int:
-    """Bytes of an element; opaque pages, which have no K size, are bytes."""
-    return ITEM_BYTES.get(header.dtype, 1) if header.k_size else 1
+def _blosc_bytes(frame: memoryview) -> int | None:
+    """Bytes that a Blosc frame says it makes, in its second word."""
+    return int(struct.unpack_from("<I", frame, 4)[0]) if len(frame) >= 16 else None
+
+
+_DECLARED: dict[str, Callable[[memoryview], int | None]] = {
+    "zstd": _zstd_bytes,
+    "bitshuffle-zstd": _blosc_bytes,
+}
 
 
 @functools.cache

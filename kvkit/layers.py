@@ -7,7 +7,9 @@
         store.layer(0)                            # its pages are packed, and may change again
     store.stored                                  # how much that was
 
-Records are the same as everywhere: a layer is one byte range of each, and is verified alone.
+Records are the same as everywhere: a layer is one byte range of each, and is verified alone. With its last
+layer comes what follows it, so that a record passes the checks of `Cache.load`; bytes added behind it are not
+read.
 """
 
 from __future__ import annotations
@@ -267,7 +269,7 @@ class LayerLoad:
         reads.reads.append((future, share))
 
     def _read(self, layer: _Layer, chunk: int, piece: Piece, lent: Lease | None) -> None:
-        """Fill `piece` with a layer of a chunk, and, the first time, check whose record it is.
+        """Fill `piece` with a layer of a chunk; check it, whose record it is, and at the last how that ends.
 
         A piece of a record that is `lent` is there already, or comes with it.
 
@@ -280,23 +282,32 @@ class LayerLoad:
         coming = self._coming.get((chunk, layer.group))
         if coming is not None:
             coming.result(self._access.timeout_s)
+        data = memoryview(piece.data)
+        ranges, buffers = [], []
+        if lent is None:
+            ranges.append(record.layer_range(form, layer.place))
+            buffers.append(data)
         known = self._headers.get((chunk, layer.group))
         header = bytearray(form.header_bytes) if known is None else known
-        ranges = [record.layer_range(form, layer.place)]
-        data = memoryview(piece.data)
-        buffers = [data]
         if known is None:
             ranges.insert(0, (0, form.header_bytes))
             buffers.insert(0, memoryview(header))
+        last = layer.place == form.shape[0] - 1
+        trailer = bytearray(form.record_bytes - form.layers_end if last else 0)
+        if last:  # beside the last layer: a store reads both at once
+            ranges.append((form.layers_end, len(trailer)))
+            buffers.append(memoryview(trailer))
         if lent is None:
             tier.get_ranges(name, ranges, buffers)
-        elif known is None:
-            copy_ranges(name, lent.buffer[: lent.used], ranges[:1], buffers[:1])
+        else:
+            copy_ranges(name, lent.buffer[: lent.used], ranges, buffers)
         damage: Damage | None = None
         if known is None:  # even if another layer's read has been quicker: this is the one that is used
             damage = record.verify_header(form, header, *self._chunks.identity(chunk))
         if damage is None:
             damage = record.verify_layer(form, header, layer.place, data)
+        if damage is None and last:
+            damage = record.verify_trailer(form, trailer)
         if damage is not None:
             raise DamagedObject(f"{name}: {damage}", damage)
         self._headers[chunk, layer.group] = header

@@ -17,8 +17,9 @@ one layer can be read and verified alone), and all that follows the layers.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -26,10 +27,10 @@ from typing import TYPE_CHECKING
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvkit.chunks import namespace_digest
-from kvkit.layout import FORMAT_VERSION, KVLayout, LayerGroup, LayoutError, Namespace
+from kvkit.layout import FORMAT_VERSION, ITEM_BYTES, KVLayout, LayerGroup, LayoutError, Namespace
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,6 +40,15 @@ ALIGN = 4096
 HIGH_BITS, LOW_BITS = 16, 46
 CODECS = ("none", "zstd", "bitshuffle-zstd")
 CODEC_LEVEL = 1
+
+MAX_HEADER_BYTES = 16 << 20
+"""A header has room for 4 million tokens in it; one that says it is longer is not read."""
+
+PIECE_BYTES = 8 << 20
+"""`examine` asks for no more at once, but for a header."""
+
+Read = Callable[[int, int], "Buffer"]
+"""(offset, bytes) -> that part of a stored record; it may end early where the record does."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -112,6 +122,22 @@ class Header:
     layer_sums: npt.NDArray[np.uint64]
     tokens: npt.NDArray[np.int32]
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element; opaque pages, which have no K size, are bytes."""
+        return ITEM_BYTES[self.dtype] if self.k_size else 1
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a layer without compression."""
+        return math.prod(self.shape[1:]) * self.item_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the record without compression. As large as any number, where a stranger made it."""
+        layers = self.shape[0]
+        return _total_bytes(self.header_bytes + layers * self.layer_bytes, layers)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
@@ -151,7 +177,7 @@ class RecordFormat:
         shape = group.record_shape(tokens)
         layers = shape[0]
         digest = namespace_digest(namespace)
-        header_bytes = _round_up(_SUMS + 8 * layers + 4 * tokens, ALIGN)
+        header_bytes = _header_bytes(layers, tokens)
         layer_bytes = group.layer_bytes(tokens)
         layers_end = header_bytes + layers * layer_bytes
         places = [(header_bytes + i * layer_bytes, layer_bytes) for i in range(layers)]
@@ -258,8 +284,9 @@ def verify(
         return damage
     if len(view) != form.record_bytes:
         return Damage.TRUNCATED
-    if bytes(view[form.layers_end :]) != form.trailer:  # memoryviews compare item by item, 20 times slower
-        return Damage.TRAILER
+    damage = verify_trailer(form, view[form.layers_end :])
+    if damage is not None:
+        return damage
     start = form.header_bytes
     stored = view[_SUMS : _SUMS + 8 * form.shape[0]].cast("Q")
     for expected, offset in zip(stored, range(start, form.layers_end, form.layer_bytes), strict=True):
@@ -307,6 +334,12 @@ def verify_layer(form: RecordFormat, header: Buffer, layer: int, data: Buffer) -
     return None if xxh3_64_intdigest(data) == stored else Damage.LAYER
 
 
+def verify_trailer(form: RecordFormat, trailer: Buffer) -> Damage | None:
+    """None if `trailer` is what follows the layers in every uncompressed record of this format."""
+    # memoryviews compare item by item, 20 times slower
+    return None if bytes(memoryview(trailer)) == form.trailer else Damage.TRAILER
+
+
 def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
     """XXH3-64 of every layer of an uncompressed record."""
     view = memoryview(record)
@@ -336,10 +369,10 @@ def read_header(record: Buffer) -> Header:
         raise RecordError("header cut short")
     if not _header_is_intact(view, header_bytes):
         raise RecordError("header checksum differs")
-    trailer_bytes = _INDEX_ENTRY * layers + _CRC_BYTES
-    if codec >= len(CODECS) or layers_end < header_bytes or record_bytes < layers_end + trailer_bytes:
+    known = codec < len(CODECS) and (not k_size or dtype.rstrip(b"\0") in _DTYPES)
+    if not known or header_bytes != _header_bytes(layers, tokens):
         raise RecordError("header contradicts itself")
-    return Header(
+    header = Header(
         version=version,
         codec=CODECS[codec],
         group=group,
@@ -357,6 +390,14 @@ def read_header(record: Buffer) -> Header:
         layer_sums=np.frombuffer(view, "<u8", layers, _SUMS).copy(),
         tokens=np.frombuffer(view, "<i4", tokens, _SUMS + 8 * layers).copy(),
     )
+    plain_end = header_bytes + layers * header.layer_bytes
+    if (
+        layers_end < header_bytes
+        or record_bytes != _total_bytes(layers_end, layers)
+        or (header.codec == "none" and layers_end != plain_end)
+    ):
+        raise RecordError("header contradicts itself")
+    return header
 
 
 def check(record: Buffer) -> Damage | None:
@@ -366,15 +407,39 @@ def check(record: Buffer) -> Damage | None:
         RecordError: its header is not readable (see `read_header`).
     """
     view = memoryview(record)
-    header = read_header(view)
-    if len(view) != header.record_bytes:
-        return Damage.TRUNCATED
-    if xxh3_64_intdigest(view[header.layers_end :]) != header.trailer_sum:
-        return Damage.TRAILER
-    for stored, (offset, size) in zip(header.layer_sums, read_index(view, header.shape[0]), strict=True):
-        if xxh3_64_intdigest(view[offset : offset + size]) != stored:
-            return Damage.LAYER
-    return None
+    _, _, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
+    return damage
+
+
+def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damage | None]:
+    """`check` a stored record of `size` bytes, by parts: what it says of itself does not decide what is read.
+
+    Returns its header, (offset, bytes) of every layer, none where it is damaged, and the damage.
+
+    Raises:
+        RecordError: its header is not readable (see `read_header`).
+    """
+    head = memoryview(read(0, min(size, HEADER.size)))
+    if len(head) == HEADER.size and bytes(head[:8]) == MAGIC:
+        (header_bytes,) = struct.unpack_from("<I", head, 12)
+        if header_bytes <= MAX_HEADER_BYTES:
+            head = memoryview(read(0, min(size, header_bytes)))
+    header = read_header(head)
+    if size != header.record_bytes:
+        return header, [], Damage.TRUNCATED
+    trailer = memoryview(read(header.layers_end, size - header.layers_end))
+    if len(trailer) < size - header.layers_end or xxh3_64_intdigest(trailer) != header.trailer_sum:
+        return header, [], Damage.TRAILER
+    places = read_index(trailer, header.shape[0])
+    if not _are_neighbours(places, header.header_bytes, header.layers_end):
+        return header, [], Damage.TRAILER
+    for stored, (offset, count) in zip(header.layer_sums, places, strict=True):
+        digest = xxh3_64()
+        for start in range(offset, offset + count, PIECE_BYTES):
+            digest.update(read(start, min(PIECE_BYTES, offset + count - start)))
+        if digest.intdigest() != stored:
+            return header, [], Damage.LAYER
+    return header, places, None
 
 
 def relabel(
@@ -394,7 +459,7 @@ def relabel(
 
 
 def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
-    """Offset and bytes of every layer, from the shard index at the end of a record."""
+    """Offset and bytes of every layer, from the shard index at the end of a record, or of its trailer."""
     view = memoryview(record)
     start = len(view) - _INDEX_ENTRY * layers - _CRC_BYTES
     entries = np.frombuffer(view, "<u8", 2 * layers, start).reshape(layers, 2)
@@ -413,8 +478,29 @@ def shard_index(places: Sequence[tuple[int, int]]) -> bytes:
     return index + struct.pack("<I", google_crc32c.value(index))
 
 
+_DTYPES = {name.encode("ascii") for name in ITEM_BYTES}
+
+
 def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def _header_bytes(layers: int, tokens: int) -> int:
+    return _round_up(_SUMS + 8 * layers + 4 * tokens, ALIGN)
+
+
+def _total_bytes(layers_end: int, layers: int) -> int:
+    """Bytes of a record whose last layer ends there: with its trailer."""
+    return _round_up(layers_end + _INDEX_ENTRY * layers + _CRC_BYTES, ALIGN)
+
+
+def _are_neighbours(places: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Whether layers lie side by side from `start` to `stop`: then each byte is read once."""
+    for offset, size in places:
+        if offset != start:
+            return False
+        start += size
+    return start == stop
 
 
 def _fixed(

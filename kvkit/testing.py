@@ -355,6 +355,10 @@ class Wrapper(Tier):
         self.reads_parts = inner.reads_parts
         self.slots = inner.slots
 
+    def limit(self, slot_bytes: int) -> None:
+        super().limit(slot_bytes)
+        self.inner.limit(slot_bytes)
+
     def run(self, names: Sequence[str]) -> int:
         return self.inner.run(names)
 

@@ -28,6 +28,9 @@ Scope = Literal["node", "shared"]
 Ranges = Sequence[tuple[int, int]]
 """(offset, bytes) of parts of one record, as it is without compression."""
 
+LARGEST_BYTES = 1 << 32
+"""No record is larger, where a tier was not told how large the slots are."""
+
 
 class TierError(OSError):
     """A record could not be read or written."""
@@ -58,6 +61,7 @@ class Tier(ABC):
         reads_at_once: records that it reads at the same time; what else it is asked for waits.
         reads_parts: whether `get_ranges` moves no more than what it is asked for.
         slots: of staging that its records may keep.
+        largest: bytes of the largest record, without compression; what is larger is damaged, and not read.
         evicted: records that were let go to make room so far.
     """
 
@@ -69,7 +73,12 @@ class Tier(ABC):
     reads_at_once: int = 32
     reads_parts: bool = False
     slots: int = 0
+    largest: int = LARGEST_BYTES
     evicted: int = 0
+
+    def limit(self, slot_bytes: int) -> None:
+        """Be told how large a slot is, which no record outgrows, by the cache that uses it. Mutates."""
+        self.largest = slot_bytes
 
     @abstractmethod
     def run(self, names: Sequence[str]) -> int:
@@ -197,6 +206,8 @@ class ThreadedTier(Tier):
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+        if size > self.largest:
+            raise DamagedObject(f"{name}: {size} bytes do not fit a slot's {self.largest}", Damage.OVERSIZE)
         whole = memoryview(bytearray(size))
         copy_ranges(name, whole[: self.read(name, whole)], ranges, buffers)
 

@@ -24,8 +24,17 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from kvkit import arrays, eviction
-from kvkit.codecs import compress, decompress, restored_bytes
-from kvkit.record import CODEC_OFFSET, CODECS, HEADER, MAGIC, Damage, RecordError, check, parent_name
+from kvkit.codecs import compress, decompress
+from kvkit.record import (
+    CODEC_OFFSET,
+    CODECS,
+    HEADER,
+    MAGIC,
+    Damage,
+    RecordError,
+    parent_name,
+    read_header,
+)
 from kvkit.staging import Lease
 from kvkit.threads import Closed
 from kvkit.tiers import s3
@@ -173,6 +182,8 @@ class ObjectTier(ThreadedTier):
         size = self._store.size(name)
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+        if size > _packed_bytes(self.largest):
+            raise DamagedObject(f"{name}: {size} bytes are no record of {self.largest}", Damage.OVERSIZE)
         packed = self._scratch(size)[:size]
         packed = packed[: self.read(name, packed)]
         copy_ranges(name, self._restored(name, packed), ranges, buffers)
@@ -184,15 +195,18 @@ class ObjectTier(ThreadedTier):
             DamagedObject: it is damaged.
         """
         try:
-            damage = check(packed)
-            if damage is None:
-                record = memoryview(bytearray(restored_bytes(packed)))
-                restored = decompress(packed, record)
-                if not isinstance(restored, Damage):
-                    return record[:restored]
-                damage = restored
+            size = read_header(packed).plain_bytes
         except RecordError:
             damage = Damage.HEADER
+        else:
+            if size <= self.largest:
+                record = memoryview(bytearray(size))
+                restored = decompress(packed, record)
+                if not isinstance(restored, Damage):
+                    return record
+                damage = restored
+            else:
+                damage = Damage.OVERSIZE
         raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({damage})", damage)
 
     def write(self, name: str, record: memoryview) -> None:
@@ -239,7 +253,7 @@ class ObjectTier(ThreadedTier):
 
     def _scratch(self, size: int) -> memoryview:
         """This thread's own memory for a compressed record, which may be longer than the restored one."""
-        want = size + size // 8 + (1 << 20)
+        want = _packed_bytes(size)
         held: memoryview | None = getattr(self._local, "scratch", None)
         if held is None or len(held) < want:
             held = self._local.scratch = memoryview(mmap.mmap(-1, want))  # page-aligned, for O_DIRECT
@@ -407,6 +421,11 @@ class _Remote:
     def _path(self, name: str) -> str:
         check_name(name)
         return f"{self._root}/{name}"
+
+
+def _packed_bytes(size: int) -> int:
+    """Bytes that a record of `size` may take compressed: what does not compress grows a little."""
+    return size + size // 8 + (1 << 20)
 
 
 def _is_compressed(record: memoryview) -> bool:

@@ -45,6 +45,11 @@ class SpreadTier(Tier):
         """Records that any path let go."""
         return sum(path.evicted for path in self._paths)
 
+    def limit(self, slot_bytes: int) -> None:
+        super().limit(slot_bytes)
+        for path in self._paths:
+            path.limit(slot_bytes)
+
     def run(self, names: Sequence[str]) -> int:
         held = len(names)
         for path, mine in self._shares(names).items():
