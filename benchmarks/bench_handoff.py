@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
+from bench_record import COPIES, KEY, TOKENS, format_of, sealed
 
 from batch import Batch
+from kvkit import record as records
 from kvkit.handoff.addresses import connect, listen
 from kvkit.handoff.channel import Channel, ChannelClosed
 from kvkit.staging import PAGE_BYTES, Staging
@@ -36,15 +40,16 @@ def digest(records: Iterable[memoryview]) -> bytes:
     return state.digest()
 
 
-def receive(pipe: Connection, record_bytes: int, address: str) -> None:
+def receive(pipe: Connection, record_bytes: int, address: str, shared: bool = True) -> None:
     """A receiver: a batch into its slots, over and over, each answered when it is in."""
-    arena = Staging(record_bytes, RECORDS, shared=True)
+    arena = Staging(record_bytes, RECORDS, shared=shared)
     arena.ready.wait(TIMEOUT_S)
     listener = listen(address, timeout_s=TIMEOUT_S)
     pipe.send(listener.address)
     channel = listener.accept(TIMEOUT_S)
     channel.trusted = True
-    channel.share(arena)
+    if shared:
+        channel.share(arena)
     channel.send(b"welcome")
     with suppress(ChannelClosed):
         while True:
@@ -91,8 +96,8 @@ def nowhere(body: bytes) -> None:
 class Ours(Peer):
     """A receiver on a channel."""
 
-    def __init__(self, record_bytes: int, address: str) -> None:
-        super().__init__(receive, record_bytes, address)
+    def __init__(self, record_bytes: int, address: str, shared: bool = True) -> None:
+        super().__init__(partial(receive, shared=shared), record_bytes, address)
         self.channel: Channel = connect(self.where, timeout_s=TIMEOUT_S)
         self.channel.trusted = True
         self.channel.receive(nowhere, TIMEOUT_S)
@@ -182,3 +187,34 @@ def test_loopback(benchmark: Any, batch: Batch, scheme: str) -> None:
     peers = {scheme: Ours(size, f"{scheme}://127.0.0.1:0")}
     compare(benchmark, batch, peers, "bare socket", partial(bare.send, batch))
     bare.close()
+
+
+def test_private_memory(benchmark: Any, batch: Batch, tmp_path: Path) -> None:
+    """Through the socket into slots that nobody else maps, against the sender's writing into shared ones."""
+    size = batch.staging.slot_bytes
+    shared = Ours(size, f"unix://{tmp_path}/shared/bench.sock")
+    peers = {"private": Ours(size, f"unix://{tmp_path}/private/bench.sock", shared=False)}
+    compare(benchmark, batch, peers, "shared", partial(shared.send, batch))
+    shared.close()
+
+
+@pytest.mark.parametrize("layers", [11, 30])
+def test_copy_before_verifying(benchmark: Any, layers: int) -> None:
+    """What it would take to verify, of shared memory, only what nobody else can change: 4 and 12 MB."""
+    form = format_of(layers, 3, 64, "float32")
+    held = [sealed(form) for _ in range(COPIES if benchmark.enabled else 1)]
+    turns = itertools.cycle(held)
+    private = np.ones_like(held[0])
+
+    def verify(record: npt.NDArray[np.uint8]) -> None:
+        assert records.verify(form, record, form.digest, KEY, TOKENS) is None
+
+    def copy_and_verify() -> None:
+        np.copyto(private, next(turns))
+        verify(private)
+
+    calls = {"verify": lambda: verify(next(turns)), "copy and verify": copy_and_verify}
+    times = interleaved(calls, ROUNDS if benchmark.enabled else 1)
+    benchmark.pedantic(copy_and_verify, rounds=1)
+    found = {name: {"us": min(took) * 1e6} | ratio(times, name, "verify") for name, took in times.items()}
+    benchmark.extra_info.update(found, against="verify", bytes=form.record_bytes)

@@ -56,6 +56,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
         "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
         "handoff": lambda: _handoff(figures),
+        "private": lambda: _private(figures),
         "flows": lambda: _flows(results),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
     }
@@ -113,6 +114,23 @@ def _handoff(figures: dict[str, Any]) -> list[list[str]]:
         times = (f"{it['us'] / 1e3:.1f} ms" for it in (entry[roof], found))
         rows.append([f"`{way}://`", roof, *times, f"{found['min']:.2f}", f"{found['median']:.2f}"])
     return rows
+
+
+def _private(figures: dict[str, Any]) -> list[list[str]]:
+    """What it takes that nobody changes what was verified."""
+    moved = figures["handoff::private_memory"]
+    ways = [(f"{moved['bytes'] >> 20} MiB through the socket", "by shared memory", moved["private"], -1)]
+    for layers in (11, 30):
+        entry = figures[f"handoff::copy_before_verifying[{layers}]"]
+        what = f"copying {entry['bytes'] / 1e6:.0f} MB, then verifying the copy"
+        ways.append((what, "verifying in place", entry["copy and verify"], 1))
+    return [
+        ["", "against", "times as long, of minima", "of medians"],
+        *(
+            [what, against, *(f"{found[k] ** e:.1f}" for k in ("min", "median"))]
+            for what, against, found, e in ways
+        ),
+    ]
 
 
 def _flows(results: Path) -> list[list[str]]:

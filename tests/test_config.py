@@ -71,6 +71,7 @@ role = "prefill"
 listen = ["tcp://127.0.0.1:0"]
 peers = { decode = "unix:///run/kvkit/decode-{rank}.sock" }
 buffer = "1GiB"
+shared_memory = false
 max_prefill_tokens = 1000
 allocation_timeout_s = 1
 transfer_timeout_s = 2
@@ -185,6 +186,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
             "listen": ("tcp://127.0.0.1:0",),
             "peers": {"decode": "unix:///run/kvkit/decode-{rank}.sock"},
             "buffer": 2**30,
+            "shared_memory": False,
             "max_prefill_tokens": 1000,
             "allocation_timeout_s": 1.0,
             "transfer_timeout_s": 2.0,
@@ -244,6 +246,7 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_HANDOFF__LISTEN": '["tcp://127.0.0.1:0"]',
         "KVKIT_HANDOFF__PEERS__DECODE": "unix:///run/kvkit/decode-{rank}.sock",
         "KVKIT_HANDOFF__BUFFER": "1GiB",
+        "KVKIT_HANDOFF__SHARED_MEMORY": "false",
         "KVKIT_HANDOFF__MAX_PREFILL_TOKENS": "1000",
         "KVKIT_HANDOFF__ALLOCATION_TIMEOUT_S": "1",
         "KVKIT_HANDOFF__TRANSFER_TIMEOUT_S": "2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,25 @@ import numpy.typing as npt
 import pytest
 import trustme
 from engine import Engine, small_layout, small_namespace
-from handoff_nodes import LONG_S
+from handoff_nodes import LONG_S, Speaker
 
 from kvkit import record
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
+from kvkit.handoff.channel import ChannelError
+from kvkit.handoff.messages import Admit, Commit, Data, Done, Reserve
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender
-from kvkit.handoff.settings import HandoffConfig, Size
+from kvkit.handoff.settings import HandoffConfig, Size, identify
 from kvkit.handoff.tier import HandoffTier
 from kvkit.layout import KVLayout, LayerGroup, Namespace
 from kvkit.policy import Policy
 from kvkit.sequence import Chunks
+from kvkit.tiers.base import Tier
 
 CHUNK = 8
 TOKENS = np.arange(5 * CHUNK, dtype=np.int32)
+SECRET = "0123456789abcdef"
 
 
 def new_engine(groups: int = 2, **fields: Any) -> Engine:
@@ -34,13 +39,16 @@ def new_engine(groups: int = 2, **fields: Any) -> Engine:
     return Engine(layout, small_namespace(layout, **fields))
 
 
-def open_node(engine: Engine, folder: Path, role: str, peers: dict[str, str] | None = None) -> Cache:
-    settings = {
+def open_node(
+    engine: Engine, folder: Path, role: str, peers: dict[str, str] | None = None, **more: object
+) -> Cache:
+    settings: dict[str, object] = {
         "role": role,
         "listen": [f"unix://{folder}/sockets/{role}"],
         "peers": peers or {},
         "buffer": "256KiB",
-        "secret": "0123456789abcdef",
+        "secret": SECRET,
+        **more,
     }
     config = load_config(
         chunk_tokens=CHUNK, staging="256KiB", tiers={"memory": {"capacity": "256KiB"}}, handoff=settings
@@ -130,6 +138,75 @@ def test_the_example_of_the_page_runs(engine: Engine, prefill: Cache, decode: Ca
     exec(code, given)
     assert given["hit"].by_tier == {"handoff": len(TOKENS)}
     assert receiver(decode).arena.free == receiver(decode).arena.slots
+
+
+class Hostile:
+    """A sender that has the secret, sends what is right, and then writes wherever it still can."""
+
+    def __init__(self, engine: Engine, source: Tier, to: str, shared: bool) -> None:
+        self.speaker = Speaker(to)
+        self.speaker.hello(identify(engine.layout, engine.namespace, SECRET.encode()))
+        wanted = names(engine)
+        self.speaker.say(Reserve("t", tuple(wanted), LONG_S))
+        admit = self.speaker.hear()
+        assert isinstance(admit, Admit)
+        assert self.speaker.channel.one_sided == shared
+        self.slots, self.data = admit.slots, []
+        for index, name in enumerate(wanted):
+            lease = source.borrow(name)
+            assert lease is not None
+            with lease:
+                self.data.append(Data("t", index, lease.used))
+                self.speaker.say(self.data[-1], lease.record.tobytes(), self.slots[index])
+        self.speaker.say(Commit("t"))
+        assert self.speaker.hear() == Done("t")
+
+    def write(self) -> None:
+        """Over all records: into memory that it still maps, or once more by the protocol."""
+        junk = bytes(self.data[0].size)
+        for data, slot in zip(self.data, self.slots, strict=True):
+            with suppress(ChannelError):
+                self.speaker.say(data, junk, slot)
+        assert "is not expected" in str(self.speaker.hear_all()[-1])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_was_verified_stays_so_where_memory_is_not_shared(
+    engine: Engine, tmp_path: Path, shared: bool
+) -> None:
+    """A sender that goes on writing when its transfer is done: docs/handoff.md says who is trusted."""
+    before = shared_arenas()
+    with (
+        open_node(engine, tmp_path, "decode", shared_memory=shared) as decode,
+        open_node(engine, tmp_path, "prefill") as prefill,
+    ):
+        table = engine.table(len(TOKENS))
+        engine.compute(TOKENS, table)
+        prefill.store(TOKENS, engine.places(table), to=["memory"])
+        prefill.flush()
+        hostile = Hostile(engine, prefill.tiers["memory"], address(decode), shared)
+        assert shared_arenas() == before + 2 * shared, "the receiver's, and the sender's mapping of it"
+        chunks = Chunks.of(TOKENS, engine.layout, engine.namespace)
+        lent = handoff(decode).borrow(chunks.names[0])
+        assert lent is not None
+        assert record.verify(chunks.formats[0], lent.buffer[: lent.used], *chunks.identity(0)) is None
+        verified = lent.record.tobytes()
+        hostile.write()
+        assert (lent.record.tobytes() == verified) != shared
+        lent.release()
+        hit = decode.lookup(TOKENS)
+        engine.wipe()
+        loaded = decode.load(hit, engine.places(table))
+        assert loaded.tokens == (0 if shared else len(TOKENS)), (
+            "what was changed before it is verified is a miss"
+        )
+        engine.assert_loaded(TOKENS, table, loaded.tokens // CHUNK)
+        hostile.speaker.close()
+
+
+def shared_arenas() -> int:
+    """Mappings of memory that processes share."""
+    return Path("/proc/self/maps").read_text().count("kvkit-staging")
 
 
 def test_chunks_are_sent_as_they_are_computed(engine: Engine, prefill: Cache, decode: Cache) -> None:

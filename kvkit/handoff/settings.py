@@ -45,6 +45,11 @@ class HandoffConfig(BaseModel):
         default_factory=dict, description="addresses of nodes whose memory is read as a tier, by its name"
     )
     buffer: ByteSize | None = Field(None, description="bytes for what peers send; whole chunks of it", gt=0)
+    shared_memory: bool = Field(
+        True,
+        description="whether senders write into the buffer themselves, over unix:// and nixl://; "
+        "false: nobody else reaches its memory, and records come through the socket",
+    )
     max_prefill_tokens: int | None = Field(
         None, description="tokens of the longest request that the buffer must be able to hold", ge=1
     )
@@ -231,7 +236,7 @@ def open_handoff(
             config.buffer,
         )
         limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
-        receiver = Receiver(Staging(size.slot_bytes, size.slots, shared=True), limits)
+        receiver = Receiver(Staging(size.slot_bytes, size.slots, shared=config.shared_memory), limits)
     if config.sends:
         sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
     peers = [
