@@ -274,6 +274,7 @@ def bench_serve(
 def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fsspec URL")]) -> None:
     """List a store: namespaces, chunks, tokens, bytes, damaged records. Reads all of it; changes nothing."""
     from kvkit.listing import list_store
+    from kvkit.tiers import urls
 
     console = Console()
     done = []
@@ -284,9 +285,9 @@ def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fs
                 if complete:
                     done.append(listing)
     except (OSError, ValueError, ImportError) as error:
-        _fail(str(error))
+        _fail(urls.hide(str(error), url))
     if not done:
-        console.print(f"{url}: no records", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{urls.shown(url)}: no records", markup=False, highlight=False, soft_wrap=True)
         return
     shown = Table(Column("namespace", overflow="fold"), "group", "model", "chunks", "tokens", "MB", "damaged")
     for listing in done:

@@ -56,10 +56,9 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -69,6 +68,7 @@ from pydantic import (
     Secret,
     SecretStr,
     ValidationError,
+    field_serializer,
     model_validator,
 )
 from pydantic_settings import (
@@ -105,6 +105,7 @@ from kvkit.tiers.paths import SpreadTier
 from kvkit.tiers.plugins import check_kind, open_plugin
 from kvkit.tiers.redis import SCHEMES as REDIS_SCHEMES
 from kvkit.tiers.redis import RedisTier
+from kvkit.tiers.urls import has_password, shown
 
 _PREFIX = "KVKIT_"
 _ENVIRONMENT = "environment"
@@ -131,9 +132,9 @@ PositiveBytes = Annotated[ByteSize, Field(gt=0)]
 
 
 class TierConfig(BaseModel):
-    """One tier. See the module's text."""
+    """One tier. See the module's text. Its repr and its JSON show URLs without their secrets."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     url: str | tuple[str, ...] | None = Field(
         None,
         description="where records are: a folder, s3://, redis://, mooncake://, any fsspec URL; none: memory",
@@ -200,8 +201,8 @@ class TierConfig(BaseModel):
             return self
         if "keep_s" in self.model_fields_set:
             raise ValueError("keep_s: only a tier in memory has one")
-        if any(urlsplit(url).password is not None for url in self.urls):
-            raise ValueError("url: it has a password, and URLs are shown; want it as a setting of its own")
+        if any(map(has_password, self.urls)):
+            raise ValueError("url: it has a password; want it as a setting of its own, or among the options")
         if "spread" in self.model_fields_set and len(self.urls) < 2:
             raise ValueError(f"spread = {self.spread!r}: {len(self.urls)} url, want at least 2")
         if self.server is not None and len(self.urls) > 1:
@@ -216,6 +217,14 @@ class TierConfig(BaseModel):
                     )
                 raise ValueError(f"{name}: no tier on {self.server} has one")
         return self
+
+    @field_serializer("url", when_used="json")
+    def _shown(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        return shown(url) if isinstance(url, str) else url and tuple(map(shown, url))
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, self._shown(value) if name == "url" else value
 
     @property
     def in_memory(self) -> bool:
@@ -547,7 +556,7 @@ def _explain(entry: Any) -> str:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
     secret = not _SECRET.isdisjoint(entry["loc"])
-    value = "" if secret or isinstance(entry["input"], dict) else f" = {entry['input']!r}"
+    value = "" if secret or isinstance(entry["input"], dict) else f" = {shown(repr(entry['input']))}"
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
     return f"{where}{value}: {entry['msg'].removeprefix('Value error, ')}{hint}"
 

@@ -12,6 +12,7 @@ import fsspec
 
 from kvkit import record
 from kvkit.record import Damage, RecordError
+from kvkit.tiers.urls import shown
 
 _RECORD = re.compile(r"c(\.[0-9]+){6}")
 
@@ -52,7 +53,7 @@ def list_store(url: str) -> Iterator[tuple[ArrayListing, bool]]:
     """
     fs, root = fsspec.core.url_to_fs(url)
     if not fs.exists(root):
-        raise FileNotFoundError(f"{url}: no such store")
+        raise FileNotFoundError(f"{shown(url)}: no such store")
     arrays: dict[str, list[str]] = {}
     for path in sorted(fs.find(root)):
         name = path[len(root) :].lstrip("/")

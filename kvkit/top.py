@@ -26,6 +26,7 @@ from rich.table import Table
 
 from kvkit.counts import Direction, Histogram
 from kvkit.server import DEFAULT_PORT, default_token_file, is_loopback, read_token
+from kvkit.tiers.urls import shown
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
@@ -199,11 +200,11 @@ def watch(url: str, token: str, console: Console, *, interval_s: float, once: bo
 def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.username
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and shown(url) == url
     except ValueError:
         fits = False
     if not fits:
-        raise TopError(f"URL = {url!r}: want an address such as http://127.0.0.1:{DEFAULT_PORT}")
+        raise TopError(f"URL = {shown(url)!r}: want an address such as http://127.0.0.1:{DEFAULT_PORT}")
     return parts
 
 

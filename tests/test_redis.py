@@ -231,7 +231,7 @@ def test_too_large_a_record_does_not_spoil_the_connection(valkey: RedisServer, s
         ("redis://localhost:port", "want redis://"),
         ("redis://localhost:99999", "want redis://"),
         ("redis://localhost/0?db=3", "want redis://"),
-        ("redis://localhost/first", "'first', want a number"),
+        ("redis://localhost/first", "want a number for the database"),
     ],
 )
 def test_wrong_urls(url: str, words: str) -> None:

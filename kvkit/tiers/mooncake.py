@@ -30,6 +30,7 @@ from kvkit.staging import Lease, Staging
 from kvkit.threads import Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Scope, Tier, TierError, TierFull, start_moves
 from kvkit.tiers.files import check_name, is_record
+from kvkit.tiers.urls import shown
 
 log = logging.getLogger(__name__)
 
@@ -366,14 +367,15 @@ def _parse(tier: str, url: str) -> str:
     Raises:
         ValueError: `url` has none.
     """
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or _PORT
+        wrong = parts.scheme not in SCHEMES or not parts.hostname or parts.username is not None
+        wrong = bool(wrong or parts.path.strip("/") or parts.query or parts.fragment)
     except ValueError:
-        port = 0
-    wrong = parts.scheme not in SCHEMES or not parts.hostname or not port or parts.username is not None
-    if wrong or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ValueError(f"tier {tier!r}: url={url!r}: want mooncake://<master's host>:<port>")
+        wrong = True
+    if wrong:
+        raise ValueError(f"tier {tier!r}: url={shown(url)!r}: want mooncake://<master's host>:<port>")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{port}"
 

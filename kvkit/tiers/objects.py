@@ -12,7 +12,7 @@ import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -52,6 +52,7 @@ from kvkit.tiers.base import (
 )
 from kvkit.tiers.files import METADATA, TEMPORARY, Access, Folder, check_name, is_record
 from kvkit.tiers.striped import StripedStore
+from kvkit.tiers.urls import hide, shown
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class ObjectTier(ThreadedTier):
             for record, size in self._store.scan():
                 self._note(record, size)
         except OSError as error:
-            log.warning("tier %r: %s cannot be listed: %s", name, url, error)
+            log.warning("tier %r: %s cannot be listed: %s", name, ", ".join(map(shown, urls)), error)
 
     def run(self, names: Sequence[str]) -> int:
         count, looks = 0, 1
@@ -350,10 +351,14 @@ class ObjectTier(ThreadedTier):
 
 
 class _Remote:
-    """Objects of any fsspec file system. Each read and write is one call, and one copy."""
+    """Objects of any fsspec file system. Each read and write is one call, and one copy.
 
-    def __init__(self, files: Any, root: str) -> None:
-        self._files: Any = _OnlyOSErrors(files)
+    Args:
+        hide: takes the secrets out of the text of an error.
+    """
+
+    def __init__(self, files: Any, root: str, hide: Callable[[str], str]) -> None:
+        self._files: Any = _OnlyOSErrors(files, hide)
         self._root = root.rstrip("/")
         protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
         self._atomic = bool(protocols & _ATOMIC)
@@ -433,10 +438,15 @@ def _is_compressed(record: memoryview) -> bool:
 
 
 class _OnlyOSErrors:
-    """An fsspec file system whose calls raise no errors but OSErrors: each library behind one has its own."""
+    """An fsspec file system whose calls raise no errors but OSErrors, without a secret in them.
 
-    def __init__(self, files: Any) -> None:
+    Each library behind fsspec has errors of its own, which may quote the URL, as may what caused them: they
+    are raised anew, alone.
+    """
+
+    def __init__(self, files: Any, hide: Callable[[str], str]) -> None:
         self._files = files
+        self._hide = hide
 
     def __getattr__(self, method: str) -> Any:
         call = getattr(self._files, method)
@@ -444,10 +454,13 @@ class _OnlyOSErrors:
         def checked(*args: Any, **settings: Any) -> Any:
             try:
                 return call(*args, **settings)
-            except OSError:
-                raise
+            except OSError as error:
+                kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
+                told: OSError = kind(self._hide(str(error)))
+                told.errno = error.errno
             except Exception as error:
-                raise TierError(f"{method}: {error or type(error).__name__}") from error
+                told = TierError(self._hide(f"{method}: {error or type(error).__name__}"))
+            raise told
 
         return checked
 
@@ -510,7 +523,9 @@ def _open_store(
         except ValueError as error:
             raise ValueError(f"tier {tier!r}: {error}") from None
     if "::" in url and is_folder(url.rpartition("::")[2]):
-        raise ValueError(f"tier {tier!r}: url={url!r}: a folder behind another store; want the folder itself")
+        raise ValueError(
+            f"tier {tier!r}: url={shown(url)!r}: a folder behind another store; want the folder itself"
+        )
     settings = dict(options)
     if scheme in ("s3", "s3a"):
         settings = _s3fs_options(options, timeout_s)
@@ -522,9 +537,9 @@ def _open_store(
         known = ", ".join(fsspec.available_protocols())
         package = "pip install 'kvkit[s3]', or " if scheme in s3.SCHEMES else ""
         raise ValueError(
-            f"tier {tier!r}: url={url!r}: {error}; {package}want a folder, or <protocol>://... with one of "
-            f"{known}"
-        ) from error
+            f"tier {tier!r}: url={shown(url)!r}: {hide(str(error), url, options=options)}; {package}want a "
+            f"folder, or <protocol>://... with one of {known}"
+        ) from None
     if isinstance(files, LocalFileSystem):
         if options:
             raise ValueError(f"tier {tier!r}: options: {', '.join(options)}: a folder has none")
@@ -544,4 +559,4 @@ def _open_store(
         return folder
     if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
         files.retries = 1
-    return _Remote(files, root)
+    return _Remote(files, root, partial(hide, url=url, options=options))

@@ -297,15 +297,19 @@ def _parse(tier: str, url: str) -> dict[str, Any]:
     Raises:
         ValueError: it has none, or has a password. The message does not show the URL, for the same reason.
     """
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or 6379
+        named = parts.username or parts.password
+        wrong = parts.scheme not in SCHEMES or not parts.hostname or bool(parts.query or parts.fragment)
     except ValueError:
-        port = 0
-    if parts.username or parts.password:
+        named, wrong = None, True
+    if named:
         raise ValueError(f"tier {tier!r}: url: give username and password as settings, not in the URL")
-    if parts.scheme not in SCHEMES or not parts.hostname or not port or parts.query or parts.fragment:
+    if wrong:
         raise ValueError(f"tier {tier!r}: url: want redis://<host>:<port>/<database>, or rediss://...")
     if _DATABASE.fullmatch(parts.path) is None:
-        raise ValueError(f"tier {tier!r}: url: database {parts.path[1:]!r}, want a number")
+        raise ValueError(
+            f"tier {tier!r}: url: want a number for the database, redis://<host>:<port>/<database>"
+        )
     return {"host": parts.hostname, "port": port, "db": int(parts.path[1:] or 0)}

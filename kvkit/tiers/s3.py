@@ -15,6 +15,7 @@ from typing import Any
 from kvkit.record import Damage
 from kvkit.tiers.base import DamagedObject, Ranges, TierError
 from kvkit.tiers.files import check_name, is_record
+from kvkit.tiers.urls import hide, shown
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 """Schemes of the URLs that a `Bucket` opens."""
@@ -62,8 +63,8 @@ class Bucket:
             )
         except (BaseError, ValueError) as error:
             # what it quotes may be a secret; the names of options are not
-            reason = _hidden(_first_line(error), options)
-            raise ValueError(f"{url}: {reason}") from None
+            reason = hide(_first_line(error), url, options=options)
+            raise ValueError(f"{shown(url)}: {reason}") from None
         self._timeout_s = timeout_s
 
     def size(self, name: str) -> int | None:
@@ -213,9 +214,3 @@ def _first_line(error: Exception) -> str:
     line = text.partition("\n")[0].partition(": <?xml")[0].rstrip(": ")
     code = _CODE.search(text)
     return f"{line} ({code[1]})" if code else line
-
-
-def _hidden(text: str, options: Mapping[str, Any]) -> str:
-    for value in options.values():
-        text = text.replace(_text(value), "***") if _text(value) else text
-    return text
