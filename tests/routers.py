@@ -1,17 +1,22 @@
-"""A router in a thread, and its clients."""
+"""A router in a thread, or as the command, and its clients."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
 import json
+import os
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from servers import Process, free_ports
 
 from kvkit.adapters.vllm.engines import Lookup
 from kvkit.adapters.vllm.router import Router
@@ -62,6 +67,29 @@ class Routed:
 
     def metrics(self) -> str:
         return fetch(self.url, "GET", "/metrics")[1].decode()
+
+
+class Command(Process):
+    """`kvkit router`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(folder)
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._options = options
+
+    def command(self) -> list[str]:
+        start = [sys.executable, "-c", "from kvkit.cli import main; main()", "router"]
+        return [*start, "--port", str(self.port), *self._options]
+
+    def answers(self) -> bool:
+        return fetch(self.url, "GET", "/health")[0] == 200
+
+    def end(self) -> int:
+        """Its exit status after SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+        assert self._process is not None
+        return self._process.wait(DEADLINE_S)
 
 
 def fetch(

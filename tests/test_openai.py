@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +103,27 @@ def test_the_longest_answer(body: dict[str, Any], expected: int | None) -> None:
     assert asked(**body).max_tokens == expected
 
 
+def test_what_vllm_hands_to_its_connectors_is_refused() -> None:
+    """All of it: fields of vLLM's requests, and what it takes out of a request's extra arguments."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vllm is missing")
+    source = Path(found.origin).parent
+    requests = source / "entrypoints/openai"
+    fields = re.findall(
+        r"^    (\w+): ",
+        (requests / "completion/protocol.py").read_text()
+        + (requests / "chat_completion/protocol.py").read_text(),
+        re.MULTILINE,
+    )
+    taken = re.findall(r'extra_args\.get\(\s*"(\w+)"', (source / "v1/request.py").read_text())
+    assert "kv_transfer_params" in {*fields} & {*taken}
+    for name in {name for name in (*fields, *taken) if "transfer" in name}:
+        for body in ({name: {}}, {"vllm_xargs": {name: "x"}}):
+            with pytest.raises(openai.BadRequest, match=f"{name}: not for clients"):
+                asked(prompt="a", **body)
+
+
 def test_a_conversation_is_told_by_how_it_begins() -> None:
     first = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     later = [*first, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "how?"}]
@@ -113,11 +137,19 @@ def test_a_conversation_is_told_by_how_it_begins() -> None:
 
 
 def test_who_names_a_conversation_is_believed() -> None:
-    body = {"prompt": "a", "user": "u", "session_id": "s"}
-    assert openai.session_of(asked(**body), "header") == "header"
-    assert openai.session_of(asked(**body), None) == "s"
-    assert openai.session_of(asked(prompt="a", user="u"), "") == "u"
+    def session(header: str | None = None, **names: Any) -> str:
+        return openai.session_of(asked(prompt="a", **names), header)
+
+    assert session("header", user="u", session_id="s") == session("header")
+    assert session(user="u", session_id="s") == session("s")
+    assert session("", user="u") == session("u")
+    assert len({session("header"), session("s"), session("u"), session()}) == 4
     assert openai.session_of(asked(prompt="a", user=3), None) == openai.session_of(asked(prompt="a"), None)
+
+
+@pytest.mark.parametrize("name", ["u", "u" * (8 << 20), "\udcff"], ids=["short", "8 MiB", "half a character"])
+def test_a_conversations_name_takes_32_characters(name: str) -> None:
+    assert len(openai.session_of(asked(prompt="a", user=name[:0]), name)) == 32
 
 
 def test_the_bodies_for_p_and_d_leave_the_clients_alone() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
 import re
-import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -20,8 +18,7 @@ pytest.importorskip("aiohttp")
 
 from managed import ManagedCache
 from openai_engine import TOKEN, OpenAIEngine, render, text_after, tokens_after
-from routers import Routed, ask, fetch, stream, text_of
-from servers import Process, free_ports
+from routers import Command, Routed, ask, fetch, stream, text_of
 from waiting import wait_for
 
 from kvkit.adapters.vllm.engines import Engine, Query
@@ -639,7 +636,8 @@ def test_a_conversation_stays_and_load_spreads(start: Start) -> None:
         (CHAT, b'{"messages": ["hi"]}', r"messages = \['hi'\]: want a list of objects"),
         (CHAT, b'{"messages": [], "stream": 1}', "stream = 1: want bool"),
         (CHAT, b'{"messages": [], "max_tokens": true}', "max_tokens = True: want int"),
-        (CHAT, b'{"messages": [], "kv_transfer_params": {}}', "kv_transfer_params: the router sets them"),
+        (CHAT, b'{"messages": [], "kv_transfer_params": {}}', "^kv_transfer_params: not for clients"),
+        (CHAT, b'{"messages": [], "ec_transfer_params": {}}', "^ec_transfer_params: not for clients"),
     ],
 )
 def test_wrong_requests(start: Start, path: str, raw: bytes, words: str) -> None:
@@ -651,6 +649,77 @@ def test_wrong_requests(start: Start, path: str, raw: bytes, words: str) -> None
     assert engines.served() == []
 
 
+DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000
+PACKED = {"Content-Encoding": "gzip"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "raw", "status", "words"),
+    [
+        ({"X-Session-ID": b"\xff\xfe"}, b"{}", 400, "X-Session-ID: want printable text in UTF-8"),
+        ({"X-Request-Id": b"\xc3("}, b"{}", 400, "X-Request-Id: want printable text"),
+        ({"Authorization": b"Bearer \xff"}, b"{}", 400, "Authorization: want printable text"),
+        (PACKED, b"not packed", 400, "the body is not packed with gzip, or is cut off"),
+        (PACKED, gzip.compress(b" " * (65 << 20)), 413, "the body is longer than 67108864 bytes"),
+        ({"Content-Encoding": "rot13"}, b"{}", 415, "Content-Encoding: want one of identity, gzip, deflate"),
+        ({}, b'{"prompt": "\\ud800"}', 400, "the body has half a character in it"),
+        ({}, b'{"prompt": "a", "user": "\\udfff"}', 400, "the body has half a character in it"),
+        ({}, b'{"prompt": "a", "x": [{"\\uDc00": 1}]}', 400, "the body has half a character in it"),
+        ({}, b'{"prompt": "\xff"}', 400, "the body is no JSON: .*utf-8"),
+        ({}, '{"prompt": "a"}'.encode("utf-16"), 400, "the body is no JSON: .*utf-8"),
+        ({}, b'{"prompt": "a", "x": ' + DEEP + b"}", 400, "the body is no JSON: it is nested over 100 deep"),
+        ({}, b'{"prompt": "a", "x": ' + b"[" * 101 + b"]" * 101 + b"}", 400, "nested over 100 deep"),
+        ({}, b'{"prompt": "a", "temperature": NaN}', 400, "NaN is no number"),
+        ({}, b'{"prompt": "a", "temperature": 1e999}', 400, "1e999 is no number"),
+        ({}, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "the body is no JSON: Exceeds"),
+        ({}, b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}", 400, "want at most 9007199254740991"),
+        ({}, b'{"prompt": "a", "n": "2"}', 400, "n = '2': want int"),
+        ({}, b'{"prompt": 7}', 400, "prompt = 7: want a string or a list"),
+        *(
+            ({}, b'{"prompt": "a", "%s": {"x": 1}}' % name, 400, rf"^{name.decode()}: not for clients")
+            for name in (b"kv_transfer_params", b"ec_transfer_params")
+        ),
+        *(
+            (
+                {},
+                b'{"prompt": "a", "vllm_xargs": {"%s": "x"}}' % name,
+                400,
+                rf"^vllm_xargs.{name.decode()}: not",
+            )
+            for name in (b"kv_transfer_params", b"ec_transfer_params")
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_a_client_sends_is_refused_with_words(
+    start: Start, headers: dict[str, Any], raw: bytes, status: int, words: str
+) -> None:
+    engines = start()
+    with Routed(**engines.settings()) as router:
+        found, answer = fetch(router.url, "POST", COMPLETIONS, raw, headers)
+        assert router.health() == {"p0": True, "d0": True}
+    error = json.loads(answer)["error"]
+    assert (found, error["code"], error["type"]) == (status, status, "BadRequestError")
+    assert re.search(words, error["message"])
+    assert engines.served() == []
+
+
+@pytest.mark.parametrize("headers", [{"X-Session-ID": b"\xff"}, PACKED], ids=str)
+def test_what_is_passed_on_is_refused_with_words(start: Start, headers: dict[str, Any]) -> None:
+    with Routed(**start().settings()) as router:
+        status, answer = fetch(router.url, "POST", "/tokenize", b"not packed", headers)
+    assert (status, json.loads(answer)["error"]["code"]) == (400, 400)
+
+
+def test_a_salt_and_extra_arguments_go_to_the_engines(start: Start) -> None:
+    engines = start()
+    own = {"cache_salt": "mine", "vllm_xargs": {"top_n_sigma": 1.5}, "session_id": "J\u00fcrgen \U0001f600"}
+    with Routed(**engines.settings()) as router:
+        ask(router.url, COMPLETIONS, completion(**own))
+    for _, body in engines.order():
+        assert own.items() <= body.items()
+
+
 def test_models_and_tokens_are_a_ds_to_tell(start: Start) -> None:
     engines = start(decode=2)
     with Routed(**engines.settings(), health_interval_s=60) as router:
@@ -660,29 +729,6 @@ def test_models_and_tokens_are_a_ds_to_tell(start: Start) -> None:
         engines["d1"].kill()
         status, answer = ask(router.url, "/v1/models")
         assert (status, "no decode engine answers" in answer["error"]["message"]) == (503, True)
-
-
-class Command(Process):
-    """`kvkit router`."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        super().__init__(folder)
-        (self.port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._options = options
-
-    def command(self) -> list[str]:
-        start = [sys.executable, "-c", "from kvkit.cli import main; main()", "router"]
-        return [*start, "--port", str(self.port), *self._options]
-
-    def answers(self) -> bool:
-        return fetch(self.url, "GET", "/health")[0] == 200
-
-    def end(self) -> int:
-        """Its exit status after SIGTERM."""
-        os.kill(self.pid, signal.SIGTERM)
-        assert self._process is not None
-        return self._process.wait(DEADLINE_S)
 
 
 def test_the_command(start: Start, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ _MADE_ANEW = (
 """Fields whose effect depends on the answer's beginning: an engine that did not make that would go on
 differently. (With `stop`, vLLM holds text back, too: its tokens are ahead of it.)"""
 _IDS = "token_ids"
+MAX_KEPT = 16 << 20
+"""So many characters and tokens of one answer are kept, in case that another engine must go on with it."""
 
 
 class CannotContinue(RuntimeError):
@@ -50,7 +52,7 @@ class Answer:
     must be the same.
 
     Attributes:
-        finished: whether the reason why it ends is there.
+        finished: whether the reason why it ends is there, for each of its choices.
         took_over: whether an engine had to go on with what another began.
         prompt_tokens: of the client's request; None until an engine has said so.
     """
@@ -62,6 +64,7 @@ class Answer:
         self._asked = asked
         self._text = "text" if asked.kind == "completions" else "content"
         self._made: dict[str, Any] = {}  # by field: what the client has, str or list; tokens are always kept
+        self._kept = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._whole: dict[str, int] = {}  # how far into it tokens and text last ended together
         self._leg = _Leg()
@@ -70,24 +73,29 @@ class Answer:
         self._begun = False
         self._plain = True
         self._calls_tools = False
+        self._ended: dict[int | None, bool] = {}  # of several choices, by index
 
     def take(self, event: Mapping[str, Any]) -> Body | None:
         """The next event of the engine at work, as the client is to have it; None: nothing of it.
 
+        Args:
+            event: as `openai.read_event` gives it.
+
         Raises:
-            CannotContinue: the engine took over, and makes another answer than the client has.
+            CannotContinue: the engine took over, and makes another answer than the client has; or the answer
+                is longer than any that is kept for another engine.
         """
         self._begun = True
         self._identity = self._identity or {k: event[k] for k in ("id", "created") if k in event}
         shown = {k: v for k, v in event.items() if k != "kv_transfer_params"} | self._identity
         if not self._asked.single:
+            self._count_choices(shown["choices"])
             return shown
         if shown.get("usage"):
             shown["usage"] = self._usage = _shifted(shown["usage"], self._leg.given_tokens)
-        choices = shown.get("choices") or ()
-        if not choices:
+        if not shown["choices"]:
             return shown
-        choice = dict(choices[0])
+        choice = dict(shown["choices"][0])
         shown["choices"] = [choice]
         self._take_prompt(shown, choice)
         new = self._take_part(choice)
@@ -155,6 +163,11 @@ class Answer:
         """Whether an engine that gets the tokens so far makes what the one that made them would have made."""
         return self._plain and not any(self._asked.body.get(name) for name in _MADE_ANEW)
 
+    def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:
+        """Note which of several choices have ended."""
+        self._ended |= {choice.get("index"): choice.get("finish_reason") is not None for choice in choices}
+        self.finished = bool(self._ended) and all(self._ended.values())
+
     def _take_prompt(self, shown: Body, choice: Body) -> None:
         """Note the prompt's tokens, which are in the first event, and leave them to who asked for them."""
         for holder in (shown, choice):
@@ -169,7 +182,7 @@ class Answer:
     def _take_part(self, choice: Body) -> bool:
         """Keep what is new in a choice, and leave that alone in it; whether the client is to have it."""
         part, others = choice, False
-        names = {self._text} & choice.keys()
+        names = {self._text} if isinstance(choice.get(self._text), str) else set()
         if self._asked.kind == "chat":
             part = choice["delta"] = dict(choice.get("delta") or {})
             if self.took_over:
@@ -201,6 +214,9 @@ class Answer:
         if piece[: len(again)] != again:
             raise CannotContinue("the engine that took over makes another answer than the client has")
         new = piece[len(again) :]
+        self._kept += len(new)
+        if self._kept > MAX_KEPT:
+            raise CannotContinue(f"the answer is longer than {MAX_KEPT} characters and tokens")
         self._made[name] = made + new
         self._leg.at[name] = start + len(piece)
         return new
@@ -208,7 +224,7 @@ class Answer:
 
 def _shifted(usage: Mapping[str, Any], tokens: int) -> Body:
     """The usage of the client's request, of which `tokens` of the answer came as prompt."""
-    prompt = max(0, usage.get("prompt_tokens", 0) - tokens)
+    prompt = max(0, (usage.get("prompt_tokens") or 0) - tokens)
     return {
         **usage,
         "prompt_tokens": prompt,

@@ -10,6 +10,10 @@ from aiohttp import web
 
 from kvkit.adapters.vllm import openai
 
+MAX_BODY_BYTES = 64 << 20
+"""The longest request, after it was unpacked."""
+_ENCODINGS = ("identity", "gzip", "deflate")
+
 
 class ClientLeft(Exception):
     """The client has gone, or takes nothing."""
@@ -29,9 +33,22 @@ class Client:
         return self._stream is not None
 
     async def read(self) -> bytes:
-        """The body of its request."""
-        async with self._patience():
-            return await self._request.read()
+        """The body of its request.
+
+        Raises:
+            BadRequest: it is too long, or not packed as it says.
+            ClientLeft: it does not come.
+        """
+        encoding = self._request.headers.get("Content-Encoding", "identity").lower()
+        if encoding not in _ENCODINGS:
+            raise openai.BadRequest(f"Content-Encoding: want one of {', '.join(_ENCODINGS)}", 415)
+        try:
+            async with self._patience():
+                return await self._request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise openai.BadRequest(f"the body is longer than {MAX_BODY_BYTES} bytes", 413) from error
+        except web.RequestPayloadError as error:
+            raise openai.BadRequest(f"the body is not packed with {encoding}, or is cut off") from error
 
     async def send(self, data: bytes) -> web.StreamResponse:
         """Events of the stream, which begins with the first."""

@@ -7,7 +7,7 @@ import json
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from aiohttp import web
 from kvkit.adapters.vllm import openai
 from kvkit.adapters.vllm.answers import Answer, CannotContinue
 from kvkit.adapters.vllm.clients import Client
-from kvkit.adapters.vllm.engines import RETRIED, Engine, EngineFailed, Lookup, Query, Refused, Work
+from kvkit.adapters.vllm.engines import RETRIED, Engine, EngineFailed, Lookup, Query, Refused, Said, Work
 from kvkit.adapters.vllm.openai import Asked
 from kvkit.adapters.vllm.router_metrics import RouterMetrics
 from kvkit.adapters.vllm.router_settings import RouterConfig
@@ -27,17 +27,16 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
 """So many conversations are remembered, with the D that each was at last."""
-_NOT_UNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class Failed(Exception):
     """No engine answers a request.
 
     Attributes:
-        answer: status, body and content type of the last engine's own error, if it had one.
+        answer: the last engine's own error, if it had one.
     """
 
-    def __init__(self, status: int, message: str, answer: tuple[int, bytes, str] | None = None) -> None:
+    def __init__(self, status: int, message: str, answer: Said | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.answer = answer
@@ -103,25 +102,24 @@ class Dispatcher:
             ClientLeft: there is nobody to answer.
         """
         await self._look_up(job)
-        answer = Answer(job.asked)
         try:
-            response = await self._rounds(job, answer)
+            return await self._rounds(job)
         except Failed:
             if job.client.began:
                 self._metrics.takeovers.labels("failed").inc()
             raise
-        if answer.took_over:
-            self._metrics.takeovers.labels("continued").inc()
-        return response
 
-    async def _rounds(self, job: Job, answer: Answer) -> web.StreamResponse:
+    async def _rounds(self, job: Job) -> web.StreamResponse:
         """One attempt after the other, each without the engines that failed before."""
-        asked = job.asked
+        asked, answer = job.asked, Answer(job.asked)
         failure: EngineFailed | None = None
         while True:
             decision = self._decide(job, asked, failure)
             try:
-                return await self._attempt(job, asked, answer, decision)
+                response = await self._attempt(job, asked, answer, decision)
+                if answer.took_over:
+                    self._metrics.takeovers.labels("continued").inc()
+                return response
             except EngineFailed as error:
                 failure = error
             log.warning("%s: %s", job.id, failure)
@@ -134,7 +132,9 @@ class Dispatcher:
                 job.hands_over = False  # what it was handed may be the trouble: it is asked again, without
             else:
                 job.failed.add(failure.engine.name)
-            if failure.engine.role == "decode" and job.client.began:
+            if not job.client.began:
+                answer = Answer(job.asked)  # nobody has any of the one that was begun
+            elif failure.engine.role == "decode":
                 if answer.finished:
                     owed = answer.last_event()
                     last = b"" if owed is None else openai.event_bytes(owed)
@@ -263,7 +263,7 @@ class Dispatcher:
         start, began = _now(), False
         body, limit_s = openai.decode_body(asked, params), self._config.first_token_timeout_s
         async with decode.post(asked.path, body, job.headers, limit_s) as (response, deadline):
-            async for event in _events(decode, response):
+            async for event in _events(decode, asked, response):
                 if not began:
                     began = True
                     work.computed()
@@ -272,6 +272,8 @@ class Dispatcher:
                 deadline.reschedule(None)  # how long the client takes is not the engine's doing
                 await self._hand_on(job, answer, decode, event)
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
+        if not answer.finished:
+            raise EngineFailed(decode, "cut", "its stream ended before its answer did")
         return await job.client.send(openai.DONE_EVENT)
 
     async def _prefill(
@@ -289,7 +291,8 @@ class Dispatcher:
                 response,
                 _,
             ):
-                reply = _parsed(prefill, await response.read())
+                raw = await prefill.read(response)
+        reply = _understood(prefill, openai.read_answer, asked, raw)
         computed = openai.computed_tokens(reply)
         prefill.prefill = prefill.prefill.after(new_tokens if computed is None else computed, _now() - start)
         given = reply.get("kv_transfer_params")
@@ -320,18 +323,15 @@ class Dispatcher:
         error = event.get("error")
         if error is not None:
             code = error.get("code") if isinstance(error, dict) else None
-            body = json.dumps(event).encode()
             if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED:
-                raise Refused(code, body, "application/json")
+                raise Refused(code, json.dumps(event).encode())
             raise EngineFailed(decode, "error", str(error))
+        if openai.aborted(event):
+            raise EngineFailed(decode, "aborted", "it gave the request up")
         try:
-            if openai.aborted(event):
-                raise EngineFailed(decode, "aborted", "it gave the request up")
             shown = answer.take(event)
         except CannotContinue as departed:
             raise Failed(502, f"decode engine {decode.name}: {departed}") from departed
-        except _NOT_UNDERSTOOD as mistake:
-            raise EngineFailed(decode, "error", f"its event makes no sense: {mistake!r}") from mistake
         if shown is not None:
             await job.client.send(openai.event_bytes(shown))
 
@@ -341,14 +341,13 @@ class Dispatcher:
         """An answer that is no stream."""
         body, limit_s = openai.decode_body(asked, params), self._config.request_timeout_s
         async with decode.post(asked.path, body, job.headers, limit_s) as (response, _):
-            raw = await response.read()
-        reply = _parsed(decode, raw)
+            raw = await decode.read(response)
+        reply = _understood(decode, openai.read_answer, asked, raw)
         if openai.aborted(reply):
             raise EngineFailed(decode, "aborted", "it gave the request up")
         self._remember(job, decode)
-        if reply.pop("kv_transfer_params", None) is not None:
-            raw = json.dumps(reply).encode()
-        return web.Response(body=raw, content_type="application/json")
+        reply.pop("kv_transfer_params", None)
+        return web.json_response(reply)
 
     def _remember(self, job: Job, decode: Engine) -> None:
         self._sessions[job.session] = decode.name
@@ -361,22 +360,23 @@ def _prompt_tokens(job: Job, asked: Asked) -> int:
     return job.prompt_tokens if asked.token_ids is None else len(asked.token_ids)
 
 
-def _parsed(engine: Engine, raw: bytes) -> openai.Body:
-    """A JSON object that an engine sent.
+def _understood(
+    engine: Engine, read: Callable[[Asked, bytes], openai.Body], asked: Asked, raw: bytes
+) -> openai.Body:
+    """What an engine sent.
 
     Raises:
-        EngineFailed: it is none.
+        EngineFailed: it makes no sense.
     """
     try:
-        found = json.loads(raw)
+        return read(asked, raw)
     except ValueError as error:
-        raise EngineFailed(engine, "error", f"it sent no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise EngineFailed(engine, "error", f"it sent a JSON {type(found).__name__}, want an object")
-    return found
+        raise EngineFailed(engine, "error", str(error)) from error
 
 
-async def _events(engine: Engine, response: aiohttp.ClientResponse) -> AsyncIterator[openai.Body]:
+async def _events(
+    engine: Engine, asked: Asked, response: aiohttp.ClientResponse
+) -> AsyncIterator[openai.Body]:
     """The events of a stream, to its end.
 
     Raises:
@@ -391,7 +391,7 @@ async def _events(engine: Engine, response: aiohttp.ClientResponse) -> AsyncIter
         for data in found:
             if data == openai.DONE:
                 return
-            yield _parsed(engine, data)
+            yield _understood(engine, openai.read_event, asked, data)
     raise EngineFailed(engine, "cut", "its stream broke off")
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from kvkit.adapters.vllm import openai
 from kvkit.adapters.vllm.router_settings import EngineConfig, RouterConfig
 from kvkit.adapters.vllm.routing import Candidate, Speed
 from kvkit.server import ServerError
@@ -25,18 +26,27 @@ RETRIED = (408, 429)
 """HTTP statuses below 500 that say nothing against the request: another engine may take it."""
 MISSING_ANSWERS = 3
 """So many questions for its health that time out in a row: the engine is down."""
+MAX_ANSWER_BYTES = 64 << 20
+"""The longest answer that is no stream."""
+MAX_ERROR_BYTES = 1 << 20
+"""The longest answer of another HTTP status than 200."""
+MAX_LOOKUP_BYTES = 64 << 10
+"""The longest answer of kvkit's HTTP endpoint."""
+PLAIN = {"Accept-Encoding": "identity"}
+"""Of all requests: what is compressed has no length that could be held against a limit."""
+
+Said = tuple[int, bytes]
+"""An error that an engine answered: its HTTP status, 400 to 599, and its JSON object."""
 
 
 class EngineFailed(RuntimeError):
     """A request to an engine came to nothing; another engine may do better.
 
     Attributes:
-        answer: status, body and content type, where it answered with an error of its own.
+        answer: where it answered with an error of its own.
     """
 
-    def __init__(
-        self, engine: Engine, cause: Cause, message: str, answer: tuple[int, bytes, str] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, cause: Cause, message: str, answer: Said | None = None) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message}")
         self.engine = engine
         self.cause = cause
@@ -46,10 +56,10 @@ class EngineFailed(RuntimeError):
 class Refused(RuntimeError):
     """An engine says that the request is wrong; so would every other."""
 
-    def __init__(self, status: int, body: bytes, content_type: str) -> None:
-        super().__init__(f"HTTP {status}: {body[:200].decode(errors='replace')}")
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}: {_start(body)}")
         self.status = status
-        self.answer = status, body, content_type
+        self.answer = status, body
 
 
 class Work:
@@ -143,12 +153,13 @@ class Engine:
                 finally:
                     self._deadlines.discard(deadline)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            self.lost()
+            self.up = False
+            self._suspected.set()
             raise EngineFailed(self, "unreachable", str(error)) from error
         except TimeoutError as error:
             raise EngineFailed(self, "timeout", "no answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
-            self.lost()
+            self._suspected.set()
             raise EngineFailed(self, "cut", f"{type(error).__name__}: {error}") from error
 
     @asynccontextmanager
@@ -164,33 +175,49 @@ class Engine:
         data = json.dumps(body).encode()
         async with self.request("POST", path, data, headers, timeout_s) as (response, deadline):
             if response.status != 200:
-                answer = response.status, await response.read(), response.content_type
-                refusal = Refused(*answer)
-                if response.status >= 500 or response.status in RETRIED:
-                    raise EngineFailed(self, "error", str(refusal), answer)
-                raise refusal
+                raise self._error(response.status, await self.read(response, MAX_ERROR_BYTES))
             yield response, deadline
 
-    async def tokenize(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> list[int]:
+    async def read(self, response: aiohttp.ClientResponse, limit_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+        """The whole body of a response.
+
+        Raises:
+            EngineFailed: it is longer than that.
+        """
+        try:
+            return await read_body(response, limit_bytes)
+        except ValueError as error:
+            raise EngineFailed(self, "error", str(error)) from error
+
+    def _error(self, status: int, raw: bytes) -> EngineFailed | Refused:
+        """What an answer of another HTTP status than 200 comes to. Without JSON it says nothing against the
+        request: something else than vLLM answers there."""
+        words = f"HTTP {status}: {_start(raw)}"
+        try:
+            answer = status, json.dumps(openai.read_object(raw)).encode()
+        except ValueError:
+            return EngineFailed(self, "error", words)
+        if not 400 <= status < 600:
+            return EngineFailed(self, "error", words)
+        if status >= 500 or status in RETRIED:
+            return EngineFailed(self, "error", words, answer)
+        return Refused(*answer)
+
+    async def tokenize(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, ...]:
         """The token ids of a prompt.
 
         Raises:
             EngineFailed, Refused: as `post`.
         """
         async with self.post("/tokenize", body, headers, self._settings.lookup_timeout_s) as (response, _):
-            try:
-                tokens: list[int] = (await response.json())["tokens"]
-            except (ValueError, LookupError, TypeError) as error:
-                raise EngineFailed(self, "error", f"/tokenize answered with no tokens: {error!r}") from error
-        return tokens
-
-    def lost(self) -> None:
-        """A request did not reach it, or was cut: no more until it has been asked for its health. Mutates."""
-        self.up = False
-        self._suspected.set()
+            raw = await self.read(response)
+        try:
+            return openai.read_tokens(raw)
+        except ValueError as error:
+            raise EngineFailed(self, "error", f"/tokenize: {error}") from error
 
     async def watch(self) -> None:
-        """Ask it for its health for ever, and at once after `lost`. Mutates."""
+        """Ask it for its health for ever, and at once where a request did not get through. Mutates."""
         while True:
             self._suspected.clear()
             await self.probe()
@@ -227,6 +254,25 @@ class Engine:
             self.up = True
 
 
+async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    """The whole body of a response.
+
+    Raises:
+        ValueError: it is longer than that.
+    """
+    found = bytearray()
+    async for piece in response.content.iter_any():
+        found += piece
+        if len(found) > limit_bytes:
+            raise ValueError(f"the answer is longer than {limit_bytes} bytes")
+    return bytes(found)
+
+
+def _start(raw: bytes) -> str:
+    """How a body begins, for a message."""
+    return raw[:200].decode(errors="replace")
+
+
 @dataclass(frozen=True, slots=True)
 class Query:
     """What an engine is asked about: a prompt's tokens, and the `model` and cache salt of its request."""
@@ -260,19 +306,11 @@ class CacheLookup:
                 allow_redirects=False,
             ) as response:
                 if response.status == 404:  # an adapter, say, of which it has had no request yet
-                    log.info("%s: what engine %s holds for %r is not known", url, engine.name, query.model)
+                    log.info("%s: what engine %s holds for %.80r is not known", url, engine.name, query.model)
                     return None
                 response.raise_for_status()
-                return int((await response.json())["hit_tokens"])
-        except (
-            aiohttp.ClientError,
-            OSError,
-            ServerError,
-            TopError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:
+                return openai.read_hit(await read_body(response, MAX_LOOKUP_BYTES))
+        except (aiohttp.ClientError, OSError, ServerError, TopError, ValueError) as error:
             log.warning("%s: what engine %s holds is not known: %s", url, engine.name, error)
             self._tokens.pop(engine.name, None)
             return None

@@ -1,24 +1,34 @@
-"""The OpenAI wire format as vLLM speaks it: what a request asks for, what P and D are sent, event streams."""
+"""The OpenAI wire format as vLLM speaks it: what a request asks for, what P and D are sent and answer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Kind = Literal["completions", "chat"]
 Body = dict[str, Any]
 PATHS: dict[Kind, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-MAX_EVENT_BYTES = 64 << 20
+MAX_EVENT_BYTES = 16 << 20
 """The longest event of a stream: the first may carry the token ids of the whole prompt."""
+MAX_DEPTH = 100
+"""So many objects and lists within each other; deeper JSON is refused, as to write it takes a deep stack."""
+MAX_INTEGER = 2**53 - 1
+"""The largest integer that every reader of JSON understands."""
 _CHARS_PER_TOKEN = 4
 _OPENING_CHARS = 1024
 _OPENING_TOKENS = 256
 _DEFAULT_MAX_TOKENS = 16
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_ROUTERS_OWN = ("kv_transfer_params", "ec_transfer_params")
+"""What vLLM hands to its connectors: whoever sets them could have an engine fetch from any address."""
 _TYPES: dict[str, type] = {
     "stream": bool,
     "stream_options": dict,
@@ -28,6 +38,7 @@ _TYPES: dict[str, type] = {
     "max_completion_tokens": int,
     "min_tokens": int,
 }
+_PROMPTS: dict[Kind, tuple[str, ...]] = {"completions": ("prompt", "prompt_embeds"), "chat": ()}
 _RENDERING = {
     "completions": ("model", "prompt", "add_special_tokens"),
     "chat": (
@@ -51,10 +62,18 @@ _ONLY_FOR_ANSWERS = (
 
 
 class BadRequest(ValueError):
-    """A client's request is refused. The message names the field, its value and what is wanted."""
+    """A client's request is refused. The message names the field, its value and what is wanted.
+
+    Attributes:
+        status: the HTTP status that says so.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """A client's request.
 
@@ -87,12 +106,24 @@ class Asked:
     def streams(self) -> bool:
         return bool(self.body.get("stream"))
 
-    @property
+    @cached_property
     def single(self) -> bool:
         """Whether it has one prompt and wants one answer."""
-        prompt = self.body.get("prompt")
-        several = isinstance(prompt, list) and not _are_token_ids(prompt)
+        given = (self.body.get(name) for name in _PROMPTS[self.kind])
+        several = any(isinstance(prompt, list) and not _are_token_ids(prompt) for prompt in given)
         return not several and all((self.body.get(name) or 1) == 1 for name in ("n", "best_of"))
+
+    @cached_property
+    def most_choices(self) -> int:
+        """How many choices its answer has at most."""
+        prompts = 0
+        for name in _PROMPTS[self.kind]:
+            prompt = self.body.get(name)
+            if isinstance(prompt, list) and not _are_token_ids(prompt):
+                prompts += len(prompt)
+            else:
+                prompts += prompt is not None
+        return max(1, prompts) * max(1, self.body.get("n") or 1)
 
     @property
     def hands_over(self) -> bool:
@@ -130,17 +161,27 @@ def parse(kind: Kind, raw: bytes) -> Asked:
         BadRequest: it is no JSON object, or a field has the wrong type.
     """
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        body = read_json(raw)
+        if _SURROGATE.search(raw):  # each half of a pair is written so, too
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"the body has half a character in it: {error.reason}") from error
+    except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body is {_shown(body)}, want an object")
-    if body.get("kv_transfer_params") is not None:  # it could have an engine fetch from any address
-        raise BadRequest("kv_transfer_params: the router sets them; leave them out")
+    extra = body.get("vllm_xargs")
+    for name in _ROUTERS_OWN:
+        if body.get(name) is not None:
+            raise BadRequest(f"{name}: not for clients; leave it out")
+        if isinstance(extra, dict) and name in extra:
+            raise BadRequest(f"vllm_xargs.{name}: not for clients; leave it out")
     for name, wanted in _TYPES.items():
         value = body.get(name)
         if value is not None and type(value) is not wanted:
             raise BadRequest(f"{name} = {_shown(value)}: want {wanted.__name__}")
+        if type(value) is int and abs(value) > MAX_INTEGER:
+            raise BadRequest(f"{name} = {_shown(value)}: want at most {MAX_INTEGER}")
     if kind == "chat":
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
@@ -152,11 +193,11 @@ def parse(kind: Kind, raw: bytes) -> Asked:
 
 def session_of(asked: Asked, header: str | None) -> str:
     """The conversation that a request belongs to: by its header, `session_id` or `user`, else by how it
-    begins."""
-    for given in (header, asked.body.get("session_id"), asked.body.get("user")):
-        if isinstance(given, str) and given:
-            return given
-    return hashlib.blake2b(_opening(asked).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    begins. 32 hex digits, however long a name the client gave it."""
+    named = (header, asked.body.get("session_id"), asked.body.get("user"))
+    name = next((given for given in named if isinstance(given, str) and given), None)
+    said = f"opening {_opening(asked)}" if name is None else f"named {name}"
+    return hashlib.blake2b(said.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
 def estimated_tokens(asked: Asked) -> int:
@@ -239,20 +280,102 @@ def event_bytes(event: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
+def read_json(raw: bytes | bytearray) -> Any:
+    """What JSON in UTF-8 says. Stricter than Python: no NaN, no infinity, nothing nested over MAX_DEPTH deep.
+
+    Raises:
+        ValueError: it is none.
+    """
+    too_deep = f"it is nested over {MAX_DEPTH} deep"
+    try:
+        found = json.loads(raw.decode("utf-8-sig"), parse_float=_finite, parse_constant=_finite)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(found) > MAX_DEPTH:
+        raise ValueError(too_deep)
+    return found
+
+
+def read_object(raw: bytes) -> Body:
+    """The JSON object that an engine sent.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = read_json(raw)
+    except ValueError as error:
+        raise ValueError(f"it sent no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it sent a JSON {type(found).__name__}, want an object")
+    return found
+
+
+def read_answer(asked: Asked, raw: bytes) -> Body:
+    """An answer that is no stream.
+
+    Raises:
+        ValueError: it is none: an error in its place is none, either.
+    """
+    answer = read_object(raw)
+    if answer.get("error") is not None:
+        raise ValueError(f"it answered with an error: {_shown(answer['error'])}")
+    _check_choices(asked, answer, "message")
+    if not answer["choices"]:
+        raise ValueError("choices = []: want at least one")
+    return answer
+
+
+def read_event(asked: Asked, data: bytes) -> Body:
+    """An event of a stream, or the error in its place: that has the field `error`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    event = read_object(data)
+    if event.get("error") is None:
+        _check_choices(asked, event, "delta")
+    return event
+
+
+def read_tokens(raw: bytes) -> tuple[int, ...]:
+    """The token ids that `/tokenize` answered.
+
+    Raises:
+        ValueError: there are none.
+    """
+    tokens = read_object(raw).get("tokens")
+    if not isinstance(tokens, list) or not _are_token_ids(tokens):
+        raise ValueError(f"tokens = {_shown(tokens)}: want a list of token ids")
+    return tuple(tokens)
+
+
+def read_hit(raw: bytes) -> int:
+    """The tokens that kvkit's `/lookup` answered.
+
+    Raises:
+        ValueError: there are none.
+    """
+    tokens = _want(read_object(raw), "hit_tokens", int)
+    if tokens is None:
+        raise ValueError("hit_tokens: missing")
+    return int(tokens)
+
+
 def aborted(event: Mapping[str, Any]) -> bool:
     """Whether an answer, or an event of one, says that the engine gave it up, as vLLM does when it ends."""
-    return any(choice.get("finish_reason") in ("abort", "error") for choice in event.get("choices") or ())
+    return any(choice.get("finish_reason") in ("abort", "error") for choice in event["choices"])
 
 
 def computed_tokens(reply: Mapping[str, Any]) -> int | None:
     """Tokens of the prompt that an answer was computed from, without those from a cache; None: it does not
     say."""
-    usage = reply.get("usage")
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    usage = reply.get("usage") or {}
+    details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    if not isinstance(cached, int) or not isinstance(usage, dict):
+    if type(cached) is not int:
         return None
-    return max(0, int(usage.get("prompt_tokens") or 0) - cached)
+    return max(0, (usage.get("prompt_tokens") or 0) - cached)
 
 
 DONE = b"[DONE]"
@@ -263,6 +386,75 @@ def error_body(status: int, message: str) -> Body:
     """An error as OpenAI's clients expect it."""
     kind = "BadRequestError" if 400 <= status < 500 else "InternalServerError"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _check_choices(asked: Asked, answer: Body, part: str) -> None:
+    """Check what is read of an answer, or of an event of one, here and in `answers`.
+
+    Args:
+        part: the field of a choice that holds what a chat's answer says.
+
+    Raises:
+        ValueError: something is missing or of a type that it never has. The message names it.
+    """
+    _want(answer, "id", str)
+    _want(answer, "created", int)
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ValueError(f"choices = {_shown(choices)}: want a list of objects")
+    if len(choices) > asked.most_choices:
+        raise ValueError(f"{len(choices)} choices, want at most {asked.most_choices}")
+    _want(answer, "usage", dict)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        _want(answer.get("usage") or {}, name, int)
+    for holder in (answer, *choices):
+        for name in ("prompt_token_ids", "token_ids"):
+            ids = _want(holder, name, list)
+            if ids and not _are_token_ids(ids):
+                raise ValueError(f"{name} = {_shown(ids)}: want token ids")
+    for choice in choices:
+        _want(choice, "finish_reason", str)
+        if (_want(choice, "index", int) or 0) >= asked.most_choices:
+            raise ValueError(f"index = {choice['index']}: want less than {asked.most_choices}")
+        if asked.kind == "chat":
+            said = _want(choice, part, dict)
+            for name, kind in (("role", str), ("content", str), ("tool_calls", list)):
+                _want(said or {}, name, kind)
+        else:
+            said = _want(choice, "text", str)
+        if said is None and part == "message":
+            raise ValueError(f"a choice says nothing: {_shown(choice)}")
+
+
+def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A field, which may be missing.
+
+    Raises:
+        ValueError: it is of another type, or a number that counts nothing.
+    """
+    value = holder.get(name)
+    if value is None:
+        return None
+    if type(value) is not kind or (type(value) is int and not 0 <= value <= MAX_INTEGER):
+        raise ValueError(f"{name} = {_shown(value)}: want {kind.__name__}")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How many objects and lists are within each other, at most."""
+    depth, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        depth += 1
+        insides = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for inside in insides for inner in inside if isinstance(inner, dict | list)]
+    return depth
 
 
 def _are_token_ids(prompt: list[Any]) -> bool:
@@ -291,5 +483,5 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -23,9 +23,9 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from kvkit.adapters.vllm import openai
-from kvkit.adapters.vllm.clients import Client, ClientLeft
+from kvkit.adapters.vllm.clients import MAX_BODY_BYTES, Client, ClientLeft
 from kvkit.adapters.vllm.dispatch import Dispatcher, Failed, Job
-from kvkit.adapters.vllm.engines import CacheLookup, Engine, EngineFailed, Lookup, Refused
+from kvkit.adapters.vllm.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused
 from kvkit.adapters.vllm.openai import Kind
 from kvkit.adapters.vllm.router_metrics import RouterMetrics
 from kvkit.adapters.vllm.router_settings import RouterConfig
@@ -34,8 +34,6 @@ from kvkit.server import is_loopback
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-"""The longest request."""
 _SESSION_HEADER = "X-Session-ID"
 _REQUEST_HEADER = "X-Request-Id"
 _PASSED_ON = ("Authorization", _SESSION_HEADER, "traceparent", "tracestate")
@@ -76,7 +74,11 @@ class Router:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+            connector=connector,
+            timeout=timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=PLAIN,
+            auto_decompress=False,
         ) as session:
             self._prefills = [
                 Engine(name, "prefill", engine, config, session) for name, engine in config.prefill.items()
@@ -115,39 +117,51 @@ class Router:
         limit_s = self._config.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
+                headers = _headers(request)
                 asked = openai.parse(kind, await client.read())
                 session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
-                headers = _headers(request)
                 return await self._dispatcher.answer(
                     Job(client, asked, headers[_REQUEST_HEADER], session, headers)
                 )
         except openai.BadRequest as error:
-            return await client.fail(400, str(error))
-        except web.HTTPRequestEntityTooLarge:
-            return await client.fail(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+            return await client.fail(error.status, str(error))
         except (Refused, Failed) as error:
             if error.answer is not None and not client.began:
-                status, body, content_type = error.answer
-                return web.Response(status=status, body=body, content_type=content_type)
+                status, body = error.answer
+                return web.Response(status=status, body=body, content_type="application/json")
             return await client.fail(error.status, str(error))
         except TimeoutError:
             return await client.fail(504, f"no answer within {limit_s:g} s")
+        except ClientLeft:
+            raise
+        except Exception:
+            log.exception("a mistake of the router's own")
+            return await client.fail(500, "the router made a mistake; its log has it")
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """What any D answers."""
-        data = await request.read()
+        client = Client(request, self._config.idle_timeout_s)
+        try:
+            headers, data = _headers(request), await client.read()
+        except openai.BadRequest as error:
+            return await client.fail(error.status, str(error))
+        except ClientLeft:
+            return web.Response(status=_CLIENT_LEFT)
         failure: EngineFailed | None = None
         for engine in [engine for engine in self._decodes if engine.up]:
             try:
                 async with engine.request(
-                    request.method, request.path, data, _headers(request), self._config.prefill_timeout_s
+                    request.method, request.path, data, headers, self._config.prefill_timeout_s
                 ) as (response, _):
-                    raw = await response.read()
-                    return web.Response(status=response.status, body=raw, content_type=response.content_type)
+                    status, raw = response.status, await engine.read(response)
+                if status != 200 and not 400 <= status < 600:
+                    raise EngineFailed(engine, "error", f"HTTP {status}")
+                return web.json_response(openai.read_object(raw), status=status)
             except EngineFailed as error:
                 failure = error
-        message = f"no decode engine answers: {failure or 'none is up'}"
-        return web.json_response(openai.error_body(503, message), status=503)
+            except ValueError as error:
+                failure = EngineFailed(engine, "error", str(error))
+        return await client.fail(503, f"no decode engine answers: {failure or 'none is up'}")
 
     async def _health(self, _: web.Request) -> web.Response:
         engines = (*self._prefills, *self._decodes)
@@ -186,6 +200,14 @@ def serve(config: RouterConfig) -> None:
 
 
 def _headers(request: web.Request) -> dict[str, str]:
-    """What engines get of a request's headers."""
+    """What engines get of a request's headers.
+
+    Raises:
+        BadRequest: one of them is no text.
+    """
+    for name in (*_PASSED_ON, _REQUEST_HEADER):
+        value = request.headers.get(name, "")
+        if not value.isprintable():
+            raise openai.BadRequest(f"{name}: want printable text in UTF-8")
     passed = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     return passed | {_REQUEST_HEADER: request.headers.get(_REQUEST_HEADER) or uuid.uuid4().hex}
