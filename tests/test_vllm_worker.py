@@ -26,7 +26,10 @@ from kvkit.sequence import UnknownModel
 from kvkit.testing import Fault, FaultyTier, Plan, record_names
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
-SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+SPECS = [
+    FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=size, dtype=torch.float32)
+    for size in (8, 16)
+]
 IDS = np.arange(3 * CHUNK, dtype=np.int32)
 TABLE = [1, 2, 3, 4, 5, 6]
 
@@ -40,17 +43,21 @@ class Rank:
         load: str,
         handoff: dict[str, Any] | None = None,
         served: tuple[str, ...] | None = None,
+        groups: int = 1,
+        pool: Path | None = None,
         **more: Any,
     ) -> None:
-        tiers = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
+        tiers: dict[str, Any] = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
+        if pool is not None:
+            tiers["pool"] = {"url": f"file://{pool}", "scope": "shared"}
         kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers, "handoff": handoff}
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
-        pool = torch.zeros(2, BLOCKS, 2, BLOCK, 16)
-        self.pages = {f"layers.{i}": pool[i] for i in range(2)}
+        specs = {f"layers.{2 * group + i}": SPECS[group] for group in range(groups) for i in range(2)}
+        self.pages = {name: torch.zeros(BLOCKS, 2, BLOCK, 2 * spec.head_size) for name, spec in specs.items()}
         self.worker = Worker(
             config,
             settings,
-            [dict.fromkeys(self.pages, SPEC)],
+            [specs],
             BLOCKS,
             lambda layout: config.namespace(layout, model="m", dtype="float32"),
             tells_stores=False,
@@ -534,3 +541,69 @@ def test_a_step_without_work_waits_for_room_at_the_receiver(
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)
     pair.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["one group", "two groups"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """Engines that read the same pool, of a model with so many groups of layers."""
+    made = Pair(tmp_path, groups=request.param, pool=tmp_path / "pool")
+    yield made
+    made.close()
+
+
+def groups_of(pair: Pair) -> int:
+    return len(pair.prefill.worker.cache.layout.groups)
+
+
+def save_beginning(rank: Rank, chunks: int, kept: str) -> None:
+    """Store the first chunks of IDS, and have them in one tier alone."""
+    rank.fill(3.0)
+    rank.step(saves=[Save("b", Sequence(IDS[: chunks * CHUNK]), 0, (TABLE,))])
+    rank.worker.settle()
+    rank.worker.cache.flush()
+    for name in ("memory", "disk", "pool"):
+        if name != kept:
+            rank.worker.cache.clear(name)
+
+
+def handed(pair: Pair) -> int:
+    """Chunks that come to decode when prefill sends IDS; all of these can then be had there."""
+    put = pair.prefill.stored("handoff")
+    pair.prefill.fill(3.0)
+    pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert status.phase is Phase.COMMITTED
+    came = pair.receiver.arena.slots - pair.receiver.arena.free
+    assert came == pair.prefill.stored("handoff") - put, "nothing is copied that is not sent"
+    pair.decode.step(asks=[Ask("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True)
+    assert pair.decode.heard() == len(IDS)
+    chunks, rest = divmod(came, groups_of(pair))
+    assert not rest
+    return chunks
+
+
+def test_prefill_sends_nothing_that_a_shared_tier_holds(pool: Pair) -> None:
+    save_beginning(pool.decode, 2, kept="pool")
+    assert handed(pool) == 1
+
+
+def test_prefill_sends_what_it_alone_holds(pool: Pair) -> None:
+    save_beginning(pool.prefill, 2, kept="memory")
+    assert handed(pool) == 3
+
+
+def test_prefill_sends_nothing_that_decode_said_it_has(pool: Pair) -> None:
+    save_beginning(pool.decode, 2, kept="memory")
+    assert handed(pool) == 1
+
+
+def test_decode_stores_nothing_that_the_pool_has(pool: Pair) -> None:
+    save_beginning(pool.prefill, 2, kept="pool")
+    assert handed(pool) == 1
+    pool.decode.save()
+    groups = groups_of(pool)
+    assert [pool.decode.stored(tier) // groups for tier in ("memory", "disk", "pool")] == [3, 3, 1]
+    pool.decode.save()
+    assert [pool.decode.stored(tier) // groups for tier in ("memory", "disk", "pool")] == [3, 3, 1]
+    assert pool.decode.stored("handoff") == 0
