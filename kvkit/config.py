@@ -282,7 +282,12 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     enabled: bool = Field(default=False, description="whether there is one")
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=DEFAULT_PORT, description="0: any that is free", ge=0, le=65535)
+    port: int = Field(
+        default=DEFAULT_PORT,
+        description="of rank 0, the next ones of further ranks; 0: any that is free",
+        ge=0,
+        le=65535,
+    )
     token: SecretStr | None = Field(
         default=None, description="what clients must show", min_length=MIN_TOKEN_CHARS
     )
@@ -295,6 +300,10 @@ class ServerConfig(BaseModel):
         if not is_loopback(self.host) and self.token is None and self.token_file is None:
             raise ValueError(f"host = {self.host!r} is open to other hosts: give token or token_file")
         return self
+
+    def of_rank(self, rank: int) -> ServerConfig:
+        """That of one of several ranks: each has a port of its own."""
+        return self.model_copy(update={"port": self.port + rank if self.port else 0})
 
 
 class Config(BaseSettings):

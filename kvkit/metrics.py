@@ -2,6 +2,7 @@
 
 | metric | labels | meaning |
 |---|---|---|
+| kvkit_cache_info | model, rank, world | 1: what is exported here is of this rank, of so many |
 | kvkit_lookups_total | | calls of lookup |
 | kvkit_lookup_tokens_total | | tokens of whole chunks that were asked for |
 | kvkit_queries_total | | questions of the endpoint's clients for what is held; they are no lookups |
@@ -53,6 +54,7 @@ from kvkit.counts import Counts, Histogram, Key
 from kvkit.handoff.outgoing import Stage
 from kvkit.handoff.states import Outcome, Phase
 from kvkit.handoff.tier import HandoffTier
+from kvkit.layout import Namespace
 from kvkit.record import Damage
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
@@ -65,6 +67,10 @@ class Observed(Protocol):
     @property
     def tiers(self) -> Mapping[str, Tier]:
         """By name, in the order in which they are sought."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose KV it is."""
 
     @property
     def staging(self) -> Staging:
@@ -93,6 +99,7 @@ class CacheCollector(Collector):
         """Every metric as it stands now."""
         counts = self._cache.counts()
         tiers = self._cache.tiers
+        yield _info(self._cache.namespace)
         yield from _totals(counts)
         for name, text, by_tier in (
             ("kvkit_hit_tokens", "Tokens that a lookup found", counts.hit_tokens),
@@ -156,6 +163,12 @@ def register(cache: Observed, registry: CollectorRegistry | None = None) -> Coll
     registry = registry or CollectorRegistry()
     registry.register(CacheCollector(cache))
     return registry
+
+
+def _info(space: Namespace) -> Metric:
+    info = GaugeMetricFamily("kvkit_cache_info", "1: whose cache it is", labels=("model", "rank", "world"))
+    info.add_metric((space.model, str(space.rank), str(space.world)), 1)
+    return info
 
 
 def _totals(counts: Counts) -> Iterator[Metric]:

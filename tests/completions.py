@@ -103,7 +103,8 @@ class Completions:
                     name = "vllm:external_prefix_cache_hits_total"
                     lines = [f"# TYPE {name} counter", f'{name}{{engine="0"}} {served.hits}']
                     loaded = "vllm:kvkit_loaded_tokens_total"
-                    lines += [f"# TYPE {loaded} counter", f'{loaded}{{tier="disk"}} 7.0']
+                    lines += [f"# TYPE {loaded} counter"]
+                    lines += [f'{loaded}{{rank="{rank}",tier="disk"}} 7.0' for rank in (0, 1)]
                     self._send(200, "\n".join([*lines, ""]))
                 else:
                     self._send(404, "{}")

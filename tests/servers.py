@@ -44,6 +44,14 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def adjacent_ports() -> int:
+    """A port that nobody listens on, and nobody on the next one."""
+    for port in free_ports(16):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+    raise AssertionError("no two ports in a row are free")
+
+
 class Process(ABC):
     """A server's process, started on entering and killed on leaving.
 

@@ -95,7 +95,13 @@ def test_what_is_scraped_is_what_was_counted_and_nothing_else(cache: ManagedCach
         expect_histogram(samples, name, histogram, tier=tier, direction=direction)
     left = {name for name, _ in samples}
     assert left == {
-        *("kvkit_puts_under_way", "kvkit_slots", "kvkit_slots_in_use", "kvkit_queue_depth"),
+        *(
+            "kvkit_cache_info",
+            "kvkit_puts_under_way",
+            "kvkit_slots",
+            "kvkit_slots_in_use",
+            "kvkit_queue_depth",
+        ),
         "kvkit_tier_state",
     }
 

@@ -6,6 +6,7 @@ The models are small ones with random weights, large enough that their answers d
 from __future__ import annotations
 
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from prometheus_client.parser import text_string_to_metric_families
+from servers import adjacent_ports
 from small_models import COMMON, QWEN, VOCABULARY, save
 from transformers import DeepseekV2Config, Gemma3TextConfig, PretrainedConfig
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
+
+from kvkit.testing import DEADLINE_S
 
 GEMMA = Gemma3TextConfig(
     **COMMON,
@@ -38,6 +43,7 @@ DEEPSEEK = DeepseekV2Config(
     num_experts_per_tok=2,
     moe_intermediate_size=64,
 )
+TOKEN = "known-to-the-tests-alone"
 PROMPTS = [prompt(n, seed=n, vocabulary=VOCABULARY) for n in (900, 500, 700)]
 
 
@@ -105,8 +111,20 @@ def test_a_load_that_fails_with_several_groups(process: Engine, tmp_path: Path) 
     assert process.metrics()["vllm:kvkit_load_errors_total{}"] == before + len(PROMPTS)
 
 
+def scraped(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """The samples at one rank's endpoint."""
+    address = f"http://127.0.0.1:{port}/metrics"
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+
 def test_two_ranks(tmp_path: Path) -> None:
-    """Each rank has records of its own, in a process of its own, and a hit is what both have."""
+    """Each rank has records of its own, in a process of its own, and a hit is what both have.
+
+    Each has an endpoint, and what it counts is told apart.
+    """
     options: dict[str, Any] = {
         "model": save(QWEN, tmp_path / "model"),
         "skip_tokenizer_init": True,
@@ -114,9 +132,21 @@ def test_two_ranks(tmp_path: Path) -> None:
         "distributed_executor_backend": "mp",
     }
     with Engine() as engine:
-        engine.open(connector(on_disk(tmp_path / "kv")), **options)
+        port = adjacent_ports()
+        server = {"enabled": True, "port": port, "token": TOKEN}
+        engine.open(connector(on_disk(tmp_path / "kv") | {"server": server}), **options)
         cold = engine.generate(PROMPTS)
         warm = engine.generate(PROMPTS)
+        metrics = engine.metrics()
+        for rank in (0, 1):
+            shown = scraped(port + rank)
+            (info,) = (labels for name, labels in shown if name == "kvkit_cache_info")
+            assert {("rank", str(rank)), ("world", "2")} <= info
+            loaded = shown["kvkit_loaded_tokens_total", frozenset({("tier", "disk")})]
+            assert loaded == sum(answer["cached"] for answer in warm)
+            labels = "{rank=1,tier=disk}" if rank else "{tier=disk}"
+            assert metrics[f"vllm:kvkit_loaded_tokens_total{labels}"] == loaded
+            assert metrics[f"vllm:kvkit_loaded_bytes_total{labels}"] > 0
         assert [answer["cached"] for answer in warm] == [(len(p) - 1) // BLOCK * BLOCK for p in PROMPTS]
         assert [answer["tokens"] for answer in warm] == [answer["tokens"] for answer in cold]
         spaces = list((tmp_path / "kv").iterdir())

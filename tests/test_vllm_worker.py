@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from servers import adjacent_ports
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from waiting import wait_for
 
@@ -45,12 +46,16 @@ class Rank:
         served: tuple[str, ...] | None = None,
         groups: int = 1,
         pool: Path | None = None,
+        ranks: tuple[int, int] = (0, 1),
+        server: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         tiers: dict[str, Any] = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
         if pool is not None:
             tiers["pool"] = {"url": f"file://{pool}", "scope": "shared"}
         kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers, "handoff": handoff}
+        kvkit["server"] = server or {}
+        number, world = ranks
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
         specs = {f"layers.{2 * group + i}": SPECS[group] for group in range(groups) for i in range(2)}
         self.pages = {name: torch.zeros(BLOCKS, 2, BLOCK, 2 * spec.head_size) for name, spec in specs.items()}
@@ -59,7 +64,7 @@ class Rank:
             settings,
             [specs],
             BLOCKS,
-            lambda layout: config.namespace(layout, model="m", dtype="float32"),
+            lambda layout: config.namespace(layout, model="m", dtype="float32", rank=number, world=world),
             tells_stores=False,
             served=served,
         )
@@ -221,6 +226,22 @@ def test_a_query_is_about_what_a_request_would_find_now(tmp_path: Path) -> None:
     rank.worker.close()
 
 
+def test_each_rank_is_seen_at_a_port_of_its_own(tmp_path: Path) -> None:
+    port = adjacent_ports()
+    server = {"enabled": True, "port": port, "token": "known-to-the-tests-alone"}
+    for number in (0, 1):
+        rank = Rank(tmp_path / str(number), "async", ranks=(number, 2), server=server)
+        endpoint = rank.worker.cache.endpoint
+        assert endpoint is not None
+        assert endpoint.url == f"http://127.0.0.1:{port + number}"
+        rank.save()
+        told = rank.worker.take_stats()
+        assert told is not None
+        assert told.data.keys() == {str(number)}
+        assert told.data[str(number)]["stored_tokens"] == {"memory": len(IDS), "disk": len(IDS)}
+        rank.worker.close()
+
+
 def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:
     assert rank.worker.space_of("an alias", "") == rank.worker.space_of(None, "")
 
@@ -296,7 +317,7 @@ def test_saves_that_no_slot_is_left_for_are_called_off(hasty: Rank) -> None:
     assert hasty.stored("disk") == 0
     told = hasty.worker.take_stats()
     assert told is not None
-    assert told.data["saves_called_off"] == 1
+    assert told.data["0"]["saves_called_off"] == 1
 
 
 class Pair:

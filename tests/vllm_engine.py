@@ -122,7 +122,7 @@ class Engine:
         return [answer["cached"] for answer in self.generate(prompts, tokens, **sampling)]
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's Prometheus samples by name and labels, those of the engine left out."""
+        """vLLM's Prometheus samples by name and labels, those of the engine and of rank 0 left out."""
         found: dict[str, float] = self._call("metrics")
         return found
 
@@ -234,7 +234,8 @@ class _Served:
         for family in REGISTRY.collect():
             for sample in family.samples:
                 if sample.name.startswith("vllm:"):
-                    labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+                    alike = {("rank", "0"), *((k, sample.labels.get(k)) for k in ("model_name", "engine"))}
+                    labels = {k: v for k, v in sample.labels.items() if (k, v) not in alike}
                     shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
                     found[f"{sample.name}{{{shown}}}"] = sample.value
         return found

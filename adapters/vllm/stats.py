@@ -2,18 +2,19 @@
 
 | metric | labels | meaning |
 |---|---|---|
-| vllm:kvkit_lookup_tokens | | tokens of whole chunks that were asked for |
-| vllm:kvkit_hit_tokens | tier | tokens that a lookup found |
-| vllm:kvkit_loaded_tokens | tier | tokens of the records put into vLLM's pages, by the tier they came from |
-| vllm:kvkit_stored_tokens | tier | tokens put completely, written-back ones too; not those handed off |
-| vllm:kvkit_loaded_bytes | tier | bytes put into vLLM's pages, over all ranks |
-| vllm:kvkit_stored_bytes | tier | bytes that were put completely, over all ranks |
-| vllm:kvkit_load_errors | | loads that brought less than was promised, over all ranks |
-| vllm:kvkit_saves_called_off | | saves that a step had to call off, as slots were short, over all ranks |
-| vllm:kvkit_load_bytes_per_second | | histogram: throughput of a request's load |
-| vllm:kvkit_store_bytes_per_second | | histogram: throughput of a save out of vLLM's pages |
+| vllm:kvkit_lookup_tokens | rank | tokens of whole chunks that were asked for |
+| vllm:kvkit_hit_tokens | rank, tier | tokens that a lookup found |
+| vllm:kvkit_loaded_tokens | rank, tier | tokens of records put into vLLM's pages, by their tier |
+| vllm:kvkit_stored_tokens | rank, tier | tokens put completely, written-back ones too; not those handed off |
+| vllm:kvkit_loaded_bytes | rank, tier | bytes put into vLLM's pages |
+| vllm:kvkit_stored_bytes | rank, tier | bytes that were put completely |
+| vllm:kvkit_load_errors | rank | loads that brought less than was promised |
+| vllm:kvkit_saves_called_off | rank | saves that a step had to call off, as slots were short |
+| vllm:kvkit_load_bytes_per_second | rank | histogram: throughput of a request's load |
+| vllm:kvkit_store_bytes_per_second | rank | histogram: throughput of a save out of vLLM's pages |
 
-Tokens are counted by rank 0. All have vLLM's own labels, too (model_name, engine).
+All have vLLM's own labels, too (model_name, engine). Each rank has its share of a token's KV: add up bytes,
+but not tokens, which are the same for all ranks unless one of them lost records.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ OBSERVED = {
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """Counts of an interval: numbers, numbers by tier, and lists of observations, by the metric's name."""
+    """Counts of an interval, by rank and metric: numbers, numbers by tier, and lists of observations."""
 
-    data: dict[str, Any]
+    data: dict[str, dict[str, Any]]
 
     def reset(self) -> None:
         """Forget everything."""
@@ -58,30 +59,33 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for my
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
         """Add what `other` counted. Mutates and returns this."""
-        for name, value in other.data.items():
-            mine = self.data.get(name)
-            if mine is None:
-                self.data[name] = value
-            elif isinstance(value, dict):
-                self.data[name] = {tier: mine.get(tier, 0) + value.get(tier, 0) for tier in {**mine, **value}}
-            else:
-                self.data[name] = mine + value
+        for rank, counted in other.data.items():
+            mine = self.data.setdefault(rank, {})
+            for name, value in counted.items():
+                mine[name] = _add(mine[name], value) if name in mine else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number each: sums, and the mean of observations."""
+        """One number each: sums, of tokens the most that a rank has, and the mean of observations."""
         found: dict[str, int | float] = {}
-        for name, value in self.data.items():
-            if isinstance(value, dict):
-                found[name] = sum(value.values())
-            elif isinstance(value, list):
-                found[f"mean_{name}"] = sum(value) / len(value)
-            else:
-                found[name] = value
+        for name in dict.fromkeys(name for counted in self.data.values() for name in counted):
+            values = [counted[name] for counted in self.data.values() if name in counted]
+            if name in OBSERVED:
+                observed = [value for each in values for value in each]
+                found[f"mean_{name}"] = sum(observed) / len(observed)
+                continue
+            totals = [sum(value.values()) if isinstance(value, dict) else value for value in values]
+            found[name] = max(totals) if name.endswith("_tokens") else sum(totals)
         return found
 
     def is_empty(self) -> bool:
         return not self.data
+
+
+def _add(mine: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {tier: mine.get(tier, 0) + value.get(tier, 0) for tier in {**mine, **value}}
+    return mine + value
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -89,7 +93,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        labels = [*self._labelnames]
+        labels = [*self._labelnames, "rank"]
         self._metrics: dict[str, Any] = {}
         for name, text in TOTALS.items():
             self._metrics[name] = self._counter_cls(f"vllm:kvkit_{name}", text, labels)
@@ -102,29 +106,26 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an interval counted."""
-        values = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            metric = self._metrics[name]
-            if isinstance(value, dict):
-                for tier, amount in value.items():
-                    metric.labels(*values, tier).inc(amount)
-            elif isinstance(value, list):
-                for observed in value:
-                    metric.labels(*values).observe(observed)
-            else:
-                metric.labels(*values).inc(value)
+        for rank, counted in transfer_stats_data.items():
+            values = [*self.per_engine_labelvalues[engine_idx], rank]
+            for name, value in counted.items():
+                metric = self._metrics[name]
+                if isinstance(value, dict):
+                    for tier, amount in value.items():
+                        metric.labels(*values, tier).inc(amount)
+                elif isinstance(value, list):
+                    for observed in value:
+                        metric.labels(*values).observe(observed)
+                else:
+                    metric.labels(*values).inc(value)
 
 
 class Recorder:
-    """What one rank's cache counted since it was last asked. Thread-safe.
+    """What one rank's cache counted since it was last asked. Thread-safe."""
 
-    Args:
-        counts_tokens: whether to report tokens, which all ranks have in common.
-    """
-
-    def __init__(self, cache: Cache, counts_tokens: bool) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._counts_tokens = counts_tokens
+        self._rank = str(cache.namespace.rank)
         formats = formats_of(cache.layout, cache.namespace)
         self._tokens_per_record = cache.namespace.chunk_tokens / len(formats)
         self._bytes_per_token = sum(form.record_bytes for form in formats) / cache.namespace.chunk_tokens
@@ -160,18 +161,15 @@ class Recorder:
         self._before = now
         with self._lock:
             data, self._data = self._data, {}
+        records, each = now.stored_records - before.stored_records, self._tokens_per_record
         tiers: dict[str, Counter[str]] = {
+            "hit_tokens": now.hit_tokens - before.hit_tokens,
+            "loaded_tokens": now.loaded_tokens - before.loaded_tokens,
+            "stored_tokens": Counter({t: round(n * each) for t, n in records.items() if t != TARGET}),
             "loaded_bytes": now.loaded_bytes - before.loaded_bytes,
             "stored_bytes": now.stored_bytes - before.stored_bytes,
         }
-        if self._counts_tokens:
-            if now.lookup_tokens > before.lookup_tokens:
-                data["lookup_tokens"] = now.lookup_tokens - before.lookup_tokens
-            tiers["hit_tokens"] = now.hit_tokens - before.hit_tokens
-            tiers["loaded_tokens"] = now.loaded_tokens - before.loaded_tokens
-            records, each = now.stored_records - before.stored_records, self._tokens_per_record
-            tiers["stored_tokens"] = Counter(
-                {tier: round(n * each) for tier, n in records.items() if tier != TARGET}
-            )
+        if now.lookup_tokens > before.lookup_tokens:
+            data["lookup_tokens"] = now.lookup_tokens - before.lookup_tokens
         data |= {name: dict(counter) for name, counter in tiers.items() if counter}
-        return Stats(data) if data else None
+        return Stats({self._rank: data}) if data else None

@@ -20,7 +20,7 @@ from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
 from kvkit.cache import Cache, Loaded, Stored
-from kvkit.config import Config, ServerConfig, open_cache
+from kvkit.config import Config, open_cache
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.states import Phase
 from kvkit.handoff.tier import HandoffTier
@@ -171,11 +171,9 @@ class Worker:
         opaque = next(iter(tensors.values())).device.type == "cpu"
         layout, self._groups = groups.group_pages(self._specs, tensors, self._blocks, opaque)
         self._namespace = self._base = self._namespace_of(layout)
-        first = self._namespace.rank == 0
-        # one rank's endpoint is enough, and a port takes one
-        config = self._config if first else self._config.model_copy(update={"server": ServerConfig()})
+        config = self._config.model_copy(update={"server": self._config.server.of_rank(self._namespace.rank)})
         self.cache: Cache = open_cache(config, layout, self._namespace, self.space_of)
-        self._stats = stats.Recorder(self.cache, counts_tokens=first)
+        self._stats = stats.Recorder(self.cache)
         self._speed = Speed(self._namespace.chunk_tokens)
         self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != TARGET)
         handoff = self.cache.tiers.get(TARGET)

@@ -210,7 +210,7 @@ def loaded_tokens(server: Server) -> dict[str, int]:
         found = [f for f in text_string_to_metric_families(text) if f.name == "vllm:kvkit_loaded_tokens"]
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ClientError(f"{server.url}/metrics: {_words(error)}") from error
-    samples = [s for f in found for s in f.samples if s.name.endswith("_total")]
+    samples = [s for f in found for s in f.samples if s.name.endswith("_total") and s.labels["rank"] == "0"]
     return {sample.labels["tier"]: int(sample.value) for sample in samples}
 
 

@@ -1,0 +1,77 @@
+"""What the connector tells vLLM's logger and Prometheus of several ranks and intervals."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvkit.adapters.vllm import stats
+from kvkit.adapters.vllm.stats import PromMetrics, Stats
+
+FIRST = {"lookup_tokens": 64, "hit_tokens": {"disk": 32}, "loaded_bytes": {"disk": 100}}
+SECOND = {"hit_tokens": {"disk": 16, "memory": 8}, "loaded_bytes": {"disk": 50}, "load_errors": 1}
+
+
+def both_ranks() -> Stats:
+    """Two intervals of rank 0, and one of rank 1."""
+    speeds = {"load_bytes_per_second": [1e9, 3e9]}
+    told = Stats({"0": FIRST | {"load_bytes_per_second": [5e9]}})
+    return told.aggregate(Stats({"1": SECOND | speeds})).aggregate(Stats({"0": dict(SECOND)}))
+
+
+def test_intervals_are_added_up_and_ranks_kept_apart() -> None:
+    told = both_ranks().data
+    assert told["0"]["hit_tokens"] == {"disk": 48, "memory": 8}
+    assert told["1"]["hit_tokens"] == {"disk": 16, "memory": 8}
+    assert (told["0"]["load_errors"], told["1"]["load_errors"]) == (1, 1)
+
+
+def test_the_log_adds_up_bytes_over_ranks_and_takes_the_tokens_of_one() -> None:
+    assert both_ranks().reduce() == {
+        "lookup_tokens": 64,
+        "hit_tokens": 56,
+        "loaded_bytes": 200,
+        "mean_load_bytes_per_second": 3e9,
+        "load_errors": 2,
+    }
+
+
+def exported() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What Prometheus sees of both ranks."""
+    registry = CollectorRegistry()
+
+    def into(kind: type) -> object:
+        return lambda *arguments, **options: kind(*arguments, **options, registry=registry)
+
+    kinds = {kind: into(kind) for kind in (Gauge, Counter, Histogram)}
+    shown = PromMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    shown.observe(both_ranks().data)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def test_prometheus_sees_each_rank() -> None:
+    found = exported()
+
+    def value(name: str, **labels: str) -> float:
+        return found[f"vllm:kvkit_{name}", frozenset({**labels, "engine": "0"}.items())]
+
+    assert value("hit_tokens_total", rank="0", tier="disk") == 48
+    assert value("hit_tokens_total", rank="1", tier="disk") == 16
+    assert value("load_errors_total", rank="1") == 1
+    assert value("load_bytes_per_second_count", rank="1") == 2
+
+
+def test_the_table_in_the_module_is_complete() -> None:
+    assert stats.__doc__ is not None
+    rows = re.findall(r"^\| vllm:kvkit_(\w+) \|([\w, ]*)\|", stats.__doc__, re.MULTILINE)
+    documented = {name: labels.replace(",", " ").split() for name, labels in rows}
+    expected = {name: ["rank"] for name in (*stats.TOTALS, *stats.OBSERVED)}
+    assert documented == expected | {name: ["rank", "tier"] for name in stats.BY_TIER}
