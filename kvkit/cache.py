@@ -342,6 +342,7 @@ class Cache:
         ready: Callable[[], object] | None = None,
         on_stored: Callable[[str, int], None] | None = None,
         on_settled: Callable[[], object] = lambda: None,
+        on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
@@ -353,13 +354,16 @@ class Cache:
                 that tier has it completely; from any thread, and often after the future is done.
             on_settled: called once, when each record is in one of the tiers or will be in none; likewise. A
                 tier that hangs may delay it without end.
+            on_done: called once, when no tier is to get any of them any more; likewise.
             copy_first: whether chunks are copied before tiers outside this process are asked what they lack.
                 The pages come free without waiting for them, and what they have was copied for nothing.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move, promise = self._store(tokens, place, namespace, to, first, on_stored, on_settled, copy_first)
+        move, promise = self._store(
+            tokens, place, namespace, to, first, on_stored, on_settled, on_done, copy_first
+        )
 
         def store(transfer: Transfer[Stored]) -> Stored:
             if ready is not None:
@@ -493,6 +497,7 @@ class Cache:
         first: int,
         on_stored: Callable[[str, int], None] | None = None,
         on_settled: Callable[[], object] = lambda: None,
+        on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> tuple[Callable[[Transfer[Stored]], Stored], Promise]:
         chunks = self._chunks(tokens, namespace)
@@ -501,7 +506,7 @@ class Cache:
         places = check_places(place, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
         self._check("to", targets)
-        promise = self._access.promises.make(chunks.names, on_settled)
+        promise = self._access.promises.make(chunks.names, on_settled, on_done)
         move = partial(stores.store, self._access, chunks, places, targets, on_stored, copy_first, promise)
         return move, promise
 

@@ -14,15 +14,21 @@ class Promises:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
 
-    def make(self, names: Collection[str], on_over: Callable[[], object] = lambda: None) -> Promise:
+    def make(
+        self,
+        names: Collection[str],
+        on_over: Callable[[], object] = lambda: None,
+        on_done: Callable[[], object] = lambda: None,
+    ) -> Promise:
         """Promise records; whoever makes them must `give_up` once, when it has begun all that it will.
 
         Args:
             on_over: called once, from any thread, when none of them is promised by this promise any more.
+            on_done: likewise, when every attempt has ended: a tier may have a record before others do.
         """
         with self._changed:
             self._makers.update(names)
-        return Promise(self, names, on_over)
+        return Promise(self, names, on_over, on_done)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -50,22 +56,32 @@ class Promise:
     Thread-safe. The store itself counts as one attempt, until it has begun all others.
     """
 
-    def __init__(self, promises: Promises, names: Collection[str], on_over: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        promises: Promises,
+        names: Collection[str],
+        on_over: Callable[[], object],
+        on_done: Callable[[], object],
+    ) -> None:
         self._promises = promises
         self._attempts = dict.fromkeys(names, 1)
+        self._under_way = len(self._attempts)
         self._on_over: Callable[[], object] | None = on_over
+        self._on_done: Callable[[], object] | None = on_done
         self._lock = threading.Lock()
 
     def attempt(self, names: Iterable[str]) -> None:
         """A tier is about to be given these: it will be `kept` or `give_up` once for each."""
         with self._lock:
             for name in names:
+                self._under_way += 1
                 if name in self._attempts:
                     self._attempts[name] += 1
 
-    def kept(self, names: Iterable[str]) -> None:
+    def kept(self, names: Collection[str]) -> None:
         """A tier has these."""
         with self._lock:
+            self._under_way -= len(names)
             over = [name for name in names if self._attempts.pop(name, None) is not None]
         self._end(over)
 
@@ -74,12 +90,14 @@ class Promise:
         with self._lock:
             over = list(self._attempts)
             self._attempts.clear()
+            self._under_way = 0
         self._end(over)
 
-    def give_up(self, names: Iterable[str]) -> None:
+    def give_up(self, names: Collection[str]) -> None:
         """One attempt at each of these came to nothing, or began all others."""
         over = []
         with self._lock:
+            self._under_way -= len(names)
             for name in names:
                 left = self._attempts.get(name)
                 if left == 1:
@@ -95,5 +113,10 @@ class Promise:
             tell = None if self._attempts else self._on_over
             if tell is not None:
                 self._on_over = None
+            last = None if self._under_way > 0 else self._on_done
+            if last is not None:
+                self._on_done = None
         if tell is not None:
             tell()
+        if last is not None:
+            last()

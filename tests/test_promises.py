@@ -27,10 +27,15 @@ NAMES = "abc"
 def test_a_record_is_promised_until_kept_or_given_up_by_all(moves: list[tuple[str, str]]) -> None:
     promises = Promises()
     over: list[None] = []
-    promise, other = promises.make(NAMES, lambda: over.append(None)), promises.make("c")
+    done: list[None] = []
+    promise = promises.make(NAMES, lambda: over.append(None), lambda: done.append(None))
+    other = promises.make("c")
     attempts = dict.fromkeys(NAMES, 1)
+    left = [len(NAMES)]
     for move, name in moves:
         getattr(promise, move)([name])
+        left.append(left[-1] + (1 if move == "attempt" else -1))
+        assert done == [None] * (min(left) <= 0)
         if move == "kept":
             attempts[name] = 0
         elif attempts[name]:
@@ -39,7 +44,7 @@ def test_a_record_is_promised_until_kept_or_given_up_by_all(moves: list[tuple[st
         assert over == [None] * (not any(attempts.values()))
     promise.withdraw()
     assert promises.among(NAMES) == {"c"}
-    assert over == [None]
+    assert over == done == [None]
     assert promises.wait("ab", 0.0)
     assert not promises.wait("bc", 0.0)
     other.withdraw()

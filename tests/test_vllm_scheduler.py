@@ -175,6 +175,16 @@ def test_a_request_whose_load_failed_computes() -> None:
     assert step(scheduler).heard == 2
 
 
+def test_a_step_tells_once_which_requests_are_over() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    scheduler.match(a, 0)
+    assert step(scheduler).ended == {}
+    a.tokens += range(5)
+    scheduler.finish(a, None)
+    assert step(scheduler).ended == {"a": 20}
+    assert step(scheduler).ended == {}
+
+
 def test_what_must_not_be_read_is_not_asked_for() -> None:
     scheduler, a = new_scheduler(), request(20)
     a.skip_reading_prefix_cache = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.adapters.vllm import stats
+from kvkit.adapters.vllm.connector import log_as_vllm
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 
 FIRST = {"lookup_tokens": 64, "hit_tokens": {"disk": 32}, "loaded_bytes": {"disk": 100}}
@@ -75,3 +77,16 @@ def test_the_table_in_the_module_is_complete() -> None:
     documented = {name: labels.replace(",", " ").split() for name, labels in rows}
     expected = {name: ["rank"] for name in (*stats.TOTALS, *stats.OBSERVED)}
     assert documented == expected | {name: ["rank", "tier"] for name in stats.BY_TIER}
+
+
+def test_the_log_goes_where_vllms_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, root = logging.getLogger("kvkit"), logging.getLogger("vllm"), logging.getLogger()
+    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    log_as_vllm()
+    assert ours.handlers != theirs.handlers, "the tests have configured logging"
+    monkeypatch.setattr(root, "handlers", [])
+    log_as_vllm()
+    assert (ours.handlers, ours.level, ours.propagate) == (theirs.handlers, logging.INFO, False)

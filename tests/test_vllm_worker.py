@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,6 +241,41 @@ def test_each_rank_is_seen_at_a_port_of_its_own(tmp_path: Path) -> None:
         assert told.data.keys() == {str(number)}
         assert told.data[str(number)]["stored_tokens"] == {"memory": len(IDS), "disk": len(IDS)}
         rank.worker.close()
+
+
+def test_the_log_has_a_line_of_each_request_when_its_last_put_is_over(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvkit.adapters.vllm.tally")
+    disk = rank.wrap("disk", lambda operation, _: Fault.HANG if operation == "put" else None)
+    rank.step(saves=[SAVE])
+    rank.step(("a", "b"), ended={"a": 50, "b": 7})
+    assert caplog.messages == ["b: of 7 prompt tokens hit none; stored none"]
+    disk.release()
+    wait_for(lambda: len(caplog.messages) == 2)
+    assert caplog.messages[1] == "a: of 50 prompt tokens hit none; stored 48 (memory), 48 (disk)"
+    assert rank.found() == len(IDS)
+    assert rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    rank.step(("a",), ended={"a": 60})
+    assert caplog.messages[2:] == ["a: of 60 prompt tokens hit 48 (memory); stored none"]
+
+
+def test_the_line_waits_for_a_load_that_its_request_calls_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvkit.adapters.vllm.tally")
+    rank = Rank(tmp_path, "async")
+    assert rank.found() == 0
+    rank.save()
+    rank.wrap("disk", lambda operation, _: Fault.HANG if operation == "get" else None)
+    rank.worker.cache.clear("memory")
+    assert rank.found() == len(IDS)
+    load = Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],))
+    received, _, _ = rank.step(("a",), loads=[load], ended={"a": 60})
+    while not received:
+        received, _, _ = rank.step(idle=True)
+    assert caplog.messages[0] == "a: of 60 prompt tokens hit none; stored 48 (memory), 48 (disk)"
+    rank.worker.close()
 
 
 def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:

@@ -54,6 +54,14 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 
+def log_as_vllm() -> None:
+    """Have kvkit's log go where vLLM's goes, at the same level, unless somebody has configured logging."""
+    ours, theirs = logging.getLogger("kvkit"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
+        ours.setLevel(theirs.level)
+
+
 class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
     """A best-effort cache: what it does not find, or cannot load, is computed.
 
@@ -63,6 +71,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         specs = groups.layer_specs(kv_cache_config, current_platform.is_cpu())
         blocks = groups.check_chunks(self._config.chunk_tokens, specs)

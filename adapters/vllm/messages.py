@@ -114,6 +114,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
         unwanted: transfers from prefill engines that nobody waits for any more.
         heard: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
+        ended: requests that are over, and the tokens of their prompts.
     """
 
     number: int = 0
@@ -127,6 +128,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
     unwanted: list[str] = field(default_factory=list)
     heard: int = 0
     epoch: str = ""
+    ended: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Scheduler:
         self._last_saves: list[Save] = []
         self._unwanted: list[str] = []
         self._ended: dict[str, RequestView] = {}
+        self._prompts: dict[str, int] = {}  # of requests that have ended, until a step tells of them
         self._steps = 0
         self._heard = 0
         self._told_epoch = ""
@@ -201,7 +202,9 @@ class Scheduler:
             heard=self._heard,
             unwanted=self._unwanted,
             epoch=self.epoch,
+            ended=self._prompts,
         )
+        self._prompts = {}
         self._asks, self._loads, self._last_saves, self._unwanted = [], [], [], []
         self._told_epoch = self.epoch
         return step
@@ -235,6 +238,7 @@ class Scheduler:
         request = self._requests.pop(view.request_id, None)
         if request is None:
             return False
+        self._prompts[view.request_id] = view.num_prompt_tokens
         if isinstance(request.handoff, Receiving):
             self._unwanted.append(request.handoff.transfer)
         sends = request.sent is not None

@@ -19,6 +19,7 @@ from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequen
 from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
+from kvkit.adapters.vllm.tally import Tally
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
 from kvkit.handoff.receiver import Receiver
@@ -137,6 +138,7 @@ class Worker:
         self._namespace_of = namespace
         self._tells_stores = tells_stores
         self._served = served
+        self._prompts: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
         self._adapters: dict[str, str] = {}  # by the name that requests have for them
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
@@ -174,6 +176,7 @@ class Worker:
         config = self._config.model_copy(update={"server": self._config.server.of_rank(self._namespace.rank)})
         self.cache: Cache = open_cache(config, layout, self._namespace, self.space_of)
         self._stats = stats.Recorder(self.cache)
+        self._tally = Tally(tells=self._namespace.rank == 0)
         self._speed = Speed(self._namespace.chunk_tokens)
         self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != TARGET)
         handoff = self.cache.tiers.get(TARGET)
@@ -236,6 +239,7 @@ class Worker:
             self.settle()
         if step.epoch != self._epoch:
             self._forget(step.epoch)
+        self._prompts.update(step.ended)
         if self._receiver is not None:
             for transfer in step.unwanted:
                 self._receiver.release(transfer, "not wanted")
@@ -272,6 +276,7 @@ class Worker:
                     loading.transfer = self.cache.load_async(part, places)
                     loading.transfer.add_done_callback(self._wake)
             self._loading[load.request] = loading
+            self._tally.begin(load.request)
         if self._settings.load == "sync":
             self._finish_all(step.number)
 
@@ -327,6 +332,8 @@ class Worker:
                 self._loading[name].cancel()
             else:
                 self._release(name)
+            if name in self._prompts:  # what was to be begun for it has been
+                self._tally.over(name, self._prompts.pop(name))
         done = {name for name, loading in self._loading.items() if loading.done}
         if self._sends is not None:
             self._sends.go_on()
@@ -463,6 +470,7 @@ class Worker:
             return
         sequence, began = save.sequence, time.monotonic()
         tokens = len(sequence.tokens) - save.first * self._namespace.chunk_tokens
+        self._tally.begin(save.request)
         transfer = self.cache.store_async(
             sequence.tokens,
             [group.place(save.blocks[group.table], tokens) for group in self._groups],
@@ -470,7 +478,8 @@ class Worker:
             to=self._save_to,
             first=save.first,
             ready=ready,
-            on_stored=self._note_stored(save) if self._tells_stores else None,
+            on_stored=self._note_stored(save),
+            on_done=lambda: self._tally.done(save.request),
             copy_first=True,
         )
         transfer.add_done_callback(lambda done: self._stats.stored(_result(done), time.monotonic() - began))
@@ -478,7 +487,9 @@ class Worker:
 
     def _note_stored(self, save: Save) -> Callable[[str, int], None]:
         def note(tier: str, chunk: int) -> None:
-            self._stored.append((save.request, tier, save.first + chunk))
+            self._tally.stored(save.request, tier, self._namespace.chunk_tokens)
+            if self._tells_stores:
+                self._stored.append((save.request, tier, save.first + chunk))
 
         return note
 
@@ -495,6 +506,8 @@ class Worker:
         end = min(loading.base + loaded.tokens, load.stop)
         kept = end == load.stop
         self._stats.loaded(loaded, time.monotonic() - loading.began, kept)
+        self._tally.hit(load.request, loaded.by_tier)
+        self._tally.done(load.request)
         if not kept:
             log.warning("%s: loaded up to token %d of %d", load.request, max(end, load.start), load.stop)
             self._failed.append(load.request)

@@ -1,0 +1,88 @@
+"""What each request hit and had stored: a line in the log when it is over, and its last put."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one.
+
+    Attributes:
+        hit, stored: tokens by tier.
+        under_way: loads and saves that are not over.
+        prompt_tokens: None until the request is over.
+    """
+
+    hit: Counter[str] = field(default_factory=Counter)
+    stored: Counter[str] = field(default_factory=Counter)
+    under_way: int = 0
+    prompt_tokens: int | None = None
+
+
+class Tally:
+    """The requests of one engine, as its first rank sees them. Thread-safe: puts end in threads of tiers.
+
+    Args:
+        tells: whether there are lines in the log; one rank's will do.
+    """
+
+    def __init__(self, tells: bool) -> None:
+        self._tells = tells
+        self._requests: dict[str, _Request] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, request: str) -> None:
+        """Note that a load or a save of a request is under way, until `done`."""
+        with self._lock:
+            self._requests.setdefault(request, _Request()).under_way += 1
+
+    def hit(self, request: str, tokens: Mapping[str, int]) -> None:
+        """Count what a load brought, by tier."""
+        with self._lock:
+            self._requests[request].hit.update(tokens)
+
+    def stored(self, request: str, tier: str, tokens: int) -> None:
+        """Count what a tier has completely."""
+        with self._lock:
+            found = self._requests.get(request)
+            if found is not None:  # or the line is out: its save failed, and had begun some puts
+                found.stored[tier] += tokens
+
+    def done(self, request: str) -> None:
+        """Note that a load or a save is over: nothing more is counted for it."""
+        with self._lock:
+            found = self._requests[request]
+            found.under_way -= 1
+            whole = self._take(request, found)
+        self._tell(request, whole)
+
+    def over(self, request: str, prompt_tokens: int) -> None:
+        """Note that a request is over: nothing more is begun for it."""
+        with self._lock:
+            found = self._requests.setdefault(request, _Request())
+            found.prompt_tokens = prompt_tokens
+            whole = self._take(request, found)
+        self._tell(request, whole)
+
+    def _take(self, name: str, request: _Request) -> _Request | None:
+        """The request, if everything is over. The lock is held."""
+        if request.under_way or request.prompt_tokens is None:
+            return None
+        return self._requests.pop(name)
+
+    def _tell(self, name: str, request: _Request | None) -> None:
+        if request is not None and self._tells:
+            hit, stored = _shown(request.hit), _shown(request.stored)
+            log.info("%s: of %d prompt tokens hit %s; stored %s", name, request.prompt_tokens, hit, stored)
+
+
+def _shown(tokens: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} ({tier})" for tier, count in tokens.items() if count) or "none"
