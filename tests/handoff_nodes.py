@@ -1,6 +1,7 @@
 """Nodes for the tests of handoff: in this process, in processes of their own, and peers that misbehave.
 
-`python tests/handoff_nodes.py receiver|sender FOLDER` answers lines of JSON, [method, arguments].
+`python tests/handoff_nodes.py receiver|sender FOLDER` answers lines of JSON, [method, arguments]. A receiver
+whose folder has a certificate, own.pem, wants TLS.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.states import Limits
 from kvkit.handoff.tier import HandoffTier
+from kvkit.handoff.tls import server_context
 from kvkit.staging import Staging, release_all
 from kvkit.testing import SLOT_BYTES, record_bytes
 from kvkit.tiers.base import Tier
@@ -49,12 +52,15 @@ class Node:
         near: Sequence[Tier] = (),
         identity: Identity = IDENTITY,
         timeout_s: float = LONG_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.receiver = Receiver(Staging(SLOT_BYTES, slots, shared=True), limits)
         self.tier = HandoffTier(self.receiver, None, shutdown_s=LONG_S)
         tiers = {tier.name: tier for tier in (self.tier, *near)}
         listen = [f"unix://{folder}/sockets/{os.getpid()}-{id(self):x}", "tcp://127.0.0.1:0"]
-        self.endpoint = Endpoint(self.receiver, tiers, identity, listen, timeout_s=timeout_s, pin_s=LONG_S)
+        self.endpoint = Endpoint(
+            self.receiver, tiers, identity, listen, timeout_s=timeout_s, pin_s=LONG_S, tls=tls
+        )
         self.unix, self.tcp = self.endpoint.addresses
 
     def close(self) -> None:
@@ -67,9 +73,12 @@ class Node:
 
 
 def new_sender(
-    identity: Identity = IDENTITY, transfer_s: float = LONG_S, timeout_s: float = LONG_S
+    identity: Identity = IDENTITY,
+    transfer_s: float = LONG_S,
+    timeout_s: float = LONG_S,
+    tls: ssl.SSLContext | None = None,
 ) -> Sender:
-    return Sender(replace(identity, node="sender"), timeout_s=timeout_s, transfer_s=transfer_s)
+    return Sender(replace(identity, node="sender"), timeout_s=timeout_s, transfer_s=transfer_s, tls=tls)
 
 
 def fill(staging: Staging, names: Sequence[str]) -> list[Any]:
@@ -185,7 +194,9 @@ class _Commands:
     """What `Process.call` calls."""
 
     def __init__(self, role: str, folder: Path) -> None:
-        self.node = Node(folder) if role == "receiver" else None
+        certificate = folder / "own.pem"
+        tls = server_context(certificate, certificate) if certificate.exists() else None
+        self.node = Node(folder, tls=tls) if role == "receiver" else None
         self.sender = new_sender()
         self.staging = Staging(SLOT_BYTES, 16)
         self.handles: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -23,6 +24,7 @@ from handoff_nodes import (
     new_sender,
     raw_socket,
 )
+from test_channels import Certificates
 from waiting import wait_for
 
 from kvkit.handoff import door, endpoint
@@ -79,9 +81,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node.close()
 
 
-def hand_over(address: str, transfer: str) -> None:
+def hand_over(address: str, transfer: str, tls: ssl.SSLContext | None = None) -> None:
     """Send records, as a rightful peer."""
-    names, sender, slots = record_names(6, "a" * 16), new_sender(), Staging(SLOT_BYTES, 6)
+    names, sender, slots = record_names(6, "a" * 16), new_sender(tls=tls), Staging(SLOT_BYTES, 6)
     sending = sender.open(transfer, address, names, LONG_S)
     assert sending.admitted.result(LONG_S) == 6
     leases = fill(slots, names)
@@ -109,24 +111,39 @@ SAYS: dict[str, bytes] = {
         ("half a hello", "tcp"),
         ("a large hello", "unix"),
         ("a large hello", "tcp"),
+        ("hello", "tls"),
     ],
 )
-def test_many_strangers_cost_little_and_keep_nobody_out(process: Process, says: str, transport: str) -> None:
-    address = process.call("addresses")[["unix", "tcp"].index(transport)]
-    hand_over(address, "warm")
-    process.call("release", "warm")
-    cost = Cost(process)
+def test_many_strangers_cost_little_and_keep_nobody_out(tmp_path: Path, says: str, transport: str) -> None:
+    flight, tls = SAYS[says], None
+    if transport == "tls":
+        tls = Certificates(tmp_path, "127.0.0.1").client()
+        flight = first_flight(tls)
     with ExitStack() as stack:
+        process = Process("receiver", tmp_path)
+        stack.callback(process.kill)
+        address = process.call("addresses")[transport != "unix"]
+        hand_over(address, "warm", tls)
+        process.call("release", "warm")
+        cost = Cost(process)
         for _ in range(STRANGERS):
             stranger = stack.enter_context(raw_socket(address))
             with suppress(OSError):  # cut off before all is said
-                stranger.sendall(SAYS[says])
-        hand_over(address, "rightful")
+                stranger.sendall(flight)
+        hand_over(address, "rightful", tls)
         rise = cost.rise()
-    assert process.call("holds", record_names(6, "a" * 16))
+        assert process.call("holds", record_names(6, "a" * 16))
     assert rise["descriptors"] <= MAX_STRANGERS + 4, rise
     assert rise["threads"] <= MAX_STRANGERS + 4, rise
     assert rise["bytes"] <= MAX_STRANGERS * STRANGER_BYTES, rise
+
+
+def first_flight(tls: ssl.SSLContext) -> bytes:
+    """What the side that connects says first."""
+    says = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        tls.wrap_bio(ssl.MemoryBIO(), says, server_hostname="127.0.0.1").do_handshake()
+    return says.read()
 
 
 def test_who_takes_too_long_to_prove_itself_is_put_out(

@@ -172,11 +172,9 @@ class Link:
         self._failure: Exception | None = None
         self._closing = False
         self._users = 1
-        name = f"kvkit-handoff-{self.number}"
-        self._writer = threading.Thread(target=self._write, name=f"{name}-out", daemon=True)
-        self._reader = threading.Thread(target=self._read, name=f"{name}-in", daemon=True)
+        self._threads = [self._thread(self._read, "in")]
         try:
-            self._reader.start()
+            self._threads[0].start()
         except RuntimeError as error:
             raise ChannelError(f"no thread for a connection: {error}") from error
 
@@ -192,7 +190,7 @@ class Link:
     @property
     def running(self) -> bool:
         """Whether one of its threads is."""
-        return self._writer.is_alive() or self._reader.is_alive()
+        return any(thread.is_alive() for thread in self._threads)
 
     def say(self, message: Message) -> None:
         """Queue a message; one to a link that ended is lost."""
@@ -230,7 +228,7 @@ class Link:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end."""
-        for thread in (self._writer, self._reader):
+        for thread in reversed(self._threads):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
@@ -356,15 +354,20 @@ class Link:
         finally:
             self._leave()
 
+    def _thread(self, run: Callable[[], None], way: str) -> threading.Thread:
+        return threading.Thread(target=run, name=f"kvkit-handoff-{self.number}-{way}", daemon=True)
+
     def _start_writing(self) -> None:
+        writer = self._thread(self._write, "out")
         with self._changed:
             self._users += 1
         try:
-            self._writer.start()
+            writer.start()
         except RuntimeError as error:
             with self._changed:
                 self._users -= 1
             raise ChannelError(f"{self}: no thread to write to it: {error}") from error
+        self._threads.append(writer)
 
     def _leave(self) -> None:
         """A thread is through; the last one closes the channel."""
@@ -430,7 +433,7 @@ class Link:
             if self._error is not None:
                 return
             error = self._failure or error
-            self._error = error
+            self._error = ChannelError(str(error))  # the other has frames, and they have this
             left, self._queue = self._queue, deque()
             self._changed.notify_all()
             channel = self._channel

@@ -65,7 +65,7 @@ class TlsStream(Stream):
         self._cipher = threading.Lock()  # for the three above; nobody waits for the peer inside
         self._shaking = threading.Lock()
         self._shaken = False
-        self._raw = memoryview(bytearray(_PIECE_BYTES))
+        self._raw = memoryview(bytearray(_FIRST_PIECE_BYTES))
 
     def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         self.handshake(deadline)
@@ -122,8 +122,9 @@ class TlsStream(Stream):
 
     def _more(self, deadline: float) -> bool:
         """Have some more ciphertext; whether there was any."""
-        room = self._raw if self._shaken else self._raw[:_FIRST_PIECE_BYTES]
-        count = super().read_ahead(room, max(deadline - time.monotonic(), SHORTEST_S))
+        count = super().read_ahead(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
         with self._cipher:
             self._received.write(self._raw[:count])
+        if count == len(self._raw) < _PIECE_BYTES:  # records come
+            self._raw = memoryview(bytearray(_PIECE_BYTES))
         return count > 0
