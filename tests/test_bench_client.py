@@ -129,10 +129,14 @@ def test_a_server_that_is_gone(server: Completions) -> None:
     assert answers(found, Request(0, "a", False))[0].error is None
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "", "http://me:hush@host", "http://host/?key=hush"]
+)
 def test_a_url_that_is_none(url: str) -> None:
-    with pytest.raises(ClientError, match="want http://HOST:PORT"):
+    """Figures and errors name the URL: one with a secret is refused, too."""
+    with pytest.raises(ClientError, match="want http://HOST:PORT") as caught:
         connect("s", url)
+    assert "hush" not in str(caught.value)
 
 
 def test_no_server_and_no_such_model(server: Completions) -> None:

@@ -468,6 +468,7 @@ def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: 
     }
     assert stored(settings) == WHOLE
     assert loaded(settings) == [{"rows": WHOLE}]
+    assert stat.S_IMODE((tmp_path / "records.db").stat().st_mode) == 0o600
     monkeypatch.delitem(sys.modules, "sqlite_tier")
 
 

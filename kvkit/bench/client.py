@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.bench.workloads import Request
 from kvkit.threads import Workers
+from kvkit.tiers.urls import shown
 
 HIT_COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
 """vLLM's counters of prompt tokens that it did not compute: in its own cache, in a connector's."""
@@ -80,8 +81,8 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
         ClientError: the URL is none, nobody answers there, or there is no such model.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ClientError(f"url = {url!r}: want http://HOST:PORT or https://HOST")
+    if parts.scheme not in ("http", "https") or not parts.hostname or shown(url) != url:
+        raise ClientError(f"url = {shown(url)!r}: want http://HOST:PORT or https://HOST, and no more")
     base = url.rstrip("/").removesuffix("/v1")
     try:
         models = json.loads(_get(f"{base}/v1/models", timeout_s))["data"]
