@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.adapters import smollm2
+from kvkit.bench import memory
 from kvkit.bench.systems import ended_by_sigterm, free_port
 from kvkit.environment import describe, version_of
 
@@ -45,11 +46,14 @@ TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
 """KV of a token of SmolLM2 in float32: layers, K and V, heads, head size, bytes."""
 PROMPT_TOKENS = (12 * BLOCK + 1, 12 * BLOCK + BLOCK // 2)
 OUTPUT_TOKENS = 8
+BLOCK_BYTES = 1 << 30
+"""Of each engine, at most."""
+TIER_BYTES = 1 << 29
+"""Of kvkit's engines: staging twice, the buffer."""
 WARM_UP = 2
 """Rounds that are not counted."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -146,10 +150,12 @@ def _kvkit(handoff: Settings) -> Settings:
 class Engine:
     """vLLM in a process of its own, stopped but within `awake`. A context manager that ends it."""
 
-    def __init__(self, transfer: Settings, package: Path | None) -> None:
+    def __init__(self, transfer: Settings, package: Path | None, block_bytes: int | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, transfer, package, free_port()))
+        self._process = context.Process(
+            target=_serve, args=(theirs, transfer, package, free_port(), block_bytes)
+        )
         self._process.start()
         theirs.close()
         self.pid = self._process.pid or 0
@@ -175,7 +181,9 @@ class Engine:
         self._process.join()
 
 
-def _serve(pipe: Connection, transfer: Settings, package: Path | None, port: int) -> None:
+def _serve(
+    pipe: Connection, transfer: Settings, package: Path | None, port: int, block_bytes: int | None
+) -> None:
     """Answer prompts until the pipe is closed; take steps as long as vLLM has something to do."""
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
     if package is not None:
@@ -192,6 +200,7 @@ def _serve(pipe: Connection, transfer: Settings, package: Path | None, port: int
         max_num_seqs=8,
         enable_prefix_caching=False,
         num_gpu_blocks_override=64,
+        kv_cache_memory_bytes=block_bytes,
         disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**transfer),
     ).llm_engine
@@ -280,10 +289,12 @@ def measure(rounds: int) -> dict[str, Any]:
     handed: dict[tuple[str, int], list[Handed]] = defaultdict(list)
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-pd-") as folder, ExitStack() as stack:
         found, missing = systems(Path(folder))
+        share = memory.share(str(smollm2.fetch()), servers=2 * len(found), tiers=TIER_BYTES, most=BLOCK_BYTES)
+        print(share.words)
         pairs = {
             name: (
-                stack.enter_context(Engine(system.prefill, system.package)),
-                stack.enter_context(Engine(system.decode, system.package)),
+                stack.enter_context(Engine(system.prefill, system.package, share.block_bytes)),
+                stack.enter_context(Engine(system.decode, system.package, share.block_bytes)),
             )
             for name, system in found.items()
         }

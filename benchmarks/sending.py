@@ -1,6 +1,6 @@
 """What handing off costs a prefill engine: prompts that it sends against prompts that it keeps.
 
-    VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.sending --json benchmarks/results/sending-<machine>.json
+    python -m benchmarks.sending --json benchmarks/results/sending-<machine>.json
 
 Two vLLM servers, one of which sends to the other's buffer. Rounds of prompts, all different, take turns: sent
 and kept. A round is timed as a whole: all but the end of its last transfer is in it. On a machine whose cores
@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from kvkit.adapters import smollm2
+from kvkit.bench import memory
 from kvkit.bench.systems import Setup, ended_by_sigterm, started
 from kvkit.bench.workloads import random_prefill
 from kvkit.environment import describe
@@ -34,6 +35,10 @@ idle_timeout_s = 1.0
 listen = ["{address}"]
 """
 TIMEOUT_S = 300.0
+BLOCK_BYTES = 1 << 30
+"""Of each server, at most."""
+TIER_BYTES = 1 << 30
+"""Of both: staging, the buffer."""
 
 
 def computed_s(url: str, model: str, prompt: str, address: str | None) -> float:
@@ -59,7 +64,9 @@ def measure(rounds: int, requests: int, words: int) -> dict[str, object]:
         stack.enter_context(ended_by_sigterm())
         folder = Path(name)
         address = f"unix://{folder}/handoff/socket"
-        setup = Setup(model, 1, None, (), folder)
+        share = memory.share(model, servers=2, tiers=TIER_BYTES, most=BLOCK_BYTES)
+        print(share.words)
+        setup = Setup(model, 1, None, share.options, folder, memory=share.words)
         urls = []
         for role, text in {"prefill": PREFILL, "decode": DECODE.format(address=address)}.items():
             (folder / role).mkdir()

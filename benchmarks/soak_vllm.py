@@ -27,12 +27,17 @@ import numpy as np
 
 from benchmarks import faulty_tier
 from kvkit.adapters import smollm2
+from kvkit.bench import memory
 from kvkit.environment import describe, version_of
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and here of chunks."""
 
 PAGES = 20
+BLOCK_BYTES = 1 << 30
+"""Of vLLM's blocks, at most; `PAGES` of them are used."""
+TIER_BYTES = 1 << 29
+"""Of slots and records, at most."""
 """Blocks of vLLM: those of about four conversations."""
 
 AT_A_TIME, CONVERSATIONS, TURNS = 8, 16, 4
@@ -93,7 +98,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the caches are looked into
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="kvkit-soak-") as folder:
         found = soak(options.model or smollm2.fetch(), options.minutes * 60, Path(folder))
@@ -180,6 +184,8 @@ def open_engine(model: Path, kvkit: dict[str, Any] | None) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    share = memory.share(str(model), tiers=TIER_BYTES, most=BLOCK_BYTES)
+    print(share.words)
     transfer = kvkit and KVTransferConfig(
         kv_connector="KVKitConnector",
         kv_connector_module_path="kvkit.adapters.vllm.connector",
@@ -198,6 +204,7 @@ def open_engine(model: Path, kvkit: dict[str, Any] | None) -> Any:
         enable_prefix_caching=kvkit is None,
         disable_log_stats=False,
         num_gpu_blocks_override=PAGES if kvkit else 64,
+        kv_cache_memory_bytes=share.block_bytes,
         kv_transfer_config=transfer,
     )
     return llm.llm_engine

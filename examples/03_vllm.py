@@ -13,13 +13,14 @@ import sys
 import tempfile
 
 # The engine within this process starts faster; its threads must not compete with kvkit's for two cores.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from kvkit.adapters import smollm2
+from kvkit.bench import memory
 
 SYSTEM = "You are the guide of a museum of natural history. Answer in one sentence. " + " ".join(
     f"Room {room} shows the {room}th age of the earth, its rocks, plants and animals."
@@ -35,8 +36,12 @@ def main(folder: str) -> None:
         "staging": "64MiB",
         "tiers": {"memory": {"capacity": "256MiB"}, "disk": {"url": f"file://{folder}"}},
     }
+    model = str(smollm2.fetch())
+    share = memory.share(model, tiers=320 << 20, most=1 << 30)  # vLLM alone would take nearly all there is
+    print(share.words)
     llm = LLM(
-        model=str(smollm2.fetch()),
+        model=model,
+        kv_cache_memory_bytes=share.block_bytes,
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,

@@ -81,6 +81,7 @@ def demo(
 def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path, png_path: Path) -> None:
     from kvkit.adapters.smollm2 import ModelError
     from kvkit.bench.client import ClientError
+    from kvkit.bench.memory import MemoryTooSmall
     from kvkit.bench.pd import FLOWS, PdError, run
     from kvkit.bench.systems import StartError
 
@@ -93,7 +94,7 @@ def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path, png_path:
         _fail(f"vllm = {vllm!r}: {error}")
     try:
         run(chosen, model, options, json_path, png_path, Console())
-    except (PdError, StartError, ClientError, ModelError) as error:
+    except (PdError, StartError, ClientError, ModelError, MemoryTooSmall) as error:
         _fail(str(error))
 
 
@@ -263,7 +264,6 @@ def bench_serve(
         )
     except ServeError as error:
         _fail(str(error))
-    Console().print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)
     for measured in results:
         for answer in measured.answers:
             if answer.error is not None:

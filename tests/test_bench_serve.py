@@ -90,6 +90,32 @@ def test_what_fails_is_counted_and_said(servers: tuple[Completions, Completions]
     assert "s (2 failed)" in result.stdout
 
 
+def test_a_system_that_does_not_start_costs_its_own_rows(
+    servers: tuple[Completions, Completions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's server without a library that it needs, beside one that answers and one that does not."""
+    pytest.importorskip("vllm")
+    package = tmp_path / "lmcache" / "lmcache" / "v1" / "multiprocess"
+    package.mkdir(parents=True)
+    missing = "libibverbs.so.1: cannot open shared object file"
+    (package / "server.py").write_text(f"raise ImportError({missing!r})")
+    monkeypatch.setenv("KVKIT_PEERS", str(tmp_path))
+    path = tmp_path / "x.json"
+    url, hanging = (servers[0].url(way) for way in ("good", "hanging"))
+    result = run(
+        *("bench", "serve", "--systems", "lmcache", "--url", f"s={url}", "--url", f"late={hanging}"),
+        *("--workloads", "random", "--requests", "2", "--words", "64", "--timeout-s", "2", "--json", path),
+    )
+    assert result.exit_code == 1
+    for words in ("lmcache-server ended with 1", missing, "late: ", "not answered within 2 s"):
+        assert words in result.stderr
+    assert "│ s " in result.stdout
+    written = json.loads(path.read_text())
+    assert [(row["system"], row["errors"]) for row in written["results"]] == [("s", 0)]
+    assert missing in written["left_out"]["lmcache"]
+    assert "not answered within 2 s" in written["left_out"]["late"]
+
+
 def test_a_server_that_does_not_answer(servers: tuple[Completions, Completions], tmp_path: Path) -> None:
     failed(
         run(

@@ -2,68 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from rich.console import Console
+from pages import on_page, run_shell
 from small_models import save_with_tokenizer
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 from vllm_engine import ENVIRONMENT
 
 from kvkit.adapters import smollm2
-from kvkit.bench.report import Measured
-from kvkit.bench.serve import Load, ServeError, run
 from kvkit.bench.workloads import CONTROL, WORKLOADS
+from kvkit.cli import app
 
 CHUNK = 256
-LOAD = Load(("document-qa", CONTROL), 4, 500, 4, 1, None, 1, 0, 60.0)
-OPTIONS = (
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=2048",
-    f"--kv-cache-memory-bytes={256 << 20}",
+FEW = (
+    f"--workloads document-qa,{CONTROL} --requests 4 --words 500 --max-tokens 4 "
+    "--interleave --vllm=--enforce-eager"
 )
 
 
-def measured(tmp_path: Path, model: str, *systems: str) -> list[Measured]:
-    return run(
-        LOAD,
-        systems=systems,
-        urls=(),
-        model=model,
-        memory_gib=1,
-        config=None,
-        vllm_options=OPTIONS,
-        interleave=True,
-        json_path=tmp_path / "serve.json",
-        png_path=None,
-        console=Console(),
-    )
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
-    model = str(save_with_tokenizer(tmp_path / "model"))
-    qa_plain, qa_kvkit, control_plain, control_kvkit = measured(tmp_path, model, "plain", "kvkit")
-    assert [(m.system, m.workload) for m in (qa_kvkit, control_plain)] == [
-        ("kvkit", "document-qa"),
-        ("plain", CONTROL),
-    ]
-    for plain, kvkit in ((qa_plain, qa_kvkit), (control_plain, control_kvkit)):
-        assert [a.error for a in plain.answers + kvkit.answers] == [None] * 8
-        assert [a.text for a in plain.answers] == [a.text for a in kvkit.answers]
-        assert {a.output_tokens for a in plain.answers + kvkit.answers} == {4}, "the end is ignored"
-        assert plain.hit_tokens == 0
-    assert [a.cached_tokens for a in qa_kvkit.answers] == [0, CHUNK, CHUNK, CHUNK]
-    assert control_kvkit.hit_tokens == 0
+    """As docs/vllm.md has it typed, with a small model and few requests: nobody says how much it may take."""
+    model = save_with_tokenizer(tmp_path / "model")
+    command = on_page("docs/vllm.md", "kvkit bench serve --model")
+    done = run_shell(command, tmp_path, {"--model MODEL": f"--model {model} {FEW}"}, **ENVIRONMENT)
+    assert re.search(
+        r"vLLM's blocks: \d+\.\d GiB for each of 2; .* are available, 1\.2 GiB of them for tiers", done.stdout
+    )
+    assert "lmcache: left out, LMCache is neither installed" in done.stdout
+    written = json.loads((tmp_path / "serve.json").read_text())
+    cached: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for request in written["requests"]:
+        assert request["error"] is None
+        assert request["output_tokens"] == 4, "the end is ignored"
+        cached[request["system"], request["workload"]].append(request["cached_tokens"] or 0)
+    assert cached == {
+        ("plain", "document-qa"): [0] * 4,
+        ("plain", CONTROL): [0] * 4,
+        ("kvkit", "document-qa"): [0, CHUNK, CHUNK, CHUNK],
+        ("kvkit", CONTROL): [0] * 4,
+    }
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_word_is_about_a_token() -> None:
@@ -74,5 +60,9 @@ def test_a_word_is_about_a_token() -> None:
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match=r"plain ended with 1:(.|\n)*absent"):
-        measured(tmp_path, str(tmp_path / "absent"), "plain")
+    absent, figures = str(tmp_path / "absent"), str(tmp_path / "serve.json")
+    result = CliRunner().invoke(
+        app, ["bench", "serve", "--systems", "plain", "--model", absent, "--json", figures], env=ENVIRONMENT
+    )
+    assert result.exit_code == 1
+    assert re.search(r"error: plain ended with 1:(.|\n)*absent", result.stderr)

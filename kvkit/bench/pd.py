@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvkit.adapters import smollm2
+from kvkit.bench import memory
 from kvkit.bench.client import Answer, Server, ask, connect, loaded_tokens
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.bench.workloads import chat
@@ -32,8 +33,10 @@ TURNS = 4
 WORDS = 1600
 """Of all turns."""
 CHUNK_TOKENS = 256
-PAGES = ("--kv-cache-memory-bytes", str(1 << 30))
-"""Of each server; vLLM would give the first all that the machine, or the GPU, has."""
+BLOCK_BYTES = 1 << 30
+"""Of each server, at most: more is of no use to one conversation."""
+TIER_BYTES = 5 << 28
+"""Of both engines: staging twice, the memory tier, the buffer."""
 Flow = Literal["handoff", "pool", "pull", "both"]
 FLOWS: tuple[Flow, ...] = get_args(Flow)
 _TIMEOUT_S = 300.0
@@ -75,20 +78,25 @@ def run(
     Args:
         flow: one of `FLOWS`.
         model: hub id or folder; None: SmolLM2-135M-Instruct from its PyPI package.
-        options: more of vLLM's command line; what is there wins over `PAGES`.
+        options: more of vLLM's command line; what is there of memory stands.
 
     Raises:
         PdError: vLLM is missing, or a request failed.
         StartError: a server cannot be started.
+        MemoryTooSmall: the machine has too little memory for both engines.
     """
     lacking = missing("kvkit")
     if lacking is not None:
         raise PdError(f"demo --pd: {lacking}")
-    with TemporaryDirectory(prefix="kvkit-pd-") as name, ended_by_sigterm():
-        folder = Path(name)
+    with TemporaryDirectory(prefix="kvkit-pd-") as place, ended_by_sigterm():
+        folder = Path(place)
         address = f"unix://{folder}/decode/handoff/socket"
         half, other = _halves(sorted(os.sched_getaffinity(0)))
-        setup = Setup(model or str(smollm2.fetch()), 1, None, (*PAGES, *options), folder, cores=half)
+        name = model or str(smollm2.fetch())
+        share = memory.share(name, servers=2, tiers=TIER_BYTES, most=BLOCK_BYTES, options=options)
+        console.print(share.words, highlight=False, soft_wrap=True)
+        chosen = (*share.options, *options)
+        setup = Setup(name, 1, None, chosen, folder, cores=half, memory=share.words)
         with console.status("plain vLLM"), started("plain", setup) as url:
             plain = [answer for answer, _ in converse(connect("plain", url), [])]
         with ExitStack() as stack:

@@ -15,11 +15,22 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from kvkit.adapters import smollm2
+from kvkit.bench import memory
 from kvkit.bench.client import ClientError, Server, connect, counted_hits, drive
+from kvkit.bench.memory import MemoryTooSmall
 from kvkit.bench.report import Measured, as_json, draw, tables
-from kvkit.bench.systems import CHUNK_TOKENS, SYSTEMS, Setup, StartError, ended_by_sigterm, missing, started
+from kvkit.bench.systems import (
+    CHUNK_TOKENS,
+    STAGING_BYTES,
+    SYSTEMS,
+    Setup,
+    StartError,
+    ended_by_sigterm,
+    missing,
+    started,
+)
 from kvkit.bench.workloads import WORKLOADS, Request, arriving, document_qa
-from kvkit.config import ConfigError, load_config
+from kvkit.config import Config, ConfigError, load_config
 from kvkit.environment import describe
 
 Say = Callable[[str], None]
@@ -85,10 +96,11 @@ def run(
         interleave: start all systems at once and let them take turns, round by round.
 
     Raises:
-        ServeError: a setting is wrong, nothing is left to measure, a server does not start or answer, or a
-            file cannot be written.
+        ServeError: a setting is wrong, nothing is left to measure, or a file cannot be written. A system did
+            not start or answer: what the others did is printed and written by then.
     """
-    chunk_tokens = _check(load, systems, json_path, png_path, config)
+    settings = _check(load, systems, json_path, png_path, config)
+    chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -102,6 +114,7 @@ def run(
     if not chosen and not urls:
         raise ServeError("nothing to measure: install vLLM, or name a server with --url")
     found: dict[tuple[str, str], Measured] = {}
+    lost: dict[str, str] = {}
     try:
         running = [connect(*_named(url), model) for url in urls]
         names = [*chosen, *(server.name for server in running)]
@@ -110,44 +123,71 @@ def run(
         with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
             name = _model(model, say) if chosen else ""
             setup = Setup(name, memory_gib, config, tuple(vllm_options), Path(folder), chunk_tokens)
+            if chosen:
+                setup = _sized(setup, settings, chosen, interleave)
+                say(setup.memory)
             for servers in _groups(chosen, running, interleave):
                 with ExitStack() as stack:
-                    ready = [s if isinstance(s, Server) else _start(s, setup, stack, say) for s in servers]
-                    for measured in measure(ready, load, say):
+                    ready = _start_all(servers, setup, stack, lost, say)
+                    for measured in measure(ready, load, lost, say):
                         key = measured.workload, measured.system
                         found[key] = found[key] + measured if key in found else measured
-    except (ClientError, StartError, smollm2.ModelError) as error:
+    except (ClientError, MemoryTooSmall, smollm2.ModelError) as error:
         raise ServeError(str(error)) from error
-    results = [found[workload, name] for workload in load.workloads for name in names]
+    keys = [(workload, name) for workload in load.workloads for name in names]
+    results = [found[key] for key in keys if key in found]
+    if not results:
+        raise ServeError("\n".join(lost.values()))
     for table in tables(results):
         console.print(table)
     shown = Path(model).name if model and Path(model).is_dir() else model
     document = describe() | {"command": _command(load), "model": shown, "load": asdict(load)}
     document |= {"interleave": interleave, "memory_gib": memory_gib, "vllm_options": list(vllm_options)}
-    document |= {"chunk_tokens": chunk_tokens}
+    document |= {"chunk_tokens": chunk_tokens, "memory": setup.memory, "left_out": lost}
     _write(document | as_json(results), results, json_path, png_path)
+    say(f"figures: {json_path}")
+    if lost:
+        raise ServeError("\n".join(lost.values()))
     return results
 
 
-def measure(servers: Sequence[Server], load: Load, say: Say) -> Iterator[Measured]:
+def measure(servers: Sequence[Server], load: Load, lost: dict[str, str], say: Say) -> Iterator[Measured]:
     """Every round of every workload on each server; who comes first changes with the round.
 
-    Raises:
-        ServeError: a server does not answer at all.
+    Mutates `lost`: a server that does not answer is left out, and named there with the reason.
     """
+    ready = []
     for server in servers:
-        # two of a kind, so that what is compiled or opened at a first hit is, too
-        warm = document_qa(load.seed + load.rounds, 2, load.words, asked=2)
-        for answer in drive(server, warm, 1, load.timeout_s)[0]:
-            if answer.error is not None:
-                raise ServeError(f"{server.name}: {server.url} does not answer: {answer.error}")
-    for number in range(load.rounds):
-        turn = number % len(servers)
+        kills = memory.kills()
+        if (error := _warm_up(server, load)) is None:
+            ready.append(server)
+        else:
+            why = memory.killed(kills)
+            lost[server.name] = (
+                f"{server.name}: {server.url} does not answer: {error}{(why and f' ({why})') or ''}"
+            )
+            say(f"{server.name}: left out, it does not answer")
+    for number in range(load.rounds if ready else 0):
+        turn = number % len(ready)
         for workload in load.workloads:
             requests = load.round(workload, number)
-            for server in [*servers[turn:], *servers[:turn]]:
+            for server in [*ready[turn:], *ready[:turn]]:
                 say(f"round {number + 1} of {load.rounds}: {workload} on {server.name}")
-                yield _measure(server, workload, requests, load)
+                kills = memory.kills()
+                measured = _measure(server, workload, requests, load)
+                if any(answer.error for answer in measured.answers) and (why := memory.killed(kills)):
+                    lost[server.name] = f"{server.name}: {why} during {workload}"
+                yield measured
+
+
+def _warm_up(server: Server, load: Load) -> str | None:
+    """Have it compile and open what the first requests need; what was wrong.
+
+    Two of a kind, so that what is compiled or opened at a first hit is, too.
+    """
+    warm = document_qa(load.seed + load.rounds, 2, load.words, asked=2)
+    errors = (answer.error for answer in drive(server, warm, 1, load.timeout_s)[0])
+    return next((error for error in errors if error is not None), None)
 
 
 def _measure(server: Server, workload: str, requests: Sequence[Request], load: Load) -> Measured:
@@ -161,8 +201,8 @@ def _measure(server: Server, workload: str, requests: Sequence[Request], load: L
 
 def _check(
     load: Load, systems: Sequence[str], json_path: Path, png_path: Path | None, config: Path | None
-) -> int:
-    """The size of chunks, as every system has it.
+) -> Config | None:
+    """kvkit's configuration, if there is a file.
 
     Raises:
         ServeError: a setting is wrong.
@@ -180,9 +220,9 @@ def _check(
         if path is not None and not path.absolute().parent.is_dir():
             raise ServeError(f"{path}: there is no folder {path.parent}")
     if config is None:
-        return CHUNK_TOKENS
+        return None
     try:
-        return load_config(config).chunk_tokens
+        return load_config(config)
     except ConfigError as error:
         raise ServeError(str(error)) from error
 
@@ -208,9 +248,39 @@ def _groups(
         yield list(running)
 
 
-def _start(system: str, setup: Setup, stack: ExitStack, say: Say) -> Server:
-    say(f"{system}: starting")
-    return connect(system, stack.enter_context(started(system, setup)))
+def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interleave: bool) -> Setup:
+    """`setup` with the options that size vLLM's memory by the machine, and by what else is started.
+
+    Raises:
+        MemoryTooSmall: they do not fit.
+    """
+    cache = (setup.memory_gib << 30) + STAGING_BYTES if config is None else memory.tier_bytes(config)
+    caches = sum(system != "plain" for system in systems)
+    share = memory.share(
+        setup.model,
+        servers=len(systems) if interleave else 1,
+        tiers=cache * (caches if interleave else min(1, caches)),
+        options=setup.options,
+    )
+    return replace(setup, options=(*share.options, *setup.options), memory=share.words)
+
+
+def _start_all(
+    servers: Sequence[str | Server], setup: Setup, stack: ExitStack, lost: dict[str, str], say: Say
+) -> list[Server]:
+    """Those that run, and those that start. Mutates `lost`: the others, with the reason."""
+    ready = []
+    for server in servers:
+        if isinstance(server, Server):
+            ready.append(server)
+            continue
+        say(f"{server}: starting")
+        try:
+            ready.append(connect(server, stack.enter_context(started(server, setup))))
+        except (StartError, ClientError) as error:
+            lost[server] = str(error)
+            say(f"{server}: left out, it does not start")
+    return ready
 
 
 def _model(model: str | None, say: Say) -> str:

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkit.bench.memory import killed
+from kvkit.bench.memory import kills as memory_kills
+
 SYSTEMS = ("plain", "kvkit", "lmcache")
 START_S = 600.0
 """How long a server may take until it serves, in seconds: a large model is long in loading."""
@@ -26,6 +29,8 @@ _PAUSE_S = 0.1
 _TAIL_LINES = 30
 _CAUSES = 3
 CHUNK_TOKENS = 256
+STAGING_BYTES = 256 << 20
+"""Of kvkit without a file."""
 _SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 """On a CPU vLLM computes on one core less with a connector, or on all where that would leave none: plain vLLM
 and a cache would be compared on different cores."""
@@ -49,6 +54,7 @@ class Setup:
         options: more of vLLM's command line, for every system.
         folder: of the servers' logs.
         cores: that a server computes on where there is no GPU; none: as vLLM chooses.
+        memory: what each server is given, as `options` say it, in words.
     """
 
     model: str
@@ -58,6 +64,7 @@ class Setup:
     folder: Path
     chunk_tokens: int = CHUNK_TOKENS
     cores: tuple[int, ...] = ()
+    memory: str = ""
 
 
 def missing(system: str) -> str | None:
@@ -97,7 +104,7 @@ def started(system: str, setup: Setup) -> Iterator[str]:
             }
         port = free_port()
         command = _vllm(setup, port, transfer)
-        with serving(system, command, environment, setup.folder, lambda: _healthy(port)):
+        with serving(system, command, environment, setup.folder, lambda: _healthy(port), setup.memory):
             yield f"http://127.0.0.1:{port}"
 
 
@@ -133,16 +140,19 @@ def serving(
     environment: Mapping[str, str],
     folder: Path,
     serves: Callable[[], bool],
+    memory: str = "",
 ) -> Iterator[None]:
     """A process that serves; it and its children are ended with the context.
 
     Args:
         serves: asked again and again until it is true.
+        memory: what it was given, in words, to be told where it is killed.
 
     Raises:
         StartError: it ended, or did not serve within `START_S`.
     """
     path = folder / f"{name}.log"
+    kills = memory_kills()
     with open(path, "wb") as log:
         process = subprocess.Popen(
             command,
@@ -157,9 +167,12 @@ def serving(
         while not serves():
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(_PAUSE_S)
-                raise StartError(f"{name} ended with {code}:\n{_tail(path)}")
+                raise StartError(
+                    f"{name} ended with {code}{_killed(kills, code, path, memory)}:\n{_tail(path)}"
+                )
             if time.monotonic() > deadline:
-                raise StartError(f"{name} did not serve within {START_S:.0f} s:\n{_tail(path)}")
+                why = _killed(kills, None, path, memory)
+                raise StartError(f"{name} did not serve within {START_S:.0f} s{why}:\n{_tail(path)}")
         yield
     finally:
         process.terminate()
@@ -185,7 +198,7 @@ def _kvkit(setup: Setup) -> dict[str, Any]:
         extra: dict[str, Any] = {"kvkit_config": str(setup.config.absolute())}
     else:
         tiers = {"memory": {"capacity": f"{setup.memory_gib}GiB"}}
-        extra = {"kvkit": {"chunk_tokens": setup.chunk_tokens, "staging": "256MiB", "tiers": tiers}}
+        extra = {"kvkit": {"chunk_tokens": setup.chunk_tokens, "staging": STAGING_BYTES, "tiers": tiers}}
     return {
         "kv_connector": "KVKitConnector",
         "kv_connector_module_path": "kvkit.adapters.vllm.connector",
@@ -256,6 +269,12 @@ def _peers() -> str | None:
     """The folder that holds LMCache without being installed."""
     folder = Path(os.environ.get("KVKIT_PEERS", "")) / "lmcache"
     return str(folder) if os.environ.get("KVKIT_PEERS") and folder.is_dir() else None
+
+
+def _killed(kills: int, code: int | None, path: Path, memory: str) -> str:
+    """That a process was killed, and what it had been given, in words; empty where nothing says so."""
+    why = killed(kills, code, path.read_text(errors="replace"))
+    return "" if why is None else f", {why}" + (f" ({memory})" if memory else "")
 
 
 def _tail(path: Path) -> str:
