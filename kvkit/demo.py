@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +18,9 @@ from rich.table import Table
 
 from kvkit.adapters import smollm2
 from kvkit.environment import describe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 QUESTIONS = (
     "Which method is called when the default attribute access fails?",
@@ -103,12 +106,15 @@ def table(turns: list[Turn]) -> Table:
 
 def draw(first: list[Turn], second: list[Turn], path: Path) -> None:
     """Draw the demo's picture: where each prompt's tokens came from, and the time to the first token."""
-    import matplotlib
+    picture(first, second).savefig(path, dpi=110)
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+def picture(first: list[Turn], second: list[Turn]) -> Figure:
+    """What `draw` draws."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
     numbers = list(range(1, len(second) + 1))
     labelled: set[str] = set()
     for offset, turns in ((-0.2, first), (0.2, second)):
@@ -126,7 +132,6 @@ def draw(first: list[Turn], second: list[Turn], path: Path) -> None:
         xticks=numbers,
         ylabel="tokens",
     )
-    left.legend(fontsize=7, loc="lower right")
     right.bar(
         [n - 0.2 for n in numbers],
         [t.ttft_cold_s or 0 for t in second],
@@ -143,9 +148,9 @@ def draw(first: list[Turn], second: list[Turn], path: Path) -> None:
     )
     right.bar_label(bars, [f"{(t.ttft_cold_s or 0) / t.ttft_s:.0f}×" for t in second], fontsize=9)
     right.set(title="time to first token, 2nd process", xlabel="turn", xticks=numbers, ylabel="seconds")
-    right.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    for axes in (left, right):  # below the bars, which fill a panel
+        axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
+    return figure
 
 
 def converse(

@@ -101,6 +101,16 @@ def test_the_table_and_the_picture_of_turns_that_missed(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").stat().st_size > 1000
 
 
+def test_no_legend_hides_a_bar() -> None:
+    turns = [Turn(3000, {"disk": 2000, "memory": 900}, 100, 0.5, 7.0, True)] * 4
+    figure = demo.picture(turns, turns)
+    figure.savefig(io.BytesIO(), dpi=110)
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        assert legend is not None
+        assert not legend.get_window_extent().overlaps(axes.bbox)
+
+
 def test_a_failing_process_is_an_error_with_what_it_said() -> None:
     with pytest.raises(DemoError, match="ValueError: not enough values") as caught:
         list(demo._events(["no store"]))

@@ -1,0 +1,54 @@
+"""Draw the pictures of docs/ from results/, so that none shows what was not measured.
+
+python -m benchmarks.pictures
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import resident, timeline
+from benchmarks.tables import MACHINE, RESULTS, ROOT
+from kvkit import demo
+from kvkit.bench import pd
+
+
+def _demo(found: dict[str, Any], path: Path) -> None:
+    first, second = ([demo.Turn(**turn) for turn in found[key]] for key in ("first_process", "turns"))
+    demo.draw(first, second, path)
+
+
+def _pd(found: dict[str, Any], path: Path) -> None:
+    pd.draw([pd.Turn(**turn) for turn in found["turns"]], path)
+
+
+def _resident(found: dict[str, Any], path: Path) -> None:
+    samples = [resident.Sample(**sample) for sample in found["samples"]]
+    resident.draw(resident.Run(found["stored_bytes"], found["staging_bytes"], samples), path)
+
+
+def _timeline(found: dict[str, Any], path: Path) -> None:
+    timeline.draw([timeline.Event(**event) for event in found["events"]], path)
+
+
+PICTURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
+    "demo.png": ("demo", _demo),
+    "pd.png": ("flow-both", _pd),
+    "resident.png": ("resident", _resident),
+    "timeline.png": ("timeline", _timeline),
+}
+"""By file in docs/: whose result it shows, and what draws it."""
+
+
+def draw(name: str, path: Path) -> None:
+    """Draw one of `PICTURES` to `path`, as a PNG."""
+    result, function = PICTURES[name]
+    function(json.loads((RESULTS / f"{result}-{MACHINE}.json").read_text()), path)
+
+
+if __name__ == "__main__":
+    for name in PICTURES:
+        draw(name, ROOT / "docs" / name)
