@@ -1,4 +1,4 @@
-"""Write the tables of settings and metrics in docs/, from the models and the texts that define them.
+"""Write the tables of settings, metrics, commands and names in docs/, from what defines them.
 
 python -m docs.reference
 """
@@ -6,8 +6,10 @@ python -m docs.reference
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -15,17 +17,81 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.main import get_command
 
 from kvkit import metrics
 from kvkit.adapters.vllm import router_metrics
 from kvkit.adapters.vllm.router_settings import EngineConfig, RouterConfig
 from kvkit.adapters.vllm.settings import Settings
+from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.simulate import config as simulate
 from kvkit.tiers.mooncake import MooncakeOptions
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/configuration.md", "docs/operations.md", "docs/pd.md", "docs/vllm.md")
+PAGES = (
+    "docs/commands.md",
+    "docs/configuration.md",
+    "docs/operations.md",
+    "docs/pd.md",
+    "docs/python.md",
+    "docs/simulate.md",
+    "docs/vllm.md",
+)
+API = (
+    "cache",
+    "sequence",
+    "stores",
+    "config",
+    "layout",
+    "policy",
+    "staging",
+    "chunks",
+    "record",
+    "blend",
+    "rope",
+    "metrics",
+    "listing",
+    "testing",
+    "tiers.base",
+    "handoff.sender",
+    "handoff.receiver",
+    "kernels.launch",
+    "kernels.rows",
+    "kernels.reference",
+    "kernels.jax",
+    "kernels.configs",
+    "kernels.problems",
+    "kernels.compiled",
+    "adapters.transformers",
+    "adapters.blend",
+    "adapters.smollm2",
+    "adapters.vllm.connector",
+    "simulate.config",
+    "simulate.model",
+    "simulate.traces",
+    "bench.workloads",
+    "bench.memory",
+)
+"""Modules of kvkit whose names are for users; those of all others may change from one version to the next."""
+SETTINGS: dict[str, type[BaseModel]] = {
+    "settings": Config,
+    "tiers": TierConfig,
+    "mooncake": MooncakeOptions,
+    "policy": PolicyConfig,
+    "server": ServerConfig,
+    "handoff": HandoffConfig,
+    "router": RouterConfig,
+    "router_engine": EngineConfig,
+    "vllm": Settings,
+    "simulated_model": simulate.ModelConfig,
+    "simulated_nodes": simulate.NodesConfig,
+    "simulated_link": simulate.LinkConfig,
+    "simulated_tier": simulate.TierConfig,
+    "simulated_policy": simulate.RolePolicy,
+}
+"""The models of all settings, by the marker of their tables."""
 _NAMES = {
     bool: "true or false",
     int: "integer",
@@ -44,17 +110,11 @@ def render(page: str) -> str:
         KeyError: a marker names no table.
     """
     tables: dict[str, Callable[[], str]] = {
-        "settings": lambda: settings(Config),
-        "tiers": lambda: settings(TierConfig),
-        "mooncake": lambda: settings(MooncakeOptions),
-        "policy": lambda: settings(PolicyConfig),
-        "server": lambda: settings(ServerConfig),
-        "handoff": lambda: settings(HandoffConfig),
+        **{marker: partial(settings, model) for marker, model in SETTINGS.items()},
+        "names": names,
+        "commands": commands,
         "metrics": lambda: documented_metrics(metrics.__doc__ or ""),
-        "router": lambda: settings(RouterConfig),
-        "router_engine": lambda: settings(EngineConfig),
         "router_metrics": lambda: documented_metrics(router_metrics.__doc__ or ""),
-        "vllm": lambda: settings(Settings),
         "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
     }
 
@@ -72,6 +132,53 @@ def settings(model: type[BaseModel]) -> str:
             cells = (f"`{name}`", _values(field), _default(field), field.description or "")
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def names() -> str:
+    """A section for each module of `API`: its public classes and functions, in the module's order."""
+    parts = []
+    for module in API:
+        tree = ast.parse(source_of(module).read_text())
+        rows = [f"| `{node.name}` | {_first_sentence(node)} |" for node in public(tree)]
+        table = ["| name | what it is |", "|---|---|", *rows]
+        parts.append("\n".join([f"## `kvkit.{module}`", "", _first_sentence(tree), "", *table]))
+    return "\n\n".join(parts)
+
+
+def public(tree: ast.Module) -> list[ast.ClassDef | ast.FunctionDef]:
+    """The classes and functions of a module whose names have no underscore in front."""
+    found = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return [node for node in found if not node.name.startswith("_")]
+
+
+def source_of(module: str) -> Path:
+    """The file of a module below kvkit."""
+    return (ROOT / "kvkit" / Path(*module.split("."))).with_suffix(".py")
+
+
+def _first_sentence(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+    text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[a-z)`\]])\. ", text)[0].rstrip(".").replace("|", "\\|")
+
+
+def commands() -> str:
+    """A section for each command: what it does, its arguments and options."""
+    return "\n\n".join(_commands(get_command(app), "kvkit"))
+
+
+def _commands(command: Any, name: str) -> Iterator[str]:
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, f"{name} {word}")
+    if hasattr(command, "commands"):
+        return
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for parameter in command.params:
+        given = "" if parameter.default in (None, False, "", ()) else f"`{parameter.default}`"
+        option = (
+            f"`{parameter.opts[0]}`" if parameter.opts[0].startswith("-") else f"`{parameter.name.upper()}`"
+        )
+        rows.append(f"| {option} | {given} | {parameter.help or ''} |".replace("  ", " "))
+    yield "\n".join([f"## `{name}`", "", inspect.cleandoc(command.help or ""), "", *rows])
 
 
 def documented_metrics(text: str) -> str:
@@ -130,7 +237,7 @@ def _default(field: FieldInfo) -> str:
     if value is None or value is PydanticUndefined or value == {}:
         return ""
     if isinstance(value, ByteSize):
-        return f'`"{value.human_readable().replace(".0", "")}"`'
+        return f'`"{value.human_readable(decimal=not value % 10**6).replace(".0", "")}"`'
     return f"`{str(value).lower() if isinstance(value, bool) else repr(value)}`".replace("'", '"')
 
 

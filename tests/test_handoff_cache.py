@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import trustme
 from engine import Engine, small_layout, small_namespace
 from handoff_nodes import LONG_S, Speaker
+from pages import on_page
 
 from kvkit import record
 from kvkit.cache import Cache
@@ -129,8 +129,7 @@ def test_prefill_to_decode(engine: Engine, prefill: Cache, decode: Cache) -> Non
 
 
 def test_the_example_of_the_page_runs(engine: Engine, prefill: Cache, decode: Cache) -> None:
-    page = (Path(__file__).parent.parent / "docs/handoff.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = on_page("docs/handoff.md", "transfer = ")
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
     given: dict[str, Any] = {"prefill": prefill, "decode": decode, "tokens": TOKENS}

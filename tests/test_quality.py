@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from pages import on_page, run_shell
 from test_blending import random_model
 from typer.testing import CliRunner
 
 from kvkit import cli, quality
+from kvkit.adapters import smollm2
 from kvkit.adapters.blend import BlendedModel, check_gate
 from kvkit.blend import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
@@ -241,17 +243,23 @@ def run(*arguments: object) -> Any:
 
 
 def test_bench_blend(folder: Path, tmp_path: Path) -> None:
-    chosen = "naive; default .05; default .15; k deviation .15; k deviation .15, block mask"
-    figures, picture = tmp_path / "blend.json", tmp_path / "blend.png"
-    options = ["--model", folder, "--samples", 1, "--tokens", 512, "--methods", chosen]
-    result = run("bench", "blend", *options, "--json", figures, "--png", picture)
-    assert result.exit_code == 0, result.output
-    assert "retrieval, 1 samples" in result.output
-    found = json.loads(figures.read_text())
+    """As docs/blend.md has it, with one sample of few tokens, and a small model in the place of SmolLM2's."""
+    place = tmp_path / "kvkit" / "models" / smollm2.NAME
+    place.parent.mkdir(parents=True)
+    place.symlink_to(folder)
+    sizes = {"--samples 40": "--samples 1", "--samples 10": "--samples 1"}
+    sizes |= {"--tokens 1024": "--tokens 512", "--tokens 4096": "--tokens 512"}
+    command = on_page("docs/blend.md", "kvkit bench blend")
+    done = run_shell(command, tmp_path, sizes, XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.count("retrieval, 1 samples") == 2
+    found = json.loads((tmp_path / "blend-1k.json").read_text())
     assert found["command"] == "kvkit bench blend"
     assert set(found["sets"]) == set(SETS)
     assert "kl_of_k_deviation" in found["sets"]["documents"]["default .15"]
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert set(found["sets"]["documents"]) == {*METHODS, "full"}
+    few = json.loads((tmp_path / "blend-4k.json").read_text())
+    assert set(few["sets"]["documents"]) < set(found["sets"]["documents"])
+    assert (tmp_path / "blend-1k.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

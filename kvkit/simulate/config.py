@@ -97,7 +97,7 @@ class LinkConfig(_Settings):
     """A link between nodes."""
 
     bandwidth: Bandwidth = ByteSize(12_000_000_000)
-    latency_ms: Milliseconds = 1.0
+    latency_ms: Milliseconds = Field(default=1.0, description="of handing one request over")
 
 
 class TierConfig(_Settings):
@@ -117,10 +117,12 @@ class TierConfig(_Settings):
 class RolePolicy(_Settings):
     """What goes where, by tier name. See `kvkit.policy`."""
 
-    retrieve_from: tuple[str, ...] | None = None
-    store_to: tuple[str, ...] | None = None
-    write_back_to: tuple[str, ...] | None = None
-    staging_only: bool | None = None
+    retrieve_from: tuple[str, ...] | None = Field(default=None, description="tiers, in this order; none: all")
+    store_to: tuple[str, ...] | None = Field(default=None, description="what gets finished chunks; none: all")
+    write_back_to: tuple[str, ...] | None = Field(
+        default=None, description="what gets chunks that came from another tier; none: the first"
+    )
+    staging_only: bool | None = Field(default=None, description="memory is only passed through")
 
 
 class PolicyConfig(RolePolicy):
