@@ -1,4 +1,4 @@
-"""Handoff over NIXL: what one process sends is in the buffer of another, written there by NIXL."""
+"""Handoff over NIXL: what one process sends is in the buffer of another, written there by NIXL or not."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def send(address: str) -> None:
     slots.close()
 
 
-def test_records_arrive() -> None:
-    receiver = Receiver(Staging(SLOT_BYTES, RECORDS, shared=True), PATIENT)
+@pytest.mark.parametrize("shared", [True, False])
+def test_records_arrive(shared: bool) -> None:
+    """Into memory that is not shared by TCP, which the frames use."""
+    receiver = Receiver(Staging(SLOT_BYTES, RECORDS, shared=shared), PATIENT)
     tier = HandoffTier(receiver, None, shutdown_s=LONG_S)
     listen = ["nixl://127.0.0.1:0"]
     endpoint = Endpoint(receiver, {tier.name: tier}, IDENTITY, listen, timeout_s=LONG_S, pin_s=LONG_S)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_BYTES = 32 << 20
 """What may wait for a peer to read: the bodies of messages, and `ITEM_BYTES` for each of them."""
 
-ITEM_BYTES = 512
+ITEM_BYTES = 768
 """What a message takes besides its body while it waits."""
 
 _REFUSAL_BYTES = 512
