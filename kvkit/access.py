@@ -107,6 +107,24 @@ class Access:
                 grew = grew or run > 0
         return plan
 
+    def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
+        """`plan` with what lies in this host's memory by now taken from there. Asks no other tier."""
+        near = [
+            name
+            for name in self.policy.retrieve_from
+            if self.tiers[name].near and not self.tiers[name].transient and not self.passed_over(name)
+        ]
+        found = RetrievePlan(plan.wanted)
+        for segment in plan.segments:
+            if not near or self.tiers[segment.tier].near:
+                found = planning.extend(found, segment.tier, segment.stop - segment.start)
+                continue
+            for chunk in range(segment.start, segment.stop):
+                names = chunks.records(chunk, chunk + 1)
+                tier = next((name for name in near if self.ask(name, names) == len(names)), segment.tier)
+                found = planning.extend(found, tier, 1)
+        return found
+
     def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
         """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
 

@@ -9,17 +9,19 @@
 
 Records are the same as everywhere: a layer is one byte range of each, and is verified alone. With its last
 layer comes what follows it, so that a record passes the checks of `Cache.load`; bytes added behind it are not
-read.
+read. What was loaded is written back when its last layer was returned.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,7 @@ from kvkit.plan import StorePlan
 from kvkit.reads import keep_whole
 from kvkit.record import Damage
 from kvkit.sequence import Chunks, Hit, Loaded, Place, clear_gaps
-from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from kvkit.stores import Stored, plan_missing
 from kvkit.threads import Closed, Workers
 from kvkit.tiers.base import DamagedObject, copy_ranges
@@ -76,12 +78,57 @@ class _Reads:
         release_all(self.leases)
 
 
+class _Kept:
+    """Slots that records are read into layer by layer, to be written back. Thread-safe.
+
+    A context manager: leaving it gives them back, as does who waits for slots meanwhile.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._slots: dict[tuple[int, int], Lease] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, chunk: int, group: int, lease: Lease) -> None:
+        """Have a record in this slot, whose lease is given up."""
+        with self._lock:
+            self._slots[chunk, group] = lease
+
+    def take(self, chunk: int, group: int) -> Lease | None:
+        """The slot of a record, which is not kept any longer; None if there is none."""
+        with self._lock:
+            return self._slots.pop((chunk, group), None)
+
+    def share(self, group: int) -> dict[int, Lease]:
+        """Shares of the slots of a group's records, by chunk."""
+        with self._lock:
+            return {chunk: lease.share() for (chunk, g), lease in self._slots.items() if g == group}
+
+    def give_up(self, count: int | None = None) -> None:
+        """Keep the last `count` records no longer; None: none at all."""
+        with self._lock:
+            most = len(self._slots)
+            gone = [self._slots.popitem()[1] for _ in range(most if count is None else min(count, most))]
+        release_all(gone)
+
+    def __enter__(self) -> Self:
+        self._staging.on_shortage(self.give_up)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._staging.off_shortage(self.give_up)
+        self.give_up()
+
+
 class LayerLoad:
     """An iterator over the layers of a hit, in model order; each is in its pages when it is returned.
 
     A record that fails, or finds no room, ends the leading run before it for all layers that follow: `loaded`
     says, once the iterator is used up, how many tokens are complete. All layers are returned whatever fails.
-    Nothing is written back (prefetch does that). Close it, or use it up, to give the slots back.
+    Only then the policy has that run written back, as far as there were slots to spare for its records: no
+    chunk is verified before its last layer is. Close it, or use it up, to give the slots back.
 
     Args:
         readers: threads that read parts of records, for each tier its own: one that hangs keeps them all.
@@ -94,11 +141,13 @@ class LayerLoad:
         self._readers = readers
         self._chunks = hit.chunks
         self._places = places
-        self._tiers = [s.tier for s in hit.plan.segments for _ in range(s.start, s.stop)]
-        self._count = hit.plan.chunks
+        plan = access.nearest(hit.chunks, hit.plan)
+        self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
+        self._count = plan.chunks
         self._headers: dict[tuple[int, int], bytearray] = {}
         self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots, by chunk and group
         self._coming: dict[tuple[int, int], Future[None]] = {}  # those of them that are being read
+        self._kept = _Kept(access.staging)
         self._layers = layers_of(places)
         self._iterator = self._run()
 
@@ -124,22 +173,24 @@ class LayerLoad:
         under_way: deque[_Reads] = deque()
         waiting = deque(self._layers)
         try:
-            self._borrow()
-            self._fetch()
-            while waiting or under_way:
-                while waiting and len(under_way) <= LAYERS_AHEAD:
-                    started = self._start(waiting[0], ahead=bool(under_way))
-                    if started is None:
-                        break
-                    waiting.popleft()
-                    under_way.append(started)
-                try:
-                    self._finish(under_way[0])
-                finally:
-                    done = under_way.popleft()
-                    done.end()
-                yield done.layer.number
-            count_loaded(self._access, self._chunks, self.loaded)
+            with self._kept:
+                self._borrow()
+                self._fetch()
+                while waiting or under_way:
+                    while waiting and len(under_way) <= LAYERS_AHEAD:
+                        started = self._start(waiting[0], ahead=bool(under_way))
+                        if started is None:
+                            break
+                        waiting.popleft()
+                        under_way.append(started)
+                    try:
+                        self._finish(under_way[0])
+                    finally:
+                        done = under_way.popleft()
+                        done.end()
+                    yield done.layer.number
+                count_loaded(self._access, self._chunks, self.loaded)
+                self._write_back()
         finally:
             for reads in under_way:
                 reads.end()
@@ -163,16 +214,19 @@ class LayerLoad:
                     self._lent[chunk, group] = lease
 
     def _fetch(self) -> None:
-        """Begin to read records whole where their tier cannot do less: once, and not once for each layer.
+        """Give slots to records that are read whole, or kept whole, and begin to read the former.
 
-        What has no slot to spare is read layer by layer.
+        A tier that cannot do less reads a record whole: once, and not once for each layer. One that will be
+        written back is kept: its layers are read to their places in its slot. What has no slot to spare is
+        read layer by layer into slots that the next layers use again, and is not written back.
         """
         groups, tiers = self._chunks.groups, self._access.tiers
+        kept = {tier for tier in set(self._tiers) if self._access.is_written_back(tier)}
         whole = [
             (chunk, group)
-            for chunk in range(self._count)
+            for chunk, tier in enumerate(self._tiers[: self._count])
             for group in range(groups)
-            if (chunk, group) not in self._lent and not tiers[self._tiers[chunk]].reads_parts
+            if (chunk, group) not in self._lent and (tier in kept or not tiers[tier].reads_parts)
         ]
         staging = self._access.staging
         sizes = {form.layer_bytes for form in self._chunks.formats}
@@ -187,6 +241,9 @@ class LayerLoad:
         batches: dict[str, tuple[list[str], list[Lease]]] = {}
         reads: dict[str, Future[None]] = {}
         for (chunk, group), lease in zip(whole, leases, strict=False):
+            if tiers[self._tiers[chunk]].reads_parts:
+                self._kept.keep(chunk, group, lease)
+                continue
             name = self._chunks.names[chunk * groups + group]
             self._lent[chunk, group] = lease
             self._coming[chunk, group] = reads[name] = Future()
@@ -208,29 +265,41 @@ class LayerLoad:
 
         None if it is not needed yet (`ahead`) and has no room now.
         """
-        form = self._chunks.formats[layer.group]
-        offset, size = record.layer_range(form, layer.place)
+        group = layer.group
+        offset, size = record.layer_range(self._chunks.formats[group], layer.place)
         per_slot = self._access.staging.slot_bytes // size
-        far = [c for c in range(self._count) if (c, layer.group) not in self._lent]
-        leases = self._room(-(-len(far) // per_slot), ahead)
-        if leases is None:
-            return None
-        if len(far) > len(leases) * per_slot:
-            self._count = far[len(leases) * per_slot]
-        room = {chunk: divmod(i, per_slot) for i, chunk in enumerate(far)}
-        reads = _Reads(layer, leases)
+        kept = self._kept.share(group)
+        far = self._far(group, kept)
+        leases = self._room(-(-len(far) // per_slot), ahead=ahead or bool(kept))
+        if leases is None and not ahead:  # to load all is worth more than to write some of it back
+            release_all(kept.values())
+            self._kept.give_up()
+            kept, far = {}, self._far(group, {})
+            leases = self._room(-(-len(far) // per_slot), ahead=False)
+        reads = _Reads(layer, [*(leases or ()), *kept.values()])
         try:
+            if leases is None:
+                reads.end()
+                return None
+            if len(far) > len(leases) * per_slot:
+                self._count = far[len(leases) * per_slot]
+            room = {chunk: divmod(i, per_slot) for i, chunk in enumerate(far)}
             for chunk in range(self._count):
-                lent = self._lent.get((chunk, layer.group))
-                if lent is None:
+                lent = self._lent.get((chunk, group))
+                own = lent or kept.get(chunk)
+                if own is None:
                     slot, place = room[chunk]
                     self._read_later(reads, chunk, leases[slot], place * size, None)
                 else:
-                    self._read_later(reads, chunk, lent, offset, lent)
+                    self._read_later(reads, chunk, own, offset, lent)
         except BaseException:
             reads.end()
             raise
         return reads
+
+    def _far(self, group: int, kept: Mapping[int, Lease]) -> list[int]:
+        """The chunks whose records of a group lie in no slot of their own."""
+        return [c for c in range(self._count) if (c, group) not in self._lent and c not in kept]
 
     def _room(self, wanted: int, ahead: bool) -> list[Lease] | None:
         """`wanted` slots: all at once or None if that is `ahead`; else it waits, then takes what there is."""
@@ -238,6 +307,8 @@ class LayerLoad:
         slots = min(wanted, staging.slots)
         if not slots:
             return []
+        if ahead and staging.free < slots:
+            return None  # nobody gives up slots for this
         try:
             return staging.acquire(slots, 0.0 if ahead else self._access.timeout_s, at_least=slots)
         except StagingTimeout as error:
@@ -330,6 +401,26 @@ class LayerLoad:
             form = self._chunks.formats[layer.group]
             rows = self._places[layer.group].rows(form, 0, self._count)
             launch.unpack(layer.pages, started.pieces[: self._count], **rows)
+
+    def _write_back(self) -> None:
+        """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
+        for chunk, tier in enumerate(self._tiers[: self._count]):
+            if not self._access.is_written_back(tier):
+                continue
+            leases: list[Lease] = []
+            try:
+                for group, form in enumerate(self._chunks.formats):
+                    lease = self._kept.take(chunk, group)
+                    if lease is None and (chunk, group) in self._coming:
+                        lease = self._lent.pop((chunk, group))
+                    if lease is None:
+                        return
+                    leases.append(lease)
+                    record.surround(form, lease.buffer, self._headers[chunk, group])
+                    lease.used = form.record_bytes
+                self._access.write_back(tier, self._chunks, chunk, leases)
+            finally:
+                release_all(leases)
 
 
 class LayerStore:

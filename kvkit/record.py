@@ -267,6 +267,18 @@ def seal(
     _write_header(form, view, form.fixed, parent, key, tokens, sums, xxh3_64_intdigest(form.trailer))
 
 
+def surround(form: RecordFormat, record: Buffer, header: Buffer) -> None:
+    """Make a record of verified layers that lie in their places in `record`. Mutates `record`.
+
+    Args:
+        record: uint8 [>= record_bytes], writable.
+        header: uint8 [header_bytes], verified, and the one that the layers were verified with.
+    """
+    view = memoryview(record)
+    view[: form.header_bytes] = memoryview(header)[: form.header_bytes]
+    view[form.layers_end : form.record_bytes] = form.trailer
+
+
 def verify(
     form: RecordFormat,
     record: Buffer,

@@ -164,6 +164,19 @@ class EngineMachine(RuleBasedStateMachine):
 
         self._note(future, check)
 
+    @rule(chunks=ONE, whole=st.booleans())
+    def load_by_layers(self, chunks: list[int], whole: bool) -> None:
+        """All of them, or one: the load is left then."""
+        engine, tokens, table = self._sequence(chunks)
+        hit = self.cache.lookup(tokens)
+        load = self.cache.load_layers(hit, engine.places(table))
+        assert next(load) == 0
+        if whole:
+            assert list(load) == list(range(1, 2 * self.groups))
+            assert load.loaded.tokens <= hit.tokens
+            self._compare(engine, tokens, table, load.loaded.tokens // CHUNK)
+        load.close()
+
     @rule(chunks=ONE.filter(bool), which=st.integers(0, 5))
     def get(self, chunks: list[int], which: int) -> None:
         engine, tokens, _ = self._sequence(chunks)

@@ -17,11 +17,11 @@ from kvkit.kernels.launch import Pages
 from kvkit.layers import LayerStore
 from kvkit.layout import KVLayout, LayerGroup
 from kvkit.policy import Policy
-from kvkit.record import layer_range
+from kvkit.record import layer_range, verify
 from kvkit.staging import Lease, release_all
 from kvkit.testing import Fault, FaultyTier, Wrapper
 from kvkit.threads import Closed
-from kvkit.tiers.base import OnComplete, Ranges
+from kvkit.tiers.base import OnComplete, Ranges, Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
@@ -403,3 +403,152 @@ def test_layers_are_not_read_from_a_tier_that_failed_since_the_lookup(tmp_path: 
         assert load.loaded.by_tier == {"a": 3 * CHUNK}
         engine.assert_loaded(tokens, table, 3)
         assert not asked
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("target", ["memory", "near"])
+def test_what_was_loaded_by_layers_is_written_back(
+    target: str, groups: int, codec: str, tmp_path: Path
+) -> None:
+    """After the last layer, as the same records, whether they are read in parts or, with a codec, whole."""
+    engine, tokens = make_engine(groups), sequence(4)
+    fill(engine, tmp_path / "whole", tokens)
+    engine.compute(tokens, engine.table(len(tokens)))
+    stored = ObjectTier(str(tmp_path / "far"), codec=codec)
+    with new_cache(engine, new_staging(engine, 8), [stored]) as cache:
+        cache.store(tokens, engine.places(engine.table(len(tokens))))
+    engine.wipe()
+    staging = new_staging(engine, 32)
+    near: Tier = ObjectTier(str(tmp_path / "near"), name="near")
+    if target == "memory":
+        near = MemoryTier(staging, 8 * staging.slot_bytes)
+    far = ObjectTier(str(tmp_path / "far"), name="far", codec=codec)
+    with new_cache(engine, staging, [near, far], write_back_to=(target,)) as cache:
+        hit, table = cache.lookup(tokens), engine.table(len(tokens))
+        load = cache.load_layers(hit, engine.places(table))
+        for layer in range(2 * groups):
+            assert next(load) == layer
+            cache.flush()
+            assert near.run(hit.chunks.names) == 0, "a record whose layers are not all verified"
+        assert list(load) == []
+        cache.flush()
+        engine.assert_loaded(tokens, table, 4)
+        assert cache.lookup(tokens).by_tier == {target: len(tokens)}
+        held = 4 * groups if target == "memory" else 0
+        assert staging.free == staging.slots - held
+        for name in hit.chunks.names:
+            lease = near.borrow(name)
+            found = (tmp_path / "near" / name).read_bytes() if lease is None else lease.record.tobytes()
+            assert found == (tmp_path / "whole" / name).read_bytes()
+            if lease is not None:
+                lease.release()
+        engine.wipe()
+        assert cache.load(cache.lookup(tokens), engine.places(table)).by_tier == {target: len(tokens)}
+        engine.assert_loaded(tokens, table, 4)
+
+
+@pytest.mark.parametrize("where", ["header", "last layer", "trailer"])
+def test_only_what_was_verified_is_written_back(where: str, tmp_path: Path) -> None:
+    """Layers that are in their pages when the last one of a record fails do not make it one to keep."""
+    engine, tokens = make_engine(), sequence(5)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 24)
+    memory = MemoryTier(staging, 8 * staging.slot_bytes)
+    with new_cache(engine, staging, [memory, ObjectTier(str(tmp_path))], write_back_to=("memory",)) as cache:
+        hit = cache.lookup(tokens)
+        form = hit.chunks.formats[0]
+        path = tmp_path / hit.chunks.names[2]
+        content = bytearray(path.read_bytes())
+        at = {"header": 130, "last layer": form.layers_end - 1, "trailer": form.record_bytes - 2}
+        content[at[where]] ^= 4
+        path.write_bytes(content)
+        load = cache.load_layers(hit, engine.places(engine.table(len(tokens))))
+        assert list(load) == [0, 1]
+        assert load.loaded.tokens == 2 * CHUNK
+        for number, name in enumerate(hit.chunks.names):
+            lease = memory.borrow(name)
+            assert (lease is not None) == (number < 2)
+            if lease is not None:
+                with lease:
+                    assert verify(form, lease.buffer[: lease.used], *hit.chunks.identity(number)) is None
+    staging.check_integrity()
+
+
+def test_a_load_by_layers_that_is_left_early_writes_nothing_back(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(3)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 24)
+    memory = MemoryTier(staging, 8 * staging.slot_bytes)
+    with new_cache(engine, staging, [memory, ObjectTier(str(tmp_path))], write_back_to=("memory",)) as cache:
+        load = cache.load_layers(cache.lookup(tokens), engine.places(engine.table(len(tokens))))
+        assert next(load) == 0
+        load.close()
+        assert list(memory.scan()) == []
+        assert staging.free == staging.slots
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 12])
+def test_a_load_by_layers_writes_back_as_much_as_there_are_slots_for(slots: int, tmp_path: Path) -> None:
+    """A leading run, and never at the cost of what is loaded."""
+    engine, tokens = make_engine(), sequence(12)
+    fill(engine, tmp_path / "far", tokens)
+    near = ObjectTier(str(tmp_path / "near"), name="near")
+    far = ObjectTier(str(tmp_path / "far"), name="far")
+    with new_cache(engine, new_staging(engine, slots), [near, far], write_back_to=("near",)) as cache:
+        hit, table = cache.lookup(tokens), engine.table(len(tokens))
+        load = cache.load_layers(hit, engine.places(table))
+        assert list(load) == [0, 1]
+        whole = load.loaded.tokens // CHUNK
+        assert whole == min(12, slots * (cache.staging.slot_bytes // hit.chunks.formats[0].layer_bytes))
+        engine.assert_loaded(tokens, table, whole)
+        cache.flush()
+        written = near.run(hit.chunks.names)
+        assert len(list(near.scan())) == written <= slots
+        assert written >= slots // 2 - 1
+        assert cache.staging.free == slots
+
+
+def test_who_waits_for_slots_gets_those_that_layers_keep(tmp_path: Path) -> None:
+    """Between two layers; what is loaded is the same, and not written back."""
+    engine, tokens = make_engine(4), sequence(3)
+    fill(engine, tmp_path / "far", tokens)
+    near = ObjectTier(str(tmp_path / "near"), name="near")
+    far = ObjectTier(str(tmp_path / "far"), name="far")
+    staging = new_staging(engine, 24)
+    with new_cache(engine, staging, [near, far], write_back_to=("near",)) as cache:
+        hit, table = cache.lookup(tokens), engine.table(len(tokens))
+        load = cache.load_layers(hit, engine.places(table))
+        assert next(load) == 0
+        kept = staging.slots - staging.free
+        others = staging.acquire(staging.free, 0.0, at_least=staging.free)
+        waiting = threading.Thread(target=lambda: others.extend(staging.acquire(3, DEADLINE_S, at_least=3)))
+        waiting.start()
+        while waiting.is_alive():
+            assert next(load, None) is not None, "all layers came first"
+            waiting.join(0.05)
+        assert kept >= 3
+        assert len(list(load)) > 0
+        release_all(others)
+        assert load.loaded.tokens == len(tokens)
+        engine.assert_loaded(tokens, table, 3)
+        assert staging.free == staging.slots
+
+
+def test_layers_come_from_where_a_prefetch_brought_them(tmp_path: Path) -> None:
+    """Since the lookup; `load` does so, too."""
+    engine, tokens = make_engine(2), sequence(4)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 24)
+    tiers = [MemoryTier(staging, 12 * staging.slot_bytes), ObjectTier(str(tmp_path))]
+    with new_cache(engine, staging, tiers, write_back_to=("memory",)) as cache:
+        hit, table = cache.lookup(tokens), engine.table(len(tokens))
+        assert hit.by_tier == {"disk": 4 * CHUNK}
+        cache.prefetch(tokens[: 3 * CHUNK]).result(DEADLINE_S)
+        load = cache.load_layers(hit, engine.places(table))
+        assert list(load) == [0, 1, 2, 3]
+        assert load.loaded.by_tier == {"memory": 3 * CHUNK, "disk": CHUNK}
+        engine.assert_loaded(tokens, table, 4)
+        engine.wipe()
+        assert cache.load(hit, engine.places(table)).by_tier == {"memory": 4 * CHUNK}
+        engine.assert_loaded(tokens, table, 4)
