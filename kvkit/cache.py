@@ -57,7 +57,7 @@ __all__ = [
     "Stored",
 ]
 
-LOADING_THREADS, STORING_THREADS, LOOKING_THREADS = 4, 2, 4
+LOADING_THREADS, STORING_THREADS, LOOKING_THREADS, PREFETCHING_THREADS = 4, 2, 4, 2
 """What goes on in the background at a time. It mostly waits for tiers, which have threads of their own."""
 
 SpaceOf = Callable[[str | None, str], Namespace]
@@ -140,6 +140,7 @@ class Cache:
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
         self._looking = Workers(LOOKING_THREADS, "kvkit-look")
+        self._prefetching = Workers(PREFETCHING_THREADS, "kvkit-prefetch")
         self._reading = {name: Workers(READING_THREADS, f"kvkit-layers-{name}") for name in self.tiers}
         self._closed = False
         self._loading.submit(_warm_up)
@@ -279,15 +280,34 @@ class Cache:
         places = check_places(place, chunks, len(chunks), self.layout)
         return LayerStore(self._access, chunks, places, self.policy.store_to)
 
-    def prefetch(self, tokens: Any, namespace: Namespace | None = None) -> Transfer[Hit]:
+    @property
+    def prefetch_chunks(self) -> int:
+        """Chunks that can be prefetched at a time: more would displace each other, or most of what is near.
+
+        That is half of what the memory holds that they go to.
+        """
+        near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
+        slots = min((tier.slots // 2 for tier in near), default=self._shelf.slots)
+        return slots // len(self.layout.groups)
+
+    def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
         """Bring what `tokens` will hit nearer, in the background; the future is what can then be had.
 
         Verified records of the leading run go to the tiers in memory that the policy writes back to; without
-        any, up to half of the staging slots hold them until a load takes them or others need the room.
+        any, up to half of the staging slots hold them until a load takes them or others need the room. Loads
+        do not wait for prefetches: these have threads of their own, and ask a tier for no more than it reads
+        at once. A load that finds nearer what was further away at its lookup takes it from there.
+
+        Args:
+            first: chunks that the engine has. The run, and the hit, begin behind them.
+
+        Raises:
+            CacheError: the tokens have fewer than `first` whole chunks.
         """
         chunks = self._chunks(tokens, namespace)
+        chunks = chunks.part(first, len(chunks))
         return Transfer.start(
-            self._loading, lambda transfer: loads.prefetch(self._access, self._shelf, chunks, transfer)
+            self._prefetching, lambda transfer: loads.prefetch(self._access, self._shelf, chunks, transfer)
         )
 
     def get_non_blocking(
@@ -444,7 +464,8 @@ class Cache:
         self._closed = True
         if self.endpoint is not None:
             self.endpoint.close()
-        for workers in (self._looking, self._loading, self._storing, *self._reading.values()):
+        background = (self._looking, self._prefetching, self._loading, self._storing)
+        for workers in (*background, *self._reading.values()):
             if not workers.close(self.timeout_s):
                 log.warning("close: a load or a store is still under way after %s s", self.timeout_s)
         try:

@@ -26,19 +26,25 @@ Use = Callable[[str, int, Sequence[Lease]], None]
 
 
 def fetch(
-    access: Access, shelf: Shelf, chunks: Chunks, plan: RetrievePlan, use: Use, transfer: Transfer[Any]
+    access: Access,
+    shelf: Shelf,
+    chunks: Chunks,
+    plan: RetrievePlan,
+    use: Use,
+    transfer: Transfer[Any],
+    modest: bool = False,
 ) -> Loaded:
     """Read and verify the chunks of `plan` in order and have `use` make something of them.
 
     A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
     nowhere this ends before it. What was used is always a leading run, and that run is written back:
-    when the last read is in, or before if slots are short.
+    when the last read is in, or before if slots are short. `modest`: see `PlanReads`.
     """
     used: Counter[str] = Counter()
     bad: set[tuple[str, int]] = set()
     done, stop = 0, plan.chunks
-    # what turned up since is not wanted: the engine counts on `plan`
-    plan = RetrievePlan(stop, plan.segments)
+    # more than was found then is not wanted: the engine counts on `plan`
+    plan = access.nearest(chunks, RetrievePlan(stop, plan.segments))
     with WriteBacks(access, chunks) as back:
         while done < stop and not transfer.stopped:
             rest = [
@@ -52,7 +58,7 @@ def fetch(
                 continue
             # 1. every segment's reads start, in order of need
             end = segments[-1].stop
-            reads = PlanReads(access, chunks, segments, shelf)
+            reads = PlanReads(access, chunks, segments, shelf, modest)
             transfer.when_stopped(reads.interrupt)
             error: BaseException | None = None
             try:
@@ -124,24 +130,34 @@ def count_loaded(access: Access, chunks: Chunks, loaded: Loaded) -> None:
 
 
 def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hit]) -> Hit:
-    """Bring what tiers further away hold into the tiers that the policy writes back to, or onto the shelf."""
+    """Bring what tiers further away hold into the tiers that the policy writes back to, or onto the shelf.
+
+    What lies near before that, or behind it, is left as it is.
+    """
     found = access.find(chunks, RetrievePlan(len(chunks)), frozenset())
     near = [name for name, tier in access.tiers.items() if tier.near]
+    far = [segment for segment in found.segments if segment.tier not in near]
+    if not far:
+        return Hit(chunks, found)
+    first, stop = far[0].start, far[-1].stop
     shelve = not set(near) & set(access.policy.write_back_to)
+    if shelve and not access.policy.write_back_to:  # more than the shelf holds would be read for nothing
+        stop = min(stop, first + shelf.slots // chunks.groups)
+    wanted = chunks.part(first, stop)
 
-    def use(tier: str, first: int, leases: Sequence[Lease]) -> None:
+    def use(tier: str, start: int, leases: Sequence[Lease]) -> None:
         if shelve and tier not in near:
-            names = chunks.records(first, first + len(leases) // chunks.groups)
+            names = wanted.records(start, start + len(leases) // chunks.groups)
             for name, lease in zip(names, leases, strict=True):
                 shelf.keep(name, lease, transfer)
 
-    wanted = found
-    if shelve and not access.policy.write_back_to:  # more than the shelf holds would be read for nothing
-        wanted = planning.clip(found, shelf.slots // chunks.groups)
-    reached = fetch(access, shelf, chunks, wanted, use, transfer).tokens // chunks.chunk_tokens
+    plan = planning.cut(found, first, stop)
+    reached = fetch(access, shelf, wanted, plan, use, transfer, modest=True).tokens // chunks.chunk_tokens
+    if reached < len(wanted):
+        found = planning.clip(found, first + reached)
     if shelve:  # a lookup does not see the shelf: the hit stays where the records are
-        return Hit(chunks, found if reached == wanted.chunks else planning.clip(found, reached))
-    return Hit(chunks, access.find(chunks, RetrievePlan(reached), frozenset()))
+        return Hit(chunks, found)
+    return Hit(chunks, access.find(chunks, RetrievePlan(found.chunks), frozenset()))
 
 
 def get(

@@ -35,10 +35,20 @@ class PlanReads:
     Args:
         segments: of `chunks`, consecutive.
         shelf: where a prefetch may have left records.
+        modest: whether a tier is asked for no more than it reads at once: what others want of it meanwhile
+            does not wait behind more than that.
     """
 
-    def __init__(self, access: Access, chunks: Chunks, segments: Sequence[Segment], shelf: Shelf) -> None:
+    def __init__(
+        self,
+        access: Access,
+        chunks: Chunks,
+        segments: Sequence[Segment],
+        shelf: Shelf,
+        modest: bool = False,
+    ) -> None:
         self._access = access
+        self._modest = modest
         self._groups = chunks.groups
         self._reads = deque(SegmentReads(access, chunks, segment, shelf) for segment in segments)
 
@@ -93,6 +103,8 @@ class PlanReads:
         for reads in self._reads:
             if room[reads.tier] > 0:
                 room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
+        if self._modest:
+            return
         # 2. what its threads go on with, so that they need not wait for this one
         for reads in self._reads:
             if self._access.staging.free >= self._groups:  # for these alone nobody gives up a slot

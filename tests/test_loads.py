@@ -13,7 +13,7 @@ import pytest
 from engine import Engine, small_layout, small_namespace
 
 from kvkit import reads
-from kvkit.cache import LOADING_THREADS, Cache, CacheError
+from kvkit.cache import LOADING_THREADS, PREFETCHING_THREADS, Cache, CacheError
 from kvkit.policy import Policy
 from kvkit.record import RecordFormat
 from kvkit.sequence import Hit
@@ -364,27 +364,62 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
     staging.close()
 
 
-def test_loads_go_before_prefetches(tmp_path: Path) -> None:
-    """Every loading thread is busy with a prefetch; another waits, then a load: the load comes next."""
+def test_loads_do_not_wait_for_prefetches(tmp_path: Path) -> None:
+    """More prefetches hang than there are threads of either kind."""
     engine = make_engine()
-    sequences = [sequence(1, seed) for seed in range(LOADING_THREADS + 2)]
+    *slow, wanted = sequences = [sequence(1, seed) for seed in range(2 * LOADING_THREADS + 1)]
     for tokens in sequences:
         fill(engine, tmp_path, tokens)
-    disk = Recorder(ObjectTier(str(tmp_path)))
-    disk.gate.clear()
+    hung: set[str] = set()
+    disk = FaultyTier(
+        ObjectTier(str(tmp_path)), lambda op, name: Fault.HANG if op == "get" and name in hung else None
+    )
     with new_cache(engine, new_staging(engine, 32), [disk]) as cache:
-        *busy, waiting, wanted = sequences
-        hit = cache.lookup(wanted)
-        futures = [cache.prefetch(tokens) for tokens in busy]
-        while len(disk.got) < LOADING_THREADS:
+        for tokens in slow:
+            hung.update(cache.lookup(tokens).chunks.names)
+        futures = [cache.prefetch(tokens) for tokens in slow]
+        while disk.hanging < PREFETCHING_THREADS:
             wait(futures, 0.001)
-        late = cache.prefetch(waiting)
-        load = cache.load_async(hit, engine.places(engine.table(CHUNK)))
-        disk.gate.set()
+        load = cache.load_async(cache.lookup(wanted), engine.places(engine.table(CHUNK)))
         assert load.result(DEADLINE_S).tokens == CHUNK
-        late.result(DEADLINE_S)
-        late_name = cache.lookup(waiting).chunks.names[0]
-        assert disk.got.index(hit.chunks.names[0]) < disk.got.index(late_name)
+        assert not any(future.done() for future in futures)
+        disk.release()
+        assert [future.result(DEADLINE_S).tokens for future in futures] == [CHUNK] * len(slow)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_prefetch_asks_a_tier_for_no_more_than_it_reads_at_once(groups: int, tmp_path: Path) -> None:
+    """So that a load's reads do not wait behind the rest. A load asks for more."""
+    engine, tokens = make_engine(groups), sequence(24)
+    fill(engine, tmp_path, tokens)
+    disk = Recorder(ObjectTier(str(tmp_path), threads=2))
+    disk.gate.clear()
+    with new_cache(engine, new_staging(engine, 64), [disk]) as cache:
+        prefetch = cache.prefetch(tokens)
+        assert disk.asked.wait(DEADLINE_S)
+        wait([prefetch], 0.05)
+        assert len(disk.got) == 2
+        disk.gate.set()
+        assert prefetch.result(DEADLINE_S).tokens == len(tokens)
+
+
+def test_a_prefetch_brings_what_lies_behind_the_engines_own(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(6)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 16)
+    memory = MemoryTier(staging, 8 * staging.slot_bytes)
+    disk = Recorder(ObjectTier(str(tmp_path)))
+    with new_cache(engine, staging, [memory, disk], write_back_to=("memory",)) as cache:
+        assert cache.prefetch_chunks == 4
+        names = cache.lookup(tokens).chunks.names
+        hit = cache.prefetch(tokens, first=2).result(DEADLINE_S)
+        assert (hit.chunks.names, hit.by_tier) == (names[2:], {"memory": 4 * CHUNK})
+        assert sorted(disk.got) == sorted(names[2:])
+        disk.got.clear()
+        assert cache.prefetch(tokens, first=2).result(DEADLINE_S).by_tier == {"memory": 4 * CHUNK}
+        assert not disk.got, "what is near is not read again"
+        with pytest.raises(CacheError, match="start=7"):
+            cache.prefetch(tokens, first=7)
 
 
 def test_a_store_goes_where_the_call_says(tmp_path: Path) -> None:

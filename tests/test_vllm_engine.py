@@ -313,3 +313,53 @@ def test_what_is_stored_is_told(process: Engine, expected: Expected, tmp_path: P
     blocks = {medium: {hash_ for m, hash_ in told if m == medium} for medium in ("GPU", "STORAGE")}
     assert blocks["STORAGE"]
     assert blocks["STORAGE"] <= blocks["GPU"]
+
+
+@pytest.mark.parametrize("short_of", ["blocks", "places"])
+def test_what_queued_requests_hit_comes_from_memory(
+    process: Engine, expected: Expected, tmp_path: Path, short_of: str
+) -> None:
+    """It is stored on disk alone, and brought near while another request computes.
+
+    vLLM asks about a request that it has no blocks for, and not about one that it has no place for. The other
+    one has no whole chunk, so that it waits for no lookup.
+    """
+    tiers = {"memory": {"capacity": "128MiB"}} | on_disk(tmp_path)["tiers"]
+    policy = {"store_to": ["disk"], "write_back_to": ["memory"]}
+    few: Settings = {"max_num_seqs": 1}
+    if short_of == "blocks":
+        few = {"num_gpu_blocks_override": 7, "max_model_len": 6 * BLOCK}
+    process.open(connector({"tiers": tiers, "policy": policy, "chunk_tokens": 4 * BLOCK}), **few)
+    assert process.text(LONG) == [expected(LONG)]
+    process.flush()
+    process.do("clear", "memory")
+    before = process.metrics()
+    other, queued = process.generate([prompt(4 * BLOCK - 1, seed=40), LONG], tokens=60)
+    assert (other["cached"], queued["cached"]) == (0, 512)
+    assert queued["tokens"][:8] == expected(LONG)
+    found = difference(
+        process.metrics(),
+        before,
+        "vllm:kvkit_loaded_tokens_total{tier=memory}",
+        "vllm:kvkit_loaded_tokens_total{tier=disk}",
+        "vllm:kvkit_load_errors_total{}",
+    )
+    assert found == [512, 0, 0]
+
+
+def test_what_is_loaded_by_layers_is_written_back(
+    process: Engine, expected: Expected, tmp_path: Path
+) -> None:
+    memory = {"memory": {"capacity": "128MiB"}}
+    policy = {"store_to": ["disk"], "write_back_to": ["memory"]}
+    process.open(
+        connector({"tiers": memory | on_disk(tmp_path)["tiers"], "policy": policy}, load="layerwise")
+    )
+    assert process.text(LONG) == [expected(LONG)]
+    process.flush()
+    for tier in ("disk", "memory"):
+        before = process.metrics()
+        (found,) = process.generate([LONG])
+        assert (found["cached"], found["tokens"]) == (512, expected(LONG))
+        name = f"vllm:kvkit_loaded_tokens_total{{tier={tier}}}"
+        assert difference(process.metrics(), before, name) == [512]

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from kvkit.adapters.vllm.handoff import Receiving, Sending
 from kvkit.adapters.vllm.messages import Answer, Report, Sequence, Step, Tables
-from kvkit.adapters.vllm.scheduler import FRESH_S, RequestView, Scheduler, Sizes
+from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, RequestView, Scheduler, Sizes
 
 CHUNK, BLOCK = 8, 4
 
@@ -183,6 +183,117 @@ def test_a_step_tells_once_which_requests_are_over() -> None:
     scheduler.finish(a, None)
     assert step(scheduler).ended == {"a": 20}
     assert step(scheduler).ended == {}
+
+
+def test_what_a_queued_request_will_hit_is_brought_near_until_it_is_admitted() -> None:
+    """vLLM asks about `a`, and has no blocks for it; it does not come to ask about `b`."""
+    scheduler, a, b = new_scheduler(), request(20, "a"), request(30, "b")
+    for each in (a, b):
+        scheduler.arrive(each)
+    assert scheduler.match(a, 0) == (None, False)
+    asked = step(scheduler)
+    assert [p.request for p in asked.prefetches] == ["b"], "a may be admitted once it is answered"
+    assert asked.prefetches[0].sequence.tokens.tolist() == b.tokens[:24]
+    answer(scheduler, asked, 16)
+    assert scheduler.match(a, 0) == (16, True)
+    (told,) = step(scheduler).prefetches
+    assert (told.request, told.sequence.tokens.tolist()) == ("a", a.tokens[:16])
+    assert scheduler.match(a, 0) == (16, True)
+    again = step(scheduler)
+    assert not again.prefetches
+    assert not again.called_off
+    scheduler.match(a, 0)
+    scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
+    scheduler.finish(b, None)
+    left = step(scheduler)
+    assert left.called_off == ["a", "b"]
+    assert len(left.loads) == 1
+    assert not step(scheduler).called_off
+
+
+def test_what_is_admitted_when_it_is_answered_is_not_brought_near() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    scheduler.arrive(a)
+    scheduler.match(a, 0)
+    asked = step(scheduler)
+    answer(scheduler, asked, 16)
+    scheduler.match(a, 0)
+    scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
+    admitted = step(scheduler)
+    assert not asked.prefetches
+    assert not admitted.prefetches
+    assert not admitted.called_off
+
+
+@given(st.permutations(range(3 * AHEAD)))
+def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
+    """Whoever leaves first: never more at a time, each once, and all in their order."""
+    scheduler = new_scheduler()
+    queue = [request(20, str(i)) for i in range(3 * AHEAD)]
+    for each in queue:
+        scheduler.arrive(each)
+    waiting = [each.request_id for each in queue]
+    told: list[str] = []
+    ahead: set[str] = set()
+    for leaves in [None, *order]:
+        if leaves is not None:
+            scheduler.finish(queue[leaves], None)
+            waiting.remove(str(leaves))
+        planned = step(scheduler)
+        assert set(planned.called_off) == ahead - set(waiting)
+        ahead = ahead & set(waiting) | {p.request for p in planned.prefetches}
+        told += [p.request for p in planned.prefetches]
+        assert ahead == set(waiting[:AHEAD])
+    assert told == sorted(set(told), key=int)
+
+
+def test_what_vllm_has_itself_is_not_brought_near() -> None:
+    tokens = {"a": 8, "b": 16, "c": 0}
+    scheduler = Scheduler(
+        Sizes(CHUNK, (BLOCK,), BLOCK),
+        tokens_of,
+        ranks=1,
+        waits=False,
+        save_generated=True,
+        clock=Clock(),
+        has=lambda view: tokens[view.request_id],
+    )
+    for name in tokens:
+        scheduler.arrive(request(20 if name != "c" else CHUNK - 1, name))
+    (told,) = step(scheduler).prefetches
+    assert (told.request, told.computed) == ("a", 8)
+
+
+def test_what_is_not_looked_up_is_not_brought_near() -> None:
+    unread = request(20)
+    unread.skip_reading_prefix_cache = True
+    for scheduler, view in (
+        (new_scheduler(), unread),
+        (with_handoff(Receiving("t", computed=True)), request(20)),
+    ):
+        scheduler.arrive(view)
+        assert not step(scheduler).prefetches
+
+
+def test_a_reset_has_queued_requests_told_anew() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    scheduler.arrive(a)
+    assert len(step(scheduler).prefetches) == 1
+    scheduler.forget("later")
+    assert len(step(scheduler).prefetches) == 1
+
+
+def test_a_preempted_request_is_queued_again() -> None:
+    scheduler, a = new_scheduler(), request(20)
+    scheduler.arrive(a)
+    scheduler.admit(a, ([1, 2, 3, 4, 5],), 0)
+    assert not step(scheduler, {"a": 20}, ([1, 2, 3, 4, 5],)).prefetches
+    scheduler.match(a, 0)
+    asked = step(scheduler)
+    assert not asked.prefetches
+    answer(scheduler, asked, 16)
+    scheduler.match(a, 0)
+    assert len(step(scheduler).prefetches) == 1
 
 
 def test_what_must_not_be_read_is_not_asked_for() -> None:

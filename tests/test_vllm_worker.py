@@ -18,7 +18,7 @@ from servers import adjacent_ports
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from waiting import wait_for
 
-from kvkit.adapters.vllm.messages import Ask, Load, Save, Send, Sequence, Step, TokenIds
+from kvkit.adapters.vllm.messages import Ask, Load, Prefetch, Save, Send, Sequence, Step, TokenIds
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.handoff.sender import Sender
@@ -49,9 +49,10 @@ class Rank:
         pool: Path | None = None,
         ranks: tuple[int, int] = (0, 1),
         server: dict[str, Any] | None = None,
+        memory: str = "1MiB",
         **more: Any,
     ) -> None:
-        tiers: dict[str, Any] = {"memory": {"capacity": "1MiB"}, "disk": {"url": f"file://{folder}"}}
+        tiers: dict[str, Any] = {"memory": {"capacity": memory}, "disk": {"url": f"file://{folder}"}}
         if pool is not None:
             tiers["pool"] = {"url": f"file://{pool}", "scope": "shared"}
         kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers, "handoff": handoff}
@@ -284,6 +285,100 @@ def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:
 
 SAVE = Save("a", Sequence(IDS), 0, (TABLE,))
 DEADLINE_S = 60.0
+
+
+def in_memory(rank: Rank, tokens: TokenIds = IDS) -> int:
+    """How many leading tokens of a sequence lie in memory."""
+    return rank.worker.cache.lookup(tokens, rank.worker._namespace, retrieve_from=["memory"]).tokens
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> None:
+    """Also where the lookup still found it on disk, and behind what vLLM has."""
+    rank.fill(3.0)
+    rank.save()
+    rank.fill(0.0)
+    rank.worker.cache.clear("memory")
+    if asked == "before":
+        assert rank.found() == len(IDS)
+    rank.step(prefetches=[Prefetch("a", Sequence(IDS), CHUNK)], idle=True)
+    names = rank.worker.cache.lookup(IDS, rank.worker._namespace).chunks.names
+    wait_for(lambda: rank.worker.cache.tiers["memory"].run(names[1:]) == 2)
+    assert rank.worker.cache.tiers["memory"].run(names[:1]) == 0
+    if asked == "after":
+        assert rank.found() == len(IDS)
+    assert rank.load(Load("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), called_off=["a"])
+    assert all(bool((tensor[7:11] == 3.0).all()) for tensor in rank.pages.values())
+    assert rank.worker.cache.counts().loaded_tokens == {"memory": 2 * CHUNK}
+
+
+def test_what_is_loaded_by_layers_is_written_back(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, "layerwise")
+    rank.fill(3.0)
+    rank.save()
+    rank.worker.cache.clear("memory")
+    assert rank.found() == len(IDS)
+    assert rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    assert rank.worker.cache.counts().loaded_tokens == {"disk": len(IDS)}
+    assert in_memory(rank) == len(IDS)
+    rank.worker.close()
+
+
+def test_a_prefetch_that_is_called_off_ends(hasty: Rank) -> None:
+    """It hangs, and keeps neither loads nor the slots that it took."""
+    hasty.fill(3.0)
+    hasty.save()
+    hasty.worker.cache.clear("memory")
+    broken: set[str] = set()
+    disk = hasty.wrap("disk", lambda op, name: Fault.HANG if op == "get" and name in broken else None)
+    broken.update(hasty.worker.cache.lookup(IDS, hasty.worker._namespace).chunks.names[2:])
+    hasty.step(prefetches=[Prefetch("a", Sequence(IDS))], idle=True)
+    wait_for(lambda: disk.hanging == 1)
+    hasty.step(called_off=["a"], idle=True)
+    wait_for(lambda: hasty.worker.cache.counts().cancelled == 1)
+    wait_for(lambda: in_memory(hasty) == 2 * CHUNK)
+    broken.clear()
+    assert hasty.found() == len(IDS)
+    assert hasty.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    assert hasty.worker.cache.counts().loaded_tokens == {"memory": 2 * CHUNK, "disk": CHUNK}
+    disk.release()
+    staging = hasty.worker.cache.staging
+    wait_for(lambda: staging.free == staging.slots - 3)
+    staging.check_integrity()
+
+
+def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path) -> None:
+    """The first requests' come first; another's turn comes when one of them leaves."""
+    rank = Rank(tmp_path, "async", memory="120KiB")  # ten records of 12 KiB
+    requests = {name: IDS + 1000 * i for i, name in enumerate("abc")}
+    for tokens in requests.values():
+        rank.step(saves=[Save("s", Sequence(tokens), 0, (TABLE,))])
+        rank.worker.settle()
+    rank.worker.cache.flush()
+    rank.worker.cache.clear("memory")
+    assert rank.worker.cache.prefetch_chunks == 5
+
+    def near() -> dict[str, int]:
+        return {name: in_memory(rank, tokens) // CHUNK for name, tokens in requests.items()}
+
+    rank.step(prefetches=[Prefetch(name, Sequence(tokens)) for name, tokens in requests.items()], idle=True)
+    wait_for(lambda: near() == {"a": 3, "b": 2, "c": 0})
+    rank.step(idle=True)
+    rank.step(called_off=["a"], idle=True)
+    wait_for(lambda: near()["c"] == 3)
+    rank.worker.close()
+    assert rank.worker.cache.counts().loaded_tokens == {}
+
+
+def test_a_later_epoch_calls_prefetches_off(hasty: Rank) -> None:
+    hasty.save()
+    hasty.worker.cache.clear("memory")
+    disk = hasty.wrap("disk", lambda op, _: Fault.HANG if op == "get" else None)
+    hasty.step(prefetches=[Prefetch("a", Sequence(IDS))], idle=True)
+    wait_for(lambda: disk.hanging == 3)
+    hasty.step(epoch="later", idle=True)
+    wait_for(lambda: hasty.worker.cache.counts().cancelled == 1)
+    disk.release()
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
             handoff=self._handoff,
+            has=self._has,
         )
         if tells_stores:
             self._events = Events(
@@ -187,6 +188,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._worker.close()
 
     # the scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
@@ -268,6 +273,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         except ConfigError as error:
             log.warning("%s: nothing is handed off: %s", request.request_id, error)
             return None
+
+    def _has(self, request: Any) -> int:
+        """Tokens that vLLM's own prefix cache has of a request."""
+        _, tokens, _ = self._kv_cache_manager.get_computed_blocks(request)
+        return int(tokens)
 
     def _source(self, tier: str) -> CacheHitSource:
         if tier not in self._config.tiers:

@@ -1,6 +1,6 @@
 """What the scheduler's and the workers' sides tell each other: plain data, one message a step.
 
-Step     scheduler to every worker: what to look up, load and save
+Step     scheduler to every worker: what to look up, bring near, load and save
 Report   every worker to the scheduler: what was found, what failed
 """
 
@@ -50,6 +50,18 @@ class Ask:
     computed: int = 0
     transfer: str = ""
     computed_there: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Bring near what `sequence` will hit behind its first `computed` tokens, which vLLM has.
+
+    For a request that waits for its turn in vLLM's queue.
+    """
+
+    request: str
+    sequence: Sequence
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +123,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
         computed: tokens that are computed.
         preempted: requests lost their blocks.
         idle: nothing is computed, so that there is time to wait for lookups and loads.
+        called_off: requests whose prefetch is to end: they wait no more.
         unwanted: transfers from prefill engines that nobody waits for any more.
         heard: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
@@ -119,6 +132,8 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
 
     number: int = 0
     asks: list[Ask] = field(default_factory=list)
+    prefetches: list[Prefetch] = field(default_factory=list)
+    called_off: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)

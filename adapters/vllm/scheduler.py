@@ -4,21 +4,38 @@ Nothing here waits. A lookup is a message: `match` notes a question, `plan` puts
 message, the workers look up in the background, and `hear` notes their answers. Until all ranks have answered,
 `match` says None and vLLM asks again in its next step. The workers keep the deadline: with asynchronous
 scheduling, a question may lie for as long as a step takes before they hear of it.
+
+What vLLM does not admit in the step in which it could be asked about is queued: the workers are told of the
+first few such requests, and bring near what they will hit, until a request is admitted or ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from typing import Any, Protocol
 
 from kvkit.adapters.vllm import handoff as parameters
 from kvkit.adapters.vllm.handoff import Receiving, Sending
-from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
+from kvkit.adapters.vllm.messages import (
+    Answer,
+    Ask,
+    Load,
+    Prefetch,
+    Report,
+    Save,
+    Send,
+    Sequence,
+    Step,
+    Tables,
+)
 
 FRESH_S = 10.0
 """Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
+
+AHEAD = 8
+"""Queued requests for which something is brought near at a time. The workers bound its bytes."""
 
 
 class RequestView(Protocol):
@@ -89,6 +106,7 @@ class Scheduler:
         waits: whether the step that loads waits for it (sync and layerwise loading).
         save_generated: whether chunks with generated tokens are saved.
         handoff: what a request's parameters ask for.
+        has: how many tokens of a request vLLM has in its own cache.
         clock: seconds that never go back.
     """
 
@@ -102,6 +120,7 @@ class Scheduler:
         save_generated: bool,
         clock: Callable[[], float],
         handoff: Callable[[RequestView], Sending | Receiving | None] = lambda view: None,
+        has: Callable[[RequestView], int] = lambda view: 0,
     ) -> None:
         self._sizes = sizes
         self._sequence = sequence
@@ -110,7 +129,11 @@ class Scheduler:
         self._save_generated = save_generated
         self._clock = clock
         self._handoff = handoff
+        self._has = has
         self._requests: dict[str, _Request] = {}
+        self._queue: dict[str, None] = {}  # in the order in which they came
+        self._ahead: set[str] = set()
+        self._called_off: list[str] = []
         self._numbers = count(1)
         self._asks: list[Ask] = []
         self._loads: list[Load] = []
@@ -123,22 +146,21 @@ class Scheduler:
         self._told_epoch = ""
         self.epoch = ""
 
+    def arrive(self, view: RequestView) -> None:
+        """Note a new request: it is queued, although vLLM may not ask about it for long."""
+        self._request(view)
+        self._queue[view.request_id] = None
+
     def match(self, view: RequestView, computed: int) -> tuple[int | None, bool]:
         """How many tokens behind the first `computed` can be loaded, and whether that goes on between steps.
 
         None: not known yet. Notes a question where there is none; asked again, it says the same.
         """
         request = self._request(view)
-        chunk = self._sizes.chunk_tokens
+        self._queue.setdefault(view.request_id)  # a preempted one is queued again
         receiving = request.handoff if isinstance(request.handoff, Receiving) else None
-        if receiving is None:
-            most = self._most(view)
-            wanted = min(view.num_tokens // chunk, -(-most // chunk))
-            asked = wanted * chunk
-        else:  # the unfilled last chunk comes, too
-            asked = self._handed(view.num_tokens)
-            most = min(asked, view.num_tokens - 1)
-            wanted = -(-asked // chunk)
+        asked, most = self._asked(view, receiving)
+        wanted = -(-asked // self._sizes.chunk_tokens)
         if view.skip_reading_prefix_cache or request.barred or min(asked, most) <= computed:
             return 0, False
         question = request.question
@@ -160,6 +182,7 @@ class Scheduler:
     def admit(self, view: RequestView, blocks: Tables, tokens: int) -> None:
         """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
         request = self._request(view)
+        self._leave(view.request_id)
         request.saved = None
         question, request.question = request.question, None
         if not tokens or question is None:
@@ -194,6 +217,8 @@ class Scheduler:
         step = Step(
             number=self._steps,
             asks=self._asks,
+            prefetches=list(self._prefetches()),
+            called_off=self._called_off,
             loads=self._loads,
             saves=[*self._last_saves, *self._saves(scheduled, blocks)],
             sends=list(self._sends(scheduled, blocks)),
@@ -205,7 +230,7 @@ class Scheduler:
             ended=self._prompts,
         )
         self._prompts = {}
-        self._asks, self._loads, self._last_saves, self._unwanted = [], [], [], []
+        self._asks, self._loads, self._last_saves, self._unwanted, self._called_off = [], [], [], [], []
         self._told_epoch = self.epoch
         return step
 
@@ -236,6 +261,7 @@ class Scheduler:
         be saved, as the request was aborted or failed.
         """
         request = self._requests.pop(view.request_id, None)
+        self._leave(view.request_id)
         if request is None:
             return False
         self._prompts[view.request_id] = view.num_prompt_tokens
@@ -270,6 +296,7 @@ class Scheduler:
         self.epoch = epoch
         for request in self._requests.values():
             request.question = None
+        self._ahead.clear()  # the workers do so, too: it is told anew
 
     @property
     def has_news(self) -> bool:
@@ -282,6 +309,43 @@ class Scheduler:
             request = self._requests[view.request_id] = _Request(view, self._handoff(view))
         request.view = view
         return request
+
+    def _leave(self, name: str) -> None:
+        """A request is queued no more."""
+        self._queue.pop(name, None)
+        if name in self._ahead:
+            self._ahead.remove(name)
+            self._called_off.append(name)
+
+    def _prefetches(self) -> Iterator[Prefetch]:
+        """What is to be brought near, for the first of the requests that were not admitted."""
+        for name in list(islice(self._queue, AHEAD)):
+            request = self._requests[name]
+            if name in self._ahead or (request.question is not None and request.question.known_at is None):
+                continue  # once there is an answer, it may be admitted
+            prefetch = self._prefetch(request)
+            if prefetch is None:  # nor is it looked at again in each step
+                del self._queue[name]
+            else:
+                self._ahead.add(name)
+                yield prefetch
+
+    def _prefetch(self, request: _Request) -> Prefetch | None:
+        view = request.view
+        if isinstance(request.handoff, Receiving) or view.skip_reading_prefix_cache or request.barred:
+            return None
+        asked, most = self._asked(view, None)
+        computed = self._has(view)
+        sequence = self._sequence(view, asked) if computed < min(asked, most) else None
+        return None if sequence is None else Prefetch(view.request_id, sequence, computed)
+
+    def _asked(self, view: RequestView, receiving: Receiving | None) -> tuple[int, int]:
+        """How many tokens of a request are looked up, and how many of them may be loaded."""
+        if receiving is not None:  # the unfilled last chunk comes, too
+            asked = self._handed(view.num_tokens)
+            return asked, min(asked, view.num_tokens - 1)
+        chunk, most = self._sizes.chunk_tokens, self._most(view)
+        return min(view.num_tokens // chunk, -(-most // chunk)) * chunk, most
 
     def _most(self, view: RequestView) -> int:
         """Tokens that may be loaded: the last one is always computed, for its logits."""

@@ -16,6 +16,7 @@ import torch
 
 from kvkit.adapters.vllm import groups, stats
 from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
+from kvkit.adapters.vllm.prefetches import Prefetches
 from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
@@ -177,6 +178,7 @@ class Worker:
         self.cache: Cache = open_cache(config, layout, self._namespace, self.space_of)
         self._stats = stats.Recorder(self.cache)
         self._tally = Tally(tells=self._namespace.rank == 0)
+        self._prefetches = Prefetches(self.cache)
         self._speed = Speed(self._namespace.chunk_tokens)
         self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != TARGET)
         handoff = self.cache.tiers.get(TARGET)
@@ -232,7 +234,7 @@ class Worker:
             self._sends.give_up()
 
     def begin(self, step: Step) -> None:
-        """Start the lookups of a step, and ask for room for what it will send."""
+        """Start the lookups and prefetches of a step, and ask for room for what it will send."""
         if self._windows:  # a window that moves on leaves blocks to others while their request goes on
             self.vacate()
         else:
@@ -250,6 +252,12 @@ class Worker:
             else:
                 self._look_up(ask)
         self._receive()
+        for name in step.called_off:
+            self._prefetches.end(name)
+        for queued in step.prefetches:
+            space = self._space(queued.sequence)
+            self._prefetches.add(queued.request, queued.sequence.tokens, space, queued.computed)
+        self._prefetches.go_on()
         if self._sends is not None:
             for send in step.sends:
                 self._sends.expect(send, self._space(send.sequence))
@@ -378,7 +386,8 @@ class Worker:
         return self._stats.take()
 
     def close(self) -> None:
-        """Finish what was started and close the cache."""
+        """Finish what was started, but for prefetches, and close the cache."""
+        self._prefetches.end_all()
         self.cache.close()
 
     def _receive(self) -> None:
@@ -580,6 +589,7 @@ class Worker:
         self._epoch = epoch
         self._namespace = replace(self._base, revision=f"{self._base.revision}#{epoch}")
         self._hits.clear()
+        self._prefetches.end_all()
         for name, tier in self.cache.tiers.items():
             if tier.near:
                 self.cache.clear(name)

@@ -1,0 +1,70 @@
+"""What queued requests will hit is brought near: in their order, while they wait, as far as there is room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvkit.adapters.vllm.messages import TokenIds
+from kvkit.cache import Cache
+from kvkit.layout import Namespace
+from kvkit.sequence import Hit
+from kvkit.transfers import Transfer
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Chunks [first, last) of a request's tokens; `move` brings them near once there is room."""
+
+    tokens: TokenIds
+    space: Namespace
+    first: int
+    last: int
+    move: Transfer[Hit] | None = None
+
+    @property
+    def chunks(self) -> int:
+        """How many it takes room for: in the end, those that were found."""
+        if self.move is not None and self.move.done() and self.move.exception() is None:
+            return self.move.result().plan.chunks
+        return self.last - self.first
+
+
+class Prefetches:
+    """The prefetches of one rank. For the thread that runs steps: nothing here waits.
+
+    What one request was brought near shall not displace what an earlier one was: together they take half of
+    the memory that it goes to. The part of a prompt that has no room stays where it is.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._wanted: dict[str, _Wanted] = {}
+
+    def add(self, request: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
+        """Bring near what whole chunks of `tokens` (int32 [T]) will hit behind the first `computed`."""
+        first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
+        if first < last:
+            self._wanted[request] = _Wanted(tokens, space, first, last)
+
+    def end(self, request: str) -> None:
+        """Stop; what is near already stays."""
+        wanted = self._wanted.pop(request, None)
+        if wanted is not None and wanted.move is not None:
+            wanted.move.cancel()
+
+    def end_all(self) -> None:
+        """Stop all of them."""
+        for request in list(self._wanted):
+            self.end(request)
+
+    def go_on(self) -> None:
+        """Start what has room, in the order of requests."""
+        room = self._cache.prefetch_chunks
+        for wanted in self._wanted.values():
+            if wanted.move is None:
+                if room < 1:
+                    return
+                wanted.last = min(wanted.last, wanted.first + room)
+                part = wanted.tokens[: wanted.last * wanted.space.chunk_tokens]
+                wanted.move = self._cache.prefetch(part, wanted.space, first=wanted.first)
+            room -= wanted.chunks
