@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from kvkit.adapters.vllm.settings import read_settings
 from kvkit.cli import app
 from kvkit.config import ConfigError, TierConfig, load_config
 from kvkit.staging import Staging
@@ -143,6 +144,17 @@ def test_no_error_about_a_misplaced_url_shows_a_secret(url: str, setting: str) -
     with pytest.raises(ConfigError) as caught:
         load_config(tiers=[url])
     assert MARK not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "kvkit", [MARK, [f"ftp://{MARK}@h"], {"tiers": {"far": {"url": f"ftp://:{MARK}@h"}}}]
+)
+def test_the_connector_shows_no_secret(kvkit: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_settings({"kvkit": kvkit})
+    assert MARK not in "".join(traceback.format_exception(caught.value))
+    tier = {"url": "memory://far", "options": {"key": MARK}}
+    assert MARK not in repr(read_settings({"kvkit": {"tiers": {"far": tier}}}))
 
 
 @settings(max_examples=60, deadline=None)

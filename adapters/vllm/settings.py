@@ -14,10 +14,13 @@ from kvkit.config import Config, ConfigError, load_config
 class Settings(BaseModel):
     """How the connector goes about it; the tiers are in kvkit's own configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     kvkit_config: str | None = Field(default=None, description="path of kvkit's TOML file")
     kvkit: dict[str, Any] = Field(
-        default_factory=dict, description="the same settings in place; they win over the file's"
+        default_factory=dict,
+        repr=False,
+        description="the same settings in place; they win over the file's. vLLM logs its options, these "
+        "among them: keep secrets in the file or the environment",
     )
     load: Literal["async", "sync", "layerwise"] = Field(
         default="async",
@@ -59,7 +62,7 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
         settings = Settings(**extra)
     except ValidationError as error:
         lines = [
-            f"{where}.{'.'.join(map(str, found['loc']))} = {found['input']!r}: {found['msg']}"
+            f"{where}.{'.'.join(map(str, found['loc']))}{_value(found)}: {found['msg']}"
             for found in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from error
@@ -67,3 +70,8 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
     if not config.tiers and config.handoff is None:
         raise ConfigError(f"{where}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")
     return settings, config
+
+
+def _value(found: Any) -> str:
+    """The value that an error is about, but for kvkit's own settings, which may hold secrets."""
+    return "" if found["loc"][0] == "kvkit" else f" = {found['input']!r}"
