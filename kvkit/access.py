@@ -18,11 +18,12 @@ from kvkit.plan import RetrievePlan, Segment, StorePlan
 from kvkit.policy import Policy
 from kvkit.promises import Promise, Promises
 from kvkit.puts import Outstanding, PutQueue
+from kvkit.quarantine import Quarantine
 from kvkit.record import Damage, RecordFormat
 from kvkit.sequence import Chunks
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from kvkit.threads import Closed, Stopped, Workers
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierFull
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, UnreadableObject
 from kvkit.tiers.health import Health, State
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Access:
         self.health = {name: Health() for name in tiers}
         self._lock = threading.Lock()
         self._counts = Counts()
+        self._quarantine = Quarantine()
         self._described: set[tuple[str, str]] = set()
         self._gets: dict[str, dict[object, float]] = {
             name: {} for name in tiers
@@ -157,9 +159,15 @@ class Access:
         return plan
 
     def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
-        """How many of `names`, from the first on, the tier holds, or need not be put; none if it fails."""
+        """How many of `names`, from the first on, the tier holds, or need not be put; none if it fails.
+
+        What lies in quarantine it does not hold.
+        """
+        sound = names[: self._quarantine.before(tier, names, time.monotonic())]
+        held = 0
         try:
-            held = self.bounded(tier, lambda asked: asked.unwanted(names) if to_put else asked.run(names))
+            if sound:
+                held = self.bounded(tier, lambda asked: asked.unwanted(sound) if to_put else asked.run(sound))
             self.health[tier].answered(time.monotonic())
             return held
         except Exception as error:
@@ -271,7 +279,10 @@ class Access:
 
         move = self.tiers[tier].get if direction == "get" else self.tiers[tier].put
         try:
-            move(names, leases, completed)
+            if direction == "put":
+                names, leases = self._leave_out(tier, names, leases, completed)
+            if names:
+                move(names, leases, completed)
         except Exception as error:
             log.exception("tier %r: %s failed", tier, direction)
             for name in names:
@@ -302,14 +313,18 @@ class Access:
         return bool(self._plan_write_back(source, 0, 1).segments)
 
     def drop(self, tier: str, name: str, damage: Damage) -> None:
-        """Delete a record that is not what it should be."""
+        """Delete a record that is not what it should be, so that it is stored anew.
+
+        Where that fails it is no hit all the same, for a while.
+        """
         log.warning("tier %r: %s is damaged (%s) and will be deleted", tier, name, damage)
         with self._lock:
             self._counts.damaged[tier, damage] += 1
         try:
             self.bounded(tier, lambda asked: asked.delete([name]))
         except Exception as error:
-            log.warning("tier %r: %s could not be deleted: %s", tier, name, error)
+            log.warning("tier %r: %s could not be deleted, and is passed over: %s", tier, name, error)
+            self._quarantine.add(tier, name, time.monotonic())
 
     def pin(self, tier: str, names: Sequence[str], seconds: float) -> int:
         """How many of `names` the tier holds on to; none if it fails."""
@@ -347,11 +362,17 @@ class Access:
         return removed
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
-        """Reads of a tier ended early: by `name`, if a record is to blame."""
-        if name is not None and isinstance(error, DamagedObject):
-            self.drop(tier, name, error.damage)
-        else:
+        """Reads of a tier ended early: by `name`, if a record is to blame.
+
+        One that cannot be read is dropped, and counts against the tier once: whether it or the tier was to
+        blame shows in whether others can be read. In a tier that is passed over already, all stay.
+        """
+        suspect = isinstance(error, UnreadableObject)
+        given_up = suspect and self.health[tier].state(time.monotonic()) == "open"
+        if suspect or not isinstance(error, DamagedObject) or name is None:
             self.failed(tier, error)
+        if name is not None and isinstance(error, DamagedObject) and not given_up:
+            self.drop(tier, name, error.damage)
 
     def describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
         """Have a tier outside this process keep zarr.json for these arrays, once: `puts` waits for it.
@@ -417,8 +438,11 @@ class Access:
         self.health[tier].worked(time.monotonic())
 
     def failed(self, tier: str, error: BaseException) -> None:
-        """Note that a tier did not deliver."""
+        """Note that a tier did not deliver, or answer."""
         if isinstance(error, FileNotFoundError | StagingTimeout | Stopped):  # not the tier's fault
+            return
+        if isinstance(error, UnreadableObject):
+            self.health[tier].failed(time.monotonic(), unreadable=error.name)
             return
         self.health[tier].failed(time.monotonic(), isinstance(error, TimeoutError))
         with self._lock:
@@ -445,6 +469,20 @@ class Access:
         """The health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
+
+    def _leave_out(
+        self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete
+    ) -> tuple[Sequence[str], Sequence[Lease]]:
+        """`names` and `leases` without what lies in quarantine, which a tier would take for the record."""
+        now = time.monotonic()
+        if self._quarantine.before(tier, names, now) == len(names):
+            return names, leases
+        shunned = [not self._quarantine.before(tier, [name], now) for name in names]
+        for name, left_out in zip(names, shunned, strict=True):
+            if left_out:
+                on_complete(name, TierError(f"tier {tier!r}: what lies in place of {name} cannot be removed"))
+        kept = [pair for pair, out in zip(zip(names, leases, strict=True), shunned, strict=True) if not out]
+        return [name for name, _ in kept], [lease for _, lease in kept]
 
     def _start_lacking(
         self,

@@ -99,6 +99,8 @@ class Damage(StrEnum):
     TOKENS = "tokens"
     LAYER = "layer"
     TRAILER = "trailer"
+    FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)

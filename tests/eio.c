@@ -11,13 +11,13 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static char broken_call[16], broken_folder[PATH_MAX];
+static char broken_call[16], broken_path[PATH_MAX];
 static atomic_int broken, left, failures;
 
-/* From now on `call` fails on what is below `folder`, but for the first `after` times. */
-void eio_start(const char *call, const char *folder, int after) {
+/* From now on `call` fails on `path` and what is below it, but for the first `after` times. */
+void eio_start(const char *call, const char *path, int after) {
     snprintf(broken_call, sizeof broken_call, "%s", call);
-    snprintf(broken_folder, sizeof broken_folder, "%s/", folder);
+    snprintf(broken_path, sizeof broken_path, "%s", path);
     left = after;
     failures = 0;
     broken = 1;
@@ -38,7 +38,10 @@ static int fails(const char *call, int file) {
     if (size < 0)
         return 0;
     path[size] = 0;
-    if (strncmp(path, broken_folder, strlen(broken_folder)) || atomic_fetch_sub(&left, 1) > 0)
+    size_t length = strlen(broken_path);
+    if (strncmp(path, broken_path, length) || (path[length] && path[length] != '/'))
+        return 0;
+    if (atomic_fetch_sub(&left, 1) > 0)
         return 0;
     failures++;
     errno = EIO;

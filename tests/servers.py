@@ -326,6 +326,7 @@ class Proxy:
         spoil: what it does with what it reads next: "" passes it on; "slow" passes the server's bytes on a
             few at a time; "hang" keeps them; "cut" closes both ends in the middle of the server's answer;
             "error" answers each request itself with HTTP 503.
+        denied: where it is not "": requests whose first line has this in it are answered with HTTP 403.
         requests: HTTP request lines that came through.
     """
 
@@ -335,6 +336,7 @@ class Proxy:
         self._listener.settimeout(0.1)
         self.port = self._listener.getsockname()[1]
         self.spoil: Spoil = ""
+        self.denied = ""
         self.requests: list[str] = []
         self._heard = threading.Condition()
         self._closing = threading.Event()
@@ -390,6 +392,9 @@ class Proxy:
                 self._heard.notify_all()
             if self.spoil == "error":
                 client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                return False
+            if self.denied and self.denied in line.decode():
+                client.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return False
         _send(server, data)
         return bool(data)

@@ -1,4 +1,7 @@
-"""A disk that dies under a cache and comes back: calls fail with EIO (tests/eio.c), in a child process."""
+"""A disk that dies under a cache and comes back, and one that cannot read a single file, in a child process.
+
+Calls fail with EIO by tests/eio.c.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +23,9 @@ import pytest
 from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit import access
+from kvkit.cache import Cache
 from kvkit.policy import Policy
+from kvkit.record import Damage
 from kvkit.staging import Staging
 from kvkit.testing import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 from kvkit.tiers.files import TEMPORARY
@@ -52,10 +57,10 @@ def disks(folder: Path) -> list[ObjectTier]:
 
 
 @contextmanager
-def failing(call: str, folder: Path, after: int = 0) -> Iterator[None]:
-    """`call` fails on the files below `folder`, but for the first `after` times; once at least."""
+def failing(call: str, path: Path, after: int = 0) -> Iterator[None]:
+    """`call` fails on `path` and the files below it, but for the first `after` times; once at least."""
     library = ctypes.CDLL(None)
-    library.eio_start(call.encode(), os.fsencode(folder.resolve()), after)
+    library.eio_start(call.encode(), os.fsencode(path.resolve()), after)
     try:
         yield
     finally:
@@ -126,7 +131,8 @@ def test_reads_that_fail_are_misses_until_the_disk_is_back(
 
 
 def reads_that_fail(others: tuple[str, ...], folder: Path) -> None:
-    engine, tokens = make_engine(), sequence(40)
+    engine = make_engine()
+    prompts = [sequence(40, seed) for seed in range(FAILURES_TO_PAUSE + 1)]
     table = engine.table(40)
     policy = Policy(("broken", *others), ("broken", "sound"))
     with (
@@ -134,7 +140,7 @@ def reads_that_fail(others: tuple[str, ...], folder: Path) -> None:
         pytest.MonkeyPatch.context() as patch,
     ):
 
-        def load(source: str, chunks: int) -> None:
+        def load(tokens: np.ndarray, source: str, chunks: int) -> None:
             """A lookup and a load: the disk that was believed to hold them, and the chunks that came."""
             engine.wipe()
             hit = cache.lookup(tokens)
@@ -142,21 +148,78 @@ def reads_that_fail(others: tuple[str, ...], folder: Path) -> None:
             assert cache.load(hit, engine.places(table)).tokens == chunks * 8
             engine.assert_loaded(tokens, table, chunks)
 
-        store(cache, engine, tokens)
+        for tokens in prompts:
+            store(cache, engine, tokens)
         elsewhere = 5 if others else 0
+        *failed, last = prompts
         with failing("preadv2", folder / "broken"):
-            for count in range(1, FAILURES_TO_PAUSE + 1):
+            for count, tokens in enumerate(failed, 1):
                 assert cache.tier_states()["broken"] == "ok"
-                load("broken", elsewhere)
-                assert cache.counts().read_errors == {"broken": count}
+                load(tokens, "broken", elsewhere)
+                assert cache.counts().damaged == {("broken", Damage.UNREADABLE): count}
             assert cache.tier_states() == {"broken": "open", "sound": "ok"}
-            load("".join(others), elsewhere)
-            assert cache.counts().read_errors == {"broken": FAILURES_TO_PAUSE}, "it was asked"
+            load(last, "".join(others), elsewhere)
+            assert sum(cache.counts().damaged.values()) == FAILURES_TO_PAUSE, "it was asked"
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
         patch.setattr(access, "time", later)
         assert cache.tier_states()["broken"] == "half-open"
-        load("broken", 5)
+        load(last, "broken", 5)
         assert cache.tier_states() == {"broken": "ok", "sound": "ok"}
-        assert not cache.counts().damaged, "an error is no damage, for which records are deleted"
+        assert not cache.counts().read_errors
+        assert len(list((folder / "broken").rglob("c.*"))) == 5 * len(prompts) - FAILURES_TO_PAUSE, (
+            "what the disk was to blame for was deleted"
+        )
         cache.check_integrity()
     assert cache.staging.free == cache.staging.slots
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layers"])
+@pytest.mark.parametrize("fault", ["EIO", "EACCES"])
+def test_one_record_that_cannot_be_read_is_stored_anew_and_costs_no_other_a_hit(
+    fault: str, layerwise: bool, run: Run, tmp_path: Path
+) -> None:
+    run(one_bad_record, fault, layerwise, tmp_path)
+
+
+def one_bad_record(fault: str, layerwise: bool, folder: Path) -> None:
+    engine, tokens, others = make_engine(), sequence(40), sequence(40, 1)
+    table = engine.table(40)
+    if fault == "EACCES":
+        obey_modes()
+
+    def load(cache: Cache, tokens: np.ndarray, chunks: int) -> None:
+        engine.wipe()
+        hit = cache.lookup(tokens)
+        if layerwise:
+            layers = cache.load_layers(hit, engine.places(table))
+            list(layers)
+            assert layers.loaded.tokens == chunks * 8
+        else:
+            assert cache.load(hit, engine.places(table)).tokens == chunks * 8
+            engine.assert_loaded(tokens, table, chunks)
+
+    with open_cache(engine, folder, memory_slots=0) as cache:
+        store(cache, engine, tokens)
+        store(cache, engine, others)
+        stale = cache.lookup(tokens)
+        bad = folder / stale.chunks.names[0]
+        if fault == "EACCES":
+            bad.chmod(0)
+        with failing("preadv2", bad) if fault == "EIO" else nullcontext():
+            load(cache, tokens, 0)
+            for _ in range(2 * FAILURES_TO_PAUSE):  # by who looked it up before, too
+                assert cache.load(stale, engine.places(table)).tokens == 0
+                assert cache.lookup(tokens).tokens == 0, "it is a hit again"
+            assert cache.tier_states() == {"disk": "ok"}
+            for _ in range(99):
+                load(cache, others, 5)
+        assert cache.counts().damaged == {("disk", Damage.UNREADABLE): 1}
+        store(cache, engine, tokens)
+        load(cache, tokens, 5)
+        cache.check_integrity()
+
+
+def obey_modes() -> None:
+    """Have this thread, and those that it starts, obey the modes of files, root or not."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0

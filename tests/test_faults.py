@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -117,6 +118,34 @@ def same_tokens_other_past(file: Path, engine: Engine) -> None:
     file.write_bytes(victim_file(engine, tokens, elsewhere).read_bytes())
 
 
+def in_its_place(make: Callable[[Path], object]) -> Callable[[Path, Engine], None]:
+    def harm(file: Path, engine: Engine) -> None:
+        file.unlink()
+        make(file)
+
+    return harm
+
+
+def a_socket(file: Path) -> None:
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/self/fd/{folder}/{file.name}")  # a path of its own may be too long
+    finally:
+        os.close(folder)
+
+
+def a_folder_that_holds_something(file: Path) -> None:
+    file.mkdir()
+    (file / "c.1.2.0.0.0.0").write_text("somebody's")
+
+
+def a_link_to_a_record(file: Path) -> None:
+    """To what is well, but could be anything."""
+    other = min(path for path in file.parent.glob("c.*") if path != file)
+    file.symlink_to(other)
+
+
 HARMS: dict[str, Callable[[Path, Engine], None]] = {
     **{f"bit flipped in {region}": flip(offset) for region, offset in regions()},
     "zero length": truncate(0),
@@ -127,7 +156,16 @@ HARMS: dict[str, Callable[[Path, Engine], None]] = {
     "longer": lambda file, engine: os.truncate(file, file.stat().st_size + 4096),
     "a byte longer": lambda file, engine: os.truncate(file, file.stat().st_size + 1),
     "deleted": lambda file, engine: file.unlink(),
-    "a folder": lambda file, engine: (file.unlink(), file.mkdir())[0],
+    "a folder": in_its_place(Path.mkdir),
+    "a folder that holds something": in_its_place(a_folder_that_holds_something),
+    "a pipe": in_its_place(os.mkfifo),
+    "a socket": in_its_place(a_socket),
+    "a link to itself": in_its_place(lambda file: file.symlink_to(file)),
+    "a link to nothing": in_its_place(lambda file: file.symlink_to("nowhere")),
+    "a link to another record": in_its_place(a_link_to_a_record),
+    "a link to a pipe": in_its_place(
+        lambda file: (os.mkfifo(file.with_name("pipe")), file.symlink_to("pipe"))
+    ),
     "foreign namespace": foreign_namespace,
     "colliding key": colliding_key,
     "same tokens, other past": same_tokens_other_past,
@@ -154,9 +192,9 @@ def test_a_harmed_record_is_a_miss(harm: Callable[[Path, Engine], None], harmed:
         loaded = cache.load(hit, engine.places(table))
         assert loaded.tokens == VICTIM * 8
         engine.assert_loaded(tokens, table, VICTIM)
-        if file.is_dir():
-            return
         assert cache.lookup(tokens).tokens == VICTIM * 8, "the harmed record is gone"
+        assert cache.tier_states() == {"disk": "ok"}
+        assert not cache.counts().read_errors
         # what is computed anew is stored anew
         store(cache, engine, tokens)
         loaded = cache.load(cache.lookup(tokens), engine.places(table))
@@ -223,9 +261,15 @@ def test_a_harmed_record_that_cannot_be_deleted_is_still_a_miss(small_disk: Path
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with open_cache(engine, folder, memory_slots=0) as cache:
         table = engine.table(TOKENS)
+        assert cache.lookup(tokens).tokens == TOKENS
         for _ in range(2):
             assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == VICTIM * 8
+            assert cache.lookup(tokens).tokens == VICTIM * 8, "it is a hit again"
         engine.assert_loaded(tokens, table, VICTIM)
+        store(cache, engine, tokens)
+        assert cache.counts().write_errors == {"disk": 1}, "what lies there was taken for the record"
+        assert sum(cache.counts().damaged.values()) == 1
+        assert cache.tier_states() == {"disk": "ok"}
 
 
 def _store_for_ever(folder: Path, seed: int, started: Connection) -> None:

@@ -20,7 +20,7 @@ from kvkit.staging import Staging
 from kvkit.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 from kvkit.tiers import files
 from kvkit.tiers.base import TierError
-from kvkit.tiers.files import TEMPORARY, Access, Folder
+from kvkit.tiers.files import ASIDE, TEMPORARY, Access, Folder
 from kvkit.tiers.objects import ObjectTier
 
 NAMES = record_names(4)
@@ -112,9 +112,39 @@ def test_foreign_files_are_left_alone(tmp_path: Path, staging: Staging) -> None:
     assert put(tier, staging, NAMES[:1]) == put(tier, staging, NAMES[1:2]) == [None]
     assert files_below(tmp_path) == sorted([*foreign, NAMES[1]])
     (in_the_way,) = put(tier, staging, [f"{ARRAY}/c.7.7.0.0.0.0"])
-    assert isinstance(in_the_way, IsADirectoryError)
-    assert tier.run([f"{ARRAY}/c.7.7.0.0.0.0"]) == 0
-    assert files_below(tmp_path) == sorted(foreign)
+    assert in_the_way is None, "an empty folder in a record's place is in the way"
+    assert tier.run([f"{ARRAY}/c.7.7.0.0.0.0"]) == 1
+    assert files_below(tmp_path) == sorted([*foreign, f"{ARRAY}/c.7.7.0.0.0.0"])
+    tier.close()
+
+
+def test_a_folder_that_lies_in_a_records_place_and_is_not_empty_is_kept(
+    tmp_path: Path, staging: Staging
+) -> None:
+    for name in NAMES[:2]:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "c.7.7.0.0.0.0").write_text("keep me")
+    tier = ObjectTier(str(tmp_path))
+    assert put(tier, staging, NAMES[:1]) == [None]
+    tier.delete(NAMES[1:2])
+    aside = [path.relative_to(tmp_path / ARRAY).parts for path in tmp_path.rglob("c.7.*")]
+    assert [parts[0].startswith(ASIDE) for parts in aside] == [True, True]
+    assert [name for name, _ in tier.scan()] == NAMES[:1]
+    assert tier.run(NAMES) == 1
+    tier.close()
+
+
+def test_a_scan_passes_over_what_is_no_file(tmp_path: Path, staging: Staging) -> None:
+    tier = ObjectTier(str(tmp_path))
+    put(tier, staging, NAMES[:1])
+    tier.close()
+    (tmp_path / NAMES[1]).symlink_to(NAMES[1].rpartition("/")[2])
+    os.mkfifo(tmp_path / NAMES[2])
+    (tmp_path / "ab").symlink_to("ab")
+    (tmp_path / "cd").symlink_to(NAMES[0].partition("/")[0])
+    (tmp_path / ARRAY / f"{TEMPORARY}0123456789abcdef").symlink_to("nowhere")
+    tier = ObjectTier(str(tmp_path))
+    assert [name for name, _ in tier.scan()] == [NAMES[0], NAMES[0].replace("0123456789abcdef", "cd")]
     tier.close()
 
 

@@ -18,7 +18,7 @@ FLOORS = (
     ("kernels", "staging"),
     ("tiers",),
     ("handoff",),
-    ("testing", "sequence", "counts", "transfers", "puts"),
+    ("testing", "sequence", "counts", "transfers", "puts", "quarantine"),
     ("access",),
     ("reads", "write_backs"),
     ("loads", "stores"),

@@ -34,6 +34,7 @@ class Breaker(RuleBasedStateMachine):
         self.health = Health()
         self.now = 1000.0
         self.row = 0
+        self.unreadable: set[str] = set()  # in that row
         self.pauses: list[float] = []  # when each began, since it was last closed
         self.trial: float | None = None  # when the one under way began
 
@@ -46,6 +47,7 @@ class Breaker(RuleBasedStateMachine):
 
     def pause(self) -> None:
         self.pauses.append(self.now)
+        self.unreadable = set()
         self.trial = None
 
     @rule(seconds=st.integers(0, 9) | st.integers(0, 300))
@@ -74,11 +76,22 @@ class Breaker(RuleBasedStateMachine):
         elif not self.paused():
             self.pause()
 
+    @rule(record=st.sampled_from("abcd"))
+    def fail_to_read(self, record: str) -> None:
+        self.health.failed(self.now, unreadable=record)
+        if not self.pauses and record not in self.unreadable:
+            self.row += 1
+            self.unreadable.add(record)
+            if self.row == FAILURES_TO_PAUSE:
+                self.pause()
+        elif self.pauses and not self.paused():
+            self.pause()
+
     @rule(seconds=st.none() | st.floats(0, 10))
     def work(self, seconds: float | None) -> None:
         self.health.worked(self.now, seconds)
         if not self.paused():
-            self.row, self.pauses, self.trial = 0, [], None
+            self.row, self.unreadable, self.pauses, self.trial = 0, set(), [], None
 
     @rule()
     def answer(self) -> None:
@@ -132,6 +145,17 @@ def test_a_success_ends_a_row_of_failures() -> None:
             breaker.failed(0.0)
         breaker.worked(0.0)
     assert breaker.usable(0.0)
+
+
+def test_one_record_that_cannot_be_read_is_one_failure_and_several_are_the_tiers() -> None:
+    breaker = Health()
+    for _ in range(10 * FAILURES_TO_PAUSE):
+        breaker.failed(0.0, unreadable="a")
+    assert breaker.usable(0.0)
+    for number in range(FAILURES_TO_PAUSE - 1):
+        assert breaker.usable(0.0)
+        breaker.failed(0.0, unreadable=f"b{number}")
+    assert not breaker.usable(0.0)
 
 
 def test_an_answer_does_not() -> None:

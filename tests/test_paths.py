@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from kvkit.cache import Cache
 from kvkit.config import ConfigError, load_config, open_cache
 from kvkit.layout import Namespace
 from kvkit.record import ALIGN
-from kvkit.staging import Staging
-from kvkit.testing import SLOT_BYTES, SLOTS, Fault, FaultyTier, get, put, record_names
+from kvkit.staging import Lease, Staging
+from kvkit.testing import SLOT_BYTES, SLOTS, Fault, FaultyTier, Wrapper, get, put, record_names
+from kvkit.tiers.base import OnComplete, UnreadableObject, complete
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.paths import SpreadTier, path_of
@@ -65,6 +67,37 @@ def test_a_path_that_dies_is_a_miss_for_its_records_alone(tmp_path: Path) -> Non
         assert not cache.counts().read_errors
         others = [name for name in names if path_of(name, 3) != 1]
         assert all(cache.tiers["disk"].size(name) is not None for name in others)
+
+
+def test_a_record_that_cannot_be_read_is_dropped_and_does_not_cost_its_path(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(12)
+    bad: set[str] = set()
+
+    class Scratched(Wrapper):
+        """A disk that cannot read some records."""
+
+        def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+            for name, lease in zip(names, leases, strict=True):
+                if name in bad:
+                    complete(on_complete, name, lease.share(), UnreadableObject("a bad sector", name))
+                else:
+                    self.inner.get([name], [lease], on_complete)
+
+    paths = [Scratched(ObjectTier(str(tmp_path / str(i)), name=f"disk[{i}]")) for i in range(3)]
+    with new_cache(engine, new_staging(engine, 16), [SpreadTier("disk", paths)]) as cache:
+        table = engine.table(len(tokens))
+        for _ in range(2 * FAILURES_TO_PAUSE):
+            engine.compute(tokens, table)
+            cache.store(tokens, engine.places(table))
+            cache.flush()
+            hit = cache.lookup(tokens)
+            assert hit.tokens == len(tokens), "a path is passed over"
+            bad.add(hit.chunks.names[4])
+            assert cache.load(hit, engine.places(table)).tokens == 4 * 8
+            assert cache.load(hit, engine.places(table)).tokens == 4 * 8
+            assert cache.lookup(tokens).tokens == 4 * 8
+            bad.clear()
+        assert cache.tier_states() == {"disk": "ok"}
 
 
 def test_a_full_path_refuses_its_records_alone(tmp_path: Path) -> None:

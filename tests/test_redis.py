@@ -11,6 +11,7 @@ import redis
 from remote import finish, kill_amid_a_load, same
 from servers import Proxy, RedisServer
 
+from kvkit.record import Damage
 from kvkit.staging import Staging
 from kvkit.testing import (
     RECORDS,
@@ -61,6 +62,27 @@ def test_only_its_own_keys(server: RedisServer, staging: Staging) -> None:
     tier.delete(names)
     assert len(client.keys("*")) == 3
     client.close()
+    finish(tier, staging)
+
+
+def test_a_value_of_another_type_in_a_records_place_is_damage(server: RedisServer, staging: Staging) -> None:
+    client = redis.Redis(port=server.port)
+    tier = RedisTier(server.url)
+    names = record_names(3)
+    assert put(tier, staging, names) == [None] * 3
+    client.delete(PREFIX + names[1])
+    client.lpush(PREFIX + names[1], "a list")
+    found = get(tier, staging, names)
+    assert isinstance(found[1], DamagedObject)
+    assert found[1].damage == Damage.FOREIGN
+    assert [isinstance(found[i], OSError) for i in (0, 2)] == [False, False]
+    with pytest.raises(DamagedObject):
+        tier.get_ranges(names[1], [(0, 4)], [memoryview(bytearray(4))])
+    assert tier.size(names[1]) is None
+    assert sorted(tier.scan()) == [(names[0], SLOT_BYTES), (names[2], SLOT_BYTES)]
+    tier.delete(names[1:2])
+    assert put(tier, staging, names[1:2]) == [None]
+    assert tier.run(names) == 3
     finish(tier, staging)
 
 

@@ -15,7 +15,10 @@ import obstore
 import pytest
 from remote import finish, kill_amid_a_load, same
 from servers import Proxy, S3Server, s3  # noqa: F401 - s3 is a fixture
+from test_cache import make_engine, open_cache, sequence, store
 
+from kvkit.policy import Policy
+from kvkit.record import Damage
 from kvkit.staging import Staging, release_all
 from kvkit.testing import (
     DEADLINE_S,
@@ -28,6 +31,7 @@ from kvkit.testing import (
     record_names,
 )
 from kvkit.tiers.base import Tier, TierError
+from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.s3 import Bucket
 
@@ -200,6 +204,30 @@ def test_a_store_that_refuses(
     for text in (str(error), caplog.text, repr(tier)):
         assert options["secret_access_key"] not in text
     finish(tier, staging)
+
+
+def test_an_object_that_is_denied_costs_no_other_a_hit(
+    s3: S3Server,  # noqa: F811
+    url: str,
+    proxy: Proxy,
+) -> None:
+    """It can be neither read nor removed; the rest of the bucket goes on being read."""
+    engine, tokens, others = make_engine(), sequence(40), sequence(40, 1)
+    table = engine.table(40)
+    policy = Policy(("bucket",), ("bucket",))
+    bucket = ObjectTier(url, name="bucket", options=through(proxy, s3))
+    with open_cache(engine, None, memory_slots=0, policy=policy, extra=[bucket]) as cache:
+        store(cache, engine, tokens)
+        store(cache, engine, others)
+        stale = cache.lookup(tokens)
+        proxy.denied = stale.chunks.names[1]
+        for _ in range(2 * FAILURES_TO_PAUSE):
+            assert cache.load(stale, engine.places(table)).tokens == 8
+            assert cache.lookup(tokens).tokens == 8, "it is a hit again"
+        assert cache.tier_states() == {"bucket": "ok"}
+        for _ in range(10):
+            assert cache.load(cache.lookup(others), engine.places(table)).tokens == 40
+        assert set(cache.counts().damaged) == {("bucket", Damage.UNREADABLE)}
 
 
 def test_the_server_is_killed_and_restarted_amid_a_load(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811

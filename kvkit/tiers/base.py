@@ -37,11 +37,22 @@ class TierError(OSError):
 
 
 class DamagedObject(TierError):
-    """An object is no record of this cache: too large for its slot, or not what its codec makes."""
+    """An object is to blame, not its tier: too large for its slot, not what its codec makes, or no file."""
 
     def __init__(self, message: str, damage: Damage) -> None:
         super().__init__(message)
         self.damage = damage
+
+
+class UnreadableObject(DamagedObject):
+    """An object cannot be read, and it or its tier is to blame: that shows in whether others can be.
+
+    Such as EIO: of one file it is a bad sector, of every file a disk that dies.
+    """
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message, Damage.UNREADABLE)
+        self.name = name
 
 
 class TierFull(TierError):

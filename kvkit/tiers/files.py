@@ -11,6 +11,9 @@ slower. benchmarks/bench_files.py measures both choices.
 KV tells what was said: files and folders are for their owner alone, whatever the umask, unless `Access` says
 that others share the store.
 
+Whoever can write to a store can put anything in a record's place. What is no regular file is not read, nor
+waited for, and makes way for the record: a symbolic link, a pipe, a socket, a folder.
+
 An NFS client remembers for up to a minute that a name is not there, whatever other clients create; `Folder`
 asks the server before it believes that. tests/nfs proves it on a real mount.
 """
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from kvkit.record import ALIGN, Damage
-from kvkit.tiers.base import DamagedObject, Ranges, TierError
+from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +44,8 @@ Access = Literal["user", "group", "all"]
 
 METADATA = "zarr.json"
 TEMPORARY = ".tmp-"
+ASIDE = ".aside-"
+"""What a folder that lay in a record's place, and is not empty, is called from then on."""
 _LEFT = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _FILE_MODES: dict[Access, int] = {"user": 0o600, "group": 0o660, "all": 0o666}
 _FOLDER_MODES: dict[Access, int] = {"user": 0o700, "group": 0o2770, "all": 0o777}
@@ -53,6 +58,11 @@ _OBJECT = re.compile(r"[0-9a-f]+/[0-9]+/(c(\.[0-9]+){6}|zarr\.json)")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """A file is not there, or not any more: ESTALE, another NFS client removed it."""
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_DENIED = (errno.EACCES, errno.EPERM)
+_BAD_SECTORS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+"""What a disk says of what it cannot read: in the last two, that checksums of the file system differ."""
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
+"""Without O_NONBLOCK a pipe is opened when somebody opens its other end, and so never."""
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 """How /proc writes a blank in a path."""
 _TRIES = 4
@@ -98,9 +108,15 @@ class Folder:
         self._nfs = file_system(self.root) in ("nfs", "nfs4")
 
     def size(self, name: str) -> int | None:
-        """Bytes of the file, None if it is missing."""
+        """Bytes of the file, None if it is missing, or something else lies in its place.
+
+        Raises:
+            DamagedObject: it cannot be looked at.
+        """
+        path = self._path(name)
         try:
-            status = self._find(self._path(name), os.stat)
+            with self._blaming(name):
+                status = self._find(path, os.lstat)
         except FileNotFoundError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -110,7 +126,7 @@ class Folder:
 
         Raises:
             FileNotFoundError: it is missing.
-            DamagedObject: it is larger than the buffer.
+            DamagedObject: it is larger than the buffer, no regular file, or cannot be read.
         """
         with self._opened(name) as file:
             size = os.fstat(file).st_size
@@ -131,7 +147,7 @@ class Folder:
 
         Raises:
             FileNotFoundError: it is missing.
-            DamagedObject: it ends before a range does.
+            DamagedObject: it ends before a range does, is no regular file, or cannot be read.
         """
         with self._opened(name) as file:
             for (offset, size), buffer in zip(ranges, buffers, strict=True):
@@ -145,14 +161,15 @@ class Folder:
                     done += count
 
     def write(self, name: str, data: memoryview) -> None:
-        """Make the file, complete at once; done already if it exists.
+        """Make the file, complete at once; done already if it exists. What else lies in its place makes way.
 
         Raises:
             OSError: it could not be written, and nothing is left behind.
         """
         path = self._path(name)
-        if self.size(name) is not None:
-            return
+        with suppress(DamagedObject):  # what cannot be looked at may be replaced all the same
+            if self.size(name) is not None:
+                return
         for attempt in range(_TRIES):
             try:
                 with _naming(name):
@@ -174,7 +191,11 @@ class Folder:
                     # NFS sends what it buffered, and tells of a full disk, when a descriptor is closed: close
                     # one before the name is there for all to see, and keep the lock through the other
                     os.close(os.dup(file))
-                os.rename(temporary, path)
+                try:
+                    os.rename(temporary, path)
+                except IsADirectoryError:
+                    _clear_away(path)
+                    os.rename(temporary, path)
             finally:
                 os.close(file)
         except BaseException:
@@ -186,9 +207,19 @@ class Folder:
             _sync_folder(folder)
 
     def delete(self, name: str) -> None:
-        """Remove the file; missing is fine."""
+        """Remove the file, or what lies in its place; missing is fine.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        path = self._path(name)
         with suppress(FileNotFoundError):
-            self._find(self._path(name), os.unlink)
+            try:
+                self._find(path, os.unlink)
+            except OSError:
+                if not _is_folder(path):
+                    raise
+                _clear_away(path)
 
     def scan(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of every record, oldest first."""
@@ -196,12 +227,12 @@ class Folder:
         for name, entry in self._entries():
             if is_record(name):
                 try:
-                    status = entry.stat()
+                    status = entry.stat(follow_symlinks=False)
                 except OSError as error:
-                    if error.errno in _GONE:  # deleted meanwhile
-                        continue
-                    raise
-                found.append((status.st_mtime_ns, name, status.st_size))
+                    _unlisted(error)
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime_ns, name, status.st_size))
         found.sort()
         for _, name, size in found:
             yield name, size
@@ -283,13 +314,50 @@ class Folder:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """A descriptor to read the file."""
-        file = self._find(self._path(name), lambda path: os.open(path, os.O_RDONLY))
-        try:
-            with _naming(name):
+        """A descriptor to read the file.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            DamagedObject: it is no regular file, or cannot be read.
+        """
+        path = self._path(name)
+        with self._blaming(name), _naming(name):
+            file = self._find(path, lambda path: os.open(path, _READ))
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise _foreign(name)
                 yield file
-        finally:
-            os.close(file)
+            finally:
+                os.close(file)
+
+    @contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        """Tell the errors of what lies in the place of a record from those of the whole folder.
+
+        Raises:
+            DamagedObject: the record is to blame; or it alone may be, in its subclass.
+        """
+        try:
+            yield
+        except (TierError, FileNotFoundError):
+            raise
+        except OSError as error:
+            what = f"{error.strerror}: {name!r}"
+            if error.errno in _BAD_SECTORS:
+                raise UnreadableObject(what, name) from error
+            if error.errno in _DENIED and self._is_open():
+                raise DamagedObject(what, Damage.UNREADABLE) from error
+            if _is_foreign(f"{self.root}/{name}"):
+                raise _foreign(name) from error
+            raise
+
+    def _is_open(self) -> bool:
+        """Whether what lies below the root may be reached."""
+        try:
+            os.stat(f"{self.root}/.")
+        except OSError:
+            return False
+        return True
 
     def _find(self, path: str, call: Callable[[str], T]) -> T:
         """call(path), on NFS once more with fresh eyes if the file seems missing.
@@ -316,7 +384,7 @@ class Folder:
         for space in _folders(self.root, _SPACE):
             for group in _folders(space.path, _GROUP):
                 for entry in _list(group.path):
-                    if entry.is_file():
+                    if entry.is_file(follow_symlinks=False):
                         yield f"{space.name}/{group.name}/{entry.name}", entry
 
 
@@ -372,7 +440,12 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _folders(folder: str, pattern: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _list(folder) if pattern.fullmatch(entry.name) and entry.is_dir())
+    for entry in _list(folder):
+        try:
+            if pattern.fullmatch(entry.name) and entry.is_dir():
+                yield entry
+        except OSError as error:  # a link to itself
+            _unlisted(error, entry.path)
 
 
 def _list(folder: str) -> Iterator[os.DirEntry[str]]:
@@ -386,6 +459,37 @@ def _list(folder: str) -> Iterator[os.DirEntry[str]]:
 def _unlisted(error: OSError, folder: str | None = None) -> None:
     if not isinstance(error, FileNotFoundError):
         log.warning("%s cannot be listed: %s", folder or error.filename, error)
+
+
+def _foreign(name: str) -> DamagedObject:
+    return DamagedObject(f"{name}: something else than a file lies in its place", Damage.FOREIGN)
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether there is something that is no regular file."""
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _clear_away(path: str) -> None:
+    """Remove the folder in a record's place; one that is not empty gets another name: it is somebody's."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        aside = f"{os.path.dirname(path)}/{ASIDE}{secrets.token_hex(8)}"
+        os.rename(path, aside)
+        log.warning("%s: a folder lay in a record's place; it is %s now", path, aside)
 
 
 def _mode(path: str) -> int:

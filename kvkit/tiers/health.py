@@ -3,6 +3,9 @@
     ok -- failures in a row, or a timeout --> open -- the pause is over --> half-open -- a trial works --> ok
                                                 ^------- a trial fails: a longer pause ---------'
 
+A record that cannot be read says little of its tier: in a row of failures it counts once, however often it is
+tried. Others that cannot be read either say more.
+
 A tier that is ok is called slow while it takes several times as long as it used to; that only informs.
 `Circuit` and the functions on it are pure; `Health` keeps one for a tier.
 """
@@ -38,6 +41,7 @@ class Circuit:
 
     Attributes:
         failures: in a row, while it is closed.
+        unreadable: the records among them, each of which counts once.
         pauses: in a row; 0 while it is closed.
         until: when the pause, or the trial that is under way, is over.
         trial: whether a trial is under way.
@@ -46,6 +50,7 @@ class Circuit:
     """
 
     failures: int = 0
+    unreadable: frozenset[str] = frozenset()
     pauses: int = 0
     until: float = 0.0
     trial: bool = False
@@ -94,15 +99,23 @@ def answered(circuit: Circuit, now: float) -> Circuit:
     return replace(circuit, trial=False, until=now) if circuit.trial else circuit
 
 
-def failed(circuit: Circuit, now: float, timed_out: bool = False) -> Circuit:
-    """After an error, or an answer that did not come in time."""
-    if not _may_decide(circuit, now):
+def failed(circuit: Circuit, now: float, timed_out: bool = False, unreadable: str | None = None) -> Circuit:
+    """After an error, or an answer that did not come in time; `unreadable` names a record that may be why."""
+    if not _may_decide(circuit, now) or unreadable in circuit.unreadable:
         return circuit
     failures = circuit.failures + 1
+    records = circuit.unreadable if unreadable is None else circuit.unreadable | {unreadable}
     if not circuit.pauses and not timed_out and failures < FAILURES_TO_PAUSE:
-        return replace(circuit, failures=failures)
+        return replace(circuit, failures=failures, unreadable=records)
     pause_s = PAUSES_S[min(circuit.pauses, len(PAUSES_S) - 1)]
-    return replace(circuit, failures=0, pauses=circuit.pauses + 1, until=now + pause_s, trial=False)
+    return replace(
+        circuit,
+        failures=0,
+        unreadable=frozenset(),
+        pauses=circuit.pauses + 1,
+        until=now + pause_s,
+        trial=False,
+    )
 
 
 def record_s(circuit: Circuit, now: float) -> float | None:
@@ -140,10 +153,10 @@ class Health:
         with self._lock:
             self._circuit = answered(self._circuit, now)
 
-    def failed(self, now: float, timed_out: bool = False) -> None:
-        """The tier reported an error, or (`timed_out`) missed a deadline."""
+    def failed(self, now: float, timed_out: bool = False, unreadable: str | None = None) -> None:
+        """The tier reported an error, or (`timed_out`) missed a deadline; `unreadable`: of this record."""
         with self._lock:
-            self._circuit = failed(self._circuit, now, timed_out)
+            self._circuit = failed(self._circuit, now, timed_out, unreadable)
 
     def record_s(self, now: float) -> float | None:
         """Seconds that a record takes of late; None: not known, and only known by reading one."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -46,6 +46,7 @@ from kvkit.tiers.base import (
     ThreadedTier,
     TierError,
     TierFull,
+    UnreadableObject,
     copy_ranges,
     default_threads,
     owner_of,
@@ -140,7 +141,7 @@ class ObjectTier(ThreadedTier):
                     count += 1
             # one look costs a store far away a round trip: after a find, several at a time
             asked = names[count : count + looks]
-            sizes = self._sizes(asked)
+            sizes = self._sizes(asked, first=count == 0)
             found = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
             with self._lock:
                 for name, size in zip(asked[:found], sizes, strict=False):
@@ -152,15 +153,29 @@ class ObjectTier(ThreadedTier):
         with self._lock:
             return eviction.use_run(self._index, names[:count])
 
-    def _sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Bytes of each object, None if it is missing, asked at the same time."""
+    def _sizes(self, names: Sequence[str], first: bool) -> list[int | None]:
+        """Bytes of each object, None if it is missing or damaged, asked at the same time.
+
+        Raises:
+            UnreadableObject: there is none before them (`first`) that would be held all the same.
+        """
+        look = partial(self._size_held, first)
         if len(names) < 2:
-            return [self._store.size(name) for name in names]
+            return [look(name) for name in names]
         try:
-            looks = [self._workers.submit(partial(self._store.size, name), urgent=True) for name in names]
+            looks = [self._workers.submit(partial(look, name), urgent=True) for name in names]
         except Closed as error:
             raise TierError(f"tier {self.name!r} is closed") from error
-        return [look.result() for look in looks]
+        return [one.result() for one in looks]
+
+    def _size_held(self, first: bool, name: str) -> int | None:
+        try:
+            return self._store.size(name)
+        except DamagedObject as error:
+            if first and isinstance(error, UnreadableObject):
+                raise
+            log.debug("tier %r: %s", self.name, error)
+            return None
 
     def read(self, name: str, buffer: memoryview) -> int:
         try:
@@ -211,7 +226,7 @@ class ObjectTier(ThreadedTier):
         raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({damage})", damage)
 
     def write(self, name: str, record: memoryview) -> None:
-        size = self._store.size(name)
+        size = self._size_replaceable(name)
         if size is not None:
             with self._lock:
                 self._note(name, size)
@@ -224,13 +239,20 @@ class ObjectTier(ThreadedTier):
             raise
         self._written(name, failed=False)
 
+    def _size_replaceable(self, name: str) -> int | None:
+        """Bytes of an object; None if there is none, or one that cannot be looked at and may be replaced."""
+        try:
+            return self._store.size(name)
+        except DamagedObject:
+            return None
+
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             self._store.delete(name)
             self._forget(name)
 
     def _put_one(self, name: str, lease: Lease) -> None:
-        if self.codec == "none" or self._store.size(name) is not None:
+        if self.codec == "none" or self._size_replaceable(name) is not None:
             super()._put_one(name, lease)
             return
         scratch = self._scratch(len(lease.buffer))
@@ -365,27 +387,24 @@ class _Remote:
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._files.info(self._path(name))["size"])
+            with _blaming(name):
+                found = self._files.info(self._path(name))
         except FileNotFoundError:
             return None
+        return None if found.get("type") == "directory" else int(found["size"])
 
     def read(self, name: str, buffer: memoryview) -> int:
-        data = self._files.cat_file(self._path(name))
+        with _blaming(name):  # no more than one byte that does not fit, whatever lies there
+            data = self._files.cat_file(self._path(name), start=0, end=len(buffer) + 1)
         if len(data) > len(buffer):
-            raise DamagedObject(
-                f"{name}: {len(data)} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE
-            )
+            raise DamagedObject(f"{name}: it does not fit the slot's {len(buffer)} bytes", Damage.OVERSIZE)
         buffer[: len(data)] = data
         return len(data)
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         starts, ends = [offset for offset, _ in ranges], [offset + size for offset, size in ranges]
-        try:
+        with _blaming(name):
             parts = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
         for part, (offset, size), buffer in zip(parts, ranges, buffers, strict=True):
             if len(part) < size:
                 raise DamagedObject(
@@ -435,6 +454,25 @@ def _packed_bytes(size: int) -> int:
 
 def _is_compressed(record: memoryview) -> bool:
     return len(record) >= HEADER.size and record[: len(MAGIC)] == MAGIC and record[CODEC_OFFSET] != 0
+
+
+@contextmanager
+def _blaming(name: str) -> Iterator[None]:
+    """Tell the errors of one object from those of its store, as far as fsspec's libraries do.
+
+    Raises:
+        DamagedObject: it ends before a range does, or is no file; or it is unreadable, if it alone is so.
+    """
+    try:
+        yield
+    except IsADirectoryError as error:
+        raise DamagedObject(f"{name}: {error}", Damage.FOREIGN) from error
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # what fsspec makes of "416 Range Not Satisfiable"
+            raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
+        if isinstance(error, PermissionError) or error.errno == errno.EIO:
+            raise UnreadableObject(f"{name}: {error}", name) from error
+        raise
 
 
 class _OnlyOSErrors:

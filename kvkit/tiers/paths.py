@@ -16,7 +16,7 @@ from operator import methodcaller
 from typing import TypeVar
 
 from kvkit.staging import Lease
-from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError, UnreadableObject
 from kvkit.tiers.health import Health
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,10 @@ class SpreadTier(Tier):
         try:
             self._paths[path].get_ranges(name, ranges, buffers)
         except OSError as error:
-            self._note(path, error)
-            if isinstance(error, FileNotFoundError | DamagedObject):
+            blamed = self._blamed(name, path, error)
+            if blamed is error:
                 raise
-            raise self._missing(name, path, error) from error
+            raise blamed from error
         self._note(path, None)
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
@@ -131,18 +131,31 @@ class SpreadTier(Tier):
     ) -> None:
         """What the path said, but that its failure to read is a miss, so that the others are not blamed."""
         if reading:
-            self._note(path, error)
-            if error is not None and not isinstance(error, FileNotFoundError | DamagedObject):
-                error = self._missing(name, path, error)
+            if error is None:
+                self._note(path, None)
+            else:
+                error = self._blamed(name, path, error)
         else:
             self._health[path].answered(time.monotonic())
         on_complete(name, error)
 
+    def _blamed(self, name: str, path: int, error: BaseException) -> BaseException:
+        """What to say of a read that failed, so that the other paths are not blamed."""
+        given_up = self._health[path].state(time.monotonic()) == "open"
+        self._note(path, error)
+        if isinstance(error, UnreadableObject) and not given_up:  # what it says of its path is noted
+            return DamagedObject(str(error), error.damage)
+        if isinstance(error, FileNotFoundError | DamagedObject) and not isinstance(error, UnreadableObject):
+            return error
+        return self._missing(name, path, error)
+
     def _note(self, path: int, error: BaseException | None) -> None:
-        """What a read says of its path."""
+        """What a read, or an answer that failed, says of its path."""
         now = time.monotonic()
         if error is None:
             self._health[path].worked(now)
+        elif isinstance(error, UnreadableObject):
+            self._health[path].failed(now, unreadable=error.name)
         elif isinstance(error, FileNotFoundError | DamagedObject):
             self._health[path].answered(now)
         else:
@@ -167,7 +180,7 @@ class SpreadTier(Tier):
             answer = ask(self._paths[path])
         except OSError as error:
             log.warning("tier %r: path %d: %s", self.name, path, error)
-            health.failed(time.monotonic(), isinstance(error, TimeoutError))
+            self._note(path, error)
             return otherwise
         health.answered(time.monotonic())
         return answer

@@ -28,6 +28,8 @@ PREFIX = "kvkit:"
 ~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select."""
 
 _BATCH = 512
+_WRONG_TYPE = "WRONGTYPE"
+_LINE_BYTES = 1 << 16
 _DATABASE = re.compile("/?[0-9]*")
 
 
@@ -136,8 +138,12 @@ class RedisTier(ThreadedTier):
                 self._client.unlink(*[_key(name) for name in names[first : first + _BATCH]])
 
     def size(self, name: str) -> int | None:
-        with self._failing(name, "cannot be looked up"):
-            return int(self._client.strlen(_key(name))) or None
+        """As in `Tier`; None where a value of another type has the record's name."""
+        try:
+            with self._failing(name, "cannot be looked up"):
+                return int(self._client.strlen(_key(name))) or None
+        except DamagedObject:
+            return None
 
     def scan(self) -> Iterator[tuple[str, int]]:
         cursor, seen = 0, set()
@@ -150,8 +156,9 @@ class RedisTier(ThreadedTier):
                 pipe = self._client.pipeline(transaction=False)
                 for name in names:
                     pipe.strlen(_key(name))
-                sizes = pipe.execute()
-            yield from ((name, size) for name, size in zip(names, sizes, strict=True) if size)
+                sizes = pipe.execute(raise_on_error=False)
+            found = zip(names, sizes, strict=True)
+            yield from ((name, size) for name, size in found if isinstance(size, int) and size)
             if not cursor:
                 return
 
@@ -186,6 +193,10 @@ class RedisTier(ThreadedTier):
             reason = f"{self._where} did not answer within timeout_s={self._timeout_s}"
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
             reason = f"{self._where} refuses the username or the password: {error}"
+        except exceptions.ResponseError as error:
+            if str(error).startswith(_WRONG_TYPE):
+                raise _foreign(what) from None
+            reason = f"{self._where}: {error}"
         except exceptions.RedisError as error:
             reason = f"{self._where}: {error}"
         except TierError:
@@ -245,6 +256,8 @@ class _Wire:
             message = rest.decode(errors="replace")
             if message.startswith("OOM"):
                 raise _OutOfMemory(message)
+            if message.startswith(_WRONG_TYPE):
+                raise _foreign(name)
             raise TierError(f"{name}: the server says: {message}")
         if kind != b"$":
             return 0
@@ -265,6 +278,8 @@ class _Wire:
 
     def _line(self) -> bytes:
         while (end := self._ahead.find(b"\r\n")) < 0:
+            if len(self._ahead) > _LINE_BYTES:
+                raise TierError("what the server says has no end")
             self._more()
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
@@ -284,6 +299,10 @@ class _Wire:
         if count == 0:
             raise ConnectionError("the server closed the connection")
         return count
+
+
+def _foreign(name: str) -> DamagedObject:
+    return DamagedObject(f"{name}: a value of another type lies in its place", Damage.FOREIGN)
 
 
 def _key(name: str) -> str:

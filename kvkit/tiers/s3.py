@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from kvkit.record import Damage
-from kvkit.tiers.base import DamagedObject, Ranges, TierError
+from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
 from kvkit.tiers.files import check_name, is_record
 from kvkit.tiers.urls import hide, shown
 
@@ -26,6 +26,8 @@ THREADS = 16
 _PIECE_BYTES = 256 << 10  # of a body, handed on at a time: stays in the processor's cache
 _RETRIES = 3
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
+"""What S3 says of an object that may be denied to these credentials alone, or is archived: not of all."""
 
 
 class Bucket:
@@ -73,7 +75,7 @@ class Bucket:
 
         check_name(name)
         try:
-            with self._failing("cannot be looked up", name):
+            with self._failing("cannot be looked up", name, reading=True):
                 return int(obstore.head(self._store, name)["size"])
         except FileNotFoundError:
             return None
@@ -89,7 +91,7 @@ class Bucket:
         import obstore
 
         check_name(name)
-        with self._failing("cannot be read", name):
+        with self._failing("cannot be read", name, reading=True):
             result = obstore.get(self._store, name)
             size = result.meta["size"]
             if size > len(buffer):
@@ -109,7 +111,7 @@ class Bucket:
         import obstore
 
         check_name(name)
-        with self._failing("cannot be read", name):
+        with self._failing("cannot be read", name, reading=True):
             if len(ranges) == 1:
                 (offset, size), buffer = ranges[0], buffers[0]
                 result = obstore.get(self._store, name, options={"range": (offset, offset + size)})
@@ -171,7 +173,7 @@ class Bucket:
             yield name, size
 
     @contextmanager
-    def _failing(self, what: str, name: str = "the bucket") -> Iterator[None]:
+    def _failing(self, what: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
         """Turn obstore's errors into short ones, but for those that mean missing or existing."""
         from obstore.exceptions import AlreadyExistsError, BaseError
 
@@ -187,6 +189,9 @@ class Bucket:
                 reason = f"no answer within timeout_s={self._timeout_s}"
             elif " 403 " in text or " 401 " in text:
                 reason = f"the store refuses these credentials; {_first_line(error)}"
+                code = _CODE.search(text)  # the answer to HEAD has none
+                if reading and " 403 " in text and (code is None or code[1] in _OF_ONE_OBJECT):
+                    raise UnreadableObject(f"{name} {what}: {reason}", name) from None
             else:
                 reason = _first_line(error)
             raise TierError(f"{name} {what}: {reason}") from None  # what is left out is pages long

@@ -1,0 +1,38 @@
+"""Records that cannot be used and could not be removed: for a while they are no hits."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+SHUNNED_S = 600.0
+"""For so long, in seconds: then it is tried again whether they can be read, or removed."""
+
+MAX_SHUNNED = 4096
+"""Of every tier together; beyond that the oldest are forgotten, which costs a load that ends early."""
+
+
+class Quarantine:
+    """Names of records by tier. Thread-safe; `now` is the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, tier: str, name: str, now: float) -> None:
+        """Shun a record. Mutates."""
+        with self._lock:
+            self._until[tier, name] = now + SHUNNED_S
+            self._until.move_to_end((tier, name))
+            if len(self._until) > MAX_SHUNNED:
+                self._until.popitem(last=False)
+
+    def before(self, tier: str, names: Sequence[str], now: float) -> int:
+        """How many of `names`, from the first on, are not shunned."""
+        with self._lock:
+            while self._until and next(iter(self._until.values())) <= now:
+                self._until.popitem(last=False)
+            if not self._until:
+                return len(names)
+            return next((i for i, name in enumerate(names) if (tier, name) in self._until), len(names))

@@ -1,0 +1,29 @@
+"""Records that are shunned for a while, by tier."""
+
+from __future__ import annotations
+
+from kvkit.quarantine import MAX_SHUNNED, SHUNNED_S, Quarantine
+from kvkit.testing import record_names
+
+
+def test_a_record_is_shunned_in_its_tier_for_a_while() -> None:
+    shunned, names = Quarantine(), record_names(4)
+    assert shunned.before("disk", names, 0.0) == 4
+    shunned.add("disk", names[2], 0.0)
+    shunned.add("disk", names[1], 1.0)
+    assert shunned.before("disk", names, 1.0) == 1
+    assert shunned.before("disk", names[2:], 1.0) == 0
+    assert shunned.before("disk", names[3:], 1.0) == 1
+    assert shunned.before("bucket", names, 1.0) == 4
+    assert shunned.before("disk", names[2:], SHUNNED_S) == 2
+    shunned.add("disk", names[1], SHUNNED_S)
+    assert shunned.before("disk", names, SHUNNED_S + 1) == 1, "it was found again"
+    assert shunned.before("disk", names, 2 * SHUNNED_S) == 4
+
+
+def test_the_oldest_is_forgotten_where_there_are_too_many() -> None:
+    shunned, names = Quarantine(), record_names(MAX_SHUNNED + 1)
+    for name in names:
+        shunned.add("disk", name, 0.0)
+    assert shunned.before("disk", names, 0.0) == 1
+    assert shunned.before("disk", names[1:], 0.0) == 0
