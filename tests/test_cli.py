@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import uuid
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -79,8 +81,10 @@ def test_doctor_lists_versions() -> None:
     result = run("doctor")
     assert result.exit_code == 0
     assert f"kvkit {version_of('kvkit')}" in result.stdout
-    for package, purpose, _ in cli.FEATURES:
+    for packages, purpose, _ in cli.FEATURES:
         (line,) = (line for line in result.stdout.splitlines() if purpose in line)
+        names = packages.split(" or ")
+        package = next(filter(version_of, names), names[0])
         assert package in line
         assert (version_of(package) or "missing") in line
 
@@ -94,9 +98,14 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
     assert "missing: comes with torch for CUDA" in result.stdout
 
 
-def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
-    from importlib.metadata import metadata
+def test_every_extra_that_brings_a_feature_is_told_of() -> None:
+    path = Path(__file__).parent.parent / "pyproject.toml"
+    extras = set(tomllib.loads(path.read_text())["project"]["optional-dependencies"])
+    told = {extra for *_, source in cli.FEATURES for extra in re.findall(r"\[(\w+)\]", source)}
+    assert extras - told == {"dev", "paper", "simulate"}, "matplotlib and typst, and what contributors need"
 
+
+def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
     extras = metadata("kvkit").get_all("Provides-Extra") or []
     for package, _, source in cli.FEATURES:
         extra = re.fullmatch(r"kvkit\[(\w+)\]", source)
