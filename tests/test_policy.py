@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvkit.policy import Policy, PolicyError, check
+from kvkit.policy import Policy, PolicyError, check, for_role
 
 TIERS = ("memory", "disk", "nfs")
 SETTINGS = ("retrieve_from", "store_to", "write_back_to")
@@ -38,3 +38,12 @@ def test_a_tier_named_twice_names_the_setting(setting: str) -> None:
     policy = replace(Policy.default(TIERS), **{setting: ("disk", "disk")})
     with pytest.raises(PolicyError, match=rf"{setting}=\('disk', 'disk'\).*twice"):
         check(policy, TIERS)
+
+
+def test_decode_looks_first_at_what_it_was_sent_and_sends_nothing_itself() -> None:
+    prefill, decode = (for_role(role, TIERS, "handoff", ("peer",)) for role in ("prefill", "decode"))
+    assert decode == Policy(("handoff", *TIERS, "peer"), TIERS, ("memory",))
+    assert prefill == Policy((*TIERS, "peer"), ("handoff", *TIERS), ("memory",))
+    assert for_role("both", TIERS, "handoff", ()) == Policy(
+        ("handoff", *TIERS), ("handoff", *TIERS), ("memory",)
+    )

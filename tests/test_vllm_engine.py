@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -13,11 +14,14 @@ pytest.importorskip("vllm")
 
 import msgspec
 import zmq
+from metric_names import documented
 from servers import free_ports
 from small_models import QWEN, VOCABULARY, save
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
+
+from kvkit.adapters.vllm import stats
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -183,6 +187,26 @@ def test_a_reset_forgets_everything(tiered: Engine, expected: Expected) -> None:
     assert tiered.cached(LONG) == [0]
     (found,) = tiered.generate([LONG])
     assert (found["cached"], found["tokens"]) == (512, expected(LONG))
+
+
+def test_every_metric_moves(tiered: Engine, folder: Path) -> None:
+    """A hit, damaged records, and a save without room."""
+    before = tiered.metrics()
+    given = prompt(600, seed=77)
+    assert [tiered.cached(given) for _ in range(2)] == [[0], [512]]
+    tiered.flush()
+    tiered.do("clear", "memory")
+    assert damage(folder, slice(None))
+    tiered.generate([given])
+    tiered.do("clear", "memory")
+    tiered.do("take_slots")
+    tiered.generate([prompt(600, seed=78)])
+    tiered.do("give_slots_back")
+    tiered.generate([prompt(20)])  # takes the step that tells
+    after = tiered.metrics()
+    changed = {name.partition("{")[0] for name, value in after.items() if value != before.get(name, 0.0)}
+    found = {re.sub("_(total|count)$", "", name) for name in changed}
+    assert documented(stats.__doc__) - found == set()
 
 
 def test_requests_of_an_engine_that_caches_itself(

@@ -759,3 +759,12 @@ def test_decode_stores_nothing_that_the_pool_has(pool: Pair) -> None:
     pool.decode.save()
     assert [pool.decode.stored(tier) // groups for tier in ("memory", "disk", "pool")] == [3, 3, 1]
     assert pool.decode.stored("handoff") == 0
+
+
+def test_decode_writes_back_what_the_pool_held_and_not_what_it_was_sent(pool: Pair) -> None:
+    save_beginning(pool.decode, 2, kept="pool")
+    assert handed(pool) == 1
+    assert pool.decode.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    pool.decode.worker.cache.flush()
+    written_back = pool.decode.worker.cache.counts().written_back_records
+    assert +written_back == {"memory": 2 * groups_of(pool)}

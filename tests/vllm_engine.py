@@ -177,6 +177,7 @@ class _Served:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.taken: list[Any] = []
 
     def open(self, options: Settings) -> None:
         from vllm import LLM
@@ -277,6 +278,17 @@ class _Served:
     def clear(self, tier: str) -> None:
         for worker in _workers():
             worker.cache.clear(tier)
+
+    def take_slots(self) -> None:
+        """Leave none for saves and loads until `give_slots_back`."""
+        for worker in _workers():
+            staging = worker.cache.staging
+            self.taken += staging.acquire(staging.free, 60.0, at_least=staging.free)
+
+    def give_slots_back(self) -> None:
+        for lease in self.taken:
+            lease.release()
+        self.taken.clear()
 
     def reset(self, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
