@@ -28,7 +28,7 @@ from typer.main import get_command
 
 import kvkit
 from benchmarks.pictures import draw
-from benchmarks.tables import MACHINE, PAGES, ROOT, render
+from benchmarks.tables import MACHINE, PAGES, RESULTS, ROOT, render
 from docs import reference
 from kvkit import metrics, server
 from kvkit.adapters.vllm import router_metrics
@@ -138,6 +138,14 @@ def test_pictures_come_from_the_results(name: str, tmp_path: Path) -> None:
     here, there = (image.imread(folder / name) for folder in (tmp_path, ROOT / "docs"))
     assert here.shape == there.shape, "run: python -m benchmarks.pictures"
     assert np.abs(here - there).mean() < 0.002, "run: python -m benchmarks.pictures"
+
+
+def test_the_timeline_shows_what_its_page_says() -> None:
+    assert "A record is verified by the thread that read it" in (ROOT / "docs/engine.md").read_text()
+    events = json.loads((RESULTS / f"timeline-{MACHINE}.json").read_text())["events"]
+    by_kind = {kind: {e["thread"] for e in events if e["kind"] == kind} for kind in ("verify", "unpack")}
+    assert all(thread.startswith(("kvkit-disk-", "kvkit-s3-")) for thread in by_kind["verify"])
+    assert by_kind["unpack"] == {"MainThread"}
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
