@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkit.adapters.transformers import CachedModel, GrowingCache, probe_layout, weights_fingerprint
+from kvkit.adapters.transformers import CachedModel, GrowingCache, model_fingerprint, probe_layout
 from kvkit.blend import BlendError, BlendPlan, Selection, Span, plan_blend, split
 from kvkit.blending import Attention, PagedKV, blend, recompute
 from kvkit.cache import Place, Stored
@@ -353,9 +353,9 @@ def paged(kv: GrowingCache) -> PagedKV:
 
 
 def gate_path(model: Any) -> Path:
-    """Where `kvkit doctor --blend` keeps what it measured: below XDG_CACHE_HOME or ~/.cache, by weights."""
+    """Where `kvkit doctor --blend` keeps what it measured: below XDG_CACHE_HOME or ~/.cache, by model."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "kvkit" / "blend" / f"{weights_fingerprint(model)}.json"
+    return Path(cache) / "kvkit" / "blend" / f"{model_fingerprint(model)}.json"
 
 
 def write_gate(model: Any, selection: Selection, passed: bool, measured: dict[str, Any]) -> Path:

@@ -7,17 +7,21 @@ answer = model.generate(token_ids, max_new_tokens=32)    # reuses what is cached
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+import xxhash
 from transformers.cache_utils import DynamicLayer
 
+from kvkit.adapters.configs import described
 from kvkit.cache import Cache, Place, Stored
 from kvkit.chunks import as_tokens
 from kvkit.config import Config, open_cache
@@ -26,7 +30,8 @@ from kvkit.layout import KVLayout, layer_windows
 
 ROUND_TOKENS = 256
 """Room for KV is made in steps of this many tokens."""
-_SAMPLE_BYTES = 4096
+_PIECE = 1 << 24
+"""Elements of a tensor that are hashed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +155,8 @@ class CachedModel:
     def open(model: Any, config: Config) -> CachedModel:
         """`model` with the tiers of `config`.
 
-        The namespace holds the model's name, its dtype and a fingerprint of its weights: other weights under
-        the same name share nothing.
+        The namespace holds the model's name, its dtype and a fingerprint of its weights and config: other
+        weights under the same name share nothing. Change none of them while the cache is open.
 
         Raises:
             ConfigError: a setting is impossible for this model.
@@ -159,9 +164,9 @@ class CachedModel:
         layout = probe_layout(model)
         namespace = config.namespace(
             layout,
-            model=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+            model=_name(model),
             dtype=str(model.dtype).removeprefix("torch."),
-            revision=weights_fingerprint(model),
+            revision=model_fingerprint(model),
         )
         return CachedModel(model, layout, open_cache(config, layout, namespace))
 
@@ -271,16 +276,28 @@ def probe_layout(model: Any) -> KVLayout:
     return KVLayout.from_tensors(pairs, windows=windows)
 
 
-def weights_fingerprint(model: Any) -> str:
-    """32 hex digits of the names, shapes, dtypes and the first and last 4 KiB of every parameter."""
+def model_fingerprint(model: Any) -> str:
+    """32 hex digits of all that decides a model's KV: every byte of its parameters and buffers, its config.
+
+    It is made at the speed of memory; what is on a GPU comes over in pieces. XXH3 tells changes apart, but
+    not what an attacker built to be alike.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|".encode())
-        flat = parameter.detach().reshape(-1)
-        count = max(1, _SAMPLE_BYTES // max(1, flat.element_size()))
-        for part in (flat[:count], flat[-count:]):
-            digest.update(part.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
+        held = xxhash.xxh3_128()
+        for piece in tensor.detach().reshape(-1).split(_PIECE):
+            held.update(piece.contiguous().cpu().view(torch.uint8).numpy())
+        told = [name, list(tensor.shape), str(tensor.dtype), held.hexdigest()]
+        digest.update(json.dumps(told).encode())
+    digest.update(json.dumps(described(model.config), sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def _name(model: Any) -> str:
+    """That of the hub, or the last part of a folder's, so that machines which have it elsewhere share."""
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def _rounded(tokens: int) -> int:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from kvkit.adapters.blend import HuggingFaceDecoder, paged, write_gate
-from kvkit.adapters.transformers import GrowingCache, probe_layout, weights_fingerprint
+from kvkit.adapters.transformers import GrowingCache, model_fingerprint, probe_layout
 from kvkit.blend import BlendPlan, Selection, Span, plan_blend
 from kvkit.blending import Attention, Blended, Positions, Sees, blend, recompute
 from kvkit.environment import describe
@@ -228,7 +228,7 @@ class Judge:
         self.model = model
         self.decoder = HuggingFaceDecoder(model)
         self.layout = probe_layout(model)
-        self.weights = weights_fingerprint(model)
+        self.weights = model_fingerprint(model)
 
     @torch.inference_mode()
     def measure(self, sample: Sample, methods: Mapping[str, Method] = METHODS) -> dict[str, Measures]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from kvkit.adapters import smollm2
-from kvkit.adapters.transformers import CachedModel, probe_layout, weights_fingerprint
+from kvkit.adapters.transformers import CachedModel, model_fingerprint, probe_layout
 from kvkit.config import Config, load_config
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
@@ -114,12 +115,54 @@ def test_a_whole_prompt_hit_still_computes_the_last_token(tmp_path: Path) -> Non
 
 def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path) -> None:
     one, two = random_model("gqa", 0), random_model("gqa", 1)
-    assert weights_fingerprint(one) != weights_fingerprint(two)
+    assert model_fingerprint(one) != model_fingerprint(two)
     tokens = prompt(64)
     with CachedModel.open(one, config(tmp_path)) as cached:
         cached.generate(tokens, 1)
     with CachedModel.open(two, config(tmp_path)) as cached:
         assert cached.generate(tokens, 1).hit_tokens == {}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_any_value_of_the_weights_and_of_the_buffers_counts(kind: str) -> None:
+    """Wherever it is in its tensor."""
+    model = random_model(kind)
+    before, generator = model_fingerprint(model), random.Random(1)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        flat = tensor.detach().view(-1)
+        for at in {len(flat) // 2, generator.randrange(len(flat))}:
+            held = flat[at].item()
+            flat[at] = held + 1.0
+            assert model_fingerprint(model) != before, f"{name}[{at}]"
+            flat[at] = held
+    assert model_fingerprint(model) == before == model_fingerprint(random_model(kind))
+
+
+def test_a_tensor_in_pieces_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("gqa")
+    whole = model_fingerprint(model)
+    monkeypatch.setattr("kvkit.adapters.transformers._PIECE", 7)
+    assert model_fingerprint(model) == whole
+
+
+def test_a_config_counts_where_the_weights_are_the_same() -> None:
+    model = random_model("gqa")
+    before = model_fingerprint(model)
+    model.config.rms_norm_eps *= 2
+    assert model_fingerprint(model) != before
+
+
+def test_a_folder_is_its_last_part(tmp_path: Path) -> None:
+    """So that machines that have the model elsewhere share."""
+    spaces = []
+    for place in ("here", "there"):
+        random_model("gqa").save_pretrained(tmp_path / place / "model")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / place / "model")
+        with CachedModel.open(model, config(tmp_path / "kv")) as cached:
+            assert cached.cache is not None
+            spaces.append(cached.cache.namespace)
+    assert spaces[0] == spaces[1]
+    assert spaces[0].model == "model"
 
 
 def test_kv_grows_past_its_room(tmp_path: Path) -> None:
