@@ -334,7 +334,7 @@ class Namespace:
         layout: `KVLayout.fingerprint()`.
         dtype: what the model computes in.
         revision: of the weights.
-        lora: adapter name and revision, empty for none.
+        lora: what the adapter holds, empty for none.
         rank, world: this engine's place in tensor parallelism.
         isa: where pages are opaque, the instruction set that wrote them.
         salt: keeps tenants apart. Records carry its effect on the keys, never the salt itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheLayout,
     KVCacheSpec,
@@ -22,7 +24,13 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
-from kvkit.adapters.vllm.groups import check_chunks, group_pages, has_windows, layer_specs
+from kvkit.adapters.vllm.groups import (
+    check_chunks,
+    complete_tokens,
+    group_pages,
+    has_windows,
+    layer_specs,
+)
 from kvkit.config import ConfigError
 from kvkit.kernels import launch
 
@@ -31,6 +39,11 @@ FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch
 SLIDING = SlidingWindowSpec(
     block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=48
 )
+NARROW = replace(SLIDING, sliding_window=16)
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32, attention_chunk_size=64
+)
+LONGER = replace(LOCAL, attention_chunk_size=128)
 FORMS = (("LBHNC", None), ("LBNHC", None), ("BLHNC", None), ("LBHNC", 8))
 """Layouts, and tokens of the kernel's blocks where they are smaller than vLLM's."""
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
@@ -142,3 +155,39 @@ def test_a_chunk_is_a_multiple_of_every_block() -> None:
         check_chunks(256, specs)
     with pytest.raises(ConfigError, match="such as 96"):
         check_chunks(8, specs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gone", "complete"),
+    [
+        (FULL, [], 128),
+        (FULL, [0], 0),
+        (FULL, [2], 64),
+        (FULL, [3], 64),
+        (SLIDING, [], 128),
+        (SLIDING, [0], 0),  # the first chunk's last 47 tokens begin in it
+        (NARROW, [0], 128),
+        (NARROW, [1], 0),
+        (NARROW, [0, 2], 128),
+        (NARROW, [0, 3], 64),
+        (LOCAL, [0, 1], 128),  # a part ends with each chunk
+        (LONGER, [0, 1], 0),  # and here with the second alone
+        (LONGER, [2, 3], 128),
+    ],
+)
+def test_a_chunk_is_complete_if_all_that_is_attended_to_behind_it_is_there(
+    spec: KVCacheSpec, gone: list[int], complete: int
+) -> None:
+    names = ["layers.0"]
+    _, groups = group_pages([{names[0]: spec}], views(spec, names, "LBHNC"), BLOCKS, False)
+    table = [-1 if i in gone else i + 1 for i in range(4)]
+    assert complete_tokens(groups, [table], CHUNK, 256, 384) == complete
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stop", "complete"), [(3, 384, 64), (3, 321, 65), (2, 321, 64), (0, 384, 0)]
+)
+def test_a_table_that_is_short_lacks_blocks(blocks: int, stop: int, complete: int) -> None:
+    names = ["layers.0"]
+    _, groups = group_pages([{names[0]: FULL}], views(FULL, names, "LBHNC"), BLOCKS, False)
+    assert complete_tokens(groups, [[1, 2, 3, 4][:blocks]], CHUNK, 256, stop) == complete

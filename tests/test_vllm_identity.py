@@ -1,75 +1,375 @@
-"""Whose KV it is: tokens, media and models under names that agree exactly when the KV does."""
+"""Whose KV it is: change any byte that decides KV, and nothing is shared; change nothing else, and all is."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 pytest.importorskip("vllm")
 
-from transformers import LlamaConfig
+from safetensors.torch import save_file
+from small_models import QWEN
+from transformers import AutoModelForCausalLM
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm_engine import BLOCK, connector
 
-from kvkit.adapters.vllm.identity import folder_fingerprint, identity, model_identity, pseudo_tokens
+from kvkit.adapters.vllm.connector import KVKitConnector
+from kvkit.adapters.vllm.identity import adapter_fingerprint, folder_fingerprint, model_identity
+from kvkit.layout import KVLayout, Namespace
+from kvkit.sequence import Chunks
 
-Media = tuple[str, int, int]
-media = st.lists(
-    st.tuples(st.sampled_from(["cat", "dog"]), st.integers(0, 12), st.integers(0, 8)), max_size=2
-)
-
-
-@given(st.lists(st.integers(0, 1000), max_size=16), media)
-def test_tokens_outside_of_media_stand_for_themselves(tokens: list[int], features: list[Media]) -> None:
-    ids = identity(tokens, features)
-    inside = {i for _, offset, length in features for i in range(offset, offset + length)}
-    for i, token in enumerate(tokens):
-        assert ids[i] < 0 if i in inside else ids[i] == token
-
-
-@given(st.integers(1, 16), st.integers(0, 16), st.integers(1, 8))
-def test_a_prefix_has_the_ids_of_the_whole(cut: int, offset: int, length: int) -> None:
-    tokens = list(range(24))
-    whole = identity(tokens, [("cat", offset, length)])
-    assert identity(tokens[:cut], [("cat", offset, length)]).tolist() == whole[:cut].tolist()
+IDS = np.arange(8 * BLOCK, dtype=np.int32)
 
 
-def test_media_differ_and_stay_what_they_are() -> None:
-    cat, dog = pseudo_tokens("cat", 64), pseudo_tokens("dog", 64)
-    assert not set(cat.tolist()) & set(dog.tolist())
-    assert cat.dtype == np.int32
-    assert cat.max() < 0
-    # other processes and machines must come to the same: the bytes are defined, not just equal here
-    assert pseudo_tokens("cat", 3).tolist() == pseudo_tokens("cat", 64)[:3].tolist() == CAT
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several files."""
+    folder = tmp_path_factory.mktemp("original") / "model"
+    AutoModelForCausalLM.from_config(QWEN).save_pretrained(folder, max_shard_size="1MB")
+    (folder / "tower").mkdir()
+    (folder / "tower" / "model.safetensors").write_bytes(b"x" * 3000)
+    (folder / "modeling.py").write_text("# code that comes with a model\n")
+    (folder / "README.md").write_text("# A model\n")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
 
 
-CAT = [-1153993923, -642916710, -395137554]
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    """A copy of it, of one's own."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
 
 
-def test_a_model_is_its_weights_and_its_config(tmp_path: Path) -> None:
-    def model(name: str, weights: bytes) -> str:
-        folder = tmp_path / name / "model"
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(weights)
-        return str(folder)
+def vllm_config(model: Path | str, chunk_tokens: int = BLOCK, **options: Any) -> VllmConfig:
+    chosen = {"model": str(model), "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True}
+    transfer = connector({"chunk_tokens": chunk_tokens, "tiers": {"memory": {"capacity": "1MiB"}}})
+    return EngineArgs(
+        **{"max_model_len": 1024} | chosen | options, kv_transfer_config=KVTransferConfig(**transfer)
+    ).create_engine_config()
 
-    config = LlamaConfig()
-    weights = b"\1" * 20000
-    one = model_identity(model("here", weights), None, config, ())
-    assert one[0] == "model"
-    assert model_identity(model("elsewhere", weights), None, LlamaConfig(), ()) == one
-    others = {
-        model_identity(model("end", weights[:-1] + b"\2"), None, config, ()),
-        model_identity(model("shorter", weights[:-1]), None, config, ()),
-        model_identity(str(tmp_path / "here" / "model"), None, LlamaConfig(rope_theta=5e5), ()),
-        model_identity(str(tmp_path / "here" / "model"), None, config, ("fp8",)),
-        model_identity("model", None, config, ()),
-        model_identity("model", "v2", config, ()),
+
+def space_of(
+    config: VllmConfig, block: int = BLOCK, heads: int = 2, layout: KVLayout | None = None
+) -> Namespace:
+    """The namespace that kvkit's connector stores under in an engine of this configuration."""
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)]
+    )
+    made = KVKitConnector(config, KVConnectorRole.WORKER, caches)
+    return made._namespace(layout or layout_of(block, heads))
+
+
+def layout_of(block: int = BLOCK, heads: int = 2) -> KVLayout:
+    return KVLayout.from_tensors([torch.zeros(4, heads, block, 64)])
+
+
+def opaque(block: int) -> KVLayout:
+    """As vLLM's pages are on a CPU."""
+    return KVLayout.from_tensors([torch.zeros(4, 2, block, 64)], v_size=0, opaque=True)
+
+
+def keys(space: Namespace, layout: KVLayout | None = None) -> set[bytes]:
+    return set(Chunks.of(IDS, layout or layout_of(), space).keys)
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (old,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([old ^ (1 << random.Random(at).randrange(8))]))
+
+
+def test_any_byte_of_any_file_of_the_weights_counts(model: Path) -> None:
+    config, seed = vllm_config(model), random.Random(7)
+    expected = model_identity(config)
+    for path in (p for p in model.rglob("*") if p.suffix in (".safetensors", ".py")):
+        size = path.stat().st_size
+        for at in {0, size // 2, size - 1, *(seed.randrange(size) for _ in range(8))}:
+            flip(path, at)
+            assert model_identity(config) != expected, f"byte {at} of {path.name}"
+            flip(path, at)
+    assert model_identity(config) == expected
+
+
+def test_keys_of_changed_weights_meet_none_of_the_old(model: Path) -> None:
+    before = space_of(vllm_config(model))
+    path = sorted(model.glob("*.safetensors"))[1]
+    flip(path, path.stat().st_size // 2)
+    after = space_of(vllm_config(model))
+    assert not keys(before) & keys(after)
+    flip(path, path.stat().st_size // 2)
+    assert space_of(vllm_config(model)) == before
+
+
+def test_a_merged_adapter_in_a_single_large_file_counts(tmp_path: Path) -> None:
+    """Its ends and its size stay: what differs lies in the middle."""
+    size, layers = 2048, 2
+    tensors = {"model.embed_tokens.weight": torch.zeros(64, size), "model.norm.weight": torch.ones(size)}
+    for layer in range(layers):
+        for name in "qkv":
+            tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = torch.zeros(size, size)
+    file = tmp_path / "model.safetensors"
+
+    def write() -> tuple[int, bytes, bytes]:
+        save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file)
+        held = file.read_bytes()
+        return len(held), held[:4096], held[-4096:]
+
+    ends, found = write(), folder_fingerprint(tmp_path)
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            tensor.addmm_(torch.randn(size, 4), torch.randn(4, size), alpha=0.1)
+    assert write() == ends
+    assert folder_fingerprint(tmp_path) != found
+
+
+def rename(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).rename(folder / "other.safetensors")
+
+
+def remove(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def exchange(folder: Path) -> None:
+    one, two, *_ = sorted(folder.glob("*.safetensors"))
+    one.rename(folder / "third")
+    two.rename(one)
+    (folder / "third").rename(two)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "renamed": rename,
+    "removed": remove,
+    "added": lambda folder: (folder / "more.safetensors").write_bytes(b""),
+    "added below": lambda folder: (folder / "tower" / "more.bin").write_bytes(b""),
+    "exchanged": exchange,
+    "another index": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+    "quantisation": lambda folder: (folder / "hf_quant_config.json").write_text("{}"),
+    "image processor": lambda folder: (folder / "preprocessor_config.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_files_there_are_counts(model: Path, change: str) -> None:
+    before = folder_fingerprint(model)
+    CHANGES[change](model)
+    assert folder_fingerprint(model) != before
+
+
+def touch(folder: Path) -> Path:
+    for path in folder.rglob("*"):
+        os.utime(path, ns=(0, 0))
+    return folder
+
+
+def in_the_hubs_cache(folder: Path) -> Path:
+    """Links to files that are named by their digests, as the hub's client arranges them."""
+    blobs, snapshot = folder.parent / "blobs", folder.parent / "snapshots" / "model"
+    blobs.mkdir()
+    for number, path in enumerate(p for p in sorted(folder.rglob("*")) if p.is_file()):
+        link = snapshot / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(blobs / str(number))
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+def hard_links(folder: Path) -> Path:
+    return Path(shutil.copytree(folder, folder.parent / "linked" / "model", copy_function=os.link))
+
+
+def with_papers(folder: Path) -> Path:
+    for name in ("LICENSE", ".gitattributes", "generation_config.json", "chat_template.jinja"):
+        (folder / name).write_text("{}")
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "model.safetensors").write_bytes(b"of a training run")
+    (folder / "README.md").write_text("# The same model\n")
+    (folder / "itself").symlink_to(folder)
+    return folder
+
+
+SAME: dict[str, Callable[[Path], Path]] = {
+    "touched": touch,
+    "moved": lambda folder: Path(shutil.move(folder, folder.parent / "elsewhere" / "model")),
+    "copied": lambda folder: Path(shutil.copytree(folder, folder.parent / "copy" / "model")),
+    "hard links": hard_links,
+    "the hub's cache": in_the_hubs_cache,
+    "papers": with_papers,
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_where_files_are_and_when_they_were_written_does_not_count(model: Path, change: str) -> None:
+    before = space_of(vllm_config(model))
+    (model.parent / "elsewhere").mkdir()
+    assert space_of(vllm_config(SAME[change](model))) == before
+
+
+def test_what_vllm_is_told_counts(model: Path) -> None:
+    """Of the config, the options of vLLM and kvkit, the rank, the layout."""
+    config = vllm_config(model)
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+    two = vllm_config(model)
+    two.parallel_config.world_size = 2
+    second = vllm_config(model)
+    second.parallel_config.world_size, second.parallel_config.rank = 2, 1
+    heads = layout_of(heads=1)
+    spaces = [
+        space_of(config),
+        space_of(vllm_config(model, hf_overrides=rope)),
+        space_of(vllm_config(model, hf_overrides={"sliding_window": 64, "use_sliding_window": True})),
+        space_of(vllm_config(model, hf_overrides={"rms_norm_eps": 1e-3})),
+        space_of(vllm_config(model, hf_overrides={"architectures": ["Qwen2ForCausalLM", "Other"]})),
+        space_of(vllm_config(model, dtype="bfloat16")),
+        space_of(vllm_config(model, load_format="safetensors")),
+        space_of(vllm_config(model, load_format="dummy")),
+        space_of(vllm_config(model, load_format="dummy", seed=1)),
+        space_of(vllm_config(model, kv_cache_dtype="fp8")),
+        space_of(vllm_config(model, chunk_tokens=2 * BLOCK)),
+        space_of(two),
+        space_of(second),
+        space_of(config, heads=1, layout=heads),
+        space_of(config, layout=opaque(BLOCK)),
+        space_of(config, block=64, layout=opaque(64)),
+        replace(space_of(config), salt="tenant"),
+        replace(space_of(config), lora="adapter"),
+    ]
+    same = [(i, j) for i, one in enumerate(spaces) for j, two in enumerate(spaces) if i < j and one == two]
+    assert not same
+    assert space_of(vllm_config(model)) == spaces[0]
+    assert space_of(config, block=64, layout=layout_of(block=64)) == spaces[0], "records have no blocks"
+
+
+def test_values_of_a_config_count(model: Path) -> None:
+    path, found = model / "config.json", set()
+    told = json.loads(path.read_text())
+    changed = [
+        {},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rms_norm_eps": 1e-5},
+        {"hidden_act": "gelu"},
+        {"max_position_embeddings": 4096},
+    ]
+    for change in changed:
+        path.write_text(json.dumps(told | change))
+        found.add(space_of(vllm_config(model)).to_bytes())
+    assert len(found) == len(changed)
+    path.write_text(json.dumps(told | {"transformers_version": "0", "_name_or_path": "there"}))
+    assert space_of(vllm_config(model)).to_bytes() in found
+
+
+def test_weights_that_nobody_can_tell_are_one_engines_alone(model: Path, tmp_path: Path) -> None:
+    """A branch of the hub moves, and a loader of its own may take weights from anywhere."""
+    hub, elsewhere = vllm_config(model), vllm_config(model, load_format="runai_streamer")
+    hub.model_config.model, hub.model_config.revision = "org/name", "main"
+    hub.load_config.download_dir = str(tmp_path)
+    elsewhere.load_config.load_format = "ipc_cache"
+    streamed = vllm_config(model)
+    streamed.model_config.model_weights = "s3://bucket/model"
+    for config in (hub, elsewhere, streamed):
+        assert model_identity(config)[1] != model_identity(config)[1]
+
+
+def test_a_model_of_the_hub_is_its_commit(model: Path, tmp_path: Path) -> None:
+    config = vllm_config(model)
+    config.model_config.model, config.load_config.download_dir = "org/name", str(tmp_path)
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        config.model_config.hf_config._commit_hash = commit
+        found.append(model_identity(config))
+        assert model_identity(config) == found[-1]
+    del config.model_config.hf_config._commit_hash
+    config.model_config.revision = "b" * 40
+    assert model_identity(config) == found[-1]
+    config.model_config.revision = None
+    kept = tmp_path / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("a" * 40)
+    (kept / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    assert model_identity(config) == found[0]
+    assert [name for name, _ in found] == ["org/name", "org/name"]
+
+
+def test_a_model_in_parts_is_all_of_them(model: Path) -> None:
+    parts = [model / f"weights-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF" * 1000)
+    (model / "weights-other.gguf").write_bytes(b"GGUF")
+    config = vllm_config(model)
+    config.model_config.model = str(parts[0])
+    before = model_identity(config)
+    (model / "weights-other.gguf").write_bytes(b"GGUG")
+    assert model_identity(config) == before
+    flip(parts[1], 2000)
+    assert model_identity(config) != before
+
+
+def test_a_draft_model_counts_by_its_weights(model: Path, tmp_path: Path) -> None:
+    """Its KV lies beside the model's."""
+    draft = Path(shutil.copytree(model, tmp_path / "draft"))
+    config = vllm_config(model)
+    alone = model_identity(config)
+    config.speculative_config = SimpleNamespace(
+        method="draft_model", draft_model_config=vllm_config(draft).model_config
+    )
+    before = model_identity(config)
+    path = next(draft.glob("*.safetensors"))
+    flip(path, path.stat().st_size // 2)
+    assert len({alone, before, model_identity(config)}) == 3
+
+
+def test_a_longer_prompt_counts_where_it_decides_the_rotation(model: Path) -> None:
+    longrope = {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 512,
+        }
     }
-    assert len(others | {one}) == 7
+    found = [
+        [model_identity(vllm_config(model, max_model_len=n, hf_overrides=o)) for n in (256, 1024)]
+        for o in ({}, longrope)
+    ]
+    assert found[0][0] == found[0][1]
+    assert found[1][0] != found[1][1]
 
 
-def test_a_folder_without_weights_has_a_fingerprint(tmp_path: Path) -> None:
-    assert folder_fingerprint(tmp_path) == folder_fingerprint(tmp_path)
+def adapter(folder: Path, scale: float = 1.0, rank: int = 4) -> Path:
+    folder.mkdir(parents=True)
+    save_file({"q_proj.lora_A.weight": torch.full((rank, 128), scale)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 8}))
+    return folder
+
+
+def test_any_byte_of_an_adapter_counts_and_not_where_it_is(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "here")
+    before, seed = adapter_fingerprint(folder), random.Random(3)
+    assert adapter_fingerprint(adapter(tmp_path / "there" / "other")) == before
+    for path in folder.iterdir():
+        for at in {0, path.stat().st_size - 1, *(seed.randrange(path.stat().st_size) for _ in range(20))}:
+            flip(path, at)
+            assert adapter_fingerprint(folder) != before, f"byte {at} of {path.name}"
+            flip(path, at)
+    (folder / "README.md").write_text("# An adapter")
+    assert adapter_fingerprint(folder) == before
+    with pytest.raises(FileNotFoundError, match="holds no LoRA adapter"):
+        adapter_fingerprint(tmp_path)

@@ -18,7 +18,8 @@ from servers import adjacent_ports
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from waiting import wait_for
 
-from kvkit.adapters.vllm.messages import Ask, Load, Prefetch, Save, Send, Sequence, Step, TokenIds
+from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.messages import Ask, Load, Lora, Prefetch, Save, Send, Sequence, Step, TokenIds
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.handoff.sender import Sender
@@ -50,6 +51,7 @@ class Rank:
         ranks: tuple[int, int] = (0, 1),
         server: dict[str, Any] | None = None,
         memory: str = "1MiB",
+        loras: Loras | None = None,
         **more: Any,
     ) -> None:
         tiers: dict[str, Any] = {"memory": {"capacity": memory}, "disk": {"url": f"file://{folder}"}}
@@ -69,6 +71,7 @@ class Rank:
             lambda layout: config.namespace(layout, model="m", dtype="float32", rank=number, world=world),
             tells_stores=False,
             served=served,
+            loras=loras,
         )
         self.worker.open(self.pages)
         self.waits = load != "async"
@@ -186,6 +189,29 @@ def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path
     assert saved() == 3
 
 
+@pytest.mark.parametrize("blocks", [[1, 2, -1, 4, 5, 6], [1, 2, 3, -1, 5, 6], [1, 2, 3]])
+def test_a_chunk_that_lacks_a_block_is_not_stored(rank: Rank, blocks: list[int]) -> None:
+    """A padded or a short table: the record would have zeros under the name of the whole chunk."""
+    rank.fill(3.0)
+    rank.step(saves=[Save("a", Sequence(IDS), 0, (blocks,))])
+    rank.worker.settle()
+    rank.worker.cache.flush()
+    assert (rank.stored("memory"), rank.stored("disk")) == (1, 1)
+    assert rank.found() == CHUNK
+    rank.save()
+    assert rank.found() == len(IDS), "and is stored once it is there"
+
+
+def test_nothing_of_an_adapter_that_is_not_known_is_stored_or_found(rank: Rank) -> None:
+    nobody = Sequence(IDS, Lora(1, "org/adapter"))
+    rank.step(saves=[Save("a", nobody, 0, (TABLE,))])
+    rank.worker.settle()
+    rank.worker.cache.flush()
+    assert (rank.stored("memory"), rank.stored("disk")) == (0, 0)
+    rank.step(asks=[Ask("a", 1, nobody)], idle=True)
+    assert rank.heard() == 0
+
+
 def test_a_load_of_what_was_never_found_is_none(rank: Rank) -> None:
     assert not rank.load(Load("a", 1, 0, CHUNK, ([7, 8],)))
     assert rank.worker.invalid_blocks() == {7, 8}
@@ -201,14 +227,17 @@ def test_a_later_epoch_finds_only_its_own(rank: Rank) -> None:
 
 def test_a_query_is_about_what_a_request_would_find_now(tmp_path: Path) -> None:
     """By the model's name and salt of requests; what it asks is counted apart."""
-    rank = Rank(tmp_path, "async", served=("base", "/models/base"))
+    files = tmp_path / "adapter"
+    files.mkdir()
+    (files / "adapter_model.safetensors").write_bytes(b"what it holds")
+    rank = Rank(tmp_path / "kv", "async", served=("base", "/models/base"), loras=Loras("float32"))
     cache = rank.worker.cache
 
     def held(model: str | None = None, salt: str = "") -> int:
         return cache.query(IDS, cache.space_of(model, salt)).tokens
 
     rank.save()
-    adapter = Sequence(IDS, "what it holds", "tenant", "adapter")
+    adapter = Sequence(IDS, Lora(1, str(files), "adapter"), "tenant")
     with pytest.raises(UnknownModel, match=r"model = .adapter.: neither served nor an adapter"):
         held("adapter")
     rank.step(saves=[Save("b", adapter, 0, (TABLE,))])
@@ -505,6 +534,25 @@ def test_what_is_sent_is_not_handed_off_once_more_when_it_is_saved(pair: Pair) -
     pair.prefill.save(first=1)
     assert (pair.prefill.stored("memory"), pair.prefill.stored("handoff")) == (2, 1)
     pair.prefill.step(finished=("a",))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "blocks"),
+    [
+        (Sequence(IDS), [1, 2, 3, -1, 5, 6]),
+        (Sequence(IDS), TABLE[:5]),
+        (Sequence(IDS, Lora(1, "a/b")), TABLE),
+    ],
+    ids=["gap", "short", "adapter"],
+)
+def test_what_is_not_whole_or_not_known_is_not_sent(
+    pair: Pair, sequence: Sequence, blocks: list[int]
+) -> None:
+    """And its pages come free."""
+    send = Send("a", "t", pair.address, sequence, 0, len(IDS), (blocks,), last=True)
+    pair.finish(*pair.prefill.step(("a",), sends=[send]))
+    wait_for(lambda: pair.receiver.transfers() == {})
+    assert pair.decode.found() == 0
 
 
 def test_nothing_that_rests_on_a_failed_load_is_sent(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class Engine:
         return self
 
     def generate(self, prompts: Sequence[list[int]], tokens: int = 8, **sampling: Any) -> list[Settings]:
-        """Greedy continuations of prompts that come together.
+        """Greedy continuations of prompts that come together; `lora` in `sampling` is a LoRARequest's fields.
 
         Of each its tokens, logprobs, cached tokens, reason to end, and `handoff`, its kv_transfer_params.
         """
@@ -199,12 +199,13 @@ class _Served:
 
         from kvkit.cache import CacheTimeout  # not before vLLM's start: it imports numba
 
-        salt = sampling.pop("cache_salt", None)
+        salt, lora = sampling.pop("cache_salt", None), sampling.pop("lora", None)
         params = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, **sampling
         )
         given = [{"prompt_token_ids": p} | ({"cache_salt": salt} if salt else {}) for p in prompts]
-        answers = self.llm.generate(given, params, use_tqdm=False)
+        adapter = None if lora is None else self._adapter(lora)
+        answers = self.llm.generate(given, params, use_tqdm=False, lora_request=adapter)
         self._finish()
         for worker in _workers():  # the next call finds what this one saved, however busy the machine is
             worker.settle()
@@ -221,6 +222,14 @@ class _Served:
             for answer in answers
             for out in answer.outputs
         ]
+
+    def _adapter(self, lora: Settings) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(**lora)
+
+    def add_lora(self, lora: Settings) -> None:
+        self.llm.llm_engine.add_lora(self._adapter(lora))
 
     def _finish(self) -> None:
         """Take the steps that are left after the last answer; a core in another process does so itself."""

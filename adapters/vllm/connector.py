@@ -29,8 +29,10 @@ from kvkit.adapters.vllm import groups
 from kvkit.adapters.vllm import handoff as parameters
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.handoff import Receiving, Sending
-from kvkit.adapters.vllm.identity import identity, model_identity
-from kvkit.adapters.vllm.messages import Report, Sequence, Step
+from kvkit.adapters.vllm.identity import model_identity
+from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.messages import Lora, Report, Sequence, Step
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
@@ -96,13 +98,15 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 self._namespace,
                 tells_stores,
                 None if vllm_config.lora_config is None else (model.served_model_name, model.model),
+                self._watch_loras(),
             )
             return
+        self._media = Media()
         # behind a window's end, only whole chunks are known to hold all that is attended to
         grain = self._config.chunk_tokens if groups.has_windows(specs) else math.lcm(*blocks)
         self._scheduler = Scheduler(
             Sizes(self._config.chunk_tokens, blocks, grain, not groups.has_windows(specs)),
-            _sequence,
+            self._sequence,
             ranks=parallel.world_size,
             waits=self._settings.load != "async",
             save_generated=self._settings.save_generated,
@@ -199,6 +203,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
+        self._media.of(request)  # also where nothing of it is asked for: vLLM sees its media from now on
         self._scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
@@ -289,13 +294,29 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert isinstance(step, Step)
         return step
 
+    def _sequence(self, request: Any, tokens: int) -> Sequence | None:
+        """The first `tokens` tokens of vLLM's request; None where what some stand for is not known."""
+        media = self._media.of(request)
+        if request.prompt_embeds is not None or media is None:
+            return None
+        told, lora = request.lora_request, None
+        if told is not None:
+            fused, anew = told.is_3d_lora_weight, told.load_inplace
+            lora = Lora(told.lora_int_id, told.lora_path, told.lora_name, fused, anew)
+        return Sequence(identity(request.all_token_ids[:tokens], media), lora, request.cache_salt or "")
+
+    def _watch_loras(self) -> Loras | None:
+        settings = self._vllm_config.lora_config
+        if settings is None:
+            return None
+        loras = Loras(str(settings.lora_dtype).removeprefix("torch."))
+        loras.watch()
+        return loras
+
     def _namespace(self, layout: KVLayout) -> Namespace:
         """Of this rank's KV, without LoRA and salt."""
         config, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
-        draft = self._vllm_config.speculative_config
-        kv_dtype = self._vllm_config.cache_config.cache_dtype
-        extra = (config.quantization, kv_dtype, None if draft is None else draft.model)
-        name, revision = model_identity(config.model, config.revision, config.hf_config, extra)
+        name, revision = model_identity(self._vllm_config)
         return self._config.namespace(
             layout,
             model=name,
@@ -347,20 +368,6 @@ def _check_loads(role: str, retrieve_from: tuple[str, ...]) -> None:
             f"kv_role = {role!r}: it loads from {', '.join(retrieve_from)}, and vLLM keeps the blocks of "
             "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or load = 'sync'"
         )
-
-
-def _sequence(request: Any, tokens: int) -> Sequence | None:
-    """The first `tokens` tokens of vLLM's request; None where some are not told by ids (embeddings)."""
-    if request.prompt_embeds is not None:
-        return None
-    media = [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
-    lora = request.lora_request
-    return Sequence(
-        identity(request.all_token_ids[:tokens], media),
-        "" if lora is None else f"{lora.lora_name}@{lora.lora_path}",
-        request.cache_salt or "",
-        "" if lora is None else lora.lora_name,
-    )
 
 
 def _instruction_set(vllm_config: Any) -> str:

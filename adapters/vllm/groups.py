@@ -37,6 +37,7 @@ class GroupPages:
         ratio: the kernel's blocks in one of them.
         pages: of the kernel's blocks; opaque: of vLLM's.
         names: vLLM's names of the layers, in their order.
+        spec: of each of the layers.
     """
 
     table: int
@@ -44,12 +45,29 @@ class GroupPages:
     ratio: int
     pages: Pages
     names: tuple[str, ...]
+    spec: KVCacheSpec
 
     def place(self, blocks: Sequence[int], tokens: int) -> Place:
         """Where `tokens` tokens lie that begin with the first of `blocks`; what goes beyond is not there."""
         ids = np.full(-(-tokens // self.block_tokens), -1, np.int64)
         ids[: len(blocks)] = blocks[: len(ids)]
         return Place(self.pages, blocks=_split(ids, self.ratio))
+
+    def has(self, blocks: Sequence[int], start: int, first: int, stop: int) -> bool:
+        """Whether all of tokens [first, stop) that tokens from `stop` on attend to lie in `blocks`.
+
+        Args:
+            start: token that the first of `blocks` begins with.
+        """
+        if isinstance(self.spec, SlidingWindowSpec):
+            first = max(first, stop - self.spec.sliding_window + 1)
+        elif isinstance(self.spec, ChunkedLocalAttentionSpec):
+            first = max(first, stop // self.spec.attention_chunk_size * self.spec.attention_chunk_size)
+        if first >= stop:
+            return True
+        size = self.block_tokens
+        wanted = range((first - start) // size, -(-(stop - start) // size))
+        return wanted.stop <= len(blocks) and all(blocks[i] >= 0 for i in wanted)
 
 
 def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]:
@@ -108,6 +126,25 @@ def has_windows(groups: Sequence[Mapping[str, KVCacheSpec]]) -> bool:
     )
 
 
+def complete_tokens(
+    groups: Sequence[GroupPages], tables: Sequence[Sequence[int]], chunk_tokens: int, first: int, stop: int
+) -> int:
+    """How many of tokens [first, stop) may be stored: those before the first chunk that lacks a block.
+
+    Whoever goes on behind a chunk takes its record for whole. What a window has left behind by then, nobody
+    reads.
+
+    Args:
+        tables: block ids per KV cache group of vLLM, from token `first` on; < 0: not there.
+        first: where a chunk begins.
+    """
+    for begin in range(first, stop, chunk_tokens):
+        end = min(begin + chunk_tokens, stop)
+        if not all(group.has(tables[group.table], first, begin, end) for group in groups):
+            return begin - first
+    return stop - first
+
+
 def group_pages(
     groups: Sequence[Mapping[str, KVCacheSpec]],
     tensors: Mapping[str, torch.Tensor],
@@ -143,6 +180,7 @@ def group_pages(
             ratio,
             Pages.of(form, [_whole(tensors[n], blocks) if form.opaque else tensors[n] for n in names]),
             tuple(names),
+            groups[table][names[0]],
         )
         for form, table, size, ratio, names in found
     ]

@@ -1,84 +1,171 @@
-"""Whose KV it is, as far as vLLM tells: the ids that stand for a request's tokens, and the model's name."""
+"""Whose KV it is, as far as vLLM tells: what a model and an adapter are made of, not what they are called."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from kvkit.adapters.configs import described
+from kvkit.adapters.vllm.contents import default_folder, digests
 
-from kvkit.adapters.vllm.messages import TokenIds
-from kvkit.chunks import as_tokens
+log = logging.getLogger(__name__)
 
-SAMPLE_BYTES = 4096
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_NOT_KV = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Entries of a model's config that say nothing about KV, or are in the namespace already."""
+Digests = Callable[[Sequence[Path]], list[str]]
+"""What each of some files holds."""
 
-
-def identity(tokens: Sequence[int], features: Iterable[tuple[str, int, int]] = ()) -> TokenIds:
-    """The ids that stand for `tokens` in keys: int32 [T]. Mutates nothing.
-
-    The placeholders of an image (or other media) are alike whatever it shows. In their place come ids made
-    from its identifier, negative ones, which no token has.
-
-    Args:
-        tokens: token ids [T].
-        features: (identifier, offset, length) of each medium; those behind T do not count.
-    """
-    ids = as_tokens(tokens)
-    media = [(name, offset, min(offset + length, len(ids))) for name, offset, length in features]
-    if not any(offset < stop for _, offset, stop in media):
-        return ids
-    ids = ids.copy()
-    for name, offset, stop in media:
-        if offset < stop:
-            ids[offset:stop] = pseudo_tokens(name, stop - offset)
-    return ids
+_LOADED_FROM_FOLDERS = {
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
+    *("bitsandbytes", "gguf", "sharded_state", "runai_streamer", "runai_streamer_sharded", "dummy"),
+}
+"""vLLM's load formats that take weights from the model's folder, or from nowhere."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_OTHER_FOLDERS = re.compile(r"\..*|__pycache__|original|runs|checkpoint-\d+")
+"""Below a model's folder: vLLM loads nothing from there."""
+_OTHER_FILES = re.compile(
+    r"\..*|(generation_)?config\.json|tokenizer\.model|.*\.(md|txt|jinja|png|jpe?g|gif|svg|pdf|ipynb)"
+    r"|(tokenizer|tokenizer_config|vocab|chat_template|special_tokens_map|added_tokens|trainer_state)\.json"
+    r"|training_args\.bin|rng_state.*\.pth|(optimizer|scheduler|scaler)\.(pt|bin)|LICENSE|NOTICE"
+)
+"""In a model's folder: what decides no KV of given tokens, and the config: the namespace has what vLLM makes
+of it."""
+_ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin|pt)")
 
 
-def pseudo_tokens(identifier: str, count: int) -> TokenIds:
-    """`count` negative ids, int32, that differ wherever identifiers differ; a prefix of any longer run."""
-    digest = hashlib.shake_128(identifier.encode()).digest(4 * count)
-    return (-1 - (np.frombuffer(digest, "<u4") & 0x7FFFFFFF).astype(np.int64)).astype(np.int32)
+def contents(files: Sequence[Path]) -> list[str]:
+    """What each file holds, remembered for this user. See `kvkit.adapters.vllm.contents`."""
+    return digests(files, default_folder())
 
 
-def model_identity(model: str, revision: str | None, config: Any, extra: Sequence[object]) -> tuple[str, str]:
-    """(name, revision) of the weights for a namespace.
+def model_identity(vllm_config: Any, contents: Digests = contents) -> tuple[str, str]:
+    """(name, revision) of an engine's model for a namespace.
 
-    A folder's name is its last part, so that machines which have it elsewhere share; its revision is a
-    fingerprint of the files. A hub's is the commit if vLLM knows it. Both go with a digest of the model's
-    config, which holds what was overridden (RoPE scaling, windows).
+    The name is that of the hub, or the last part of the folder's, so that machines which have it elsewhere
+    share. The revision is what the weights hold (the commit, of a model that is named by the hub), with a
+    digest of the model's config as vLLM uses it and of what else decides KV. If nobody can tell what the
+    weights are, it is this engine's alone.
 
     Args:
-        model: hub id or folder.
-        revision: as it was asked for.
-        config: Hugging Face config, as vLLM uses it.
-        extra: other settings that decide KV bytes, such as the quantisation.
+        vllm_config: vLLM's.
+        contents: tells what files hold.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        name, weights = folder.resolve().name, folder_fingerprint(folder)
-    else:
-        name, weights = model, str(getattr(config, "_commit_hash", None) or revision or "")
-    described = {k: v for k, v in config.to_dict().items() if k not in _NOT_KV}
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps(described, sort_keys=True, default=str).encode())
-    digest.update(json.dumps([str(value) for value in extra]).encode())
+    model, load, draft = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
+    name, weights = _weights(model, load, contents)
+    parts = [described(model.hf_config), load.load_format, load.model_loader_extra_config]
+    if load.load_format == "dummy":
+        parts.append(model.seed)
+    parts += [model.quantization, model.quantization_config, vllm_config.cache_config.cache_dtype]
+    parts += [model.model_impl, model.model_class_overrides, model.code_revision]
+    if "longrope" in str(parts[0]):  # vLLM takes the factors that fit the longest prompt it allows
+        parts.append(model.max_model_len)
+    if model.multimodal_config is not None:
+        media = model.multimodal_config
+        parts += [media.video_pruning_rate, media.video_pruning_method, media.mm_encoder_attn_dtype]
+    if draft is not None and draft.draft_model_config not in (None, model):
+        # its layers' KV lies beside the model's
+        parts += [draft.method, described(draft.draft_model_config.hf_config)]
+        parts += _weights(draft.draft_model_config, load, contents)
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8)
     return name, f"{weights}+{digest.hexdigest()}"
 
 
-def folder_fingerprint(folder: Path) -> str:
-    """32 hex digits of the names, sizes and the first and last 4 KiB of a folder's weight files."""
+def folder_fingerprint(folder: Path, contents: Digests = contents) -> str:
+    """32 hex digits of the names and contents of all files below a model's folder that may decide KV.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = Path(place).resolve()
+        # a link to where the walk has been would have no end
+        folders[:] = [] if real in seen else [f for f in folders if not _OTHER_FOLDERS.fullmatch(f)]
+        if real not in seen:
+            found += [Path(place, name) for name in files if not _OTHER_FILES.fullmatch(name)]
+        seen.add(real)
+    return _fingerprint(folder, [path for path in found if path.is_file()], contents)
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """The config and the weights of a LoRA adapter, as vLLM looks for them.
+
+    Raises:
+        OSError: the folder cannot be read, or there are no such files.
+    """
+    found = sorted(
+        path for path in folder.iterdir() if _ADAPTER_FILES.fullmatch(path.name) and path.is_file()
+    )
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no LoRA adapter")
+    return found
+
+
+def adapter_fingerprint(folder: Path, contents: Digests = contents) -> str:
+    """32 hex digits of the names and contents of `adapter_files`.
+
+    Raises:
+        OSError: as there, or one cannot be read.
+    """
+    return _fingerprint(folder, adapter_files(folder), contents)
+
+
+def _fingerprint(folder: Path, files: Sequence[Path], contents: Digests) -> str:
+    names = sorted((str(path.relative_to(folder)), path) for path in files)
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        size = path.stat().st_size
-        digest.update(f"{path.name}|{size}|".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(SAMPLE_BYTES))
-            file.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(file.read(SAMPLE_BYTES))
+    for (name, _), held in zip(names, contents([path for _, path in names]), strict=True):
+        digest.update(json.dumps([name, held]).encode())
     return digest.hexdigest()
+
+
+def _weights(model: Any, load: Any, contents: Digests) -> tuple[str, str]:
+    """(name, what tells the weights apart) of vLLM's model config."""
+    source = model.model_weights or model.model
+    path = Path(source)
+    name = path.resolve().name if path.exists() else source
+    try:
+        if load.load_format not in _LOADED_FROM_FOLDERS:
+            raise LookupError(f"load_format = {load.load_format!r} takes them from elsewhere")
+        if path.is_dir():
+            return name, folder_fingerprint(path, contents)
+        if path.is_file():  # one of several parts brings the others
+            parts = re.sub(r"-\d{5}-of-", "-*-of-", re.sub(r"([\[*?])", r"[\1]", path.name))
+            return name, _fingerprint(path.parent, sorted(path.parent.glob(parts)), contents)
+        return name, _commit(model, load)
+    except (OSError, LookupError) as error:
+        log.warning(
+            "%s: its weights are not known, so no other engine shares its KV, nor does this one "
+            "after a restart: %s",
+            source,
+            error,
+        )
+        return name, f"unknown-{uuid.uuid4().hex}"
+
+
+def _commit(model: Any, load: Any) -> str:
+    """The commit of a model that is named by the hub.
+
+    Raises:
+        LookupError: it is not known.
+    """
+    from huggingface_hub import snapshot_download
+
+    if model.model_weights:
+        raise LookupError("they are in a store of objects")
+    told = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
+    for commit in (told, model.revision):
+        if commit and _COMMIT.fullmatch(commit):
+            return str(commit)
+    try:
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise LookupError("no commit is known, and the hub's cache has none") from error
+    return Path(found).name

@@ -18,20 +18,37 @@ Tables = tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA adapter as vLLM is told of it.
+
+    Args:
+        number: vLLM's id of what it has in memory.
+        path: where its files are.
+        name: what requests call it. It is not part of the keys.
+        fused_experts: whether the weights of its experts are in one tensor a layer.
+        read_anew: whether vLLM reads its files again for each request.
+    """
+
+    number: int
+    path: str
+    name: str = ""
+    fused_experts: bool = False
+    read_anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Sequence:
     """Whose KV it is: all that goes into the keys and differs between requests.
 
     Args:
-        tokens: int32 [T], as `kvkit.adapters.vllm.identity.identity` gives them.
-        lora: adapter of the request, empty for none.
+        tokens: int32 [T], as `kvkit.adapters.vllm.media.identity` gives them.
+        lora: adapter of the request, None for none.
         salt: the request's cache salt, empty for none.
-        model: what requests call that adapter. It is not part of the keys.
     """
 
     tokens: TokenIds
-    lora: str = ""
+    lora: Lora | None = None
     salt: str = ""
-    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,14 @@ class Sends:
         self._sent: dict[str, _Sent] = {}
         self._ended: set[str] = set()
 
-    def expect(self, send: Send, space: Namespace) -> None:
+    def expect(self, send: Send, space: Namespace | None) -> None:
         """Note what will be sent once it is computed: with the first of a request, its receiver is asked for
-        room, which it finds while the engine computes.
+        room, which it finds while the engine computes. Nothing is sent where there is no `space`.
         """
         if send.request not in self._sent:
             self._sent[send.request] = self._begin(send, space)
+        elif space is None:
+            self.refuse(send)
 
     def send(self, send: Send, ready: Callable[[], object] | None) -> None:
         """Send what was expected. Its pages must stay until `done` names the request, or `give_up` returns.
@@ -128,6 +130,13 @@ class Sends:
         sent = self._sent[send.request]
         sent.pieces.append((send, ready))
         sent.told_last = sent.told_last or send.last
+
+    def refuse(self, send: Send) -> None:
+        """Send no more of what was expected: it is not whose KV it was said to be, or not whole."""
+        sent = self._sent[send.request]
+        sent.told_last = sent.told_last or send.last
+        if not sent.over:
+            self._end(sent)
 
     def go_on(self) -> None:
         """Open transfers, pack what receivers have room for, commit what is complete."""
@@ -177,7 +186,10 @@ class Sends:
                     store.revoke()
                 self._end(sent)
 
-    def _begin(self, send: Send, space: Namespace) -> _Sent:
+    def _begin(self, send: Send, space: Namespace | None) -> _Sent:
+        if space is None:
+            nothing = Chunks.of(send.sequence.tokens[:0], self._cache.layout, self._cache.namespace)
+            return _Sent(send, time.monotonic(), nothing, tail=None, shared=None, over=True)
         chunks = Chunks.of(send.sequence.tokens, self._cache.layout, space)
         key = chunks.keys[-1] if chunks.keys else chunks.parent
         rest = tail_of(send.sequence.tokens[len(chunks.tokens) :], space, key, self._block_tokens)

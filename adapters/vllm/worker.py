@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from kvkit.adapters.vllm import groups, stats
-from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Sequence, Step, Tables
+from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
 from kvkit.adapters.vllm.prefetches import Prefetches
 from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
@@ -120,6 +121,7 @@ class Worker:
         namespace: given the layout, this rank's; without LoRA and salt.
         tells_stores: whether reports say what was stored.
         served: what requests call the base model, where they may name adapters, too; None: it has any name.
+        loras: the adapters of this worker; None where there are none.
     """
 
     def __init__(
@@ -131,8 +133,10 @@ class Worker:
         namespace: Callable[[KVLayout], Namespace],
         tells_stores: bool,
         served: Collection[str] | None = None,
+        loras: Loras | None = None,
     ) -> None:
         self._config = config
+        self._loras = loras
         self._settings = settings
         self._specs = specs
         self._blocks = blocks
@@ -140,11 +144,12 @@ class Worker:
         self._tells_stores = tells_stores
         self._served = served
         self._prompts: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
-        self._adapters: dict[str, str] = {}  # by the name that requests have for them
+        self._adapters: dict[str, str] = {}  # what they hold, by the name that requests have for them
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
         self._wakes = self._seen = 0
         self._lookups: dict[str, _Lookup] = {}
+        self._refused: list[Answer] = []
         self._hits: dict[str, _Found] = {}
         self._awaited: dict[str, tuple[Ask, float]] = {}  # since when, on the monotonic clock
         self._received: dict[str, str] = {}
@@ -256,7 +261,8 @@ class Worker:
             self._prefetches.end(name)
         for queued in step.prefetches:
             space = self._space(queued.sequence)
-            self._prefetches.add(queued.request, queued.sequence.tokens, space, queued.computed)
+            if space is not None:
+                self._prefetches.add(queued.request, queued.sequence.tokens, space, queued.computed)
         self._prefetches.go_on()
         if self._sends is not None:
             for send in step.sends:
@@ -318,7 +324,10 @@ class Worker:
             self._save(save, ready)
         if self._sends is not None:
             for send in step.sends:
-                self._sends.send(send, ready)
+                if self._complete(send, send.first, send.stop) == send.stop - send.first:
+                    self._sends.send(send, ready)
+                else:
+                    self._sends.refuse(send)
             if self._settings.send == "sync" and step.sends:
                 self._send_all()
             else:
@@ -360,7 +369,7 @@ class Worker:
     def report(self) -> Report | None:
         """What the scheduler does not know yet."""
         self._receive()
-        answers = []
+        answers, self._refused = self._refused, []
         now = time.monotonic()
         for name, lookup in list(self._lookups.items()):
             if not lookup.hit.done() and now < lookup.until:
@@ -388,6 +397,8 @@ class Worker:
     def close(self) -> None:
         """Finish what was started, but for prefetches, and close the cache."""
         self._prefetches.end_all()
+        if self._loras is not None:
+            self._loras.close()
         self.cache.close()
 
     def _receive(self) -> None:
@@ -410,13 +421,13 @@ class Worker:
 
     def _answer(self, ask: Ask, hit: Hit | None) -> Answer:
         """What a lookup found, and the blocks of an unfilled chunk that came with it."""
-        rank = self._namespace.rank
-        if hit is None:
+        rank, space = self._namespace.rank, self._space(ask.sequence)
+        if hit is None or space is None:
             return Answer(ask.request, ask.number, rank, 0, ())
         tail = None
         if ask.request in self._received and len(hit.chunks) == hit.plan.chunks:
             key = hit.chunks.keys[-1] if hit.chunks.keys else hit.chunks.parent
-            rest = tail_of(ask.sequence.tokens[hit.tokens :], self._space(ask.sequence), key, self._block)
+            rest = tail_of(ask.sequence.tokens[hit.tokens :], space, key, self._block)
             if rest is not None:
                 tail = self.cache.lookup(*rest, retrieve_from=(TARGET,))
         self._hits[ask.request] = _Found(ask.number, hit, tail)
@@ -460,10 +471,13 @@ class Worker:
         )
 
     def _look_up(self, ask: Ask) -> None:
-        timeout_s = self._settings.lookup_timeout_s
+        timeout_s, space = self._settings.lookup_timeout_s, self._space(ask.sequence)
+        if space is None:
+            self._refused.append(self._answer(ask, None))
+            return
         hit = self.cache.lookup_async(
             ask.sequence.tokens,
-            self._space(ask.sequence),
+            space,
             wait_s=timeout_s / 2,  # a slow save shall not cost what the tiers have already
             first=ask.computed // self._namespace.chunk_tokens,
             prefill_tokens_per_s=self._settings.prefill_tokens_per_s or self._speed.tokens_per_s,
@@ -475,15 +489,16 @@ class Worker:
 
     def _save(self, save: Save, ready: Callable[[], object] | None) -> None:
         """Store what a request computed; handing off is not this one's business."""
-        if not self._save_to:
+        sequence, began, space = save.sequence, time.monotonic(), self._space(save.sequence)
+        first = save.first * self._namespace.chunk_tokens
+        tokens = self._complete(save, first, len(sequence.tokens))
+        if not self._save_to or space is None or not tokens:
             return
-        sequence, began = save.sequence, time.monotonic()
-        tokens = len(sequence.tokens) - save.first * self._namespace.chunk_tokens
         self._tally.begin(save.request)
         transfer = self.cache.store_async(
-            sequence.tokens,
+            sequence.tokens[: first + tokens],
             [group.place(save.blocks[group.table], tokens) for group in self._groups],
-            self._space(sequence),
+            space,
             to=self._save_to,
             first=save.first,
             ready=ready,
@@ -493,6 +508,13 @@ class Worker:
         )
         transfer.add_done_callback(lambda done: self._stats.stored(_result(done), time.monotonic() - began))
         self._saving.append(transfer)
+
+    def _complete(self, part: Save | Send, first: int, stop: int) -> int:
+        """How many of tokens [first, stop) have all of their blocks."""
+        count = groups.complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
+        if count < stop - first:
+            log.warning("%s: tokens from %d on lack blocks, and are not stored", part.request, first + count)
+        return count
 
     def _note_stored(self, save: Save) -> Callable[[str, int], None]:
         def note(tier: str, chunk: int) -> None:
@@ -594,10 +616,16 @@ class Worker:
             if tier.near:
                 self.cache.clear(name)
 
-    def _space(self, sequence: Sequence) -> Namespace:
-        if sequence.model:
-            self._adapters[sequence.model] = sequence.lora
-        return replace(self._namespace, lora=sequence.lora, salt=sequence.salt)
+    def _space(self, sequence: Sequence) -> Namespace | None:
+        """Of a sequence's KV; None where none of it is to be looked up, stored or sent."""
+        if sequence.lora is None:
+            return replace(self._namespace, salt=sequence.salt)
+        known = None if self._loras is None else self._loras.identity(sequence.lora)
+        if known is None:
+            self._adapters.pop(sequence.lora.name, None)
+            return None
+        self._adapters[sequence.lora.name] = known
+        return replace(self._namespace, lora=known, salt=sequence.salt)
 
 
 T = TypeVar("T")
