@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_for
 
 from kvkit.bench import memory
 from kvkit.bench.memory import LEAST_BYTES, PROCESS_BYTES, MemoryTooSmall, share, split
@@ -123,6 +125,28 @@ def test_a_server_that_is_killed_is_said_so(tmp_path: Path) -> None:
         serving("it", command, os.environ, tmp_path, lambda: False),
     ):
         pass
+
+
+def test_a_server_that_is_killed_while_it_serves_is_said_so(tmp_path: Path) -> None:
+    """Another one, beside it, is not."""
+    log = tmp_path / "it.log"
+
+    def serves() -> bool:
+        return log.exists() and log.read_text().endswith("\n")
+
+    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+
+    def converse() -> None:
+        with serving("it", command, os.environ, tmp_path, serves, "1 GiB"):
+            pid = int(log.read_text())
+            with serving("other", [*command, "other"], os.environ, tmp_path, lambda: True):
+                os.kill(pid, signal.SIGKILL)
+                wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+                raise ValueError("turn 1: RuntimeError: cancelled")
+
+    with pytest.raises(StartError, match=r"it served, killed, for memory most likely \(1 GiB\)") as caught:
+        converse()
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize(

@@ -164,15 +164,15 @@ def kills() -> int:
     return int(found[1]) if found else 0
 
 
-def killed(before: int, code: int | None = None, log: str = "") -> str | None:
+def killed(before: int | None, code: int | None = None, log: str = "") -> str | None:
     """That a server was killed, for memory most likely, in words; None if nothing says so.
 
     Args:
-        before: `kills()` when it was started.
+        before: `kills()` when it was started; None: that number says nothing of it.
         code: its exit status, negative for a signal.
         log: what it wrote.
     """
-    if kills() > before or code == -9 or _KILLED.search(log):
+    if (before is not None and kills() > before) or code == -9 or _KILLED.search(log):
         return "killed, for memory most likely"
     return None
 

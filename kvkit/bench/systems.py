@@ -39,7 +39,7 @@ _QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK":
 
 
 class StartError(RuntimeError):
-    """A server cannot be started. The message says why, with the end of what it wrote."""
+    """A server cannot be started, or was killed. The message says why, with the end of what it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ def serving(
         memory: what it was given, in words, to be told where it is killed.
 
     Raises:
-        StartError: it ended, or did not serve within `START_S`.
+        StartError: it ended, or did not serve within `START_S`. Or it was killed, and what was done with it
+            failed.
     """
     path = folder / f"{name}.log"
     kills = memory_kills()
@@ -173,7 +174,15 @@ def serving(
             if time.monotonic() > deadline:
                 why = _killed(kills, None, path, memory)
                 raise StartError(f"{name} did not serve within {START_S:.0f} s{why}:\n{_tail(path)}")
-        yield
+        try:
+            yield
+        except Exception as error:
+            ended = process.poll()
+            # of one that lives on the kernel's counter says nothing: others run here, too
+            why = _killed(None if ended is None else kills, ended, path, memory)
+            if not why:
+                raise
+            raise StartError(f"{name} served{why}:\n{_tail(path)}") from error
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -271,7 +280,7 @@ def _peers() -> str | None:
     return str(folder) if os.environ.get("KVKIT_PEERS") and folder.is_dir() else None
 
 
-def _killed(kills: int, code: int | None, path: Path, memory: str) -> str:
+def _killed(kills: int | None, code: int | None, path: Path, memory: str) -> str:
     """That a process was killed, and what it had been given, in words; empty where nothing says so."""
     why = killed(kills, code, path.read_text(errors="replace"))
     return "" if why is None else f", {why}" + (f" ({memory})" if memory else "")
