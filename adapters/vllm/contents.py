@@ -106,8 +106,7 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
     with open(path, "rb") as file:
         descriptor = file.fileno()
         stamp = Stamp.of(descriptor)
-        settled = stamp.settled
-        with _entry(stamp, folder) as entry:
+        with _entry(stamp, folder if stamp.settled else None) as entry:
             known = None if entry is None else _recall(entry, stamp)
             if known is not None:
                 progress.add(stamp.size)
@@ -120,7 +119,7 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
             if Stamp.of(descriptor) != stamp:
                 raise OSError(f"{path} was written to while it was read")
             digest: str = whole.hexdigest()
-            if entry is not None and settled:
+            if entry is not None:
                 _remember(entry, stamp, digest)
             return digest
 
