@@ -605,3 +605,14 @@ def test_the_readme_example_reuses_what_it_stored(tmp_path: Path) -> None:
     assert runs[0].stdout.startswith("{} ")
     assert runs[1].stdout.startswith("{'disk': ")
     assert stat.S_IMODE((tmp_path / ".cache" / "kvkit" / "store").stat().st_mode) == 0o700
+
+
+def test_each_promise_of_security_names_a_test_that_is_there() -> None:
+    text = (ROOT / "docs/security.md").read_text().split("\n## ", 2)[2]
+    promises = re.findall(r"^- \*\*.*?(?=^- |^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert len(promises) > 15
+    for promise in promises:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", promise)
+        assert named, f"no test behind: {promise}"
+        for file, test in named:
+            assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
