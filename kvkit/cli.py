@@ -316,10 +316,12 @@ def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fs
 @app.command()
 def router(
     prefill: Annotated[
-        list[str] | None, typer.Option(help="a prefill engine's URL, also as NAME=URL; can be repeated")
+        list[str] | None,
+        typer.Option(help="a prefill engine: [NAME=]URL[,cache=URL][,token_file=PATH]; can be repeated"),
     ] = None,
     decode: Annotated[
-        list[str] | None, typer.Option(help="a decode engine's URL, also as NAME=URL; can be repeated")
+        list[str] | None,
+        typer.Option(help="a decode engine, as --prefill; with ,handoff=ADDRESS where it takes in KV"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with these and all other settings")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on; default: 127.0.0.1")] = None,

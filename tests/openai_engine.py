@@ -10,7 +10,8 @@ engines agree, and one that has another prompt does not. `set` changes how it be
     end_after, end  after so many events a stream ends: "cut", "abort", "error" or "garbled"
     hang            accepts and never answers
     health          HTTP status of /health
-    params          kv_transfer_params of its answers
+    params          kv_transfer_params of its answers; None: as kvkit's, when it is asked to hand off
+    hands           whether it hands off when it is asked to
     takes           whether it answers what another has prefilled; False: HTTP status 500
     held            what /lookup says
     other           it is another model
@@ -113,6 +114,7 @@ DEFAULTS: Body = {
     "hang": False,
     "health": 200,
     "params": None,
+    "hands": True,
     "takes": True,
     "held": None,
     "other": "",
@@ -202,6 +204,14 @@ class _Toy:
             choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             note["done"] = True
             params = self.settings["params"]
+            transfer = body.get("kv_transfer_params") or {}
+            if params is None and transfer.get("do_remote_decode") and self.settings["hands"]:
+                params = {
+                    "do_remote_prefill": True,
+                    "do_remote_decode": False,
+                    "transfer_id": transfer["transfer_id"],
+                    "remote_num_tokens": len(prompt),
+                }
             said = {} if params is None else {"kv_transfer_params": params}
             return web.json_response({**head, "choices": [choice], "usage": usage, **said})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -19,6 +19,7 @@ pytest.importorskip("aiohttp")
 from managed import ManagedCache
 from openai_engine import TOKEN, OpenAIEngine, render, text_after, tokens_after
 from routers import Command, Routed, ask, fetch, stream, text_of
+from servers import free_ports
 from waiting import wait_for
 
 from kvkit.adapters.vllm.engines import Engine, Query
@@ -133,16 +134,18 @@ def test_a_prompt_is_prefilled_and_then_decoded(start: Start) -> None:
     assert 'kvkit_router_answers_total{status="200"} 1.0' in metrics
 
 
-def test_a_prefill_that_says_nothing_is_told_of_by_its_transfer(start: Start) -> None:
+@pytest.mark.parametrize("params", [None, {}], ids=str)
+def test_decode_waits_for_nothing_where_prefill_handed_nothing_off(start: Start, params: Body | None) -> None:
     engines = start()
+    engines["p0"].set(hands=False, params=params)
     with Routed(**engines.settings()) as router:
-        ask(router.url, CHAT, chat())
+        _, answer = ask(router.url, CHAT, chat())
+        assert 'kvkit_router_failures_total{cause="kept",engine="p0"} 1.0' in router.metrics()
+    assert text_of(answer) == wanted(chat())
     (p,), (d,) = engines["p0"].seen(), engines["d0"].seen()
     assert (p["body"]["max_tokens"], p["body"]["max_completion_tokens"]) == (1, 1)
-    given, got = p["body"]["kv_transfer_params"], d["body"]["kv_transfer_params"]
-    assert got == {
-        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": given["transfer_id"],
-    }  # fmt: skip
+    assert p["body"]["kv_transfer_params"]["do_remote_decode"] is True
+    assert d["body"] == chat()
 
 
 @pytest.mark.parametrize("body", [completion("short"), chat("short")], ids=["completions", "chat"])
@@ -744,3 +747,30 @@ def test_the_command(start: Start, tmp_path: Path) -> None:
     assert text_of(answer) == wanted(chat())
     assert (status, [engine["name"] for engine in health["engines"]]) == (200, ["p0", "d0", "d1"])
     assert re.search("p0 -> d[01], much-new: 352 new of 352 tokens", router.log.read_text())
+
+
+def test_the_command_takes_addresses_and_says_what_cannot_work(
+    start: Start, tmp_path: Path, token_file: Path
+) -> None:
+    engines = start(decode=2)
+    (port,) = free_ports(1)
+    engines["d0"].set(held=0)
+    decode = (
+        f"d0={engines['d0'].url},handoff=unix:///d0.sock,cache={engines['d0'].url},token_file={token_file}"
+    )
+    options = ["--prefill", f"p0={engines['p0'].url},cache=http://127.0.0.1:{port},token_file={token_file}"]
+    options += ["--decode", decode, "--decode", f"d1=http://127.0.0.1:{port}"]
+    with Command(tmp_path, *options) as router:
+        _, answer = ask(router.url, CHAT, chat())
+        log = router.log.read_text()
+    assert text_of(answer) == wanted(chat())
+    (p,) = engines["p0"].seen()
+    assert p["body"]["kv_transfer_params"]["handoff"] == "unix:///d0.sock"
+    said = [line.partition(" WARNING ")[2] for line in log.splitlines() if " WARNING " in line]
+    for start_, end in (
+        ("decode.d1.handoff is not given: ", f"want --decode d1=http://127.0.0.1:{port},handoff=ADDRESS"),
+        (f"decode engine d1 is not up: http://127.0.0.1:{port}: ", ""),
+        (f"prefill.p0.cache = http://127.0.0.1:{port} cannot be asked: ", ""),
+    ):
+        assert [line for line in said if line.startswith(start_) and line.endswith(end)], said
+    assert not [line for line in said if "d0" in line]

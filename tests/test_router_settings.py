@@ -31,6 +31,11 @@ def test_the_command_line_wins_and_adds_engines(tmp_path: Path) -> None:
 def test_engines_have_the_name_of_their_address_or_their_own() -> None:
     found = engines(["http://h:1/?a=b", "mine=http://h:2"], "decode")
     assert found == {"h:1": {"url": "http://h:1/?a=b"}, "mine": {"url": "http://h:2"}}
+    given = ["http://h:1,handoff=unix:///d.sock,cache=http://h:3", "b=http://h:2,token_file=t"]
+    assert engines(given, "decode") == {
+        "h:1": {"url": "http://h:1", "handoff": "unix:///d.sock", "cache": "http://h:3"},
+        "b": {"url": "http://h:2", "token_file": "t"},
+    }
     with pytest.raises(ConfigError, match="--decode http://h:1: there is a 'h:1' already"):
         engines(["http://h:1", "http://h:1"], "decode")
 
@@ -52,6 +57,7 @@ def test_engines_have_the_name_of_their_address_or_their_own() -> None:
         ({"decode": {"d": D["d"] | {"hand": 1}}}, "decode.d.hand: unknown setting; .*the settings are url"),
         ({"decode": D, "prefill": D}, "prefill.d: there is a decode.d, too"),
         ({"decode": {"d": D["d"] | {"token_file": "t"}}}, "d.token_file: given without d.cache"),
+        ({"decode": {"d": D["d"] | {"handoff": "tcp://h"}}}, "d.handoff = 'tcp://h': tcp://h: want unix:///"),
         (
             {"decode": D, "prefill": {"p": D["d"] | {"handoff": "tcp://h:1"}}},
             "prefill.p.handoff: only a decode engine has one",
@@ -77,6 +83,9 @@ def test_a_file_that_cannot_be_read(text: str | None, tmp_path: Path) -> None:
     [
         ([], "decode: no engine given"),
         (["--decode", "nowhere"], "want http://HOST:PORT"),
+        (["--decode", "http://h:1,unix:///d"], "'unix:///d': want SETTING=VALUE once each, of url, cache,"),
+        (["--decode", "http://h:1,handof=unix:///d"], "did you mean 'handoff'"),
+        (["--decode", "http://h:1,handoff=/d"], "decode.h:1.handoff = '/d': /d: want unix:///<path>"),
         (["--decode", "http://h:1", "--host", "192.0.2.1"], "host = '192.0.2.1', port = 8000: "),
         (["--decode", "http://h:1", "--port", "-1"], "port = -1: "),
     ],

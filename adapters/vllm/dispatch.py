@@ -278,10 +278,9 @@ class Dispatcher:
 
     async def _prefill(
         self, job: Job, asked: Asked, prefill: Engine, decode: Engine, new_tokens: int
-    ) -> Mapping[str, Any]:
-        """Have P compute the prompt; what D is to be told about its KV."""
-        transfer = uuid.uuid4().hex
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+    ) -> Mapping[str, Any] | None:
+        """Have P compute the prompt; what D is to be told about its KV. None: P kept it, and D computes."""
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": uuid.uuid4().hex}
         if decode.config.handoff is not None:
             params["handoff"] = decode.config.handoff
         body = openai.prefill_body(asked, params)
@@ -300,7 +299,16 @@ class Dispatcher:
             raise EngineFailed(
                 prefill, "error", f"it answered kv_transfer_params = {given!r}, want an object"
             )
-        return given or {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
+        if not given:
+            log.warning(
+                "%s: prefill engine %s handed nothing off to %s, which computes the prompt, too; %s",
+                job.id,
+                prefill.name,
+                decode.name,
+                "its log says why" if decode.config.handoff else f"decode.{decode.name}.handoff is not given",
+            )
+            self._metrics.failures.labels(prefill.name, "kept").inc()
+        return given or None
 
     def _learn(self, job: Job, asked: Asked, decode: Engine, handed: bool, seconds: float) -> None:
         """Note how fast D was, where it is known how much was new for it. Mutates `decode`."""

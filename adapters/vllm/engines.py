@@ -107,6 +107,7 @@ class Engine:
         self._suspected = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
         self._missing = 0
+        self._probed = False
 
     def candidate(self, held_tokens: int | None) -> Candidate:
         """What the choice of engines is made by."""
@@ -242,6 +243,9 @@ class Engine:
             self._missing = MISSING_ANSWERS
         if well and not self.up:
             log.info("%s engine %s is up: %s", self.role, self.name, self.config.url)
+        if not well and not self._probed:
+            log.warning("%s engine %s is not up: %s: %s", self.role, self.name, self.config.url, words)
+        self._probed = True
         if not well and self._missing >= MISSING_ANSWERS:
             if self.up or self._deadlines:
                 log.warning("%s engine %s is down: %s", self.role, self.name, words)
@@ -314,6 +318,27 @@ class CacheLookup:
             log.warning("%s: what engine %s holds is not known: %s", url, engine.name, error)
             self._tokens.pop(engine.name, None)
             return None
+
+    async def check(self, engine: Engine, timeout_s: float) -> None:
+        """Say so in the log where an engine's endpoint cannot be asked."""
+        url = engine.config.cache
+        if url is None:
+            return
+        try:
+            headers = {"Authorization": f"Bearer {self._token(engine)}"}
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(url + "/health", headers=headers, allow_redirects=False) as response,
+            ):
+                words = f"HTTP {response.status}"
+                if response.status in (200, 503):  # 503: a tier is down, and the others can be asked about
+                    return
+        except TimeoutError:
+            words = "no answer in time"
+        except (aiohttp.ClientError, OSError, ServerError, TopError) as error:
+            words = str(error)
+        log.warning("%s.%s.cache = %s cannot be asked: %s", engine.role, engine.name, url, words)
+        self._tokens.pop(engine.name, None)
 
     def _token(self, engine: Engine) -> str:
         """Read when it is needed: an engine that starts for the first time makes the file."""

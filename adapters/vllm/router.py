@@ -89,10 +89,14 @@ class Router:
             engines = [*self._prefills, *self._decodes]
             self._metrics = RouterMetrics(engines)
             lookup = self._lookup
+            checks = []
             if lookup is None and any(engine.config.cache for engine in engines):
-                lookup = CacheLookup(session)
+                lookup = asked = CacheLookup(session)
+                checks = [asked.check(engine, config.health_timeout_s) for engine in engines]
             self._dispatcher = Dispatcher(config, self._prefills, self._decodes, self._metrics, lookup)
-            await asyncio.gather(*(engine.probe() for engine in engines))
+            for doubt in config.doubts:
+                log.warning(doubt)
+            await asyncio.gather(*(engine.probe() for engine in engines), *checks)
             watches = [asyncio.create_task(engine.watch()) for engine in engines]
             yield
             for watch in watches:

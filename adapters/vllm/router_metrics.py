@@ -4,7 +4,7 @@
 |---|---|---|
 | kvkit_router_requests_total | decode, prefill, reason | requests by way; no prefill: D computes it |
 | kvkit_router_answers_total | status | answers by HTTP status; 499: the client left |
-| kvkit_router_failures_total | engine, cause | unreachable, error, timeout, cut, aborted |
+| kvkit_router_failures_total | engine, cause | unreachable, error, timeout, cut, aborted, kept (by P) |
 | kvkit_router_takeovers_total | outcome | streams whose engine broke off: continued or failed |
 | kvkit_router_prompt_tokens_total | | tokens of prompts; about, where no engine was asked |
 | kvkit_router_new_tokens_total | computed | of them, those to be computed, by prefill or decode |

@@ -1,4 +1,4 @@
-"""The settings of `kvkit router`: one TOML file, and what the command line adds.
+"""The settings of `kvkit router`: one TOML file, and what the command line adds, engines with settings too.
 
 port = 8000
 
@@ -25,6 +25,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvkit.adapters.vllm.routing import Limits
 from kvkit.config import ConfigError
+from kvkit.handoff import addresses
+from kvkit.handoff.settings import HandoffConfig
 
 DEFAULT_PORT = 8000
 _LIMITS = Limits()
@@ -38,6 +40,13 @@ def _base_url(url: str) -> str:
     if parts.username is not None:
         raise ValueError("it has a user name or password, and URLs are shown")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _handoff_address(address: str) -> str:
+    """`address`, or the name that prefill engines have for it in `peers`."""
+    if "/" in address or ":" in address:
+        addresses.parse(HandoffConfig.at(address, 0))
+    return address
 
 
 Url = Annotated[str, AfterValidator(_base_url)]
@@ -55,8 +64,10 @@ class EngineConfig(BaseModel):
     token_file: Path | None = Field(
         default=None, description="holds the token of that endpoint; none: as `kvkit top`"
     )
-    handoff: str | None = Field(
-        default=None, description="of a decode engine: the address where it takes in what P computed"
+    handoff: Annotated[str, AfterValidator(_handoff_address)] | None = Field(
+        default=None,
+        description="of a decode engine: the address in its handoff.listen, or that one's name in P's "
+        "handoff.peers; none: P must know by itself where to send",
     )
 
 
@@ -119,6 +130,16 @@ class RouterConfig(BaseModel):
         return self
 
     @property
+    def doubts(self) -> list[str]:
+        """What is not likely to be meant so, in words."""
+        return [
+            f"decode.{name}.handoff is not given: prefill engines hand nothing off to it unless they know by "
+            f"themselves where to send; want --decode {name}={engine.url},handoff=ADDRESS"
+            for name, engine in self.decode.items()
+            if self.prefill and engine.handoff is None
+        ]
+
+    @property
     def limits(self) -> Limits:
         return Limits(self.direct_tokens, self.direct_share, self.max_slowdown, self.spread)
 
@@ -147,18 +168,25 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
 
 
 def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
-    """Engines of the command line by name: each is URL, or NAME=URL.
+    """Engines of the command line by name: each is [NAME=]URL[,SETTING=VALUE]...
 
     Raises:
-        ConfigError: two have the same name.
+        ConfigError: two have the same name, or something behind a comma is no setting.
     """
     found: dict[str, dict[str, str]] = {}
     for text in given:
-        named = "=" in text.partition("://")[0]
-        name, _, url = text.partition("=") if named else (urlsplit(text).netloc or text, "", text)
+        where, *settings = text.split(",")
+        named = "=" in where.partition("://")[0]
+        name, _, url = where.partition("=") if named else (urlsplit(where).netloc or where, "", where)
         if name in found:
             raise ConfigError(f"--{role} {text}: there is a {name!r} already")
         found[name] = {"url": url}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not equals or key in found[name]:
+                known = ", ".join(EngineConfig.model_fields)
+                raise ConfigError(f"--{role} {text}: {setting!r}: want SETTING=VALUE once each, of {known}")
+            found[name][key] = value
     return found
 
 
