@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
+        "queued": lambda: _queued(json.loads((results / f"queued-{MACHINE}.json").read_text())),
         "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
         "handoff": lambda: _handoff(figures),
         "private": lambda: _private(figures),
@@ -93,6 +95,16 @@ def _serve(document: dict[str, Any]) -> list[list[str]]:
         shown.append(f"{row['ttft_s']['p50'] / cold:.3f}")
         shown.append("" if control is None else f"{control['median']:.3f}")
         rows.append([row["system"], *shown])
+    return rows
+
+
+def _queued(document: dict[str, Any]) -> list[list[str]]:
+    """What it gives to bring near what a queued request will hit."""
+    rows = [["", "minimum", "median"]]
+    for kind, shown in (("not", "read from a cold disk"), ("prefetched", "brought near while it waited")):
+        seconds = document["gap_s"][kind]
+        rows.append([shown, *(f"{1000 * of(seconds):.0f} ms" for of in (min, statistics.median))])
+    rows.append(["ratio", *(f"{document[f'ratio_of_{k}']:.2f}" for k in ("minima", "medians"))])
     return rows
 
 
