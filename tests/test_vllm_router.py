@@ -25,6 +25,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from hosts import Host, Link, far_host
+from metric_names import documented, moved, samples
 from routers import Routed, ask, stream, text_of
 from servers import free_ports, together
 from small_models import save_with_tokenizer
@@ -32,6 +33,7 @@ from vllm_engine import BLOCK, Settings, connector, prompt
 from vllm_server import Served
 from waiting import wait_for
 
+from kvkit.adapters.vllm import router_metrics
 from kvkit.testing import DEADLINE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -114,11 +116,14 @@ class Engines:
     all: dict[str, Engine]
     handoff: dict[str, str]
     link: Link | None
+    token_file: Path
 
-    def router(self, *decode: str, **settings: Any) -> Routed:
-        """One before P and these D's."""
+    def router(self, *decode: str, asks: bool = False, **settings: Any) -> Routed:
+        """One before P and these D's; `asks`: P is asked what it holds."""
+        p = self.all["p"]
+        cache = {"cache": p.endpoint, "token_file": str(self.token_file)} if asks else {}
         return Routed(
-            prefill={"p": {"url": self.all["p"].url}},
+            prefill={"p": {"url": p.url} | cache},
             decode={name: {"url": self.all[name].url, "handoff": self.handoff[name]} for name in decode},
             **settings,
         )
@@ -191,9 +196,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory, far: tuple[Host, Link] | N
             },
         }
     hosts = {"p": (near, ()), "one": (near, ()), "two": (address, within)}
+    token = folder / "token"
+    token.write_text(SECRET)
+    token.chmod(0o600)
     all_ = {name: Engine(folder / name, model, settings[name], *hosts[name]) for name in settings}
     with together(*all_.values()):
-        yield Engines(all_, handoff, link)
+        yield Engines(all_, handoff, link, token)
 
 
 @pytest.mark.timeout(900)
@@ -275,7 +283,8 @@ def test_another_decode_engine_goes_on_in_the_middle_of_a_stream(
     end: Callable[[Served], None],
 ) -> None:
     victim = engines.all[name]
-    with engines.router("one", "two", idle_timeout_s=8, prefill_timeout_s=60) as router:
+    with engines.router("one", "two", asks=True, idle_timeout_s=8, prefill_timeout_s=60) as router:
+        shown = [samples(router.metrics())]
         session = session_at(router, name)
         before = victim.counts()["loaded_tokens"]["handoff"]
         direct = text_of(engines.alone(path, body(400)))
@@ -285,13 +294,17 @@ def test_another_decode_engine_goes_on_in_the_middle_of_a_stream(
         assert victim.counts()["loaded_tokens"]["handoff"] > before, "P's KV came"
         events = stream(router.url, path, body(400) | session, timeout_s=200)
         found = [next(events) for _ in range(7)]
+        shown.append(samples(router.metrics()))
         end(victim)
         found += events
+        shown.append(samples(router.metrics()))
         assert "".join(map(text_of, found)) == direct
         assert 'kvkit_router_takeovers_total{outcome="continued"} 1.0' in router.metrics()
         if end is Served.stop:
             victim.resume()
             wait_for(lambda: all(router.health().values()))
+        else:
+            assert documented(router_metrics.__doc__) - moved(*shown) == set()
 
 
 @pytest.mark.timeout(900)
@@ -311,12 +324,9 @@ def test_decode_computes_what_a_killed_prefill_engine_does_not(engines: Engines)
 
 
 @pytest.mark.timeout(900)
-def test_an_engine_is_asked_what_it_holds_until_it_forgets(engines: Engines, tmp_path: Path) -> None:
+def test_an_engine_is_asked_what_it_holds_until_it_forgets(engines: Engines) -> None:
     """Of each salt by itself; after a reset at once, before any request; and no question is a lookup."""
     one = engines.all["one"]
-    token = tmp_path / "token"
-    token.write_text(SECRET)
-    token.chmod(0o600)
     given = prompt(700, 400)
 
     def ways(router: Routed) -> Counter[str]:
@@ -331,7 +341,7 @@ def test_an_engine_is_asked_what_it_holds_until_it_forgets(engines: Engines, tmp
         details = answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
         return list((ways(router) - before).elements()), details["cached_tokens"]
 
-    decode = {"one": {"url": one.url, "cache": one.endpoint, "token_file": str(token)}}
+    decode = {"one": {"url": one.url, "cache": one.endpoint, "token_file": str(engines.token_file)}}
     with Routed(decode=decode) as router:
         lookups, queries = one.counted("lookups"), one.counted("queries")
         for more in ({}, {"cache_salt": "tenant"}):
