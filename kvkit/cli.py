@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
-from kvkit.environment import gpu_name, slug_of, version_of
+from kvkit.environment import gpu_name, printable, slug_of, version_of
 
 if TYPE_CHECKING:
     from kvkit.kernels.problems import Problem
@@ -277,23 +277,40 @@ def bench_serve(
 
 
 @app.command()
-def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fsspec URL")]) -> None:
+def inspect(
+    store: Annotated[
+        str, typer.Argument(help="a folder, s3://, redis://, mooncake://, any URL that a tier may have")
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="a configuration file, of which STORE is the name of a tier")
+    ] = None,
+) -> None:
     """List a store: namespaces, chunks, tokens, bytes, damaged records. Reads all of it; changes nothing."""
-    from kvkit.listing import list_store
+    from kvkit.config import load_config
+    from kvkit.listing import list_store, list_tier
     from kvkit.tiers import urls
 
     console = Console()
     done = []
     try:
+        if config is None:
+            listings = list_store(store)
+        else:
+            tiers = load_config(config).tiers
+            if store not in tiers:
+                _fail(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
+            listings = list_tier(store, tiers[store])
         with console.status("reading") as status:
-            for listing, complete in list_store(url):
+            for listing, complete in listings:
                 status.update(f"{escape(listing.array)}: {listing.chunks} records")
                 if complete:
                     done.append(listing)
     except (OSError, ValueError, ImportError) as error:
-        _fail(urls.hide(str(error), url))
+        _fail(urls.hide(str(error), store))
     if not done:
-        console.print(f"{urls.shown(url)}: no records", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"{printable(urls.shown(store))}: no records", markup=False, highlight=False, soft_wrap=True
+        )
         return
     shown = Table(Column("namespace", overflow="fold"), "group", "model", "chunks", "tokens", "MB", "damaged")
     for listing in done:
@@ -302,13 +319,15 @@ def inspect(url: Annotated[str, typer.Argument(help="a store: a folder or any fs
             " ".join(str(listing.namespace.get(k, "")) for k in ("model", "dtype")).strip() or "no zarr.json"
         )
         shown.add_row(
-            *(escape(digest), escape(group), escape(model), str(listing.chunks)),
+            *(escape(digest), escape(group), escape(printable(model)), str(listing.chunks)),
             *(str(listing.tokens), f"{listing.bytes / 1e6:.1f}", str(len(listing.damaged))),
         )
     console.print(shown)
     for listing in done:
         for name, reason in listing.damaged:
-            console.print(f"damaged: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                printable(f"damaged: {name}: {reason}"), markup=False, highlight=False, soft_wrap=True
+            )
     if any(listing.damaged for listing in done):
         raise typer.Exit(1)
 
@@ -552,5 +571,6 @@ def _check_blending(model: str, console: Console) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+    text = escape("\n".join(map(printable, message.splitlines())))
+    Console(stderr=True).print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)

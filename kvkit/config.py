@@ -407,6 +407,18 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
     return config.model_copy(update={"tiers": tiers})
 
 
+def tier_at(url: str) -> TierConfig:
+    """The tier at `url`, with no other setting.
+
+    Raises:
+        ConfigError: a tier cannot be there, such as for a password in the URL.
+    """
+    try:
+        return TierConfig.model_validate({"url": url})
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
 def open_cache(
     config: Config, layout: KVLayout, namespace: Namespace, space_of: SpaceOf | None = None
 ) -> Cache:
@@ -439,7 +451,7 @@ def open_cache(
     tiers: list[Tier] = []
     try:
         for name, tier in config.tiers.items():
-            tiers.append(_open_tier(name, tier, staging, namespace.rank))
+            tiers.append(open_tier(name, tier, staging, namespace.rank))
         if config.handoff is not None:
             _open_handoff(config.handoff, tiers, layout, namespace, config.timeout_s)
         cache = Cache(
@@ -495,7 +507,13 @@ def _open_server(config: Config, cache: Cache) -> Server:
     return Server(cache, token=token, host=settings.host, port=settings.port, timeout_s=config.timeout_s)
 
 
-def _open_tier(name: str, config: TierConfig, staging: Staging, rank: int) -> Tier:
+def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) -> Tier:
+    """One tier of a configuration.
+
+    Raises:
+        ValueError: a setting is not what it may be, or a package is missing.
+        OSError: it cannot be opened.
+    """
     if config.kind is not None:
         return open_plugin(config.kind, name, staging, config.all_set())
     quota = None if config.quota is None else int(config.quota)

@@ -59,3 +59,8 @@ def gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, or show as nothing, as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

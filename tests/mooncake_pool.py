@@ -25,6 +25,7 @@ from servers import Process, executable, free_ports
 from waiting import wait_for
 
 from kvkit.config import load_config, open_cache
+from kvkit.listing import list_tier
 from kvkit.staging import Staging, release_all
 from kvkit.testing import (
     DEADLINE_S,
@@ -345,6 +346,20 @@ def test_a_cache_computes_what_the_pool_lost(master: Master, giver: Giver) -> No
         assert hit.tokens == 24
         assert cache.load(hit, places).tokens == 0
         cache.check_integrity()
+
+
+def test_a_pool_is_listed(master: Master, giver: Giver) -> None:
+    layout = small_layout()
+    pool = {"url": master.url, "options": {"metrics_port": master.metrics_port}}
+    config = load_config(chunk_tokens=8, staging="64KiB", tiers={"pool": pool})
+    engine = Engine(layout, config.namespace(layout, model="m", dtype="float32"))
+    tokens = np.arange(24, dtype=np.int32)
+    with open_cache(config, layout, engine.namespace) as cache:
+        engine.compute(tokens, engine.table(24))
+        cache.store(tokens, engine.places(engine.table(24)))
+        cache.flush()
+    (listing,) = (listing for listing, done in list_tier("pool", config.tiers["pool"]) if done)
+    assert (listing.chunks, listing.tokens, listing.damaged) == (3, 24, [])
 
 
 def test_closing_while_others_ask(steady: Master, staging: Staging) -> None:

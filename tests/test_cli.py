@@ -59,7 +59,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--help",), ("demo", "doctor", "inspect", "tune")),
         (("demo", "--help"), ("--model", "--json", "--png")),
         (("doctor", "--help"), ("a configuration file to check",)),
-        (("inspect", "--help"), ("fsspec", "changes nothing")),
+        (("inspect", "--help"), ("redis://", "--config", "changes nothing")),
     ],
 )
 def test_help(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -179,13 +179,37 @@ def test_inspect_lists_damage_and_returns_1(tmp_path: Path) -> None:
 
 def test_inspect_shows_names_as_they_are(tmp_path: Path) -> None:
     engine = fill(str(tmp_path / "[bold]"), 1, revision="[/red]")
-    folder = tmp_path / "[bold]" / "[/red]"
-    folder.mkdir(parents=True)
-    (folder / "c.0.0.0.0.0.0").write_bytes(b"")
+    (tmp_path / "[bold]" / "ab" / "0").mkdir(parents=True)
+    (tmp_path / "[bold]" / "ab" / "0" / "c.0.0.0.0.0.0").write_bytes(b"")
     result = run("inspect", tmp_path / "[bold]")
     assert result.exit_code == 1
     assert form_of(engine).array.split("/")[0] in result.stdout
-    assert "damaged: [/red]/c.0.0.0.0.0.0: not a kvkit record" in result.stdout
+    assert "damaged: ab/0/c.0.0.0.0.0.0: not a kvkit record" in result.stdout
+
+
+def test_inspect_prints_no_byte_that_a_terminal_obeys(tmp_path: Path) -> None:
+    form = form_of(fill(str(tmp_path), 1))
+    file = tmp_path / form.array / "zarr.json"
+    hostile = "te\x1b]0;owned\x07\x9b31mst\u202e\nrow"
+    file.write_text(file.read_text().replace('"test"', json.dumps(hostile)))
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 0
+    assert r"te\x1b]0;owned\x07\x9b31mst\u202e\nrow" in result.stdout
+    assert not set(hostile) & {"\x1b", "\x07", "\x9b", "\u202e"} & set(result.stdout)
+    refused = run("inspect", f"{tmp_path}/a\x1b[2Jb")
+    failed(refused, r"a\x1b[2Jb: no such store")
+    assert "\x1b" not in refused.output
+
+
+def test_inspect_a_tier_of_a_configuration(tmp_path: Path) -> None:
+    engine = fill(str(tmp_path / "a"), 3)
+    config = tmp_path / "kvkit.toml"
+    config.write_text(f'[tiers.disk]\nurl = "{tmp_path}/a"\n[tiers.memory]\ncapacity = "1MiB"\n')
+    result = run("inspect", "disk", "--config", config)
+    assert result.exit_code == 0
+    assert row(result, form_of(engine).array.split("/")[0])[3:5] == ["3", "24"]
+    failed(run("inspect", "bucket", "--config", config), "no tier 'bucket'", "disk, memory")
+    failed(run("inspect", "memory", "--config", config), "memory of its process")
 
 
 def test_inspect_prints_whole_digests_where_it_is_narrow(

@@ -11,25 +11,31 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+import redis
 from engine import Engine, small_layout, small_namespace
+from memory import Measured
+from record_corpus import changed
+from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
 
-from kvkit.config import load_config, open_cache
-from kvkit.listing import ArrayListing, list_store
+from kvkit.config import TierConfig, load_config, open_cache
+from kvkit.listing import ArrayListing, list_store, list_tier
 from kvkit.record import Damage, RecordFormat
 
 CHUNK = 8
 
 
+SETTINGS = ("codec", "spread", "options")
+
+
 def fill(
-    url: str, chunks: int = 3, *, groups: int = 1, codec: str = "none", seed: int = 0, **fields: object
+    url: str | list[str], chunks: int = 3, *, groups: int = 1, seed: int = 0, **fields: object
 ) -> Engine:
     """Store `chunks` chunks of a sequence at `url`, as a cache does."""
+    tier = {"url": url} | {name: fields.pop(name) for name in SETTINGS if name in fields}
     layout = small_layout(groups)
     engine = Engine(layout, small_namespace(layout, CHUNK, **fields))
     tokens = np.random.default_rng(seed).integers(0, 50_000, chunks * CHUNK, np.int32)
-    config = load_config(
-        chunk_tokens=CHUNK, staging="1MiB", tiers={"store": {"url": url, "codec": codec}}, policy={}
-    )
+    config = load_config(chunk_tokens=CHUNK, staging="1MiB", tiers={"store": tier}, policy={})
     with open_cache(config, layout, engine.namespace) as cache:
         table = engine.table(len(tokens))
         engine.compute(tokens, table)
@@ -174,11 +180,90 @@ def test_any_fsspec_url_and_any_way_to_write_it(tmp_path: Path) -> None:
         assert (only(url).array, only(url).tokens) == (form_of(engine).array, 24)
 
 
-def test_a_single_namespace_of_a_store(tmp_path: Path) -> None:
-    form = form_of(fill(str(tmp_path)))
-    fill(str(tmp_path), revision="v2")
-    listing = only(str(tmp_path / form.array.split("/")[0]))
-    assert (listing.array, listing.chunks, listing.damaged) == ("0", 3, [])
+@pytest.mark.parametrize("spread", ["by_key", "stripe", "by_rank"])
+def test_a_tier_of_several_paths(spread: str, tmp_path: Path) -> None:
+    urls = [str(tmp_path / path) for path in "ab"]
+    engine = fill(urls, 5, spread=spread, codec="zstd")
+    tier = TierConfig.model_validate({"url": urls, "spread": spread})
+    for path in urls:
+        Path(path).mkdir(exist_ok=True)
+    (listing,) = (listing for listing, done in list_tier("disk", tier) if done)
+    assert (listing.array, listing.chunks, listing.damaged) == (form_of(engine).array, 5, [])
+    assert listing.namespace["model"] == "test"
+
+
+def test_a_redis_server(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, "valkey") as server:
+        engine = fill(server.url)
+        redis.Redis(port=server.port).lpush(f"kvkit:{form_of(engine).array}/c.1.2.0.0.0.0", "a list")
+        assert (only(server.url).array, only(server.url).tokens) == (form_of(engine).array, 24)
+    with pytest.raises(OSError, match="cannot be listed"):
+        only(server.url)
+
+
+def test_a_bucket_with_settings_of_its_own(s3: S3Server) -> None:  # noqa: F811
+    url = f"s3://{s3.BUCKET}/{uuid.uuid4().hex}"
+    engine = fill(url, options=s3.options)
+    tier = TierConfig.model_validate({"url": url, "options": s3.options})
+    (listing,) = (listing for listing, done in list_tier("bucket", tier) if done)
+    assert (listing.array, listing.tokens, listing.damaged) == (form_of(engine).array, 24, [])
+    assert listing.namespace["model"] == "test"
+
+
+def sparse(path: Path) -> None:
+    os.truncate(path, 3 << 30)
+
+
+def grown(path: Path) -> None:
+    """A header that is right in every checksum, of a record that is 3 GiB long."""
+    data = changed(path.read_bytes(), 96, "QQ", 3 << 30, (3 << 30) - 4096)
+    path.write_bytes(changed(data, 10, "B", 1))
+    os.truncate(path, 3 << 30)
+
+
+def long_header(path: Path) -> None:
+    path.write_bytes(changed(path.read_bytes(), 12, "I", 2**32 - 4096))
+    os.truncate(path, 3 << 30)
+
+
+def list_all(folder: str) -> None:
+    only(folder)
+
+
+def test_a_listing_takes_little_memory_and_never_waits(tmp_path: Path) -> None:
+    form = form_of(fill(str(tmp_path), 8))
+    fill(str(tmp_path.with_name("sound")), 2)
+    found = records(tmp_path)
+    for harm, path in zip((sparse, grown, long_header), found, strict=False):
+        harm(path)
+    found[3].unlink()
+    os.mkfifo(found[3])
+    found[4].unlink()
+    found[4].symlink_to("/dev/zero")
+    found[5].unlink()
+    found[5].mkdir()
+    for metadata in ("fifo", "sparse", "deep", "huge number"):
+        file = tmp_path / form.array / "zarr.json"
+        file.unlink()
+        if metadata == "fifo":
+            os.mkfifo(file)
+        elif metadata == "sparse":
+            file.touch()
+            sparse(file)
+        elif metadata == "deep":
+            file.write_text("[" * 200_000 + "]" * 200_000)
+        else:
+            file.write_text("1" * 100_000)
+        listing = only(str(tmp_path))
+        assert listing.namespace == {}
+        assert listing.chunks == 5
+        assert [name for name, _ in listing.damaged] == [
+            str(path.relative_to(tmp_path)) for path in found[:3]
+        ]
+    with Measured() as process:
+        process.peak_bytes(list_all, str(tmp_path.with_name("sound")))
+        peak = process.peak_bytes(list_all, str(tmp_path))
+    assert peak < 64 << 20
 
 
 def test_progress_is_told_record_by_record(tmp_path: Path) -> None:
@@ -201,8 +286,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert listings(str(tmp_path)) == {}
     with pytest.raises(FileNotFoundError, match="absent: no such store"):
         listings(str(tmp_path / "absent"))
-    with pytest.raises(FileNotFoundError, match="no such store"):
-        listings(f"memory://{uuid.uuid4().hex}")
+    assert listings(f"memory://{uuid.uuid4().hex}") == {}
     with pytest.raises(ValueError, match="nowhere"):
         listings("nowhere://x")
 

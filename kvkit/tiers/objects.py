@@ -111,7 +111,10 @@ class ObjectTier(ThreadedTier):
         if scope not in get_args(Scope):
             raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
         urls = [url] if isinstance(url, str) else list(url)
-        stores = [_open_store(name, one, fsync, access, options or {}, timeout_s) for one in urls]
+        stores = [open_store(name, one, fsync, access, options or {}, timeout_s) for one in urls]
+        for store in stores:
+            if isinstance(store, Folder):
+                _tidy(name, store, access)
         self._store: Store = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
         if threads is None:
@@ -546,10 +549,10 @@ def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:
     yield from (folder for folder in ([given] if isinstance(given, str) else given) if folder != "TMP")
 
 
-def _open_store(
+def open_store(
     tier: str, url: str, fsync: bool, access: Access, options: Mapping[str, Any], timeout_s: float
 ) -> Store:
-    """The store behind `url`.
+    """The store behind `url`, in which this changes nothing.
 
     Raises:
         ValueError: it is not a URL that obstore or fsspec opens here, an option is unknown, or `access` is.
@@ -582,19 +585,22 @@ def _open_store(
         if options:
             raise ValueError(f"tier {tier!r}: options: {', '.join(options)}: a folder has none")
         try:
-            folder = Folder(root, fsync, access)
+            return Folder(root, fsync, access)
         except ValueError as error:
             raise ValueError(f"tier {tier!r}: {error}") from None
-        folder.clean()
-        wide = folder.opened_wider()
-        if wide:
-            log.warning(
-                "tier %r: %s: %d of its namespaces, such as %s, are open to others than access=%r says; "
-                "to close them: chmod -R %s= %s",
-                *(tier, root, len(wide), wide[0], access),
-                *("go" if access == "user" else "o", shlex.quote(root)),
-            )
-        return folder
     if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
         files.retries = 1
     return _Remote(files, root, partial(hide, url=url, options=options))
+
+
+def _tidy(tier: str, folder: Folder, access: Access) -> None:
+    """Remove what killed writers left in a folder, and warn where it is open to too many."""
+    folder.clean()
+    wide = folder.opened_wider()
+    if wide:
+        log.warning(
+            "tier %r: %s: %d of its namespaces, such as %s, are open to others than access=%r says; "
+            "to close them: chmod -R %s= %s",
+            *(tier, folder.root, len(wide), wide[0], access),
+            *("go" if access == "user" else "o", shlex.quote(folder.root)),
+        )
