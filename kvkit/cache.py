@@ -295,8 +295,9 @@ class Cache:
 
         Verified records of the leading run go to the tiers in memory that the policy writes back to; without
         any, up to half of the staging slots hold them until a load takes them or others need the room. Loads
-        do not wait for prefetches: these have threads of their own, and ask a tier for no more than it reads
-        at once. A load that finds nearer what was further away at its lookup takes it from there.
+        do not wait for prefetches: these have threads of their own, and ask a tier for no more than four
+        times what it reads at once. A load that finds nearer what was further away at its lookup takes it
+        from there.
 
         Args:
             first: chunks that the engine has. The run, and the hit, begin behind them.

@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 32
 """Chunks of one segment that are read ahead at a time, where there are slots for them."""
 
+MODEST = 4
+"""Times what a tier reads at once: with less, a prefetch from two tiers loses what reading them side by side
+gains (benchmarks/bench_engine.py)."""
+
 
 class PlanReads:
     """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `abandon`.
@@ -35,8 +39,8 @@ class PlanReads:
     Args:
         segments: of `chunks`, consecutive.
         shelf: where a prefetch may have left records.
-        modest: whether a tier is asked for no more than it reads at once: what others want of it meanwhile
-            does not wait behind more than that.
+        modest: whether a tier is asked for no more than `MODEST` times what it reads at once, so that its
+            threads have something to go on with: what others want of it meanwhile does not wait behind more.
     """
 
     def __init__(
@@ -103,12 +107,12 @@ class PlanReads:
         for reads in self._reads:
             if room[reads.tier] > 0:
                 room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
-        if self._modest:
-            return
         # 2. what its threads go on with, so that they need not wait for this one
         for reads in self._reads:
-            if self._access.staging.free >= self._groups:  # for these alone nobody gives up a slot
-                reads.fill(MAX_IN_FLIGHT)
+            ahead = room[reads.tier] + (MODEST - 1) * self._access.tiers[reads.tier].reads_at_once
+            most = -(-ahead // self._groups) if self._modest else MAX_IN_FLIGHT
+            if most > 0 and self._access.staging.free >= self._groups:  # for these nobody gives up a slot
+                room[reads.tier] -= reads.fill(most)
 
 
 class SegmentReads:

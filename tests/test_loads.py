@@ -388,7 +388,7 @@ def test_loads_do_not_wait_for_prefetches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_prefetch_asks_a_tier_for_no_more_than_it_reads_at_once(groups: int, tmp_path: Path) -> None:
+def test_a_prefetch_asks_a_tier_for_few_times_what_it_reads_at_once(groups: int, tmp_path: Path) -> None:
     """So that a load's reads do not wait behind the rest. A load asks for more."""
     engine, tokens = make_engine(groups), sequence(24)
     fill(engine, tmp_path, tokens)
@@ -398,7 +398,7 @@ def test_a_prefetch_asks_a_tier_for_no_more_than_it_reads_at_once(groups: int, t
         prefetch = cache.prefetch(tokens)
         assert disk.asked.wait(DEADLINE_S)
         wait([prefetch], 0.05)
-        assert len(disk.got) == 2
+        assert len(disk.got) == 8
         disk.gate.set()
         assert prefetch.result(DEADLINE_S).tokens == len(tokens)
 
