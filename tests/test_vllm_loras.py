@@ -138,7 +138,9 @@ def test_an_adapter_that_changes_on_disk_is_not_reused_any_more(
     assert "load changed weights from a new path" in message
 
 
-@pytest.mark.parametrize("path", ["org/adapter", "/nowhere", "/dev/null"])
+@pytest.mark.parametrize(
+    "path", ["org/adapter", "/nowhere", "/dev/null", "~nobody-of-that-name/adapter", "null\0byte"]
+)
 def test_an_adapter_that_cannot_be_read_here_is_not_reused_and_said_once(
     loras: Loras, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

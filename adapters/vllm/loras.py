@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,15 +87,15 @@ class Loras:
 
     def _held(self, path: str) -> str | None:
         """What the files of an adapter hold now; None where they cannot be read."""
-        folder = Path(path).expanduser()
         try:
+            folder = Path(os.path.expanduser(path))  # as vLLM does: a user that nobody knows is no error
             stamps = {file: Stamp.of(file) for file in adapter_files(folder)}
             read = self._read.get(path)
             if read is not None and read[0] == stamps:
                 return read[1]
             settled = all(stamp.settled for stamp in stamps.values())
             held = adapter_fingerprint(folder, self._contents)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             if path not in self._named:
                 log.warning("LoRA adapter %s: nothing with it is reused: %s", path, error)
             return None
