@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -173,6 +174,44 @@ def test_what_files_there_are_counts(model: Path, change: str) -> None:
     assert folder_fingerprint(model) != before
 
 
+def test_a_folder_that_cannot_be_listed_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all such folders would be alike. Where vLLM may not look either there is nothing that it loads."""
+    with pytest.raises(FileNotFoundError):
+        folder_fingerprint(model / "nowhere")
+    expected, scandir, broken = folder_fingerprint(model), os.scandir, {model / "lost+found": errno.EACCES}
+    (model / "lost+found").mkdir()
+
+    def list_or_fail(path: Any) -> Any:
+        if Path(path) in broken:
+            number = broken[Path(path)]
+            raise OSError(number, os.strerror(number), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", list_or_fail)
+    assert folder_fingerprint(model) == expected
+    for place, number in ((model / "tower", errno.EIO), (model, errno.EACCES)):
+        broken[place] = number
+        with pytest.raises(OSError, match=str(place)):
+            folder_fingerprint(model)
+
+
+def test_in_which_order_a_folder_is_listed_does_not_count(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a link leads to a folder beside it: files count by the first way to them."""
+    (model / "another-way").symlink_to(model / "tower")
+    expected, walk = folder_fingerprint(model), os.walk
+
+    def walk_backwards(*arguments: Any, **options: Any) -> Any:
+        for place, folders, files in walk(*arguments, **options):
+            folders.reverse()
+            files.reverse()
+            yield place, folders, files
+
+    monkeypatch.setattr(os, "walk", walk_backwards)
+    assert folder_fingerprint(model) == expected
+
+
 def touch(folder: Path) -> Path:
     for path in folder.rglob("*"):
         os.utime(path, ns=(0, 0))
@@ -287,6 +326,20 @@ def test_weights_that_nobody_can_tell_are_one_engines_alone(model: Path, tmp_pat
         assert model_identity(config)[1] != model_identity(config)[1]
 
 
+def test_a_model_of_another_hub_is_not_the_one_of_that_name_in_the_cache(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config(model)
+    config.model_config.model, config.load_config.download_dir = "org/name", str(tmp_path)
+    kept = tmp_path / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("a" * 40)
+    (kept / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    assert model_identity(config) == model_identity(config)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert model_identity(config) != model_identity(config)
+
+
 def test_a_model_of_the_hub_is_its_commit(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model)
     config.model_config.model, config.load_config.download_dir = "org/name", str(tmp_path)
@@ -327,12 +380,14 @@ def test_a_draft_model_counts_by_its_weights(model: Path, tmp_path: Path) -> Non
     config = vllm_config(model)
     alone = model_identity(config)
     config.speculative_config = SimpleNamespace(
-        method="draft_model", draft_model_config=vllm_config(draft).model_config
+        method="draft_model", draft_model_config=vllm_config(draft).model_config, draft_load_config=None
     )
     before = model_identity(config)
     path = next(draft.glob("*.safetensors"))
     flip(path, path.stat().st_size // 2)
     assert len({alone, before, model_identity(config)}) == 3
+    config.speculative_config.draft_load_config = SimpleNamespace(load_format="ipc_cache")
+    assert model_identity(config) != model_identity(config), "weights of which nobody knows what they are"
 
 
 def test_a_longer_prompt_counts_where_it_decides_the_rotation(model: Path) -> None:

@@ -70,7 +70,7 @@ def model_identity(vllm_config: Any, contents: Digests = contents) -> tuple[str,
     if draft is not None and draft.draft_model_config not in (None, model):
         # its layers' KV lies beside the model's
         parts += [draft.method, described(draft.draft_model_config.hf_config)]
-        parts += _weights(draft.draft_model_config, load, contents)
+        parts += _weights(draft.draft_model_config, draft.draft_load_config or load, contents)
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8)
     return name, f"{weights}+{digest.hexdigest()}"
 
@@ -79,14 +79,21 @@ def folder_fingerprint(folder: Path, contents: Digests = contents) -> str:
     """32 hex digits of the names and contents of all files below a model's folder that may decide KV.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: one cannot be read, or a folder not listed.
     """
+
+    def refuse(error: OSError) -> None:
+        # where vLLM may not look either, such as lost+found, is nothing that it loads
+        if not isinstance(error, PermissionError) or Path(error.filename) == folder:
+            raise error
+
     found: list[Path] = []
     seen: set[Path] = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
+    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         real = Path(place).resolve()
-        # a link to where the walk has been would have no end
-        folders[:] = [] if real in seen else [f for f in folders if not _OTHER_FOLDERS.fullmatch(f)]
+        # a link to where the walk has been would have no end; which of the two comes first must not vary
+        below = [] if real in seen else [f for f in folders if not _OTHER_FOLDERS.fullmatch(f)]
+        folders[:] = sorted(below)
         if real not in seen:
             found += [Path(place, name) for name in files if not _OTHER_FILES.fullmatch(name)]
         seen.add(real)
@@ -155,9 +162,12 @@ def _commit(model: Any, load: Any) -> str:
         LookupError: it is not known.
     """
     from huggingface_hub import snapshot_download
+    from vllm import envs
 
     if model.model_weights:
         raise LookupError("they are in a store of objects")
+    if envs.VLLM_USE_MODELSCOPE:  # Hugging Face's cache says nothing of a model of the same name there
+        raise LookupError("they come from ModelScope")
     told = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
     for commit in (told, model.revision):
         if commit and _COMMIT.fullmatch(commit):
