@@ -109,6 +109,27 @@ def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, memory: Path
     assert not memory.exists()
 
 
+def test_a_file_with_a_time_to_come_is_remembered(tmp_path: Path, memory: Path) -> None:
+    """Anybody may set that; a change shows in the other time."""
+    file = write(tmp_path / "f")
+    os.utime(file, (2**33, 2**33))
+    wait_for(lambda: Stamp.of(file).settled)
+    digests([file], memory)
+    claim(entry_of(memory), OTHER)
+    assert digests([file], memory) == [OTHER]
+
+
+@pytest.mark.parametrize(
+    ("mtime_ns", "ctime_ns", "told_apart"),
+    [(0, 0, False), (7 * 10**9, 7 * 10**9, False), (7 * 10**9, 7 * 10**9 + 1, True), (5, 5, True)],
+)
+def test_the_one_time_of_all_files_of_an_image_tells_nothing(
+    mtime_ns: int, ctime_ns: int, told_apart: bool
+) -> None:
+    """As squashfs has it: the next image at its place has the same devices, inodes and times."""
+    assert Stamp(1, 2, 3, mtime_ns, ctime_ns).settled is told_apart
+
+
 @pytest.mark.parametrize("damage", ["empty", "half", "flipped", "other", "[]", "null", "link", "writable"])
 def test_what_is_damaged_or_anybodys_is_not_believed(settled: Path, memory: Path, damage: str) -> None:
     expected = digests([settled], memory)

@@ -58,8 +58,13 @@ class Stamp:
 
     @property
     def settled(self) -> bool:
-        """Whether any change from now on shows."""
-        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > SETTLED_S * 1e9
+        """Whether any change from now on shows: in `ctime`, which nobody sets, while `mtime` may be anything.
+
+        An image that is mounted may have no `ctime` of its own: all its files bear one time in whole seconds,
+        and so do those of the next image under the same numbers.
+        """
+        of_an_image = self.ctime_ns == self.mtime_ns and not self.ctime_ns % 10**9
+        return not of_an_image and time.time_ns() - self.ctime_ns > SETTLED_S * 1e9
 
 
 def default_folder() -> Path | None:
