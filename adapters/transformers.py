@@ -26,7 +26,7 @@ from kvkit.cache import Cache, Place, Stored
 from kvkit.chunks import as_tokens
 from kvkit.config import Config, open_cache
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, layer_windows
+from kvkit.layout import KVLayout, LayoutError, layer_windows
 
 ROUND_TOKENS = 256
 """Room for KV is made in steps of this many tokens."""
@@ -160,6 +160,7 @@ class CachedModel:
 
         Raises:
             ConfigError: a setting is impossible for this model.
+            LayoutError: its KV cannot be cached, see `probe_layout`.
         """
         layout = probe_layout(model)
         namespace = config.namespace(
@@ -263,8 +264,17 @@ def probe_layout(model: Any) -> KVLayout:
     Chunks are token-granular (`block_tokens` 1). Layers with a sliding window form groups of their own.
 
     Raises:
-        LayoutError: a layer caches something other than K and V tensors.
+        LayoutError: a layer caches something other than K and V tensors, or its KV depends on how long the
+            prompt is.
     """
+    for module in model.modules():
+        rope = getattr(module, "rope_type", None)
+        for kind in rope.values() if isinstance(rope, dict) else [rope]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise LayoutError(
+                    f"rope_type = {kind!r}: transformers rotates K by the length of the prompt, so that "
+                    "KV of a prefix fits no longer prompt; want a rotation that does not change"
+                )
     kv = transformers.DynamicCache()
     model(
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device),

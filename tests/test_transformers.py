@@ -15,6 +15,7 @@ import transformers
 from kvkit.adapters import smollm2
 from kvkit.adapters.transformers import CachedModel, model_fingerprint, probe_layout
 from kvkit.config import Config, load_config
+from kvkit.layout import LayoutError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
 CONFIGS: dict[str, Any] = {
@@ -174,6 +175,23 @@ def test_kv_grows_past_its_room(tmp_path: Path) -> None:
     logits = plain._forward(extra, short.kv)
     expected = plain.prefill(np.concatenate([prompt(250), extra])).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"} | FACTORS], ids=str
+)
+def test_a_rotation_that_depends_on_the_length_of_the_prompt_is_refused(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """What a short prompt stored would be wrong for a longer one, by as much as the logits themselves."""
+    rotation = {"rope_parameters": rope | {"rope_theta": 1e4}}
+    changing = transformers.LlamaConfig(**SIZES, num_attention_heads=4, head_dim=16, **rotation)
+    model = transformers.AutoModelForCausalLM.from_config(changing)
+    with pytest.raises(LayoutError, match=f"rope_type = '{rope['rope_type']}'"):
+        CachedModel.open(model, config(tmp_path))
 
 
 def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
