@@ -125,8 +125,14 @@ def _zstd_bytes(frame: memoryview) -> int | None:
 
 
 def _blosc_bytes(frame: memoryview) -> int | None:
-    """Bytes that a Blosc frame says it makes, in its second word."""
-    return int(struct.unpack_from("<I", frame, 4)[0]) if len(frame) >= 16 else None
+    """Bytes that a Blosc frame says it makes; None if it is not as long as it says.
+
+    c-blosc is not told how long it is, and would read on behind one that is shorter.
+    """
+    if len(frame) < 16:
+        return None
+    made, _, own = struct.unpack_from("<III", frame, 4)  # between them: bytes of a block
+    return int(made) if own == len(frame) else None
 
 
 _DECLARED: dict[str, Callable[[memoryview], int | None]] = {

@@ -127,6 +127,8 @@ def corpus() -> dict[str, bytes]:
     (place, *_) = records.read_index(one, 2)
     blosc = bytearray(one[place[0] : sum(place)])
     huge = struct.pack("<4BIII", *blosc[:4], 1 << 30, 1 << 30, len(blosc))
+    stored = 2  # flag of a frame that is not compressed: what follows its 16 bytes is copied
+    cut = struct.pack("<4BIII", *blosc[:2], stored, 4, size, size, 16 + size)
     found |= {
         "bomb.zstd": forged("gqa", "zstd", zstd_of_zeros(1 << 30)),
         "bomb-without-size.zstd": forged("gqa", "zstd", zstd_without_size(9000)),
@@ -135,6 +137,7 @@ def corpus() -> dict[str, bytes]:
         "no-frame.zstd": forged("gqa", "zstd", b"this is no frame"),
         "no-frame.bitshuffle-zstd": forged("gqa", "bitshuffle-zstd", b"this is no frame"),
         "bomb.bitshuffle-zstd": forged("gqa", "bitshuffle-zstd", huge + blosc[16:]),
+        "cut-frame.bitshuffle-zstd": forged("gqa", "bitshuffle-zstd", cut),
         "absurd-shape.none": changed(plain, 24, "III", *[2**32 - 1] * 3),
         "absurd-shape.zstd": changed(zstd, 24, "III", *[2**32 - 1] * 3),
         "no-shape.zstd": changed(zstd, 24, "III", 0, 0, 0),
