@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from kvkit.record import ALIGN, Damage
 from kvkit.tiers.base import DamagedObject, Ranges, Store
@@ -13,8 +13,8 @@ class StripedStore:
     """Objects cut into equal parts, whole pages each, one per store; a store for `ObjectTier`. Thread-safe.
 
     The first part is written last: an object is there when that one is. A part that cannot be read makes the
-    object a miss. One thread moves the parts of an object in turn, so a tier needs threads for every store.
-    Zarr readers see parts, not records.
+    object a miss, and one that is missing makes it damaged. One thread moves the parts of an object in turn,
+    so a tier needs threads for every store. Zarr readers see parts, not records.
     """
 
     def __init__(self, name: str, stores: Sequence[Store]) -> None:
@@ -31,10 +31,11 @@ class StripedStore:
         if total > len(buffer):
             raise DamagedObject(f"{name}: {total} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE)
         places = parts(total, len(self._stores))
-        return sum(
-            store.read(name, buffer[start:stop])
-            for store, (start, stop) in zip(self._stores, places, strict=True)
-        )
+        with self._blaming(name):
+            return sum(
+                store.read(name, buffer[start:stop])
+                for store, (start, stop) in zip(self._stores, places, strict=True)
+            )
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         places = parts(self._total(name), len(self._stores))
@@ -49,7 +50,8 @@ class StripedStore:
                     mine.append((low - start, high - low))
                     targets.append(buffer[low - offset : high - offset])
             if mine:
-                store.read_ranges(name, mine, targets)
+                with self._blaming(name):
+                    store.read_ranges(name, mine, targets)
 
     def write(self, name: str, data: memoryview) -> None:
         moves = list(zip(self._stores, parts(len(data), len(self._stores)), strict=True))
@@ -70,6 +72,20 @@ class StripedStore:
         others = [dict(store.scan()) for store in self._stores[1:]]
         for name, size in self._stores[0].scan():
             yield name, size + sum(other.get(name, 0) for other in others)
+
+    @contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        """Tell an object that lacks a part, which would be held for good, from one that is gone.
+
+        Raises:
+            DamagedObject: it lacks a part.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self._stores[0].size(name) is None:
+                raise
+            raise DamagedObject(f"{name}: a part of it is missing", Damage.TRUNCATED) from error
 
     def _total(self, name: str) -> int:
         total = self.size(name)
