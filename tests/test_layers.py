@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import POISON, Engine
+from engine import POISON, Engine, small_namespace
 from test_loads import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 from waiting import wait_for
 
@@ -553,3 +553,36 @@ def test_layers_come_from_where_a_prefetch_brought_them(tmp_path: Path) -> None:
         engine.wipe()
         assert cache.load(hit, engine.places(table)).by_tier == {"memory": 4 * CHUNK}
         engine.assert_loaded(tokens, table, 4)
+
+
+def test_layers_of_records_from_when_their_tier_had_a_codec(tmp_path: Path) -> None:
+    """Compressed, they end before the place where their later layers are sought."""
+    layout = KVLayout((LayerGroup((0, 1), 2, 64, 64, "float32", 4),))
+    engine, tokens = Engine(layout, small_namespace(layout, CHUNK)), sequence(3)
+    places = engine.places(engine.table(len(tokens)))
+    for pool in engine.pools[0]:
+        pool.zero_()
+    packed = ObjectTier(str(tmp_path), codec="zstd")
+    with new_cache(engine, new_staging(engine, 8), [packed]) as cache:
+        cache.store(tokens, places)
+        cache.flush()
+        form = cache.lookup(tokens).chunks.formats[0]
+        assert all(size < layer_range(form, 1)[0] for _, size in packed.scan())
+    with new_cache(engine, new_staging(engine, 8), [ObjectTier(str(tmp_path))]) as cache:
+        load = cache.load_layers(cache.lookup(tokens), places)
+        assert list(load) == [0, 1]
+        assert load.loaded.tokens == len(tokens)
+        assert not cache.counts().damaged
+
+
+def test_a_compressed_record_that_is_gone_is_a_hit_no_more(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(2)
+    fill(engine, tmp_path, tokens)
+    tier = ObjectTier(str(tmp_path), codec="zstd")
+    with new_cache(engine, new_staging(engine, 1), [tier]) as cache:
+        hit = cache.lookup(tokens)
+        (tmp_path / hit.chunks.names[0]).unlink()
+        load = cache.load_layers(hit, engine.places(engine.table(len(tokens))))
+        assert list(load) == [0, 1]
+        assert load.loaded.tokens == 0
+        assert cache.lookup(tokens).tokens == 0

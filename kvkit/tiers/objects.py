@@ -194,18 +194,31 @@ class ObjectTier(ThreadedTier):
             except FileNotFoundError:
                 self._forget(name)
                 raise
-            heads = [b[:size] for (offset, size), b in zip(ranges, buffers, strict=True) if offset == 0]
-            if not any(_is_compressed(head) for head in heads):
-                return
+            except DamagedObject as error:
+                if error.damage is not Damage.TRUNCATED or not self._is_stored_compressed(name):
+                    raise
+            else:
+                heads = [b[:size] for (offset, size), b in zip(ranges, buffers, strict=True) if offset == 0]
+                if not any(_is_compressed(head) for head in heads):
+                    return
             self._compressed.add(name)  # written when the tier had a codec
         size = self._store.size(name)
         if size is None:
+            self._forget(name)
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         if size > _packed_bytes(self.largest):
             raise DamagedObject(f"{name}: {size} bytes are no record of {self.largest}", Damage.OVERSIZE)
         packed = self._scratch(size)[:size]
         packed = packed[: self.read(name, packed)]
         copy_ranges(name, self._restored(name, packed), ranges, buffers)
+
+    def _is_stored_compressed(self, name: str) -> bool:
+        head = memoryview(bytearray(HEADER.size))
+        try:
+            self._store.read_ranges(name, [(0, len(head))], [head])
+        except OSError:
+            return False
+        return _is_compressed(head)
 
     def _restored(self, name: str, packed: memoryview) -> memoryview:
         """The record that `packed` was made of.
