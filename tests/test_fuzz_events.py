@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory import Measured
+from strange import change
 
 from kvkit.adapters.vllm import openai
 from kvkit.adapters.vllm.answers import Answer, CannotContinue
@@ -58,18 +59,7 @@ def strange(draw: st.DrawFn) -> bytes:
     """A seed with a few changes, or noise."""
     data = bytearray(draw(st.sampled_from(SEEDS) | st.binary(max_size=200)))
     for how, where, value in draw(CHANGES):
-        at = where % (len(data) + 1)
-        match how:
-            case "write":
-                data[at : at + len(value)] = value
-            case "insert":
-                data[at:at] = value
-            case "delete":
-                del data[at : at + len(value)]
-            case "double":
-                data[at:at] = data[at : at + 16] * 64
-            case "splice":
-                data[at:] = SEEDS[where % len(SEEDS)][at:]
+        change(data, how, where, value, SEEDS)
     return bytes(data)
 
 

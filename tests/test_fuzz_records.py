@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory import Measured
 from record_corpus import CORPUS, FORMS, Whole, resealed, whole
+from strange import change
 
 from kvkit import codecs
 from kvkit import record as records
@@ -44,7 +45,7 @@ class Strange:
     """A seed with a few changes, where `forged` with checksums that fit them; or noise.
 
     Attributes:
-        changes: (how, where from the end if negative, bytes or how many).
+        changes: as `strange.change` takes them.
     """
 
     seed: str
@@ -62,20 +63,7 @@ class Strange:
     def data(self) -> bytes:
         data = bytearray(seeds().get(self.seed, b"") + self.noise)
         for how, where, value in self.changes:
-            at = where % (len(data) + 1)
-            match how:
-                case "write":
-                    data[at : at + len(value)] = value
-                case "insert":
-                    data[at:at] = value
-                case "delete":
-                    del data[at : at + int.from_bytes(value[:2], "little")]
-                case "cut":
-                    del data[at:]
-                case "grow":
-                    data += bytes(int.from_bytes(value[:2], "little") // 8)
-                case "splice":
-                    data[at:] = list(seeds().values())[value[0] % len(seeds())][at:]
+            change(data, how, where, value, list(seeds().values()))
         return resealed(data) if self.forged else bytes(data)
 
 
@@ -84,7 +72,7 @@ VALUES = st.binary(min_size=1, max_size=8) | st.tuples(NUMBERS, st.sampled_from(
     lambda drawn: drawn[0].to_bytes(8, "little")[: drawn[1]]
 )
 PLACES = st.integers(0, 255) | st.integers(0, 80_000) | st.integers(-80, -1)
-WAYS = st.sampled_from(["write", "write", "write", "insert", "delete", "cut", "grow", "splice"])
+WAYS = st.sampled_from(["write", "write", "write", "insert", "drop", "cut", "grow", "splice"])
 NOISE = st.builds(
     Strange, st.just(""), noise=st.binary(max_size=300) | st.binary(max_size=300).map(MAGIC.__add__)
 )
