@@ -84,6 +84,12 @@ def test_a_block_that_nothing_runs_is_found(block: Block, word: str) -> None:
     assert unaccounted([excused], []) == []
 
 
+def test_a_typed_server_that_ends_is_told_of_by_its_log(tmp_path: Path) -> None:
+    server = Typed(tmp_path, "echo no such model; exit 3", {}, *free_ports(1))
+    with pytest.raises(AssertionError, match="no such model"), server:
+        pass
+
+
 def test_doctor(tmp_path: Path) -> None:
     done = run_shell(on_page("docs/index.md", "kvkit doctor"), tmp_path)
     assert "the HTTP endpoint" in done.stdout

@@ -42,7 +42,10 @@ class Typed(Process):
 
     def kill(self) -> None:
         """End it and what it started, which would outlive it."""
-        started = psutil.Process(self.pid).children(recursive=True) if self._process is not None else []
+        started: list[psutil.Process] = []
+        if self._process is not None:
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                started = psutil.Process(self.pid).children(recursive=True)
         super().kill()
         for process in started:
             with suppress(psutil.NoSuchProcess):
