@@ -173,6 +173,25 @@ def test_an_answer_cannot_shrink() -> None:
         answer.take(events[5])
 
 
+def test_several_choices_have_ended_when_each_has_begun() -> None:
+    """An engine may make one after the other, and fail between them."""
+    answer = Answer(asked_for({"prompt": ["a", "b"], "n": 1, "stream": True}))
+    for index, finished in ((0, False), (1, True)):
+        answer.take({"choices": [{"index": index, "text": "x", "finish_reason": "stop"}]})
+        assert answer.finished is finished
+
+
+def test_usage_that_comes_with_each_token_leaves_that_of_the_end_owed() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = asked_for({"prompt": "ab", "max_tokens": 3, "stream": True, "stream_options": options})
+    answer = Answer(asked)
+    for event in events_of(asked, 0, 1, True)[:-1]:
+        answer.take(event | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+    owed = answer.last_event()
+    assert owed is not None
+    assert owed["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
 def test_an_engine_that_fails_after_the_end_owes_the_usage() -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": 3, "stream": True})
     answer = Answer(Asked("completions", {**asked.body, "stream_options": {"include_usage": True}}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import SEEK_END, StringIO
 from typing import Any
 
 from kvkit.adapters.vllm.openai import Asked, Body
@@ -63,17 +64,18 @@ class Answer:
         self.prompt_tokens: int | None = None
         self._asked = asked
         self._text = "text" if asked.kind == "completions" else "content"
-        self._made: dict[str, Any] = {}  # by field: what the client has, str or list; tokens are always kept
+        self._texts: dict[str, StringIO] = {}  # by field: what the client has
+        self._ids: list[int] = []  # kept whether the client has them or not
         self._kept = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._whole: dict[str, int] = {}  # how far into it tokens and text last ended together
         self._leg = _Leg()
         self._identity: Body = {}
-        self._usage: Body | None = None
+        self._usage_sent = False
         self._begun = False
         self._plain = True
         self._calls_tools = False
-        self._ended: dict[int | None, bool] = {}  # of several choices, by index
+        self._ended: dict[int, bool] = {}  # of several choices, by index
 
     def take(self, event: Mapping[str, Any]) -> Body | None:
         """The next event of the engine at work, as the client is to have it; None: nothing of it.
@@ -92,15 +94,16 @@ class Answer:
             self._count_choices(shown["choices"])
             return shown
         if shown.get("usage"):
-            shown["usage"] = self._usage = _shifted(shown["usage"], self._leg.given_tokens)
+            shown["usage"] = _shifted(shown["usage"], self._leg.given_tokens)
         if not shown["choices"]:
+            self._usage_sent |= bool(shown.get("usage"))
             return shown
         choice = dict(shown["choices"][0])
         shown["choices"] = [choice]
         self._take_prompt(shown, choice)
         new = self._take_part(choice)
         if choice.get("finish_reason") is not None:
-            if self._leg.at.get(self._text, 0) < len(self._made.get(self._text, "")):
+            if self._leg.at.get(self._text, 0) < _length(self._texts.get(self._text)):
                 raise CannotContinue("the engine that took over ends the answer before what the client has")
             self.finished = new = True
         return shown if new else None
@@ -116,7 +119,7 @@ class Answer:
         if not self._asked.single or self._calls_tools:
             raise CannotContinue("an answer with several choices or tool calls cannot change its engine")
         self.took_over = True
-        ids = self._made.get(_IDS, [])
+        ids = self._ids
         whole = self._whole.get(_IDS, 0)
         longest = self._asked.max_tokens
         left = None if longest is None else longest - whole
@@ -138,9 +141,9 @@ class Answer:
 
     def last_event(self) -> Body | None:
         """The usage that an engine which failed after the end of the answer still owed; None: nothing."""
-        if not self._asked.wants_usage or self._usage is not None or self.prompt_tokens is None:
+        if not self._asked.wants_usage or self._usage_sent or self.prompt_tokens is None:
             return None
-        made = len(self._made.get(_IDS, []))
+        made = len(self._ids)
         kind = "text_completion" if self._asked.kind == "completions" else "chat.completion.chunk"
         return {
             **self._identity,
@@ -165,8 +168,8 @@ class Answer:
 
     def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:
         """Note which of several choices have ended."""
-        self._ended |= {choice.get("index"): choice.get("finish_reason") is not None for choice in choices}
-        self.finished = bool(self._ended) and all(self._ended.values())
+        self._ended |= {c.get("index") or 0: c.get("finish_reason") is not None for c in choices}
+        self.finished = len(self._ended) == self._asked.most_choices and all(self._ended.values())
 
     def _take_prompt(self, shown: Body, choice: Body) -> None:
         """Note the prompt's tokens, which are in the first event, and leave them to who asked for them."""
@@ -208,18 +211,31 @@ class Answer:
 
     def _catch_up(self, name: str, piece: Any) -> Any:
         """The end of `piece` that the client does not have yet."""
-        made = self._made.get(name, piece[:0])
         start = self._leg.at.get(name, 0)
-        again = made[start : start + len(piece)]
+        text = self._texts.setdefault(name, StringIO()) if isinstance(piece, str) else None
+        again: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
         if piece[: len(again)] != again:
             raise CannotContinue("the engine that took over makes another answer than the client has")
         new = piece[len(again) :]
         self._kept += len(new)
         if self._kept > MAX_KEPT:
             raise CannotContinue(f"the answer is longer than {MAX_KEPT} characters and tokens")
-        self._made[name] = made + new
+        if text is None:
+            self._ids += new
+        else:
+            text.write(new)  # its place is the end: there is nothing new before that
         self._leg.at[name] = start + len(piece)
         return new
+
+
+def _read(text: StringIO, start: int, chars: int) -> str:
+    """So many characters, or up to the end, which is then the place where `text` goes on."""
+    text.seek(start)
+    return text.read(chars)
+
+
+def _length(text: StringIO | None) -> int:
+    return 0 if text is None else text.seek(0, SEEK_END)
 
 
 def _shifted(usage: Mapping[str, Any], tokens: int) -> Body:
