@@ -278,12 +278,22 @@ HANDED = {"do_remote_prefill": True, "transfer_id": "0" * 32}
 
 @pytest.mark.parametrize(
     "name",
-    [*WHOLE, *NO_HTTP, "transfer params: a list", "transfer params: a string", "cached tokens: a string"],
+    [
+        *WHOLE,
+        *NO_HTTP,
+        "transfer params: a list",
+        "transfer params: a string",
+        "cached tokens: a string",
+        "cached tokens: enormous",
+    ],
 )
 def test_a_prefill_engines_garbage_costs_its_part_alone(good: OpenAIEngine, name: str) -> None:
     odd = {
         "transfer params: a list": changed("kv_transfer_params", to=[HANDED]),
         "transfer params: a string": changed("kv_transfer_params", to="abc"),
+        "cached tokens: enormous": changed(
+            "usage", "prompt_tokens_details", to={"cached_tokens": -(10**400)}
+        ),
         "cached tokens: a string": changed("usage", "prompt_tokens_details", to={"cached_tokens": "many"}),
     }
     raw = http(odd[name]) if name in odd else (WHOLE | NO_HTTP)[name]
@@ -297,6 +307,49 @@ def test_a_prefill_engines_garbage_costs_its_part_alone(good: OpenAIEngine, name
             status, answer = ask(router.url, COMPLETIONS, body)
         assert garbage.asked == [COMPLETIONS]
     assert (status, text_of(answer)) == (200, text_after(list(LONG.encode()), COUNT))
+
+
+def test_decode_is_not_told_of_what_prefill_gave_up(good: OpenAIEngine) -> None:
+    good.reset()
+    given_up = json.loads(NOT_SAID["given up"]) | {"kv_transfer_params": HANDED}
+    with Garbage() as garbage:
+        garbage.answers = {COMPLETIONS: [http(json.dumps(given_up).encode())]}
+        with Routed(prefill={"g": {"url": garbage.url}}, decode={"d0": {"url": good.url}}) as router:
+            status, answer = ask(router.url, COMPLETIONS, completion(prompt=LONG))
+            assert 'failures_total{cause="aborted",engine="g"} 1.0' in router.metrics()
+    assert (status, text_of(answer)) == (200, text_after(list(LONG.encode()), COUNT))
+    (request,) = good.seen()
+    assert "kv_transfer_params" not in request["body"]
+
+
+def test_a_chats_piece_with_ids_of_another_type_is_garbage() -> None:
+    asked = openai.Asked("chat", {"messages": [], "stream": True})
+    event = {"choices": [{"index": 0, "delta": {"token_ids": "abc"}, "finish_reason": None}]}
+    with pytest.raises(ValueError, match="token_ids = 'abc': want list"):
+        openai.read_event(asked, json.dumps(event).encode())
+
+
+def test_little_of_a_long_error_is_quoted() -> None:
+    error = json.dumps({"error": {"message": "x" * (1 << 20), "code": 500}}).encode()
+    with Garbage() as garbage, Routed(decode={"g": {"url": garbage.url}}) as router:
+        garbage.answers = {COMPLETIONS: [streamed(error)]}
+        _, answer = ask(router.url, COMPLETIONS, completion(stream=True))
+    assert 100 < len(answer["error"]["message"]) < 1000
+
+
+@pytest.mark.parametrize("status", ["500 no", "429 later"])
+def test_what_one_d_fails_to_answer_another_does(good: OpenAIEngine, status: str) -> None:
+    """Without another, the client hears what that one said."""
+    own = json.dumps({"error": {"message": "too much to do"}}).encode()
+    with Garbage() as garbage:
+        garbage.answers = {"/v1/models": [http(own, status)]}
+        both = {"g": {"url": garbage.url}, "d0": {"url": good.url}}
+        with Routed(decode=both) as router:
+            assert ask(router.url, "/v1/models")[1]["data"] == [{"id": "toy"}]
+        with Routed(decode={"g": both["g"]}) as router:
+            found = ask(router.url, "/v1/models")
+        assert garbage.asked == ["/v1/models"] * 2
+    assert found == (int(status[:3]), json.loads(own))
 
 
 def tokens_of(raw: bytes) -> bytes:

@@ -83,6 +83,9 @@ def test_a_file_that_cannot_be_read(text: str | None, tmp_path: Path) -> None:
     [
         ([], "decode: no engine given"),
         (["--decode", "nowhere"], "want http://HOST:PORT"),
+        (["--decode", "http://[::1"], "url = 'http://[::1': Invalid IPv6 URL"),
+        (["--decode", "http://h:99999"], "url = 'http://h:99999': Port out of range"),
+        (["--decode", "http://h:0"], "url = 'http://h:0': want a port from 1 to 65535"),
         (["--decode", "http://h:1,unix:///d"], "'unix:///d': want SETTING=VALUE once each, of url, cache,"),
         (["--decode", "http://h:1,handof=unix:///d"], "did you mean 'handoff'"),
         (["--decode", "http://h:1,handoff=/d"], "decode.h:1.handoff = '/d': /d: want unix:///<path>"),

@@ -292,6 +292,8 @@ class Dispatcher:
             ):
                 raw = await prefill.read(response)
         reply = _understood(prefill, openai.read_answer, asked, raw)
+        if openai.aborted(reply):
+            raise EngineFailed(prefill, "aborted", "it gave the request up")
         computed = openai.computed_tokens(reply)
         prefill.prefill = prefill.prefill.after(new_tokens if computed is None else computed, _now() - start)
         given = reply.get("kv_transfer_params")

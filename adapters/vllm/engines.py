@@ -32,6 +32,8 @@ MAX_ERROR_BYTES = 1 << 20
 """The longest answer of another HTTP status than 200."""
 MAX_LOOKUP_BYTES = 64 << 10
 """The longest answer of kvkit's HTTP endpoint."""
+MAX_MESSAGE_CHARS = 500
+"""So much of what is wrong with an engine is told to clients and the log: it may quote that engine."""
 PLAIN = {"Accept-Encoding": "identity"}
 """Of all requests: what is compressed has no length that could be held against a limit."""
 
@@ -47,7 +49,7 @@ class EngineFailed(RuntimeError):
     """
 
     def __init__(self, engine: Engine, cause: Cause, message: str, answer: Said | None = None) -> None:
-        super().__init__(f"{engine.role} engine {engine.name}: {message}")
+        super().__init__(f"{engine.role} engine {engine.name}: {message[:MAX_MESSAGE_CHARS]}")
         self.engine = engine
         self.cause = cause
         self.answer = answer
@@ -175,8 +177,7 @@ class Engine:
         """
         data = json.dumps(body).encode()
         async with self.request("POST", path, data, headers, timeout_s) as (response, deadline):
-            if response.status != 200:
-                raise self._error(response.status, await self.read(response, MAX_ERROR_BYTES))
+            await self.check(response)
             yield response, deadline
 
     async def read(self, response: aiohttp.ClientResponse, limit_bytes: int = MAX_ANSWER_BYTES) -> bytes:
@@ -189,6 +190,15 @@ class Engine:
             return await read_body(response, limit_bytes)
         except ValueError as error:
             raise EngineFailed(self, "error", str(error)) from error
+
+    async def check(self, response: aiohttp.ClientResponse) -> None:
+        """Do nothing where its HTTP status is 200.
+
+        Raises:
+            EngineFailed, Refused: as `post`.
+        """
+        if response.status != 200:
+            raise self._error(response.status, await self.read(response, MAX_ERROR_BYTES))
 
     def _error(self, status: int, raw: bytes) -> EngineFailed | Refused:
         """What an answer of another HTTP status than 200 comes to. Without JSON it says nothing against the

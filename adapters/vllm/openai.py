@@ -115,7 +115,7 @@ class Asked:
 
     @cached_property
     def most_choices(self) -> int:
-        """How many choices its answer has at most."""
+        """How many choices a whole answer has; none has more."""
         prompts = 0
         for name in _PROMPTS[self.kind]:
             prompt = self.body.get(name)
@@ -373,7 +373,7 @@ def computed_tokens(reply: Mapping[str, Any]) -> int | None:
     usage = reply.get("usage") or {}
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    if type(cached) is not int:
+    if type(cached) is not int or not 0 <= cached <= MAX_INTEGER:
         return None
     return max(0, (usage.get("prompt_tokens") or 0) - cached)
 
@@ -407,7 +407,8 @@ def _check_choices(asked: Asked, answer: Body, part: str) -> None:
     _want(answer, "usage", dict)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         _want(answer.get("usage") or {}, name, int)
-    for holder in (answer, *choices):
+    parts = [choice[part] for choice in choices if isinstance(choice.get(part), dict)]
+    for holder in (answer, *choices, *parts):
         for name in ("prompt_token_ids", "token_ids"):
             ids = _want(holder, name, list)
             if ids and not _are_token_ids(ids):

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from kvkit.adapters.vllm import openai
 from kvkit.adapters.vllm.clients import MAX_BODY_BYTES, Client, ClientLeft
 from kvkit.adapters.vllm.dispatch import Dispatcher, Failed, Job
-from kvkit.adapters.vllm.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused
+from kvkit.adapters.vllm.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused, Said
 from kvkit.adapters.vllm.openai import Kind
 from kvkit.adapters.vllm.router_metrics import RouterMetrics
 from kvkit.adapters.vllm.router_settings import RouterConfig
@@ -131,8 +131,7 @@ class Router:
             return await client.fail(error.status, str(error))
         except (Refused, Failed) as error:
             if error.answer is not None and not client.began:
-                status, body = error.answer
-                return web.Response(status=status, body=body, content_type="application/json")
+                return _said(error.answer)
             return await client.fail(error.status, str(error))
         except TimeoutError:
             return await client.fail(504, f"no answer within {limit_s:g} s")
@@ -143,7 +142,7 @@ class Router:
             return await client.fail(500, "the router made a mistake; its log has it")
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """What any D answers."""
+        """What any D answers: the next one is asked where one fails."""
         client = Client(request, self._config.idle_timeout_s)
         try:
             headers, data = _headers(request), await client.read()
@@ -157,14 +156,17 @@ class Router:
                 async with engine.request(
                     request.method, request.path, data, headers, self._config.prefill_timeout_s
                 ) as (response, _):
-                    status, raw = response.status, await engine.read(response)
-                if status != 200 and not 400 <= status < 600:
-                    raise EngineFailed(engine, "error", f"HTTP {status}")
-                return web.json_response(openai.read_object(raw), status=status)
+                    await engine.check(response)
+                    raw = await engine.read(response)
+                return web.json_response(openai.read_object(raw))
+            except Refused as refusal:
+                return _said(refusal.answer)
             except EngineFailed as error:
                 failure = error
             except ValueError as error:
                 failure = EngineFailed(engine, "error", str(error))
+        if failure is not None and failure.answer is not None:
+            return _said(failure.answer)
         return await client.fail(503, f"no decode engine answers: {failure or 'none is up'}")
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -201,6 +203,12 @@ def serve(config: RouterConfig) -> None:
         access_log=None,
         print=None,
     )
+
+
+def _said(answer: Said) -> web.Response:
+    """An engine's own error, as it came."""
+    status, body = answer
+    return web.Response(status=status, body=body, content_type="application/json")
 
 
 def _headers(request: web.Request) -> dict[str, str]:

@@ -37,6 +37,8 @@ def _base_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError("want http://HOST:PORT or https://HOST:PORT")
+    if parts.port == 0:  # (one that is none at all raises by itself)
+        raise ValueError("want a port from 1 to 65535")
     if parts.username is not None:
         raise ValueError("it has a user name or password, and URLs are shown")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -177,7 +179,7 @@ def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
     for text in given:
         where, *settings = text.split(",")
         named = "=" in where.partition("://")[0]
-        name, _, url = where.partition("=") if named else (urlsplit(where).netloc or where, "", where)
+        name, _, url = where.partition("=") if named else (_address(where), "", where)
         if name in found:
             raise ConfigError(f"--{role} {text}: there is a {name!r} already")
         found[name] = {"url": url}
@@ -188,6 +190,14 @@ def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
                 raise ConfigError(f"--{role} {text}: {setting!r}: want SETTING=VALUE once each, of {known}")
             found[name][key] = value
     return found
+
+
+def _address(url: str) -> str:
+    """HOST:PORT of a URL; all of one that has none, which is refused later, with what it lacks."""
+    try:
+        return urlsplit(url).netloc or url
+    except ValueError:
+        return url
 
 
 def _explain(error: Any) -> str:
