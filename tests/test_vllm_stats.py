@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.adapters.vllm import stats
 from kvkit.adapters.vllm.connector import log_as_vllm
-from kvkit.adapters.vllm.stats import PromMetrics, Stats
+from kvkit.adapters.vllm.stats import PromMetrics, Recorder, Stats
+from kvkit.counts import Counts
+from kvkit.layout import KVLayout, LayerGroup, Namespace
 
 FIRST = {"lookup_tokens": 64, "hit_tokens": {"disk": 32}, "loaded_bytes": {"disk": 100}}
 SECOND = {"hit_tokens": {"disk": 16, "memory": 8}, "loaded_bytes": {"disk": 50}, "load_errors": 1}
@@ -43,6 +46,22 @@ def test_the_log_adds_up_bytes_over_ranks_and_takes_the_tokens_of_one() -> None:
         "mean_load_bytes_per_second": 3e9,
         "load_errors": 2,
     }
+
+
+def test_tokens_of_chunks_that_are_stored_piece_by_piece_add_up() -> None:
+    """A record of one of three groups of layers is 5⅓ tokens' worth of a chunk of 16."""
+    layout = KVLayout(
+        tuple(LayerGroup((i,), 1, k_size=8, v_size=8, dtype="float32", block_tokens=16) for i in range(3))
+    )
+    counts, namespace = Counts(), Namespace("m", layout.fingerprint(), "d", chunk_tokens=16)
+    cache: Any = SimpleNamespace(layout=layout, namespace=namespace, counts=lambda: counts.copy())
+    recorder, told = Recorder(cache), 0
+    for _ in range(6):
+        counts.stored_records["disk"] += 1
+        stats = recorder.take()
+        assert stats is not None
+        told += stats.data["0"]["stored_tokens"]["disk"]
+    assert told == 2 * 16
 
 
 def exported() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

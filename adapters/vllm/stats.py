@@ -161,11 +161,10 @@ class Recorder:
         self._before = now
         with self._lock:
             data, self._data = self._data, {}
-        records, each = now.stored_records - before.stored_records, self._tokens_per_record
         tiers: dict[str, Counter[str]] = {
             "hit_tokens": now.hit_tokens - before.hit_tokens,
             "loaded_tokens": now.loaded_tokens - before.loaded_tokens,
-            "stored_tokens": Counter({t: round(n * each) for t, n in records.items() if t != TARGET}),
+            "stored_tokens": self._stored_tokens(now) - self._stored_tokens(before),
             "loaded_bytes": now.loaded_bytes - before.loaded_bytes,
             "stored_bytes": now.stored_bytes - before.stored_bytes,
         }
@@ -173,3 +172,8 @@ class Recorder:
             data["lookup_tokens"] = now.lookup_tokens - before.lookup_tokens
         data |= {name: dict(counter) for name, counter in tiers.items() if counter}
         return Stats({self._rank: data}) if data else None
+
+    def _stored_tokens(self, counts: Counts) -> Counter[str]:
+        """By tier, of all records so far: of an interval's alone, the rest of a chunk would be lost."""
+        each = self._tokens_per_record
+        return Counter({t: round(n * each) for t, n in counts.stored_records.items() if t != TARGET})
