@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import SEEK_END, StringIO
 from typing import Any
 
 from kvkit.adapters.vllm.openai import Asked, Body
@@ -24,6 +23,7 @@ _MADE_ANEW = (
 """Fields whose effect depends on the answer's beginning: an engine that did not make that would go on
 differently. (With `stop`, vLLM holds text back, too: its tokens are ahead of it.)"""
 _IDS = "token_ids"
+_UTF32, _CHAR_BYTES = "utf-32-le", 4  # appended to without a copy, and read anywhere
 MAX_KEPT = 16 << 20
 """So many characters and tokens of one answer are kept, in case that another engine must go on with it."""
 
@@ -64,7 +64,7 @@ class Answer:
         self.prompt_tokens: int | None = None
         self._asked = asked
         self._text = "text" if asked.kind == "completions" else "content"
-        self._texts: dict[str, StringIO] = {}  # by field: what the client has
+        self._texts: dict[str, bytearray] = {}  # by field: what the client has, in _UTF32
         self._ids: list[int] = []  # kept whether the client has them or not
         self._kept = 0
         self._prompt_ids: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class Answer:
         self._take_prompt(shown, choice)
         new = self._take_part(choice)
         if choice.get("finish_reason") is not None:
-            if self._leg.at.get(self._text, 0) < _length(self._texts.get(self._text)):
+            if self._leg.at.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
                 raise CannotContinue("the engine that took over ends the answer before what the client has")
             self.finished = new = True
         return shown if new else None
@@ -212,7 +212,7 @@ class Answer:
     def _catch_up(self, name: str, piece: Any) -> Any:
         """The end of `piece` that the client does not have yet."""
         start = self._leg.at.get(name, 0)
-        text = self._texts.setdefault(name, StringIO()) if isinstance(piece, str) else None
+        text = self._texts.setdefault(name, bytearray()) if isinstance(piece, str) else None
         again: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
         if piece[: len(again)] != again:
             raise CannotContinue("the engine that took over makes another answer than the client has")
@@ -223,19 +223,15 @@ class Answer:
         if text is None:
             self._ids += new
         else:
-            text.write(new)  # its place is the end: there is nothing new before that
+            text += new.encode(_UTF32, "surrogatepass")
         self._leg.at[name] = start + len(piece)
         return new
 
 
-def _read(text: StringIO, start: int, chars: int) -> str:
-    """So many characters, or up to the end, which is then the place where `text` goes on."""
-    text.seek(start)
-    return text.read(chars)
-
-
-def _length(text: StringIO | None) -> int:
-    return 0 if text is None else text.seek(0, SEEK_END)
+def _read(text: bytearray, start: int, chars: int) -> str:
+    """So many characters, or up to the end."""
+    found = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
+    return found.decode(_UTF32, "surrogatepass")
 
 
 def _shifted(usage: Mapping[str, Any], tokens: int) -> Body:
