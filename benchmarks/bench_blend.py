@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvkit.format.rope import Rope
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.launch import blend_attention, query_scores, rope_scatter
-from kvkit.kernels.rows import Rows
-from kvkit.rope import Rope
 from timing import interleaved, ratio
 
 THREADS = 2

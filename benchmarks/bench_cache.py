@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvkit.cache import Cache, Place
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.record import RecordFormat
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.record import RecordFormat
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

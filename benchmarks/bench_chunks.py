@@ -1,4 +1,4 @@
-"""kvkit.chunks against the obvious loop over the C library."""
+"""kvkit.format.keys against the obvious loop over the C library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvkit.chunks import DIGEST_BYTES, Chain, as_tokens, chunk_keys, extend
+from kvkit.format.keys import DIGEST_BYTES, Chain, as_tokens, chunk_keys, extend
 from timing import interleaved, ratio
 
 TOKENS = np.random.default_rng(0).integers(0, 150_000, 131_072, np.int32)

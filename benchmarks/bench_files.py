@@ -1,4 +1,4 @@
-"""The choices of `kvkit.tiers.files`, measured: flat names against nested, page cache against O_DIRECT."""
+"""The choices of `kvkit.tiers.folder`, measured: flat names against nested, page cache against O_DIRECT."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kvkit.format.layout import LayerGroup
+from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels import launch
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.launch import Pages
-from kvkit.kernels.rows import Rows
-from kvkit.layout import LayerGroup
-from kvkit.rope import Rope, Rotation
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 
@@ -75,7 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     """The kernel alone, records on the device, against a copy there that reads and writes as many bytes."""
-    from kvkit.kernels import pages as kernels
+    from kvkit.kernels.pages import triton as kernels
 
     how = {"to_records": False, "quantised": None, "rope": None, **WAYS[way]}
     group = replace(LLAMA, order=order)

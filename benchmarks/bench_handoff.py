@@ -19,9 +19,9 @@ import xxhash
 from bench_record import COPIES, KEY, TOKENS, format_of, sealed
 
 from batch import Batch
-from kvkit import record as records
-from kvkit.handoff.addresses import connect, listen
-from kvkit.handoff.channel import Channel, ChannelClosed
+from kvkit.format import record as records
+from kvkit.handoff.transport.addresses import connect, listen
+from kvkit.handoff.transport.channel import Channel, ChannelClosed
 from kvkit.staging import PAGE_BYTES, Staging
 from timing import interleaved, ratio
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvkit.format.layout import LayerGroup
 from kvkit.kernels import jax as kernels
 from kvkit.kernels import launch
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.launch import Pages
-from kvkit.kernels.rows import Rows
-from kvkit.layout import LayerGroup
 from timing import interleaved, ratio
 
 SMOLLM2 = LayerGroup(

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvkit.format.layout import ORDERS, LayerGroup
+from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels import reference
 from kvkit.kernels.launch import Pages, Quantised, pack, unpack
-from kvkit.layout import ORDERS, LayerGroup
-from kvkit.rope import Rope, Rotation
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 

@@ -11,11 +11,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from kvkit import quality
-from kvkit.adapters import smollm2
-from kvkit.adapters.blend import BlendedModel
-from kvkit.adapters.transformers import CachedModel
-from kvkit.blend import Selection
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.blended import BlendedModel
+from kvkit.adapters.huggingface.cached import CachedModel
+from kvkit.bench import quality
+from kvkit.blend.plan import Selection
 from kvkit.config import load_config
 from timing import interleaved, ratio
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from kvkit import codecs
-from kvkit import record as records
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.record import RecordFormat
+from kvkit.format import codecs
+from kvkit.format import record as records
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.record import RecordFormat
 from timing import interleaved, ratio
 
 TOKENS = np.arange(256, dtype=np.int32)
@@ -122,9 +122,9 @@ def real_kv() -> torch.Tensor:
     """SmolLM2's KV of the first tokens of the language reference, float32 [L, H, T, C]."""
     import transformers
 
-    from kvkit.adapters import smollm2
-    from kvkit.adapters.transformers import CachedModel, probe_layout
-    from kvkit.demo import document
+    from kvkit.adapters.huggingface import smollm2
+    from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
+    from kvkit.bench.demo import document
 
     folder = smollm2.fetch()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

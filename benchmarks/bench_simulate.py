@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
-from kvkit.eviction import POLICIES
 from kvkit.simulate.config import SimulationConfig, TierConfig
 from kvkit.simulate.model import simulate
 from kvkit.simulate.traces import GENERATORS, Trace, mixed, read_trace
+from kvkit.tiers.eviction import POLICIES
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)

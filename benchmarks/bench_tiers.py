@@ -16,10 +16,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batch import Batch
 from kvkit.staging import Staging, release_all
-from kvkit.testing import record_names
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import record_names
 from timing import forget, interleaved, nothing, ratio
 
 RECORDS = 32

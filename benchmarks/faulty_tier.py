@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvkit.staging import Staging
-from kvkit.testing import Fault, FaultyTier, random_plan
 from kvkit.tiers.base import Tier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.plugins import GROUP
+from kvkit.tiers.testing import Fault, FaultyTier, random_plan
 
 FAULTS = {
     "get": [Fault.FAIL, Fault.FLIP, Fault.TRUNCATE],

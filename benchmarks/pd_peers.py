@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.systems import ended_by_sigterm, free_port
 from kvkit.environment import describe, version_of

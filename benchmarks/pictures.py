@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks import resident, timeline
 from benchmarks.tables import MACHINE, RESULTS, ROOT
-from kvkit import demo
-from kvkit.bench import pd
+from kvkit.bench import demo, pd
 
 
 def _demo(found: dict[str, Any], path: Path) -> None:

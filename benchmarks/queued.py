@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import forget
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.environment import describe, version_of
 

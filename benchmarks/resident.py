@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.two_tiers import BLOCK_TOKENS, CHUNK_TOKENS, group_of
 from kvkit.cache import Cache, Place
 from kvkit.environment import describe, slug
+from kvkit.format.layout import KVLayout, Namespace
+from kvkit.format.record import RecordFormat
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, Namespace
-from kvkit.policy import Policy
-from kvkit.record import RecordFormat
+from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.systems import Setup, ended_by_sigterm, started
 from kvkit.bench.workloads import random_prefill

@@ -29,13 +29,13 @@ import numpy as np
 
 from kvkit.environment import describe
 from kvkit.handoff.endpoint import Endpoint
-from kvkit.handoff.link import Identity
+from kvkit.handoff.protocol.states import Limits, Phase
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender, Sending
-from kvkit.handoff.states import Limits, Phase
 from kvkit.handoff.tier import HandoffTier
+from kvkit.handoff.transport.link import Identity
 from kvkit.staging import Staging, release_all
-from kvkit.testing import SLOT_BYTES, record_bytes, record_names
+from kvkit.tiers.testing import SLOT_BYTES, record_bytes, record_names
 
 IDENTITY = Identity(
     "soak", namespace="soak", layout="soak", slot_bytes=SLOT_BYTES, secret=b"of the soak test"

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import faulty_tier
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.environment import describe, version_of
 

@@ -19,8 +19,8 @@ from unittest import mock
 
 from benchmarks.timing import forget
 from benchmarks.two_tiers import TwoTiers, by_turns
-from kvkit import loads
 from kvkit.environment import describe, slug
+from kvkit.moving import load
 from kvkit.tiers.objects import ObjectTier
 from tests.servers import S3Server
 
@@ -118,8 +118,8 @@ def record_load(
     forget(case.files())
     with ExitStack() as patched:
         for module, function, kind in (
-            (loads.record, "verify", "verify"),
-            (loads.launch, "unpack", "unpack"),
+            (load.record, "verify", "verify"),
+            (load.launch, "unpack", "unpack"),
         ):
             recorded = recorder.wrap(kind, getattr(module, function))
             patched.enter_context(mock.patch.object(module, function, recorded))

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkit.cache import Cache, Place
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.record import RecordFormat
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.policy import Policy
-from kvkit.record import RecordFormat
+from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier

@@ -19,15 +19,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
-from kvkit import metrics
-from kvkit.adapters.vllm import router_metrics
-from kvkit.adapters.vllm.router_settings import EngineConfig, RouterConfig
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.cli import app
-from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig
+from kvkit.config import Config, PolicyConfig, ServerConfig
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.observe import metrics
+from kvkit.router import metrics as router_metrics
+from kvkit.router.settings import EngineConfig, RouterConfig
 from kvkit.simulate import config as simulate
 from kvkit.tiers.mooncake import MooncakeOptions
+from kvkit.tiers.registry import TierConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -41,32 +42,34 @@ PAGES = (
 )
 API = (
     "cache",
-    "sequence",
-    "stores",
+    "moving.sequence",
+    "moving.store",
     "config",
-    "layout",
-    "policy",
+    "settings",
+    "tiers.registry",
+    "format.layout",
+    "moving.policy",
     "staging",
-    "chunks",
-    "record",
-    "blend",
-    "rope",
-    "metrics",
-    "listing",
-    "testing",
+    "format.keys",
+    "format.record",
+    "blend.plan",
+    "format.rope",
+    "observe.metrics",
+    "observe.inspect",
+    "tiers.testing",
     "tiers.base",
     "handoff.sender",
     "handoff.receiver",
     "kernels.launch",
-    "kernels.rows",
+    "kernels.attention.rows",
     "kernels.reference",
     "kernels.jax",
-    "kernels.configs",
-    "kernels.problems",
-    "kernels.compiled",
-    "adapters.transformers",
-    "adapters.blend",
-    "adapters.smollm2",
+    "kernels.tuning.configs",
+    "kernels.tuning.problems",
+    "kernels.tuning.gate",
+    "adapters.huggingface.cached",
+    "adapters.huggingface.blended",
+    "adapters.huggingface.smollm2",
     "adapters.vllm.connector",
     "simulate.config",
     "simulate.model",

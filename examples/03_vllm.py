@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 
 SYSTEM = "You are the guide of a museum of natural history. Answer in one sentence. " + " ".join(

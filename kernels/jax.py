@@ -13,7 +13,7 @@ Python values. Equal shapes compile once: slots, tables, positions and lengths a
 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
 
 XLA compiles the same functions for every platform, except that `blend_attention` is the Pallas kernel of
-`kvkit.kernels.jax_attention` on CUDA; which one is chosen when a function is lowered, so that one function
+`kvkit.kernels.attention.pallas` on CUDA; which one is chosen when a function is lowered, so that one function
 serves every platform. The rest gathers and scatters, which XLA does at the speed of memory, or, as
 `query_scores`, loops over tiles. The Triton kernels are not called through jax-triton: they find pages by
 their addresses, which JAX keeps to itself, and start on a plan that the host makes of positions, which under
@@ -33,11 +33,11 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from kvkit.kernels import jax_attention
+from kvkit.format.layout import LayerGroup
+from kvkit.format.rope import Rope
+from kvkit.kernels.attention import pallas
 from kvkit.kernels.launch import LaunchError, Quantised
 from kvkit.kernels.reference import LARGEST, SMALLEST_AMAX
-from kvkit.layout import LayerGroup
-from kvkit.rope import Rope
 
 Pages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
 Ids: TypeAlias = jax.Array | NDArray[np.integer[Any]]
@@ -410,7 +410,7 @@ def _blend_attention(
         positions,
         row_starts,
         lengths,
-        cuda=functools.partial(jax_attention.blend_attention, **options),
+        cuda=functools.partial(pallas.blend_attention, **options),
         default=functools.partial(_attention, **options),
     )
     return found

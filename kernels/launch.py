@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvkit.format.layout import LayerGroup, LayoutError
+from kvkit.format.rope import Rope, RopeError, Rotation
 from kvkit.kernels import reference
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.reference import Part
-from kvkit.kernels.rows import Rows
-from kvkit.layout import LayerGroup, LayoutError
-from kvkit.rope import Rope, RopeError, Rotation
 
 Record = NDArray[np.uint8] | torch.Tensor
 Quantised = Literal["fp8", "int8"]
@@ -227,15 +227,15 @@ def blend_attention(
     """
     _check_attention(q, k_pages, v_pages, rows, scale, window, softcap)
     if q.device.type == "cpu":
-        from kvkit.kernels import host_blend
+        from kvkit.kernels.attention import torch_cpu
 
-        return host_blend.attention(q, k_pages, v_pages, rows, scale, window, softcap)
-    from kvkit.kernels import blend
+        return torch_cpu.attention(q, k_pages, v_pages, rows, scale, window, softcap)
+    from kvkit.kernels.attention import triton
 
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     with torch.cuda.device(q.device):
-        for launch in blend.attention(q, k_pages, v_pages, rows, scale, window, softcap, out, lse):
+        for launch in triton.attention(q, k_pages, v_pages, rows, scale, window, softcap, out, lse):
             launch.run()
     return out, lse
 
@@ -277,14 +277,14 @@ def rope_scatter(
     """
     _check_scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation)
     if q.device.type == "cpu":
-        from kvkit.kernels import host_blend
+        from kvkit.kernels.attention import torch_cpu
 
-        return host_blend.scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation)
-    from kvkit.kernels import blend
+        return torch_cpu.scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation)
+    from kvkit.kernels.attention import triton
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.cuda.device(q.device):
-        for launch in blend.scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation, out):
+        for launch in triton.scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation, out):
             launch.run()
     return out
 
@@ -305,14 +305,14 @@ def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     if old.shape != new.shape:
         raise LaunchError(f"old: {tuple(old.shape)}, but new is {tuple(new.shape)}")
     if new.device.type == "cpu":
-        from kvkit.kernels import host_blend
+        from kvkit.kernels.attention import torch_cpu
 
-        return host_blend.token_deviation(new, old)
-    from kvkit.kernels import blend
+        return torch_cpu.token_deviation(new, old)
+    from kvkit.kernels.attention import triton
 
     out = new.new_empty(len(new), dtype=torch.float32)
     with torch.cuda.device(new.device):
-        for launch in blend.deviation(new, old, out):
+        for launch in triton.deviation(new, old, out):
             launch.run()
     return out
 
@@ -350,14 +350,14 @@ def query_scores(
         found = f"{tuple(lse.shape)} {lse.dtype} on {lse.device}"
         raise LaunchError(f"lse: {found}, want {tuple(q.shape[:2])} float32 on {q.device}")
     if q.device.type == "cpu":
-        from kvkit.kernels import host_blend
+        from kvkit.kernels.attention import torch_cpu
 
-        return host_blend.scores(q, k_pages, v_pages, rows, scale, window, softcap, lse)
-    from kvkit.kernels import blend
+        return torch_cpu.scores(q, k_pages, v_pages, rows, scale, window, softcap, lse)
+    from kvkit.kernels.attention import triton
 
     out = q.new_empty(q.shape[1], int(rows.lengths[0]), dtype=torch.float32)
     with torch.cuda.device(q.device):
-        for launch in blend.scores(q, k_pages, v_pages, rows, scale, window, softcap, lse, out):
+        for launch in triton.scores(q, k_pages, v_pages, rows, scale, window, softcap, lse, out):
             launch.run()
     return out
 
@@ -486,17 +486,17 @@ def _move(
     arrays = [record for record in records if isinstance(record, np.ndarray)]
     plain = rotation is None and quantised is None
     if pages.device.type == "cpu":
-        from kvkit.kernels import host
+        from kvkit.kernels.pages import numba
 
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
         job = pages.span, pages.heads, row_bytes, addresses, every, to_records, threads, (pages, arrays)
         if plain:
-            host.move(pages.table, *job)
+            numba.move(pages.table, *job)
         else:
             rope = None if rotation is None else rotation.rope
             group = pages.group
             k_bytes = group.k_size * group.item_bytes
-            host.convert(pages.table, *job, group.channels, k_bytes, group.dtype, quantised, turns, rope)
+            numba.convert(pages.table, *job, group.channels, k_bytes, group.dtype, quantised, turns, rope)
     elif plain:
         (reference.pack if to_records else reference.unpack)(pages.parts, arrays, every, shape)
     elif quantised is not None and to_records:
@@ -516,7 +516,7 @@ def _on_device(
     to_records: bool,
 ) -> None:
     """One Triton launch. Records that the device cannot reach go through a buffer in its memory."""
-    from kvkit.kernels import pages as kernels
+    from kvkit.kernels.pages import triton as kernels
 
     device, ids = pages.device, blocks if slots is None else slots
     assert ids is not None

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.layout import LayerGroup
-from kvkit.rope import Rope, Rotation
+from kvkit.format.layout import LayerGroup
+from kvkit.format.rope import Rope, Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

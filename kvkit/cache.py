@@ -8,7 +8,7 @@
 Each has a twin that returns at once with a future: `lookup_async`, `load_async`, `store_async`; `prefetch`
 brings records nearer before they are asked for. `Cache` carries out what the pure modules decide: `chunks`
 names the chunks, `plan` and `policy` say what moves from where to where, `record` what is to be trusted. The
-steps of a load are numbered in `kvkit.loads.fetch`, a store is in `kvkit.stores`.
+steps of a load are numbered in `kvkit.moving.load.fetch`, a store is in `kvkit.moving.store`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvkit import loads, stores
-from kvkit.access import Access
-from kvkit.chunks import JIT_CHUNKS, chunk_keys
-from kvkit.counts import Counts
+from kvkit.format.keys import JIT_CHUNKS, chunk_keys
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.rope import Rotation
 from kvkit.kernels import launch
 from kvkit.kernels.launch import Pages
-from kvkit.layers import LayerLoad, LayerStore
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.policy import Policy, PolicyError, in_effect
-from kvkit.policy import check as check_policy
-from kvkit.promises import Promise
-from kvkit.reads import Shelf
-from kvkit.rope import Rotation
-from kvkit.sequence import CacheError, Chunks, Hit, Loaded, Place, UnknownModel, check_places, formats_of
+from kvkit.moving import load as loads
+from kvkit.moving import store as stores
+from kvkit.moving.counts import Counts
+from kvkit.moving.layerwise import LayerLoad, LayerStore
+from kvkit.moving.policy import Policy, PolicyError, in_effect
+from kvkit.moving.policy import check as check_policy
+from kvkit.moving.promises import Promise
+from kvkit.moving.reads import Shelf
+from kvkit.moving.sequence import (
+    CacheError,
+    Chunks,
+    Hit,
+    Loaded,
+    Place,
+    UnknownModel,
+    check_places,
+    formats_of,
+)
+from kvkit.moving.store import Stored
+from kvkit.moving.tier_set import Access
 from kvkit.staging import Lease, Staging
-from kvkit.stores import Stored
-from kvkit.threads import Opener, Workers
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import State
-from kvkit.transfers import Transfer
+from kvkit.workers import Opener, Transfer, Workers
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +82,7 @@ class CacheTimeout(TimeoutError):
 
 
 class Endpoint(Protocol):
-    """Where others reach a cache: `kvkit.server.Server`."""
+    """Where others reach a cache: `kvkit.observe.http.Server`."""
 
     @property
     def url(self) -> str:
@@ -87,7 +96,7 @@ class Cache:
     """KV of token sequences, in tiers. Thread-safe; a context manager that closes.
 
     It belongs to the process that opened it: in a fork of that, whatever is asked of it raises
-    `kvkit.threads.Forked`, and `close` does nothing.
+    `kvkit.workers.Forked`, and `close` does nothing.
 
     Args:
         layout: of the engine's KV.

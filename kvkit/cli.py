@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from kvkit.environment import gpu_name, printable, slug_of, version_of
 
 if TYPE_CHECKING:
-    from kvkit.kernels.problems import Problem
+    from kvkit.kernels.tuning.problems import Problem
 
 app = typer.Typer(
     help="Compute an LLM's KV cache once, use it everywhere.",
@@ -70,8 +70,8 @@ def demo(
     vllm: Annotated[str, typer.Option(help="with --pd: more of vLLM's options")] = "",
 ) -> None:
     """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
-    from kvkit.adapters.smollm2 import ModelError
-    from kvkit.demo import DemoError, run
+    from kvkit.adapters.huggingface.smollm2 import ModelError
+    from kvkit.bench.demo import DemoError, run
 
     if pd:
         _demo_pd(flow, model, vllm, json_path, png_path)
@@ -83,7 +83,7 @@ def demo(
 
 
 def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path, png_path: Path) -> None:
-    from kvkit.adapters.smollm2 import ModelError
+    from kvkit.adapters.huggingface.smollm2 import ModelError
     from kvkit.bench.client import ClientError
     from kvkit.bench.memory import MemoryTooSmall
     from kvkit.bench.pd import FLOWS, PdError, run
@@ -157,7 +157,7 @@ def bench_blend(
 
     Finished samples are kept beside the figures, in a .jsonl file: a run that was stopped goes on.
     """
-    from kvkit import quality
+    from kvkit.bench import quality
 
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(quality.METHODS)
     for name in chosen:
@@ -287,8 +287,8 @@ def inspect(
 ) -> None:
     """List a store: namespaces, chunks, tokens, bytes, damaged records. Reads all of it; changes nothing."""
     from kvkit.config import load_config
-    from kvkit.listing import list_store, list_tier
-    from kvkit.tiers import urls
+    from kvkit.format import urls
+    from kvkit.observe.inspect import list_store, list_tier
 
     console = Console()
     done = []
@@ -347,11 +347,11 @@ def router(
     port: Annotated[int | None, typer.Option(help="default: 8000")] = None,
 ) -> None:
     """Serve OpenAI's API from vLLM engines that prefill and vLLM engines that decode."""
-    from kvkit.config import ConfigError
+    from kvkit.settings import ConfigError
 
     try:
-        from kvkit.adapters.vllm.router import serve
-        from kvkit.adapters.vllm.router_settings import engines, read_router_config
+        from kvkit.router.app import serve
+        from kvkit.router.settings import engines, read_router_config
     except ImportError as error:
         _fail(f"{error.name} is missing: pip install 'kvkit[router]'")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -400,8 +400,8 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="seconds between frames")] = 1.0,
 ) -> None:
     """Watch a cache that runs: hit rate, tokens and bytes per second, latencies, states of the tiers."""
-    from kvkit.server import ServerError
-    from kvkit.top import TopError, token_for, watch
+    from kvkit.observe.http import ServerError
+    from kvkit.observe.top import TopError, token_for, watch
 
     try:
         watch(url, token_for(url, token_file), Console(), interval_s=interval, once=once)
@@ -444,7 +444,8 @@ def main() -> None:
 
 
 def _check_config(path: Path, console: Console) -> None:
-    from kvkit.config import ConfigError, load_config
+    from kvkit.config import load_config
+    from kvkit.settings import ConfigError
 
     try:
         config = load_config(path)
@@ -458,7 +459,7 @@ def _check_config(path: Path, console: Console) -> None:
 
 
 def _show_tuned(gpu: str | None) -> None:
-    from kvkit.kernels.configs import load_table
+    from kvkit.kernels.tuning.configs import load_table
 
     name = gpu or gpu_name()
     if name is None:
@@ -476,8 +477,8 @@ def _show_tuned(gpu: str | None) -> None:
 
 
 def _compile_all(ops: list[str] | None, target: str, json_path: Path | None) -> None:
-    from kvkit.kernels import compiled
-    from kvkit.kernels.problems import every_problem
+    from kvkit.kernels.tuning import gate as compiled
+    from kvkit.kernels.tuning.problems import every_problem
 
     if target not in compiled.GPUS:
         _fail(f"--target {target}: want one of {', '.join(compiled.GPUS)}")
@@ -494,19 +495,19 @@ def _compile_all(ops: list[str] | None, target: str, json_path: Path | None) -> 
 
 
 def _tune_here(ops: list[str] | None, budget_s: float | None, force: bool) -> None:
-    from kvkit.kernels import tuning
-    from kvkit.kernels.configs import TableError, tuned_folder
-    from kvkit.kernels.problems import every_problem
+    from kvkit.kernels.tuning import search
+    from kvkit.kernels.tuning.configs import TableError, tuned_folder
+    from kvkit.kernels.tuning.problems import every_problem
 
     problems = _chosen(every_problem(), ops)
     console, count = Console(), Counter[str]()
     try:
-        with tuning.tools_here() as tools:
-            steps = tuning.tune(problems, tuned_folder(), tools, budget_s=budget_s, force=force)
+        with search.tools_here() as tools:
+            steps = search.tune(problems, tuned_folder(), tools, budget_s=budget_s, force=force)
             for step in track(steps, "tuning", len(problems), console=console):
                 count[step.state] += 1
                 console.print(str(step), markup=False, highlight=False, soft_wrap=True)
-    except (tuning.TuningError, TableError, OSError) as error:
+    except (search.TuningError, TableError, OSError) as error:
         _fail(str(error))
     states = ", ".join(f"{number} {state}" for state, number in count.items())
     console.print(f"{states}; tables are in {tuned_folder()}", markup=False, highlight=False, soft_wrap=True)
@@ -528,9 +529,9 @@ def _judge(model: str | None, console: Console) -> tuple[Any, Any, str]:
         import torch
         import transformers
 
-        from kvkit.adapters import smollm2
-        from kvkit.blend import BlendError
-        from kvkit.quality import Judge
+        from kvkit.adapters.huggingface import smollm2
+        from kvkit.bench.quality import Judge
+        from kvkit.blend.plan import BlendError
 
         transformers.utils.logging.disable_progress_bar()
         with console.status("loading the model"):
@@ -550,7 +551,7 @@ def _judge(model: str | None, console: Console) -> tuple[Any, Any, str]:
 
 
 def _check_blending(model: str, console: Console) -> None:
-    from kvkit import quality
+    from kvkit.bench import quality
 
     judge, encode, _ = _judge(model, console)
     with console.status("measuring, a minute or two"):

@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kvkit.threads import Opener, Stopped
+from kvkit.workers import Opener, Stopped
 
 log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE

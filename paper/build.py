@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import typst
 
-from kvkit import blend, demo, reads, record
+from kvkit.bench import demo
+from kvkit.blend import plan
+from kvkit.format import record
+from kvkit.format.layout import ORDERS
 from kvkit.kernels.reference import LARGEST
-from kvkit.layout import ORDERS
+from kvkit.moving import reads
 from kvkit.tiers import health
 
 HERE = Path(__file__).resolve().parent
@@ -217,10 +220,10 @@ def collect(folder: Path) -> dict[str, Any]:
             "demo_answer_tokens": demo.ANSWER_TOKENS,
             "demo_document_tokens": demo.DOCUMENT_TOKENS,
             "largest": LARGEST,
-            "ratio": blend.Selection().ratio,
-            "first_n": blend.Selection().first_n,
-            "looked": blend.Selection().layers,
-            "fade": blend.Selection().fade,
+            "ratio": plan.Selection().ratio,
+            "first_n": plan.Selection().first_n,
+            "looked": plan.Selection().layers,
+            "fade": plan.Selection().fade,
         },
     }
 
@@ -449,7 +452,7 @@ def _compiled(path: Path) -> dict[str, Any] | None:
     kernels = found.get("kernels", [])
     absent = sorted({field for kernel in kernels for field in _KERNEL if not _has(kernel, field)})
     if absent or not kernels:
-        command = f"run `python -m kvkit.kernels.compiled --json {path}`"
+        command = f"run `python -m kvkit.kernels.tuning.gate --json {path}`"
         raise PaperError(f"{path} lacks {', '.join(absent) or 'kernels'}: {command}")
     return found
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
-from kvkit.testing import SLOT_BYTES, SLOTS
+from kvkit.tiers.testing import SLOT_BYTES, SLOTS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
@@ -37,11 +37,35 @@ SLOW = (
         "docs",
         "quality",
         "smollm2",
-        "transformers",
+        "cached",
     ),
-    *("blend", "triton", "compiled", "problems", "tuning", "jax", "paper", "make_gpu", "gpu", "metrics_move"),
-    *("machine", "packaging", "plugins", "top", "strangers", "fuzz", "channel", "s3", "redis", "mooncake"),
-    *("bombs", "eio", "faults", "listing"),
+    *(
+        "blend",
+        "attention",
+        "triton",
+        "gate",
+        "problems",
+        "search",
+        "jax",
+        "pallas",
+        "paper",
+        "make_gpu",
+        "gpu",
+        "metrics_move",
+    ),
+    *(
+        "machine",
+        "packaging",
+        "plugins",
+        "top",
+        "strangers",
+        "fuzz",
+        "channel",
+        "bucket",
+        "redis",
+        "mooncake",
+    ),
+    *("bombs", "eio", "faults", "inspect"),
 )
 """Words in the names of test files that start engines, servers and compilers, or take long."""
 

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from kvkit.cache import Place
-from kvkit.chunks import chunk_keys, namespace_digest
+from kvkit.format.keys import chunk_keys, namespace_digest
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.kernels import reference
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, LayerGroup, Namespace
 
 POISON = 0xA5
 

@@ -19,19 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvkit.handoff import addresses, auth
-from kvkit.handoff.channel import Channel, ChannelError
 from kvkit.handoff.endpoint import Endpoint
-from kvkit.handoff.link import Identity
-from kvkit.handoff.messages import AnyMessage, Hello, Message, Proof, decode, encode
+from kvkit.handoff.protocol.messages import AnyMessage, Hello, Message, Proof, decode, encode
+from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.states import Limits
 from kvkit.handoff.tier import HandoffTier
-from kvkit.handoff.tls import server_context
+from kvkit.handoff.transport import addresses, auth
+from kvkit.handoff.transport.channel import Channel, ChannelError
+from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.tls import server_context
 from kvkit.staging import Staging, release_all
-from kvkit.testing import SLOT_BYTES, record_bytes
 from kvkit.tiers.base import Tier
+from kvkit.tiers.testing import SLOT_BYTES, record_bytes
 
 LONG_S = 60.0
 """Longer than any test takes."""

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkit.counts import BYTES_PER_SECOND, SECONDS, Counts, Histogram
-from kvkit.layout import Namespace
-from kvkit.record import Damage
-from kvkit.sequence import UnknownModel
+from kvkit.format.layout import Namespace
+from kvkit.format.record import Damage
+from kvkit.moving.counts import BYTES_PER_SECOND, SECONDS, Counts, Histogram
+from kvkit.moving.sequence import UnknownModel
 from kvkit.staging import Staging
-from kvkit.testing import DEADLINE_S, SLOT_BYTES
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE, Health, State
 from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES
 
 
 @dataclass(frozen=True)

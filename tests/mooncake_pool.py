@@ -25,9 +25,12 @@ from servers import Process, executable, free_ports
 from waiting import wait_for
 
 from kvkit.config import load_config, open_cache
-from kvkit.listing import list_tier
+from kvkit.observe.inspect import list_tier
 from kvkit.staging import Staging, release_all
-from kvkit.testing import (
+from kvkit.tiers import mooncake
+from kvkit.tiers.base import Tier, TierError, TierFull
+from kvkit.tiers.mooncake import PREFIX, MooncakeTier
+from kvkit.tiers.testing import (
     DEADLINE_S,
     SLOT_BYTES,
     SLOTS,
@@ -38,9 +41,6 @@ from kvkit.testing import (
     record_bytes,
     record_names,
 )
-from kvkit.tiers import mooncake
-from kvkit.tiers.base import Tier, TierError, TierFull
-from kvkit.tiers.mooncake import PREFIX, MooncakeTier
 
 GIVEN = 16 << 20
 LIMITS = (

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvkit import codecs
-from kvkit import record as records
-from kvkit.chunks import chunk_keys
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.record import CODECS, HEADER, RecordFormat
+from kvkit.format import codecs
+from kvkit.format import record as records
+from kvkit.format.keys import chunk_keys
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.record import CODECS, HEADER, RecordFormat
 
 CORPUS = Path(__file__).parent / "corpus" / "records"
 HEADER_SUM, TRAILER_SUM = 176, 184

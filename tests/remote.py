@@ -8,8 +8,16 @@ import numpy as np
 from servers import Process
 
 from kvkit.staging import Staging, release_all
-from kvkit.testing import DEADLINE_S, RECORDS, Completions, TierContract, put, record_bytes, record_names
 from kvkit.tiers.base import Tier, TierError
+from kvkit.tiers.testing import (
+    DEADLINE_S,
+    RECORDS,
+    Completions,
+    TierContract,
+    put,
+    record_bytes,
+    record_names,
+)
 
 
 def finish(tier: Tier, staging: Staging) -> None:

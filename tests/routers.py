@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from servers import Process, free_ports
 
-from kvkit.adapters.vllm.engines import Lookup
-from kvkit.adapters.vllm.router import Router
-from kvkit.adapters.vllm.router_settings import read_router_config
-from kvkit.testing import DEADLINE_S
+from kvkit.router.app import Router
+from kvkit.router.engines import Lookup
+from kvkit.router.settings import read_router_config
+from kvkit.tiers.testing import DEADLINE_S
 
 Body = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen2Config
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 
 VOCABULARY = 1000
 COMMON: dict[str, Any] = {

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from openai_engine import DEFAULTS, pieces_of, render, text_after, tokens_after
 from routers import text_of
 
-from kvkit.adapters.vllm.answers import Answer, CannotContinue
-from kvkit.adapters.vllm.openai import Asked, Body, decode_body
+from kvkit.router.answers import Answer, CannotContinue
+from kvkit.router.openai import Asked, Body, decode_body
 
 COUNT = 16
 

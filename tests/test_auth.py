@@ -1,4 +1,4 @@
-"""Proofs of a shared secret: kvkit.handoff.auth."""
+"""Proofs of a shared secret: kvkit.handoff.transport.auth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 
 import pytest
 
-from kvkit.handoff.auth import NONCE_BYTES, Role, is_proof, new_nonce, prove
+from kvkit.handoff.transport.auth import NONCE_BYTES, Role, is_proof, new_nonce, prove
 
 SECRET, CLIENT, SERVER = b"s3cret", b"client hello", b"server hello"
 

@@ -13,7 +13,7 @@ from waiting import wait_for
 
 from benchmarks.pd_peers import BLOCK, PROMPT_TOKENS, TOKEN_BYTES, Handed, awake, summary, systems
 from benchmarks.tables import MACHINE, render
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.vllm.settings import read_settings
 
 

@@ -12,8 +12,8 @@ from record_corpus import CORPUS
 from test_cache import make_engine, open_cache, sequence, store
 from test_faults import TOKENS, VICTIM, victim_file
 
-from kvkit.policy import Policy
-from kvkit.record import CODEC_OFFSET
+from kvkit.format.record import CODEC_OFFSET
+from kvkit.moving.policy import Policy
 from kvkit.tiers.objects import ObjectTier
 
 ROOM_BYTES = 32 << 20

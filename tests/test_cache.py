@@ -16,17 +16,17 @@ from engine import Engine, small_layout, small_namespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit import access
 from kvkit.cache import Cache, CacheError, CacheTimeout, Place
-from kvkit.layout import KVLayout, LayerGroup, LayoutError
-from kvkit.policy import Policy, PolicyError
-from kvkit.record import RecordFormat
+from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
+from kvkit.format.record import RecordFormat
+from kvkit.moving import tier_set
+from kvkit.moving.policy import Policy, PolicyError
 from kvkit.staging import Staging, release_all
-from kvkit.testing import DEADLINE_S, Fault, FaultyTier, Wrapper
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import DEADLINE_S, Fault, FaultyTier, Wrapper
 
 
 def sequence(length: int, seed: int = 0) -> npt.NDArray[np.int32]:
@@ -513,7 +513,7 @@ def test_clear_has_a_deadline(method: str, tmp_path: Path) -> None:
 
 
 def test_clear_deletes_more_records_than_go_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "CLEARED_AT_ONCE", 2)
+    monkeypatch.setattr(tier_set, "CLEARED_AT_ONCE", 2)
     engine, tokens = make_engine(), sequence(40)
     table = engine.table(len(tokens))
     with open_cache(engine, tmp_path) as cache:

@@ -11,8 +11,8 @@ import pytest
 from hosts import Host
 from test_channels import DEADLINE_S, fill, nowhere, pattern
 
-from kvkit.handoff.addresses import connect, listen
-from kvkit.handoff.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout, Listener
+from kvkit.handoff.transport.addresses import connect, listen
+from kvkit.handoff.transport.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout, Listener
 
 TIMEOUT_S = 1.0
 

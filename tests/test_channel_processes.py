@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from test_channels import DEADLINE_S, SHORT_S, SLOT_BYTES, fill, nowhere, open_descriptors, pattern
 
-from kvkit.handoff import local, nixl
-from kvkit.handoff.addresses import connect, listen
-from kvkit.handoff.channel import ChannelClosed, ChannelTimeout, FrameError
-from kvkit.handoff.stream import HEADER
+from kvkit.handoff.transport import nixl, unix
+from kvkit.handoff.transport.addresses import connect, listen
+from kvkit.handoff.transport.channel import ChannelClosed, ChannelTimeout, FrameError
+from kvkit.handoff.transport.stream import HEADER
 from kvkit.staging import Staging
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -95,7 +95,7 @@ def test_a_producer_that_is_killed(address: str) -> None:
         if body == b"half":
             child.kill()
             return arena.buffers[WRITTEN]
-        assert not isinstance(channel, local.LocalChannel | nixl.NixlChannel)
+        assert not isinstance(channel, unix.LocalChannel | nixl.NixlChannel)
         return arena.buffers[int(body)]
 
     for slot in range(WRITTEN):

@@ -1,4 +1,4 @@
-"""Transports of handoff against their contract: kvkit.handoff.channel and what implements it."""
+"""Transports of handoff against their contract: kvkit.handoff.transport.channel and what implements it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 import trustme
 
-from kvkit.handoff import local, nixl
-from kvkit.handoff.addresses import connect, listen, parse
-from kvkit.handoff.channel import (
+from kvkit.handoff.transport import nixl, unix
+from kvkit.handoff.transport.addresses import connect, listen, parse
+from kvkit.handoff.transport.channel import (
     MAX_BODY_BYTES,
     MAX_FIRST_BODY_BYTES,
     Channel,
@@ -37,8 +37,8 @@ from kvkit.handoff.channel import (
     FrameError,
     Listener,
 )
-from kvkit.handoff.stream import HEADER
-from kvkit.handoff.tls import client_context, server_context
+from kvkit.handoff.transport.stream import HEADER
+from kvkit.handoff.transport.tls import client_context, server_context
 from kvkit.staging import PAGE_BYTES, Staging
 
 DEADLINE_S = 60.0
@@ -244,7 +244,7 @@ def test_a_shared_arena_is_written_into_where_that_is_possible(pair: Pair, arena
     pair.server.share(arena)
     pair.server.send(b"welcome")
     assert pair.client.receive(nowhere, DEADLINE_S) == b"welcome"
-    assert pair.client.one_sided == isinstance(pair.client, local.LocalChannel | nixl.NixlChannel)
+    assert pair.client.one_sided == isinstance(pair.client, unix.LocalChannel | nixl.NixlChannel)
     size = SLOT_BYTES - 100
     source = Staging(2 * SLOT_BYTES, 2)
     source.buffers[1][:size] = pattern(size)
@@ -700,7 +700,7 @@ def test_memory_that_a_peer_only_claims_to_have_is_not_brought_in() -> None:
     os.pwrite(descriptor, b"x" * (1 << 20), 0)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     before = os.fstat(descriptor).st_blocks
-    arena = local.PeerArena(os.dup(descriptor), PAGE_BYTES, size // PAGE_BYTES)
+    arena = unix.PeerArena(os.dup(descriptor), PAGE_BYTES, size // PAGE_BYTES)
     arena._toucher.join(DEADLINE_S)
     assert os.fstat(descriptor).st_blocks == before
     arena.close()

@@ -13,7 +13,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
-from test_listing import fill, form_of, records
+from test_inspect import fill, form_of, records
 from typer.testing import CliRunner, Result
 
 from kvkit import cli

@@ -13,14 +13,16 @@ from engine import small_layout, small_namespace
 from pydantic import BaseModel, Secret, SecretStr
 
 from kvkit import config as module
-from kvkit.config import Config, ConfigError, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
+from kvkit.config import Config, PolicyConfig, ServerConfig, load_config, open_cache
+from kvkit.format.layout import LayoutError
+from kvkit.format.record import CODECS, RecordFormat
 from kvkit.handoff.settings import HandoffConfig
-from kvkit.layout import LayoutError
-from kvkit.policy import Policy
-from kvkit.record import CODECS, RecordFormat
+from kvkit.moving.policy import Policy
+from kvkit.settings import ConfigError
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import RedisTier
+from kvkit.tiers.registry import TierConfig
 
 EVERYTHING = """
 chunk_tokens = 128

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.kernels import configs
-from kvkit.kernels.configs import (
+from kvkit.kernels.tuning import configs
+from kvkit.kernels.tuning.configs import (
     Bucket,
     Config,
     TableError,
@@ -245,7 +245,7 @@ def test_a_failed_write_leaves_the_old_table(folders: dict[str, Path]) -> None:
 
 def test_importing_it_leaves_triton_alone() -> None:
     script = (
-        "import sys; from kvkit.kernels import configs, compiled, problems, tuning;"
+        "import sys; from kvkit.kernels.tuning import configs, gate, problems, search;"
         "print('triton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -14,9 +14,10 @@ from matplotlib import image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkit import cli, demo
-from kvkit.adapters import smollm2
-from kvkit.demo import DemoError, Turn
+from kvkit import cli
+from kvkit.adapters.huggingface import smollm2
+from kvkit.bench import demo
+from kvkit.bench.demo import DemoError, Turn
 
 
 @pytest.fixture(scope="module")

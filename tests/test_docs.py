@@ -30,18 +30,19 @@ import kvkit
 from benchmarks.pictures import draw
 from benchmarks.tables import MACHINE, PAGES, RESULTS, ROOT, render
 from docs import reference
-from kvkit import metrics, server
-from kvkit.adapters.vllm import router_metrics
-from kvkit.adapters.vllm.router_settings import read_router_config
 from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
 from kvkit.cache import Cache, Place
 from kvkit.cli import app
-from kvkit.config import Config, PolicyConfig, ServerConfig, TierConfig, load_config, open_cache
+from kvkit.config import Config, PolicyConfig, ServerConfig, load_config, open_cache
+from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.handoff.settings import HandoffConfig
 from kvkit.kernels.launch import Pages
-from kvkit.layout import KVLayout, LayerGroup
-from kvkit.server import DEFAULT_PORT
+from kvkit.observe import http, metrics
+from kvkit.observe.http import DEFAULT_PORT
+from kvkit.router import metrics as router_metrics
+from kvkit.router.settings import read_router_config
 from kvkit.tiers import health
+from kvkit.tiers.registry import TierConfig
 
 SITE = [page for page in pages.PAGES if page.startswith("docs/")]
 TOKENS = np.arange(600, dtype=np.int32)
@@ -339,7 +340,7 @@ def test_metrics_and_paths_that_are_named_exist() -> None:
     assert named <= known
     paths = re.findall(r"127\.0\.0\.1:9477(/\w+)", text)
     assert paths
-    assert all(f" {path} " in (server.__doc__ or "") for path in paths)
+    assert all(f" {path} " in (http.__doc__ or "") for path in paths)
     rules = [yaml.safe_load(block.text) for block in blocks("docs/operations.md", "yaml")]
     assert {rule["expr"] for rule in rules[1]["groups"][0]["rules"]}
     assert rules[0]["scrape_configs"][0]["static_configs"][0]["targets"] == [f"127.0.0.1:{DEFAULT_PORT}"]

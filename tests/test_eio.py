@@ -22,15 +22,15 @@ import numpy as np
 import pytest
 from test_cache import make_engine, open_cache, sequence, store
 
-from kvkit import access
 from kvkit.cache import Cache
-from kvkit.policy import Policy
-from kvkit.record import Damage
+from kvkit.format.record import Damage
+from kvkit.moving import tier_set
+from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
-from kvkit.testing import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
-from kvkit.tiers.files import TEMPORARY
+from kvkit.tiers.folder import TEMPORARY
 from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 Run = Callable[..., None]
 
@@ -161,7 +161,7 @@ def reads_that_fail(others: tuple[str, ...], folder: Path) -> None:
             load(last, "".join(others), elsewhere)
             assert sum(cache.counts().damaged.values()) == FAILURES_TO_PAUSE, "it was asked"
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
-        patch.setattr(access, "time", later)
+        patch.setattr(tier_set, "time", later)
         assert cache.tier_states()["broken"] == "half-open"
         load(last, "broken", 5)
         assert cache.tier_states() == {"broken": "ok", "sound": "ok"}

@@ -12,7 +12,7 @@ import torch
 import transformers
 from vllm_engine import Engine, connector, on_disk, prompt
 
-from kvkit import demo
+from kvkit.bench import demo
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

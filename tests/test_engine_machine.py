@@ -17,19 +17,19 @@ from engine import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from test_loads import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
+from test_load import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
 
 from kvkit.cache import Cache
-from kvkit.record import RecordFormat
-from kvkit.sequence import Hit, Loaded
+from kvkit.format.record import RecordFormat
+from kvkit.moving.sequence import Hit, Loaded
+from kvkit.moving.store import Stored
 from kvkit.staging import Lease, release_all
-from kvkit.stores import Stored
-from kvkit.testing import Fault, FaultyTier, LatencyTier
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.transfers import Transfer
+from kvkit.tiers.testing import Fault, FaultyTier, LatencyTier
+from kvkit.workers import Transfer
 
 TIMEOUT_S, LATE_S = 0.05, 0.002
 """What a call may wait for a tier that hangs, and how late the far tier is. No check depends on either."""

@@ -21,9 +21,9 @@ from openai_engine import TOKEN, OpenAIEngine, pieces_of, text_after
 from routers import Command, Routed, ask, fetch, stream, text_of
 from waiting import wait_for
 
-from kvkit.adapters.vllm import answers, engines, openai
-from kvkit.adapters.vllm.routing import Candidate, Limits, choose_decode
-from kvkit.testing import DEADLINE_S
+from kvkit.router import answers, engines, openai
+from kvkit.router.routing import Candidate, Limits, choose_decode
+from kvkit.tiers.testing import DEADLINE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT, COUNT = "short", 8

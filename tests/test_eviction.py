@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvkit.eviction import POLICIES, Policy, State, add, add_run, pin, remove, touch, use_run
+from kvkit.tiers.eviction import POLICIES, Policy, State, add, add_run, pin, remove, touch, use_run
 
 CAPACITY, QUOTA = 20, 12
 names = st.sampled_from("abcdefgh")

@@ -19,8 +19,8 @@ from engine import Engine, small_layout, small_namespace
 from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import Cache
-from kvkit.policy import Policy
-from kvkit.record import HEADER, RecordFormat
+from kvkit.format.record import HEADER, RecordFormat
+from kvkit.moving.policy import Policy
 
 # forks of a clean process: quick to start, and torch's threads are not in them
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -17,12 +17,12 @@ import pytest
 from engine import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
-from kvkit.record import RecordFormat
+from kvkit.format.record import RecordFormat
 from kvkit.staging import PAGE_BYTES, Staging
-from kvkit.testing import DEADLINE_S
-from kvkit.threads import Forked, Workers
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import DEADLINE_S
+from kvkit.workers import Forked, Workers
 
 TOKENS = np.arange(40, dtype=np.int32)
 ENGINE = Engine(small_layout(), small_namespace(small_layout()))

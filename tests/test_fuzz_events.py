@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from memory import Measured
 from strange import change
 
-from kvkit.adapters.vllm import openai
-from kvkit.adapters.vllm.answers import Answer, CannotContinue
-from kvkit.adapters.vllm.openai import Asked, EventParser
+from kvkit.router import openai
+from kvkit.router.answers import Answer, CannotContinue
+from kvkit.router.openai import Asked, EventParser
 
 CORPUS = Path(__file__).parent / "corpus" / "events"
 SEEDS = [path.read_bytes() for path in sorted(CORPUS.iterdir())]

@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_for
 
-from kvkit.handoff.channel import MAX_BODY_BYTES, MAX_FIRST_BODY_BYTES, Channel, ChannelError
-from kvkit.handoff.link import Link
-from kvkit.handoff.local import LocalChannel
-from kvkit.handoff.messages import AnyMessage, Data, MessageError, Proof, decode, encode
-from kvkit.handoff.stream import HEADER, Stream, StreamChannel
-from kvkit.testing import SLOT_BYTES
+from kvkit.handoff.protocol.messages import AnyMessage, Data, MessageError, Proof, decode, encode
+from kvkit.handoff.transport.channel import MAX_BODY_BYTES, MAX_FIRST_BODY_BYTES, Channel, ChannelError
+from kvkit.handoff.transport.link import Link
+from kvkit.handoff.transport.stream import HEADER, Stream, StreamChannel
+from kvkit.handoff.transport.unix import LocalChannel
+from kvkit.tiers.testing import SLOT_BYTES
 
 SEEDS = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "corpus/frames").iterdir())}
 FIRST_BYTES = 64 << 10

@@ -17,9 +17,9 @@ from memory import Measured
 from record_corpus import CORPUS, FORMS, Whole, resealed, whole
 from strange import change
 
-from kvkit import codecs
-from kvkit import record as records
-from kvkit.record import CODECS, MAGIC, Damage, RecordError
+from kvkit.format import codecs
+from kvkit.format import record as records
+from kvkit.format.record import CODECS, MAGIC, Damage, RecordError
 
 ROOM_BYTES = 512 << 20
 """Address space for a fuzzer, threads of the codecs and all; the bombs of the corpus are larger."""

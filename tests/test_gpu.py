@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_blend_kernels import DTYPES, TOLERANCES, Problem, oracle
-from test_transformers import config, prompt, random_model
+from test_attention import DTYPES, TOLERANCES, Problem, oracle
+from test_cached import config, prompt, random_model
 
-from kvkit.adapters.transformers import CachedModel, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
+from kvkit.format.layout import ORDERS, LayerGroup
+from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels import launch
 from kvkit.kernels.launch import Pages
-from kvkit.layout import ORDERS, LayerGroup
-from kvkit.rope import Rope, Rotation
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")

@@ -26,9 +26,7 @@ from handoff_nodes import (
 )
 from waiting import wait_for
 
-from kvkit.handoff.channel import MAX_BODY_BYTES, ChannelError, ChannelIdle
-from kvkit.handoff.local import PeerArena
-from kvkit.handoff.messages import (
+from kvkit.handoff.protocol.messages import (
     Admit,
     Cancel,
     Commit,
@@ -45,9 +43,11 @@ from kvkit.handoff.messages import (
     encode,
 )
 from kvkit.handoff.sender import HandoffError, Sender
+from kvkit.handoff.transport.channel import MAX_BODY_BYTES, ChannelError, ChannelIdle
+from kvkit.handoff.transport.unix import PeerArena
 from kvkit.staging import Staging, release_all
-from kvkit.testing import SLOT_BYTES, Completions, put, record_bytes, record_names
 from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.testing import SLOT_BYTES, Completions, put, record_bytes, record_names
 
 ADDRESSES = pytest.mark.parametrize("transport", ["unix", "tcp"])
 

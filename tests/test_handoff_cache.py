@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,18 +16,18 @@ from engine import Engine, small_layout, small_namespace
 from handoff_nodes import LONG_S, Speaker
 from pages import on_page
 
-from kvkit import record
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
-from kvkit.handoff.channel import ChannelError
-from kvkit.handoff.messages import Admit, Commit, Data, Done, Reserve
+from kvkit.format import record
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.handoff.protocol.messages import Admit, Commit, Data, Done, Reserve
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import HandoffConfig, Size, identify
 from kvkit.handoff.tier import HandoffTier
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.policy import Policy
-from kvkit.sequence import Chunks
+from kvkit.handoff.transport.channel import ChannelError
+from kvkit.moving.policy import Policy
+from kvkit.moving.sequence import Chunks
 from kvkit.tiers.base import Tier
 
 CHUNK = 8
@@ -174,6 +175,7 @@ def test_what_was_verified_stays_so_where_memory_is_not_shared(
     engine: Engine, tmp_path: Path, shared: bool
 ) -> None:
     """A sender that goes on writing when its transfer is done: docs/handoff.md says who is trusted."""
+    gc.collect()  # mappings of earlier tests end with what maps them
     before = shared_arenas()
     with (
         open_node(engine, tmp_path, "decode", shared_memory=shared) as decode,

@@ -27,17 +27,18 @@ from handoff_nodes import (
 from test_channels import Certificates
 from waiting import wait_for
 
-from kvkit.handoff import door, endpoint
-from kvkit.handoff.channel import MAX_BODY_BYTES
-from kvkit.handoff.door import MAX_STRANGERS
+from kvkit.handoff import endpoint
 from kvkit.handoff.endpoint import Endpoint
-from kvkit.handoff.link import MAX_QUEUED_BYTES
-from kvkit.handoff.messages import Proof, Query, encode
 from kvkit.handoff.peer import PeerTier
+from kvkit.handoff.protocol.messages import Proof, Query, encode
 from kvkit.handoff.sender import HandoffError
-from kvkit.handoff.stream import HEADER
+from kvkit.handoff.transport import door
+from kvkit.handoff.transport.channel import MAX_BODY_BYTES
+from kvkit.handoff.transport.door import MAX_STRANGERS
+from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
+from kvkit.handoff.transport.stream import HEADER
 from kvkit.staging import Staging, release_all
-from kvkit.testing import SLOT_BYTES, record_names
+from kvkit.tiers.testing import SLOT_BYTES, record_names
 
 MIB = 1 << 20
 STRANGERS = 300

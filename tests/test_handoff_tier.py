@@ -12,8 +12,8 @@ from handoff_nodes import LONG_S, Node, new_sender
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.tier import HandoffTier
 from kvkit.staging import Lease, Staging
-from kvkit.testing import SLOT_BYTES, SLOTS, TierContract, Wrapper, put, record_names
 from kvkit.tiers.base import OnComplete, TierError, complete
+from kvkit.tiers.testing import SLOT_BYTES, SLOTS, TierContract, Wrapper, put, record_names
 
 
 class SentTo(Wrapper):

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvkit.testing import DEADLINE_S
 from kvkit.tiers import health
 from kvkit.tiers.health import (
     CURRENT_S,
@@ -22,6 +21,7 @@ from kvkit.tiers.health import (
     Circuit,
     Health,
 )
+from kvkit.tiers.testing import DEADLINE_S
 
 LONGEST_S = max(PAUSES_S)
 

@@ -22,11 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvkit.format.layout import ITEM_BYTES, LayerGroup
+from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels import jax as kernels
-from kvkit.kernels import jax_attention, launch, reference
+from kvkit.kernels import launch, reference
+from kvkit.kernels.attention import pallas
 from kvkit.kernels.launch import LaunchError, Quantised
-from kvkit.layout import ITEM_BYTES, LayerGroup
-from kvkit.rope import Rope, Rotation
 
 POISON = 0xA5
 FLOATS = ["float32", "float16", "bfloat16"]
@@ -40,7 +41,7 @@ ROPES = {
     "partial interleaved": Rope((0.5,), interleaved=True, first=1),
 }
 # the two forms of attention: XLA's, which a CPU takes, and a GPU's in Pallas' interpreter
-PALLAS = jax.jit(partial(jax_attention.blend_attention, interpret=True), static_argnums=(7, 8, 9))
+PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=(7, 8, 9))
 FORMS = {"xla": kernels.blend_attention, "pallas": PALLAS}
 TRITON_CALL = "__gpu$xla.gpu.triton"
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -401,7 +402,7 @@ def tiles(rows: int, keys: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "ROW_TILE", rows)
         patch.setattr(kernels, "KEY_TILE", keys)
-        patch.setattr(jax_attention, "_tile", lambda *_: (16, 16, 4, 1))
+        patch.setattr(pallas, "_tile", lambda *_: (16, 16, 4, 1))
         for function in compiled:
             function.clear_cache()
         yield
@@ -714,7 +715,7 @@ def test_one_function_serves_both_platforms() -> None:
 
 def test_nothing_else_imports_jax() -> None:
     code = (
-        "import sys, kvkit.cache, kvkit.kernels.launch, kvkit.kernels.host, kvkit.kernels.reference;"
+        "import sys, kvkit.cache, kvkit.kernels.launch, kvkit.kernels.pages.numba, kvkit.kernels.reference;"
         "print('jax' in sys.modules); import kvkit.kernels.jax, jax; print('site-packages' in jax.__file__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.layout import ITEM_BYTES, ORDERS, KVLayout, LayerGroup, LayoutError, Namespace, canonical_json
+from kvkit.format.layout import (
+    ITEM_BYTES,
+    ORDERS,
+    KVLayout,
+    LayerGroup,
+    LayoutError,
+    Namespace,
+    canonical_json,
+)
 
 GQA = LayerGroup(tuple(range(30)), 3, 64, 64, "float32")
 MHA = LayerGroup(tuple(range(12)), 12, 64, 64, "float16")

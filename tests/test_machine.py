@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkit.cache import Cache
-from kvkit.policy import Policy
-from kvkit.record import RecordFormat
+from kvkit.format.record import RecordFormat
+from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
-from kvkit.testing import Fault, FaultyTier
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import Fault, FaultyTier
 
 CHUNK = 8
 # few, so that they meet again; they share prefixes, and chunks repeat after other prefixes

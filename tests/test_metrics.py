@@ -14,17 +14,17 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkit import metrics
-from kvkit.counts import Histogram
+from kvkit.format.record import Damage
 from kvkit.handoff.endpoint import Endpoint
-from kvkit.handoff.link import Identity
+from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.states import Limits
 from kvkit.handoff.tier import HandoffTier
-from kvkit.record import Damage
+from kvkit.handoff.transport.link import Identity
+from kvkit.moving.counts import Histogram
+from kvkit.observe import metrics
 from kvkit.staging import Staging
-from kvkit.testing import DEADLINE_S, SLOT_BYTES, record_names
+from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, record_names
 
 TIERS = ("near", "[far]")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -11,25 +11,25 @@ import torch
 from engine import Engine, small_layout, small_namespace
 from metric_names import Samples, documented, moved, samples
 from prometheus_client import generate_latest
-from test_blending import random_model
-from test_loads import CHUNK, new_cache, new_staging, sequence
+from test_blend_run import random_model
+from test_load import CHUNK, new_cache, new_staging, sequence
 from waiting import wait_for
 
-from kvkit import metrics
-from kvkit.adapters.blend import BlendedModel
+from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.cache import Cache
 from kvkit.config import load_config
 from kvkit.handoff.endpoint import Endpoint
-from kvkit.handoff.link import Identity
+from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.states import Limits
 from kvkit.handoff.tier import HandoffTier
+from kvkit.handoff.transport.link import Identity
+from kvkit.observe import metrics
 from kvkit.staging import Staging
-from kvkit.testing import DEADLINE_S, SLOT_BYTES, Fault, FaultyTier, record_names
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, Fault, FaultyTier, record_names
 
 LAYOUT = small_layout()
 ENGINE = Engine(LAYOUT, small_namespace(LAYOUT, CHUNK))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.adapters.vllm import openai
-from kvkit.adapters.vllm.openai import Asked, EventParser, parse
+from kvkit.router import openai
+from kvkit.router.openai import Asked, EventParser, parse
 
 TEXTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)
 

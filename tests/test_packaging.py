@@ -28,7 +28,7 @@ def tracked(*folders: str) -> set[str]:
     return names
 
 
-TABLE = "kernels/tuned/some-gpu.json"
+TABLE = "kernels/tuning/tuned/some-gpu.json"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,9 @@ def test_the_installed_wheel_works_away_from_the_tree(built: Path, tmp_path: Pat
     target = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
-    script = "import kvkit, kvkit.cache, kvkit.kernels.launch, kvkit.adapters.smollm2; print(kvkit.__file__)"
+    script = (
+        "import kvkit.cache, kvkit.kernels.launch, kvkit.adapters.huggingface.smollm2 as s; print(s.__file__)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={"PYTHONPATH": str(target), "PATH": ""},

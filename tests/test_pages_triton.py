@@ -1,4 +1,4 @@
-"""kvkit.kernels.pages does what the reference says, in Triton's interpreter; test_gpu runs it compiled."""
+"""kvkit.kernels.pages.triton does what the reference says, in Triton's interpreter; test_gpu compiles it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from numpy.typing import NDArray
-from test_pages import (
+from test_pages_numba import (
     FLOATS,
     POISON,
     SMALL,
@@ -22,12 +22,12 @@ from test_pages import (
     jobs,
 )
 
+from kvkit.format.layout import ORDERS, LayerGroup
+from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels import launch
-from kvkit.kernels import pages as kernels
-from kvkit.kernels.configs import Config, Launch
 from kvkit.kernels.launch import Pages
-from kvkit.layout import ORDERS, LayerGroup
-from kvkit.rope import Rope, Rotation
+from kvkit.kernels.pages import triton as kernels
+from kvkit.kernels.tuning.configs import Config, Launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu runs it compiled")
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import CacheError, Stored
-from kvkit.plan import RetrievePlan, Segment, cut
-from kvkit.sequence import Chunks
+from kvkit.moving.plan import RetrievePlan, Segment, cut
+from kvkit.moving.sequence import Chunks
 from kvkit.staging import release_all
-from kvkit.testing import Fault, FaultyTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.transfers import Transfer
+from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.workers import Transfer
 
 CHUNKS, CHUNK, PER_CHUNK = 5, 8, 2
 """Chunks of a sequence, tokens of a chunk, blocks of a chunk."""

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from handoff_nodes import IDENTITY, LONG_S, Node, Process, new_sender
 
-from kvkit.handoff import auth
-from kvkit.handoff.addresses import listen
-from kvkit.handoff.channel import Channel
-from kvkit.handoff.messages import Commit, Data, Proof, Pull, decode, encode
 from kvkit.handoff.peer import PeerTier
+from kvkit.handoff.protocol.messages import Commit, Data, Proof, Pull, decode, encode
+from kvkit.handoff.transport import auth
+from kvkit.handoff.transport.addresses import listen
+from kvkit.handoff.transport.channel import Channel
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.testing import (
+from kvkit.tiers.base import OnComplete, TierError
+from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.testing import (
     RECORDS,
     SLOT_BYTES,
     SLOTS,
@@ -29,8 +31,6 @@ from kvkit.testing import (
     record_bytes,
     record_names,
 )
-from kvkit.tiers.base import OnComplete, TierError
-from kvkit.tiers.memory import MemoryTier
 
 
 class Through(Wrapper):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.plan import (
+from kvkit.moving.plan import (
     RetrievePlan,
     Segment,
     StorePlan,
@@ -15,7 +15,7 @@ from kvkit.plan import (
     plan_store,
     plan_write_back,
 )
-from kvkit.policy import Policy
+from kvkit.moving.policy import Policy
 
 NAMES = ("memory", "disk", "nfs", "s3")
 tiers = st.sampled_from(NAMES)

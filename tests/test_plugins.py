@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkit.config import ConfigError, load_config
+from kvkit.config import load_config
+from kvkit.settings import ConfigError
 from kvkit.tiers.plugins import check_kind, kinds
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,7 @@ FILES = {
 
         import threading
 
-        from kvkit.record import Damage
+        from kvkit.format.record import Damage
         from kvkit.tiers.base import DamagedObject, ThreadedTier, TierFull
 
 
@@ -102,7 +103,7 @@ FILES = {
         import pytest
         from kvkit.config import load_config, open_cache
         from kvkit.staging import Staging
-        from kvkit.testing import RECORDS, SLOT_BYTES, SLOTS, TierContract
+        from kvkit.tiers.testing import RECORDS, SLOT_BYTES, SLOTS, TierContract
         from kvkit.tiers.plugins import open_plugin
         from engine import small_layout
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvkit.policy import Policy, PolicyError, check, for_role
+from kvkit.moving.policy import Policy, PolicyError, check, for_role
 
 TIERS = ("memory", "disk", "nfs")
 SETTINGS = ("retrieve_from", "store_to", "write_back_to")

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvkit.kernels import problems
-from kvkit.kernels.problems import (
+from kvkit.format.rope import Rope
+from kvkit.kernels.tuning import problems
+from kvkit.kernels.tuning.problems import (
     ATTENTIONS,
     MOVES,
     SCATTERS,
@@ -19,7 +20,6 @@ from kvkit.kernels.problems import (
     Scatter,
     every_problem,
 )
-from kvkit.rope import Rope
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

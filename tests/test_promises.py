@@ -12,13 +12,13 @@ import pytest
 from engine import Engine
 from hypothesis import given
 from hypothesis import strategies as st
-from test_loads import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging, sequence
+from test_load import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging, sequence
 from test_parts import open_cache
 
 from kvkit.cache import Cache
-from kvkit.promises import Promises
-from kvkit.testing import Fault, FaultyTier
+from kvkit.moving.promises import Promises
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import Fault, FaultyTier
 
 NAMES = "abc"
 

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from test_loads import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
+from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
-from kvkit import puts
-from kvkit.puts import Outstanding, PutQueue
+from kvkit.moving import puts
+from kvkit.moving.puts import Outstanding, PutQueue
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.testing import Fault, FaultyTier
 from kvkit.tiers.base import OnComplete, Tier, TierFull
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import Fault, FaultyTier
 
 
 def hanging(folder: Path, name: str) -> FaultyTier:

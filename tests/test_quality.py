@@ -13,15 +13,16 @@ import pytest
 import tokenizers
 import transformers
 from pages import on_page, run_shell
-from test_blending import random_model
+from test_blend_run import random_model
 from typer.testing import CliRunner
 
-from kvkit import cli, quality
-from kvkit.adapters import smollm2
-from kvkit.adapters.blend import BlendedModel, check_gate
-from kvkit.blend import BlendError, Selection, Span, plan_blend
+from kvkit import cli
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.blended import BlendedModel, check_gate
+from kvkit.bench import quality
+from kvkit.bench.quality import METHODS, SETS, Judge, Method, Sample, bootstrap, samples
+from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
-from kvkit.quality import METHODS, SETS, Judge, Method, Sample, bootstrap, samples
 
 
 def encode(text: str) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvkit.quarantine import MAX_SHUNNED, SHUNNED_S, Quarantine
-from kvkit.testing import record_names
+from kvkit.moving.quarantine import MAX_SHUNNED, SHUNNED_S, Quarantine
+from kvkit.tiers.testing import record_names
 
 
 def test_a_record_is_shunned_in_its_tier_for_a_while() -> None:

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvkit import codecs
-from kvkit import record as records
-from kvkit.chunks import DIGEST_BYTES, chunk_keys
-from kvkit.layout import ITEM_BYTES, KVLayout, LayerGroup, LayoutError, Namespace
-from kvkit.record import HEADER, MAGIC, Damage, RecordError, RecordFormat
+from kvkit.format import codecs
+from kvkit.format import record as records
+from kvkit.format.keys import DIGEST_BYTES, chunk_keys
+from kvkit.format.layout import ITEM_BYTES, KVLayout, LayerGroup, LayoutError, Namespace
+from kvkit.format.record import HEADER, MAGIC, Damage, RecordError, RecordFormat
 
 Bytes = npt.NDArray[np.uint8]
 COMPRESSED = ("zstd", "bitshuffle-zstd")

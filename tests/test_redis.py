@@ -11,19 +11,11 @@ import redis
 from remote import finish, kill_amid_a_load, same
 from servers import Proxy, RedisServer
 
-from kvkit.record import Damage
+from kvkit.format.record import Damage
 from kvkit.staging import Staging
-from kvkit.testing import (
-    RECORDS,
-    SLOT_BYTES,
-    TierContract,
-    get,
-    put,
-    record_bytes,
-    record_names,
-)
 from kvkit.tiers.base import DamagedObject, Tier, TierError, TierFull
 from kvkit.tiers.redis import PREFIX, RedisTier
+from kvkit.tiers.testing import RECORDS, SLOT_BYTES, TierContract, get, put, record_bytes, record_names
 
 TIMEOUT_S = 1.0
 PASSWORD = "a-password-that-must-not-be-shown"

@@ -22,9 +22,9 @@ from routers import Command, Routed, ask, fetch, stream, text_of
 from servers import free_ports
 from waiting import wait_for
 
-from kvkit.adapters.vllm.engines import Engine, Query
-from kvkit.server import Server
-from kvkit.testing import DEADLINE_S
+from kvkit.observe.http import Server
+from kvkit.router.engines import Engine, Query
+from kvkit.tiers.testing import DEADLINE_S
 
 Body = dict[str, Any]
 LONG = "a long prompt " * 100

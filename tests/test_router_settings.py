@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvkit.adapters.vllm.router_settings import engines, read_router_config
 from kvkit.cli import app
-from kvkit.config import ConfigError
+from kvkit.router.settings import engines, read_router_config
+from kvkit.settings import ConfigError
 
 D = {"d": {"url": "http://127.0.0.1:1"}}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvkit.adapters.vllm.routing import (
+from kvkit.router.routing import (
     MIN_SAMPLE_TOKENS,
     Candidate,
     Decision,

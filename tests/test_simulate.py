@@ -15,16 +15,16 @@ from typer.testing import CliRunner, Result
 
 from kvkit import cli
 from kvkit.cache import Cache
-from kvkit.eviction import POLICIES
-from kvkit.eviction import Policy as EvictionPolicy
-from kvkit.policy import Policy
-from kvkit.record import RecordFormat
+from kvkit.format.record import RecordFormat
+from kvkit.moving.policy import Policy
 from kvkit.simulate.config import SimulationConfig, TierConfig, load_simulation
 from kvkit.simulate.errors import SimulationError
 from kvkit.simulate.model import Simulator, simulate
 from kvkit.simulate.report import as_json, compare, parse_sweep, summary
 from kvkit.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
 from kvkit.staging import Staging
+from kvkit.tiers.eviction import POLICIES
+from kvkit.tiers.eviction import Policy as EvictionPolicy
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 

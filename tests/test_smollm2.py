@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
-from kvkit.adapters import smollm2
-from kvkit.adapters.smollm2 import ModelError, fetch
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.smollm2 import ModelError, fetch
 
 
 def test_fetch_returns_the_folder_that_is_there() -> None:

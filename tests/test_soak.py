@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 from engine import Engine
-from test_loads import CHUNK, make_engine, new_cache, new_staging, sequence
+from test_load import CHUNK, make_engine, new_cache, new_staging, sequence
 
 from kvkit.cache import Cache, CacheTimeout
 from kvkit.staging import release_all
-from kvkit.testing import Fault, FaultyTier, random_plan
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import Fault, FaultyTier, random_plan
 
 THREADS, SECONDS = 50, 60.0
 FAULTS = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvkit.staging import PAGE_BYTES, Lease, Staging, StagingError, StagingTimeout, release_all
-from kvkit.threads import Stopped
+from kvkit.workers import Stopped
 
 DEADLINE_S = 60.0
 

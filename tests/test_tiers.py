@@ -14,10 +14,14 @@ import pytest
 from engine import small_layout, small_namespace
 from fsspec.implementations.memory import MemoryFileSystem
 
-from kvkit import arrays, record
-from kvkit.record import RecordFormat
+from kvkit.format import arrays, record
+from kvkit.format.record import RecordFormat
 from kvkit.staging import Staging, release_all
-from kvkit.testing import (
+from kvkit.tiers.base import DamagedObject, Tier, TierFull
+from kvkit.tiers.memory import MemoryTier
+from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.spread import SpreadTier
+from kvkit.tiers.testing import (
     DEADLINE_S,
     RECORDS,
     SLOT_BYTES,
@@ -33,10 +37,6 @@ from kvkit.testing import (
     record_bytes,
     record_names,
 )
-from kvkit.tiers.base import DamagedObject, Tier, TierFull
-from kvkit.tiers.memory import MemoryTier
-from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.paths import SpreadTier
 
 
 def memory_url() -> str:

@@ -22,9 +22,9 @@ import pytest
 from managed import ManagedCache, filled_counts
 from rich.console import Console
 
-from kvkit.server import Server, ServerError
-from kvkit.testing import DEADLINE_S
-from kvkit.top import Snapshot, TopError, fetch, frame, token_for, watch
+from kvkit.observe.http import Server, ServerError
+from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for, watch
+from kvkit.tiers.testing import DEADLINE_S
 
 TOKEN = "correct-horse-battery-staple"
 

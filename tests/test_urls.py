@@ -20,12 +20,14 @@ from typer.testing import CliRunner
 
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.cli import app
-from kvkit.config import ConfigError, TierConfig, load_config
+from kvkit.config import load_config
+from kvkit.format.urls import has_password, hide, shown
+from kvkit.settings import ConfigError
 from kvkit.staging import Staging
-from kvkit.testing import SLOT_BYTES, get, put, record_names
 from kvkit.tiers import mooncake, redis
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.urls import has_password, hide, shown
+from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.testing import SLOT_BYTES, get, put, record_names
 
 MARK = "S3CR3T"
 # whatever a TOML file can hold in one line, with what separates the parts of a URL more often than not

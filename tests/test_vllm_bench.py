@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 from vllm_engine import ENVIRONMENT
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench.workloads import CONTROL, WORKLOADS
 from kvkit.cli import app
 

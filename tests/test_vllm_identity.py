@@ -30,8 +30,8 @@ from vllm_engine import BLOCK, connector
 
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.identity import adapter_fingerprint, folder_fingerprint, model_identity
-from kvkit.layout import KVLayout, Namespace
-from kvkit.sequence import Chunks
+from kvkit.format.layout import KVLayout, Namespace
+from kvkit.moving.sequence import Chunks
 
 IDS = np.arange(8 * BLOCK, dtype=np.int32)
 

@@ -21,7 +21,7 @@ from waiting import wait_for
 from kvkit.adapters.vllm import contents
 from kvkit.adapters.vllm.contents import Stamp
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.messages import Lora
+from kvkit.adapters.vllm.step import Lora
 
 PROMPT = prompt(300, seed=5, vocabulary=VOCABULARY)
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK

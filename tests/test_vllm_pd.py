@@ -23,9 +23,9 @@ from vllm_engine import prompt as prompt_of
 from waiting import wait_for
 
 from kvkit.adapters.vllm.connector import _check_loads, _check_role
-from kvkit.config import ConfigError
-from kvkit.handoff.messages import VERSION, Error
+from kvkit.handoff.protocol.messages import VERSION, Error
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.settings import ConfigError
 
 CHUNK = 2 * BLOCK
 SEND = {"do_remote_decode": True, "do_remote_prefill": False}

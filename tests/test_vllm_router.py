@@ -33,8 +33,8 @@ from vllm_engine import BLOCK, Settings, connector, prompt
 from vllm_server import Served
 from waiting import wait_for
 
-from kvkit.adapters.vllm import router_metrics
-from kvkit.testing import DEADLINE_S
+from kvkit.router import metrics as router_metrics
+from kvkit.tiers.testing import DEADLINE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CHUNK = 2 * BLOCK

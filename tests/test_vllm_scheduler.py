@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvkit.adapters.vllm.handoff import Receiving, Sending
-from kvkit.adapters.vllm.messages import Answer, Report, Sequence, Step, Tables
+from kvkit.adapters.vllm.params import Receiving, Sending
 from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, RequestView, Scheduler, Sizes
+from kvkit.adapters.vllm.step import Answer, Report, Sequence, Step, Tables
 
 CHUNK, BLOCK = 8, 4
 

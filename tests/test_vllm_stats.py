@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvkit.adapters.vllm import stats
 from kvkit.adapters.vllm.connector import log_as_vllm
 from kvkit.adapters.vllm.stats import PromMetrics, Recorder, Stats
-from kvkit.counts import Counts
-from kvkit.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.moving.counts import Counts
 
 FIRST = {"lookup_tokens": 64, "hit_tokens": {"disk": 32}, "loaded_bytes": {"disk": 100}}
 SECOND = {"hit_tokens": {"disk": 16, "memory": 8}, "loaded_bytes": {"disk": 50}, "load_errors": 1}

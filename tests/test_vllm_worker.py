@@ -19,14 +19,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from waiting import wait_for
 
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.messages import Ask, Load, Lora, Prefetch, Save, Send, Sequence, Step, TokenIds
 from kvkit.adapters.vllm.settings import read_settings
+from kvkit.adapters.vllm.step import Ask, Load, Lora, Prefetch, Save, Send, Sequence, Step, TokenIds
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.states import Phase
 from kvkit.handoff.tier import HandoffTier
-from kvkit.sequence import UnknownModel
-from kvkit.testing import Fault, FaultyTier, Plan, record_names
+from kvkit.moving.sequence import UnknownModel
+from kvkit.tiers.testing import Fault, FaultyTier, Plan, record_names
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
 SPECS = [

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from engine import Engine
-from test_loads import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
+from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
-from kvkit import loads
 from kvkit.cache import Cache, Hit
-from kvkit.reads import PlanReads
+from kvkit.moving import load as loads
+from kvkit.moving.reads import PlanReads
 from kvkit.staging import Lease, release_all
-from kvkit.testing import Fault, FaultyTier, Wrapper
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.testing import Fault, FaultyTier, Wrapper
 
 
 class Logged(Wrapper):

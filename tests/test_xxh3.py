@@ -1,4 +1,4 @@
-"""kvkit.xxh3 against the C library."""
+"""kvkit.format.xxh3 against the C library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvkit import xxh3
+from kvkit.format import xxh3
 
 BYTES = np.random.default_rng(7).integers(0, 256, 1 << 20, np.uint8)
 LONG = [1023, 1024, 1025, 2047, 2048, 2049, 2112, 4096, 65_536, 98_304, 1_000_003]

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pytest
 import zarr
 
-from kvkit import arrays, codecs
-from kvkit import record as records
-from kvkit.chunks import chunk_keys
-from kvkit.layout import KVLayout, LayerGroup, Namespace
-from kvkit.record import CODECS, Damage, RecordError, RecordFormat
+from kvkit.format import arrays, codecs
+from kvkit.format import record as records
+from kvkit.format.keys import chunk_keys
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.record import CODECS, Damage, RecordError, RecordFormat
 from kvkit.tiers.objects import ObjectTier
 
 PIPELINES = {"zarr-python": "zarr.core.codec_pipeline.BatchedCodecPipeline"}

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvkit.kernels.configs import Bucket, Config, Launch
-from kvkit.kernels.problems import Case, Problem, Work
+from kvkit.kernels.tuning.configs import Bucket, Config, Launch
+from kvkit.kernels.tuning.problems import Case, Problem, Work
 
 COUNT = 4096
 

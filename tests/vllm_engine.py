@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU."""
@@ -258,7 +258,7 @@ class _Served:
 
     def record_bytes(self, tokens: int) -> int:
         """Of a chunk of so many tokens, over all groups of layers."""
-        from kvkit.sequence import formats_of
+        from kvkit.moving.sequence import formats_of
 
         (worker,) = _workers()
         space = replace(worker.cache.namespace, chunk_tokens=tokens)
@@ -271,8 +271,8 @@ class _Served:
 
     def keep_last_word(self) -> None:
         """Of the next transfer all is sent but the message that this was all."""
-        from kvkit.handoff.link import Link
-        from kvkit.handoff.messages import Commit
+        from kvkit.handoff.protocol.messages import Commit
+        from kvkit.handoff.transport.link import Link
 
         say = Link.say
 

@@ -13,7 +13,7 @@ import psutil
 from servers import Process, free_ports
 from vllm_engine import ENVIRONMENT, Settings
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 
 
 class Served(Process):

@@ -25,21 +25,21 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvkit.adapters.vllm import groups
-from kvkit.adapters.vllm import handoff as parameters
+from kvkit.adapters.vllm import pages
+from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.events import Events
-from kvkit.adapters.vllm.handoff import Receiving, Sending
 from kvkit.adapters.vllm.identity import model_identity
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import Media, identity
-from kvkit.adapters.vllm.messages import Lora, Report, Sequence, Step
+from kvkit.adapters.vllm.params import Receiving, Sending
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
+from kvkit.adapters.vllm.step import Lora, Report, Sequence, Step
 from kvkit.adapters.vllm.worker import Worker
-from kvkit.config import ConfigError
+from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.settings import HandoffConfig
-from kvkit.layout import KVLayout, Namespace
+from kvkit.settings import ConfigError
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -75,8 +75,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        specs = groups.layer_specs(kv_cache_config, current_platform.is_cpu())
-        blocks = groups.check_chunks(self._config.chunk_tokens, specs)
+        specs = pages.layer_specs(kv_cache_config, current_platform.is_cpu())
+        blocks = pages.check_chunks(self._config.chunk_tokens, specs)
         parallel = vllm_config.parallel_config
         _check(self._settings.load, len(specs), parallel)
         kv_role, load = self._kv_transfer_config.kv_role, self._settings.load
@@ -103,9 +103,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return
         self._media = Media()
         # behind a window's end, only whole chunks are known to hold all that is attended to
-        grain = self._config.chunk_tokens if groups.has_windows(specs) else math.lcm(*blocks)
+        grain = self._config.chunk_tokens if pages.has_windows(specs) else math.lcm(*blocks)
         self._scheduler = Scheduler(
-            Sizes(self._config.chunk_tokens, blocks, grain, not groups.has_windows(specs)),
+            Sizes(self._config.chunk_tokens, blocks, grain, not pages.has_windows(specs)),
             self._sequence,
             ranks=parallel.world_size,
             waits=self._settings.load != "async",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkit.adapters.configs import described
+from kvkit.adapters.huggingface.configs import described
 from kvkit.adapters.vllm.contents import default_folder, digests
 
 log = logging.getLogger(__name__)

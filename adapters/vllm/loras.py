@@ -12,7 +12,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvkit.adapters.vllm.contents import Stamp
 from kvkit.adapters.vllm.identity import Digests, adapter_files, adapter_fingerprint, contents
-from kvkit.adapters.vllm.messages import Lora
+from kvkit.adapters.vllm.step import Lora
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from vllm.multimodal.hasher import MultiModalHasher
 
-from kvkit.adapters.vllm.messages import TokenIds
-from kvkit.chunks import as_tokens
+from kvkit.adapters.vllm.step import TokenIds
+from kvkit.format.keys import as_tokens
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvkit.adapters.vllm.messages import TokenIds
+from kvkit.adapters.vllm.step import TokenIds
 from kvkit.cache import Cache
-from kvkit.layout import Namespace
-from kvkit.sequence import Hit
-from kvkit.transfers import Transfer
+from kvkit.format.layout import Namespace
+from kvkit.moving.sequence import Hit
+from kvkit.workers import Transfer
 
 
 @dataclass(slots=True)

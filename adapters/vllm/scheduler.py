@@ -16,20 +16,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count, islice
 from typing import Any, Protocol
 
-from kvkit.adapters.vllm import handoff as parameters
-from kvkit.adapters.vllm.handoff import Receiving, Sending
-from kvkit.adapters.vllm.messages import (
-    Answer,
-    Ask,
-    Load,
-    Prefetch,
-    Report,
-    Save,
-    Send,
-    Sequence,
-    Step,
-    Tables,
-)
+from kvkit.adapters.vllm import params as parameters
+from kvkit.adapters.vllm.params import Receiving, Sending
+from kvkit.adapters.vllm.step import Answer, Ask, Load, Prefetch, Report, Save, Send, Sequence, Step, Tables
 
 FRESH_S = 10.0
 """Seconds for which an answer counts: a request that could not be admitted for longer asks again."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvkit.adapters.vllm.handoff import of_rank
-from kvkit.adapters.vllm.messages import Send, TokenIds
+from kvkit.adapters.vllm.params import of_rank
+from kvkit.adapters.vllm.step import Send, TokenIds
 from kvkit.cache import Cache, Place, Stored
+from kvkit.format.layout import Namespace
 from kvkit.handoff.sender import HandoffError, Sender, Sending
-from kvkit.layout import Namespace
-from kvkit.sequence import Chunks
-from kvkit.transfers import Transfer
+from kvkit.moving.sequence import Chunks
+from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
 

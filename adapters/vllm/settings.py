@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkit.config import Config, ConfigError, load_config
+from kvkit.config import Config, load_config
+from kvkit.settings import ConfigError
 
 
 class Settings(BaseModel):

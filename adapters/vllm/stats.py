@@ -27,8 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvkit.adapters.vllm.sends import TARGET
 from kvkit.cache import Cache, Loaded, Stored
-from kvkit.counts import BYTES_PER_SECOND, Counts
-from kvkit.sequence import formats_of
+from kvkit.moving.counts import BYTES_PER_SECOND, Counts
+from kvkit.moving.sequence import formats_of
 
 TOTALS = {
     "lookup_tokens": "Tokens of whole chunks that were asked for",

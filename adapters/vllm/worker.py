@@ -14,23 +14,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvkit.adapters.vllm import groups, stats
+from kvkit.adapters.vllm import pages, stats
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.messages import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
 from kvkit.adapters.vllm.prefetches import Prefetches
 from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
+from kvkit.adapters.vllm.step import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
 from kvkit.adapters.vllm.tally import Tally
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
+from kvkit.format.layout import KVLayout, Namespace
+from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
-from kvkit.handoff.states import Phase
 from kvkit.handoff.tier import HandoffTier
-from kvkit.layers import LayerLoad
-from kvkit.layout import KVLayout, Namespace
-from kvkit.sequence import Hit, Place, UnknownModel
-from kvkit.transfers import Transfer
+from kvkit.moving.layerwise import LayerLoad
+from kvkit.moving.sequence import Hit, Place, UnknownModel
+from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Worker:
         self._kept: set[str] = set()
         self._sent: set[str] = set()
         self._handed_off: set[str] = set()
-        self._windows = groups.has_windows(specs)
+        self._windows = pages.has_windows(specs)
         self._receiver: Receiver | None = None
         self._sends: Sends | None = None
         self._block = math.lcm(*(next(iter(group.values())).block_size for group in specs))
@@ -177,7 +177,7 @@ class Worker:
             ConfigError: a setting is impossible for this model.
         """
         opaque = next(iter(tensors.values())).device.type == "cpu"
-        layout, self._groups = groups.group_pages(self._specs, tensors, self._blocks, opaque)
+        layout, self._groups = pages.group_pages(self._specs, tensors, self._blocks, opaque)
         self._namespace = self._base = self._namespace_of(layout)
         config = self._config.model_copy(update={"server": self._config.server.of_rank(self._namespace.rank)})
         self.cache: Cache = open_cache(config, layout, self._namespace, self.space_of)
@@ -511,7 +511,7 @@ class Worker:
 
     def _complete(self, part: Save | Send, first: int, stop: int) -> int:
         """How many of tokens [first, stop) have all of their blocks."""
-        count = groups.complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
+        count = pages.complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
         if count < stop - first:
             log.warning("%s: tokens from %d on lack blocks, and are not stored", part.request, first + count)
         return count

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.bench.workloads import Request
-from kvkit.threads import Workers
-from kvkit.tiers.urls import shown
+from kvkit.format.urls import shown
+from kvkit.workers import Workers
 
 HIT_COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
 """vLLM's counters of prompt tokens that it did not compute: in its own cache, in a connector's."""

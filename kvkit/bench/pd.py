@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from rich.console import Console
 from rich.table import Table
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.client import Answer, Server, ask, connect, loaded_tokens
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started

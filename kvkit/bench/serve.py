@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from kvkit.adapters import smollm2
+from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.client import ClientError, Server, connect, counted_hits, drive
 from kvkit.bench.memory import MemoryTooSmall
@@ -30,8 +30,9 @@ from kvkit.bench.systems import (
     started,
 )
 from kvkit.bench.workloads import WORKLOADS, Request, arriving, document_qa
-from kvkit.config import Config, ConfigError, load_config
+from kvkit.config import Config, load_config
 from kvkit.environment import describe
+from kvkit.settings import ConfigError
 
 Say = Callable[[str], None]
 

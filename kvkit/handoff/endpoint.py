@@ -7,11 +7,7 @@ import ssl
 import threading
 from collections.abc import Mapping, Sequence
 
-from kvkit.handoff import addresses
-from kvkit.handoff.channel import Channel
-from kvkit.handoff.door import HANDSHAKE_S, Door
-from kvkit.handoff.link import Ended, Identity, Link
-from kvkit.handoff.messages import (
+from kvkit.handoff.protocol.messages import (
     AnyMessage,
     Cancel,
     Commit,
@@ -23,8 +19,12 @@ from kvkit.handoff.messages import (
     Reserve,
     Run,
 )
+from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.receiver import Receiver
-from kvkit.handoff.states import Unexpected
+from kvkit.handoff.transport import addresses
+from kvkit.handoff.transport.channel import Channel
+from kvkit.handoff.transport.door import HANDSHAKE_S, Door
+from kvkit.handoff.transport.link import Ended, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import Tier
 
@@ -44,7 +44,7 @@ class Endpoint:
         receiver: what records are sent into; None for a node that only answers.
         near: tiers in this host's memory, by name: what peers may ask for and pull.
         identity: what it says of itself.
-        listen: addresses, see `kvkit.handoff.addresses`.
+        listen: addresses, see `kvkit.handoff.transport.addresses`.
         timeout_s: how long one frame may take; the handshake no longer than `HANDSHAKE_S` either.
         pin_s: how long a near tier keeps what a sender need not send.
         tls: for connections over TCP.

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvkit.handoff import addresses
-from kvkit.handoff.channel import ChannelError
-from kvkit.handoff.link import Ended, Identity, Link
-from kvkit.handoff.messages import (
+from kvkit.format.record import Damage
+from kvkit.handoff.protocol.messages import (
     MAX_NAMES,
     AnyMessage,
     Commit,
@@ -25,8 +23,10 @@ from kvkit.handoff.messages import (
     Run,
     peer_name,
 )
-from kvkit.handoff.states import Unexpected
-from kvkit.record import Damage
+from kvkit.handoff.protocol.states import Unexpected
+from kvkit.handoff.transport import addresses
+from kvkit.handoff.transport.channel import ChannelError
+from kvkit.handoff.transport.link import Ended, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import (
     DamagedObject,
@@ -55,14 +55,14 @@ class PeerTier(Tier):
 
     Args:
         name: as the policy names it.
-        address: of the node's endpoint, see `kvkit.handoff.addresses`.
+        address: of the node's endpoint, see `kvkit.handoff.transport.addresses`.
         identity: what this node says of itself.
         timeout_s: how long a connection, an answer, and each record of a pull may take.
         tls: for a connection over TCP.
 
     Raises:
         ValueError: `address` is none, or not a unix one and there is no secret; or the name is none that can
-            be said to a peer, see `kvkit.handoff.messages.peer_name`.
+            be said to a peer, see `kvkit.handoff.protocol.messages.peer_name`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The buffer that peers send records into: carries out what `kvkit.handoff.states` decides."""
+"""The buffer that peers send records into: carries out what `kvkit.handoff.protocol.states` decides."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvkit.handoff import states
-from kvkit.handoff.messages import Admit, Done, Message, Refuse, Release
-from kvkit.handoff.states import Buffer, Limits, Outcome, Phase, Unexpected
+from kvkit.handoff.protocol import states
+from kvkit.handoff.protocol.messages import Admit, Done, Message, Refuse, Release
+from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, Unexpected
 from kvkit.staging import Lease, Staging, release_all
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Status:
 
 
 class Source(Protocol):
-    """A link to a sender, as the receiver uses it: `kvkit.handoff.link.Link`."""
+    """A link to a sender, as the receiver uses it: `kvkit.handoff.transport.link.Link`."""
 
     number: int
     shared: bool

@@ -1,4 +1,4 @@
-"""Transfers to peers: carries out what `kvkit.handoff.outgoing` decides, over one link to each peer."""
+"""Transfers to peers: carries out what `protocol.outgoing` decides, over one link to each peer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvkit.handoff import addresses, outgoing
-from kvkit.handoff.channel import ChannelError
-from kvkit.handoff.link import Ended, Identity, Link
-from kvkit.handoff.messages import (
+from kvkit.handoff.protocol import outgoing
+from kvkit.handoff.protocol.messages import (
     MAX_DEADLINE_S,
     MAX_NAMES,
     Admit,
@@ -29,8 +27,11 @@ from kvkit.handoff.messages import (
     Reserve,
     transfer_name,
 )
-from kvkit.handoff.outgoing import Outgoing, Send, Sent, Stage, Step
-from kvkit.handoff.states import Outcome, Unexpected
+from kvkit.handoff.protocol.outgoing import Outgoing, Send, Sent, Stage, Step
+from kvkit.handoff.protocol.states import Outcome, Unexpected
+from kvkit.handoff.transport import addresses
+from kvkit.handoff.transport.channel import ChannelError
+from kvkit.handoff.transport.link import Ended, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete, TierError, complete
 

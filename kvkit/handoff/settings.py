@@ -11,19 +11,19 @@ from pathlib import Path
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
 
-from kvkit.chunks import namespace_digest
-from kvkit.handoff import addresses, tls
+from kvkit.format.keys import namespace_digest
+from kvkit.format.layout import KVLayout, Namespace
+from kvkit.format.record import RecordFormat
 from kvkit.handoff.endpoint import Endpoint
-from kvkit.handoff.link import Identity
-from kvkit.handoff.messages import MAX_LABEL, peer_name
 from kvkit.handoff.peer import PeerTier
+from kvkit.handoff.protocol.messages import MAX_LABEL, peer_name
+from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.states import Limits
 from kvkit.handoff.tier import NAME, HandoffTier
-from kvkit.layout import KVLayout, Namespace
-from kvkit.policy import Policy, Role, for_role
-from kvkit.record import RecordFormat
+from kvkit.handoff.transport import addresses, tls
+from kvkit.handoff.transport.link import Identity
+from kvkit.moving.policy import Policy, Role, for_role
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.base import Tier
 

@@ -43,9 +43,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from kvkit.eviction import Policy as EvictionPolicy
-from kvkit.policy import Policy, check
+from kvkit.moving.policy import Policy, check
 from kvkit.simulate.errors import SimulationError, explain
+from kvkit.tiers.eviction import Policy as EvictionPolicy
 
 Role = Literal["both", "prefill", "decode"]
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
@@ -115,7 +115,7 @@ class TierConfig(_Settings):
 
 
 class RolePolicy(_Settings):
-    """What goes where, by tier name. See `kvkit.policy`."""
+    """What goes where, by tier name. See `kvkit.moving.policy`."""
 
     retrieve_from: tuple[str, ...] | None = Field(default=None, description="tiers, in this order; none: all")
     store_to: tuple[str, ...] | None = Field(default=None, description="what gets finished chunks; none: all")

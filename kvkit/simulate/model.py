@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvkit import eviction
-from kvkit import plan as planning
-from kvkit.plan import RetrievePlan
-from kvkit.policy import Policy, in_effect
+from kvkit.moving import plan as planning
+from kvkit.moving.plan import RetrievePlan
+from kvkit.moving.policy import Policy, in_effect
 from kvkit.simulate.config import Role, SimulationConfig
 from kvkit.simulate.traces import Request, Trace
+from kvkit.tiers import eviction
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from kvkit.eviction import POLICIES
 from kvkit.simulate.config import SimulationConfig, load_simulation
 from kvkit.simulate.errors import SimulationError
 from kvkit.simulate.model import Report, simulate
 from kvkit.simulate.traces import GENERATORS, Trace, read_trace, write_trace
+from kvkit.tiers.eviction import POLICIES
 
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 

@@ -1,8 +1,8 @@
 """The contract of a tier: a named place for records, addressed by object name.
 
 A tier knows nothing of tokens or layouts: it moves bytes between objects and leased slots. Names look like
-"<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0" (`kvkit.record`). An object is written once, never
-changed; equal names hold equal bytes. `kvkit.testing.TierContract` checks an implementation.
+"<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0" (`kvkit.format.record`). An object is written once,
+never changed; equal names hold equal bytes. `kvkit.tiers.testing.TierContract` checks an implementation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
-from kvkit.record import Damage
+from kvkit.format.record import Damage
 from kvkit.staging import Lease
-from kvkit.threads import Closed, Workers
+from kvkit.workers import Closed, Workers
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Tier(ABC):
     Attributes:
         name: as the policy names it.
         scope: "node", this host alone, or "shared" with other hosts.
-        codec: how its records are compressed, one of `kvkit.record.CODECS`.
+        codec: how its records are compressed, one of `kvkit.format.record.CODECS`.
         near: whether its records are in this host's memory already, so that nothing is gained by
             copying them into another tier.
         transient: whether its records are only on their way, so that `staging_only` does not concern it.
@@ -169,7 +169,7 @@ class Tier(ABC):
 
 
 class Store(Protocol):
-    """Where the objects of an `ObjectTier` lie; as `kvkit.tiers.files.Folder`. Blocking, and thread-safe."""
+    """Where the objects of an `ObjectTier` lie; as `kvkit.tiers.folder.Folder`. Blocking, and thread-safe."""
 
     def size(self, name: str) -> int | None: ...
     def read(self, name: str, buffer: memoryview) -> int: ...

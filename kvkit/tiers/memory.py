@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from kvkit import eviction
-from kvkit.record import parent_name
+from kvkit.format.record import parent_name
 from kvkit.staging import Lease, Staging
+from kvkit.tiers import eviction
 from kvkit.tiers.base import OnComplete, Tier, TierError, TierFull, complete, get_by_copy, owner_of
 
 

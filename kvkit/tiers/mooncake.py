@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
-from kvkit.record import Damage
+from kvkit.format.record import Damage
+from kvkit.format.urls import shown
 from kvkit.staging import Lease, Staging
-from kvkit.threads import Workers
 from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Scope, Tier, TierError, TierFull, start_moves
-from kvkit.tiers.files import check_name, is_record
-from kvkit.tiers.urls import shown
+from kvkit.tiers.folder import check_name, is_record
+from kvkit.workers import Workers
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
-from kvkit import arrays, eviction
-from kvkit.codecs import compress, decompress
-from kvkit.record import (
+from kvkit.format import arrays
+from kvkit.format.codecs import compress, decompress
+from kvkit.format.record import (
     CODEC_OFFSET,
     CODECS,
     HEADER,
@@ -35,9 +35,9 @@ from kvkit.record import (
     parent_name,
     read_header,
 )
+from kvkit.format.urls import hide, shown
 from kvkit.staging import Lease
-from kvkit.threads import Closed
-from kvkit.tiers import s3
+from kvkit.tiers import bucket, eviction
 from kvkit.tiers.base import (
     DamagedObject,
     Ranges,
@@ -51,9 +51,9 @@ from kvkit.tiers.base import (
     default_threads,
     owner_of,
 )
-from kvkit.tiers.files import METADATA, TEMPORARY, Access, Folder, check_name, is_record
+from kvkit.tiers.folder import METADATA, TEMPORARY, Access, Folder, check_name, is_record
 from kvkit.tiers.striped import StripedStore
-from kvkit.tiers.urls import hide, shown
+from kvkit.workers import Closed
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class ObjectTier(ThreadedTier):
             no limit.
         threads: reads and writes at a time; None for what keeps a disk, or a network, busy.
         fsync: for folders, whether a put completes only when it would survive a power failure.
-        codec: how the records in it are compressed, one of `kvkit.record.CODECS`.
+        codec: how the records in it are compressed, one of `kvkit.format.record.CODECS`.
         policy: one of `eviction.POLICIES`.
         quota_bytes: what one namespace may hold; None for no limit.
         access: for folders, which users of the host may read and write what this makes
-            (`kvkit.tiers.files.Access`).
-        options: for buckets, settings as in `kvkit.tiers.s3.Bucket`, such as endpoint and access_key_id; for
-            other stores, by the names of their fsspec class. They are never shown.
+            (`kvkit.tiers.folder.Access`).
+        options: for buckets, settings as in `kvkit.tiers.bucket.Bucket`, such as endpoint and access_key_id;
+            for other stores, by the names of their fsspec class. They are never shown.
         timeout_s: for buckets, how long one request may take, in seconds, with its retries.
 
     Raises:
@@ -118,7 +118,7 @@ class ObjectTier(ThreadedTier):
         self._store: Store = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
         if threads is None:
-            threads = (default_threads() if local else s3.THREADS) * len(stores)
+            threads = (default_threads() if local else bucket.THREADS) * len(stores)
         self._looks = 1 if local else threads
         super().__init__(name, threads)
         self.scope = scope
@@ -571,9 +571,9 @@ def open_store(
         ValueError: it is not a URL that obstore or fsspec opens here, an option is unknown, or `access` is.
     """
     scheme, separator, _ = url.partition("://")
-    if separator and scheme in s3.SCHEMES and find_spec("obstore") is not None:
+    if separator and scheme in bucket.SCHEMES and find_spec("obstore") is not None:
         try:
-            return s3.Bucket(url, options, timeout_s)
+            return bucket.Bucket(url, options, timeout_s)
         except ValueError as error:
             raise ValueError(f"tier {tier!r}: {error}") from None
     if "::" in url and is_folder(url.rpartition("::")[2]):
@@ -589,7 +589,7 @@ def open_store(
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **settings)
     except Exception as error:  # each protocol has its own
         known = ", ".join(fsspec.available_protocols())
-        package = "pip install 'kvkit[s3]', or " if scheme in s3.SCHEMES else ""
+        package = "pip install 'kvkit[s3]', or " if scheme in bucket.SCHEMES else ""
         raise ValueError(
             f"tier {tier!r}: url={shown(url)!r}: {hide(str(error), url, options=options)}; {package}want a "
             f"folder, or <protocol>://... with one of {known}"

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import urlsplit
 
-from kvkit.record import Damage
+from kvkit.format.record import Damage
 from kvkit.tiers.base import DamagedObject, Ranges, Scope, ThreadedTier, TierError, TierFull, default_threads
-from kvkit.tiers.files import check_name, is_record
+from kvkit.tiers.folder import check_name, is_record
 
 if TYPE_CHECKING:
     from redis import Connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kvkit.record import ALIGN, Damage
+from kvkit.format.record import ALIGN, Damage
 from kvkit.tiers.base import DamagedObject, Ranges, Store
 
 

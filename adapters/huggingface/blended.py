@@ -1,0 +1,396 @@
+"""A Hugging Face decoder that reuses documents wherever they stand in a prompt.
+
+blended = BlendedModel.open(model, config)
+blended.precompute(document)                               # once; its KV goes to the tiers
+blended.prefill(prompt, documents=[(start, stop), ...])    # behind any other text
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend, split
+from kvkit.blend.run import Attention, PagedKV, blend, recompute
+from kvkit.cache import Place, Stored
+from kvkit.config import Config
+from kvkit.format.keys import as_tokens
+from kvkit.format.layout import Namespace, layer_windows
+from kvkit.format.rope import Rope, Rotation
+from kvkit.kernels.launch import LaunchError
+
+FOLLOWS_LENGTH = ("dynamic", "longrope")
+"""Rope scalings whose frequencies change with the prompt's length: a stored key cannot be moved."""
+_PROBE_TOKENS = 12
+
+
+class HuggingFaceDecoder:
+    """The layers of a Llama-like causal language model, as `kvkit.blend.run.Decoder` wants them.
+
+    Every layer must be: h += o_proj(attention(norm(h))), then h += mlp(norm(h)), with q_proj, k_proj, v_proj,
+    optional q_norm and k_norm per head, and one rotary embedding for all layers. Whether a model really is so
+    is found out by computing a few tokens both ways.
+
+    Raises:
+        BlendError: the model is of another kind; names its type and what differs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.kind = str(config.model_type)
+        self.model = model
+        self.base = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+        for name in ("layers", "norm", "embed_tokens", "rotary_emb"):
+            self._want(self.base, name)
+        for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"):
+            self._want(self.base.layers[0], name)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"):
+            self._want(self.base.layers[0].self_attn, name)
+        self._want(self.base.rotary_emb, "inv_freq")
+        if getattr(config, "num_kv_shared_layers", None):
+            raise BlendError(f"model type {self.kind!r}: its layers share KV, which cannot be blended")
+        scaling = str(getattr(self.base.rotary_emb, "rope_type", "default"))
+        if scaling in FOLLOWS_LENGTH:
+            raise BlendError(f"model type {self.kind!r}: its rope ({scaling}) follows the prompt's length")
+        self.windows = layer_windows(config, len(self.base.layers))
+        self.rope = self._matching_rope()
+
+    @property
+    def layers(self) -> int:
+        return len(self.base.layers)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def attention(self, layer: int) -> Attention:
+        return Attention(self.rope, float(self.base.layers[layer].self_attn.scaling), self.windows[layer])
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.base.embed_tokens(ids)
+        return h
+
+    def qkv(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = self.base.layers[layer]
+        attention = block.self_attn
+        x = block.input_layernorm(h)
+        q, k, v = (
+            project(x).unflatten(-1, (-1, attention.head_dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if getattr(attention, "q_norm", None) is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return q, k, v
+
+    def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        block = self.base.layers[layer]
+        h = h + block.self_attn.o_proj(o.flatten(1))
+        out: torch.Tensor = h + block.mlp(block.post_attention_layernorm(h)[None])[0]  # MoE wants [1, M, E]
+        return out
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.get_output_embeddings()(self.base.norm(h))
+        return logits
+
+    def _want(self, module: Any, name: str) -> None:
+        if not hasattr(module, name):
+            raise BlendError(
+                f"model type {self.kind!r}: {type(module).__name__} lacks {name}, not Llama-like"
+            )
+
+    def _matching_rope(self) -> Rope:
+        """The rope, of the two orders of channels, with which the loop computes what the model does."""
+        rotary = self.base.rotary_emb
+        frequencies = tuple(rotary.inv_freq.double().tolist())
+        scale = float(getattr(rotary, "attention_scaling", 1.0))
+        differs = {}
+        for interleaved in (False, True):
+            self.rope = Rope(frequencies, interleaved, scale=scale)
+            if self.rope.channels > self.base.layers[0].self_attn.head_dim:
+                break
+            differs[interleaved] = self._difference()
+            if differs[interleaved] < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+                return self.rope
+        raise BlendError(
+            f"model type {self.kind!r}: its keys, values or logits are not those of a Llama-like decoder "
+            f"(relative difference {min(differs.values(), default=float('inf')):.2g})"
+        )
+
+    @torch.inference_mode()
+    def _difference(self) -> float:
+        """Largest relative difference, of any layer's K, V or the logits, between the model and the loop."""
+        vocabulary = self.base.embed_tokens.weight.shape[0]
+        ids = np.arange(_PROBE_TOKENS, dtype=np.int32) * 7919 % vocabulary
+        layout = probe_layout(self.model)
+        theirs = GrowingCache(layout, _PROBE_TOKENS, self.device)
+        expected = [_forward(self.model, ids, theirs)]
+        ours = GrowingCache(layout, _PROBE_TOKENS, self.device)
+        try:
+            found = [recompute(self, paged(ours), ids, plan_blend(len(ids)), np.zeros(0, np.int32)).logits]
+        except (LaunchError, RuntimeError, TypeError) as error:
+            raise BlendError(f"model type {self.kind!r}: does not run as Llama does: {error}") from error
+        for a, b in zip(theirs.layers, ours.layers, strict=True):
+            expected += [a.room_k, a.room_v]
+            found += [b.room_k, b.room_v]
+        return max(
+            float((x.float() - y.float()).norm() / x.float().norm())
+            for x, y in zip(expected, found, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendedPrefill:
+    """A prompt whose KV is complete, some of it blended.
+
+    Attributes:
+        logits: of the last token, [V].
+        kv: the model's cache (`past_key_values`). Not to be stored: it is not what a full prefill computes.
+        plan: which KV was found, and whether it is exact.
+        prefix_tokens: leading tokens that were loaded as they are.
+        reused_tokens: tokens of documents that were loaded and moved, the selected ones among them.
+        computed_tokens: tokens without KV, the question among them.
+        selected_tokens: reused tokens that were recomputed.
+        row_layers: rows that went through a layer; a full prefill takes tokens * layers.
+    """
+
+    logits: torch.Tensor
+    kv: GrowingCache
+    plan: BlendPlan
+    prefix_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    selected_tokens: int
+    row_layers: int
+
+
+class BlendedModel:
+    """A `CachedModel` whose prompts may contain documents that were computed elsewhere.
+
+    Documents are stored as sequences of their own, in a namespace of their own: keys name tokens, and every
+    record's tokens are compared before it is used. A document's last tokens, fewer than a chunk, are computed
+    with the prompt, so `chunk_tokens` should be small (16 to 64).
+
+    Args:
+        cached: of the model, with a cache.
+        selection: how tokens to recompute are chosen.
+        unchecked: blend although `kvkit doctor --blend` has not measured this model.
+
+    Raises:
+        BlendError: the model cannot be blended, there is no cache, or the model has not passed the check.
+    """
+
+    def __init__(
+        self, cached: CachedModel, selection: Selection | None = None, *, unchecked: bool = False
+    ) -> None:
+        if cached.cache is None:
+            raise BlendError("cached: has no cache to take documents from")
+        self.selection = selection or Selection()
+        if not unchecked:
+            check_gate(cached.model, self.selection)
+        self.cached = cached
+        self.cache = cached.cache
+        self.decoder = HuggingFaceDecoder(cached.model)
+        self.namespace = document_namespace(cached.cache.namespace)
+
+    @staticmethod
+    def open(
+        model: Any, config: Config, selection: Selection | None = None, *, unchecked: bool = False
+    ) -> BlendedModel:
+        """`model` with the tiers of `config`; errors: those of `CachedModel.open` and the constructor."""
+        cached = CachedModel.open(model, config)
+        try:
+            return BlendedModel(cached, selection, unchecked=unchecked)
+        except BaseException:
+            cached.close()
+            raise
+
+    @torch.inference_mode()
+    def precompute(self, document: Any, prefix: Any = ()) -> Stored:
+        """Compute a document's KV alone, int32 [T], and store its whole chunks.
+
+        With a `prefix` (a system prompt, say) the document is computed behind it, at the positions after it.
+        It is then found only by a `prefill` with the same `prefix`.
+
+        Raises:
+            BlendError: the document is empty.
+        """
+        ids = np.concatenate([as_tokens(prefix), as_tokens(document)])
+        if not len(as_tokens(document)):
+            raise BlendError("document: it has no tokens")
+        kv = GrowingCache(self.cached.layout, len(ids), self.cached.device)
+        hit = self.cache.lookup(ids, self.namespace)
+        kv.mark_filled(self.cache.load(hit, kv.places(hit.tokens)).tokens)
+        if kv.length < len(ids):
+            _forward(self.cached.model, ids[kv.length :], kv)
+        return self.cache.store(ids, kv.places(len(ids)), self.namespace)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        tokens: Any,
+        documents: Sequence[tuple[int, int]] | None = None,
+        *,
+        prefix: Any = (),
+        room: int = 0,
+    ) -> BlendedPrefill:
+        """Load what is exact, load and move what is known elsewhere, compute the rest. Stores nothing.
+
+        Args:
+            tokens: int32 [T], the prompt.
+            documents: (start, stop) of every stretch to look up, ascending and apart. None: the pieces into
+                which `kvkit.blend.plan.split` cuts the prompt; documents must then have been precomputed in
+                its pieces.
+            prefix: what the documents were precomputed behind.
+            room: so many tokens more fit before the KV has to be moved to larger memory.
+
+        Raises:
+            BlendError: the prompt is empty, or documents lie outside it, overlap or are out of order.
+        """
+        ids, before = as_tokens(tokens), as_tokens(prefix)
+        if not len(ids):
+            raise BlendError("tokens: the prompt is empty")
+        if documents is None:
+            documents = list(itertools.pairwise(split(ids).tolist()))
+        plan_blend(len(ids), 0, [Span(*document) for document in documents])  # checked before anything moves
+        kv = GrowingCache(self.cached.layout, len(ids) + room, self.cached.device)
+        hit = self.cache.lookup(ids[:-1])
+        exact = self.cache.load(hit, kv.places(hit.tokens)).tokens
+        spans = [self._load(ids, start, stop, exact, before, kv) for start, stop in documents]
+        plan = plan_blend(len(ids), exact, spans)
+        blended = blend(self.decoder, paged(kv), ids, plan, self.selection)
+        kv.mark_filled(len(ids))
+        reused = sum(span.stop - span.start for span in plan.spans)
+        self.cache.note_blend(reused, len(blended.selected), len(plan.computed))
+        return BlendedPrefill(
+            logits=blended.logits,
+            kv=kv,
+            plan=plan,
+            prefix_tokens=exact,
+            reused_tokens=reused,
+            computed_tokens=len(plan.computed),
+            selected_tokens=len(blended.selected),
+            row_layers=blended.row_layers,
+        )
+
+    @torch.inference_mode()
+    def decode(self, prefill: BlendedPrefill, max_new_tokens: int, stop: Collection[int] = ()) -> list[int]:
+        """Greedy new token ids, until one of `stop` (included). Mutates the prefill's KV; stores nothing.
+
+        Raises:
+            BlendError: `max_new_tokens` is below 1.
+        """
+        if max_new_tokens < 1:
+            raise BlendError(f"max_new_tokens={max_new_tokens}: want at least 1")
+        new = [int(prefill.logits.argmax())]
+        while new[-1] not in stop and len(new) < max_new_tokens:
+            logits = _forward(self.cached.model, np.array(new[-1:], np.int32), prefill.kv)
+            new.append(int(logits.argmax()))
+        return new
+
+    def flush(self) -> None:
+        """Wait until what was stored is in the tiers (`Cache.flush`)."""
+        self.cache.flush()
+
+    def close(self) -> None:
+        """Close the cache."""
+        self.cache.close()
+
+    def __enter__(self) -> BlendedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _load(
+        self,
+        ids: npt.NDArray[np.int32],
+        start: int,
+        stop: int,
+        exact: int,
+        before: npt.NDArray[np.int32],
+        kv: GrowingCache,
+    ) -> Span:
+        """Load a document's KV to its place behind the exact prefix, moved; what was found of it."""
+        first = len(before)
+        wanted = np.concatenate([before, ids[start:stop]])
+        if stop <= exact:
+            return Span(start, start, first)
+        hit = self.cache.lookup(wanted, self.namespace)
+        where = np.arange(hit.tokens, dtype=np.int64) - first + start
+        where[: min(first, hit.tokens)] = -1
+        where[where < exact] = -1
+        places = [Place(place.pages, slots=where) for place in kv.places(0)]
+        chunks = hit.tokens // self.namespace.chunk_tokens
+        rotate = Rotation(self.decoder.rope, np.full(chunks, start - first, np.int64))
+        loaded = self.cache.load(hit, places, rotate if start != first else None).tokens
+        return Span(
+            start,
+            max(start, start + loaded - first),
+            first,
+            exact=first == start and np.array_equal(before, ids[:start]),
+        )
+
+
+def document_namespace(namespace: Namespace) -> Namespace:
+    """Where documents computed alone are kept: apart from `namespace`, whose KV is always exact."""
+    return replace(namespace, revision=f"{namespace.revision}+documents")
+
+
+def paged(kv: GrowingCache) -> PagedKV:
+    """The cache as pages: one block that is the whole room, a slot is a position."""
+    return PagedKV([(layer.room_k, layer.room_v) for layer in kv.layers], np.zeros(1, np.int64))
+
+
+def gate_path(model: Any) -> Path:
+    """Where `kvkit doctor --blend` keeps what it measured: below XDG_CACHE_HOME or ~/.cache, by model."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "kvkit" / "blend" / f"{model_fingerprint(model)}.json"
+
+
+def write_gate(model: Any, selection: Selection, passed: bool, measured: dict[str, Any]) -> Path:
+    """Keep a measurement, for `check_gate`; returns where."""
+    path = gate_path(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"passed": passed, "selection": asdict(selection), "measured": measured}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def check_gate(model: Any, selection: Selection) -> None:
+    """Refuse a model that has not been found fit for blending with this selection.
+
+    Raises:
+        BlendError: it was not measured, was measured with another selection, or failed.
+    """
+    path = gate_path(model)
+    advice = "run `kvkit doctor --blend MODEL`, or pass unchecked=True"
+    try:
+        gate = json.loads(path.read_text())
+        passed, measured_with = gate["passed"], gate["selection"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BlendError(f"blending has not been measured with these weights ({path}): {advice}") from None
+    if measured_with != asdict(selection):
+        raise BlendError(f"blending was measured with {measured_with}, not {asdict(selection)}: {advice}")
+    if passed is not True:
+        raise BlendError(f"blending changes what these weights say too much ({path}); or pass unchecked=True")
+
+
+def _forward(model: Any, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:
+    """Logits [V] of the last of some tokens behind those in `kv`; their KV is appended."""
+    device = next(model.parameters()).device
+    inputs = torch.from_numpy(ids.astype(np.int64))[None].to(device)
+    logits: torch.Tensor = model(
+        input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=1
+    ).logits[0, -1]
+    return logits

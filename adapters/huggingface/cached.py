@@ -1,0 +1,320 @@
+"""A Hugging Face decoder with a kvkit cache in front of it.
+
+model = CachedModel.open(AutoModelForCausalLM.from_pretrained(...), load_config("kvkit.toml"))
+answer = model.generate(token_ids, max_new_tokens=32)    # reuses what is cached, stores what is new
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+import xxhash
+from transformers.cache_utils import DynamicLayer
+
+from kvkit.adapters.huggingface.configs import described
+from kvkit.cache import Cache, Place, Stored
+from kvkit.config import Config, open_cache
+from kvkit.format.keys import as_tokens
+from kvkit.format.layout import KVLayout, LayoutError, layer_windows
+from kvkit.kernels.launch import Pages
+
+ROUND_TOKENS = 256
+"""Room for KV is made in steps of this many tokens."""
+_PIECE = 1 << 24
+"""Elements of a tensor that are hashed at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt whose KV is complete.
+
+    Attributes:
+        logits: of the last token, [V].
+        kv: the model's cache (`past_key_values`), with room for more tokens.
+        hit_tokens: tokens that were loaded, by tier.
+        computed_tokens: tokens that the model computed.
+    """
+
+    logits: torch.Tensor
+    kv: GrowingCache
+    hit_tokens: Mapping[str, int]
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `generate` made of a prompt.
+
+    Attributes:
+        tokens: the new token ids, an end token included.
+        prompt_tokens: length of the prompt.
+        hit_tokens, computed_tokens: of the prompt, as in `Prefill`.
+        ttft_s: seconds from the call to the first new token.
+        stored: what was stored after it; None without a cache.
+    """
+
+    tokens: list[int]
+    prompt_tokens: int
+    hit_tokens: Mapping[str, int]
+    computed_tokens: int
+    ttft_s: float
+    stored: Stored | None
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """K and V of one layer, [1, H, room, D], written in place: what the engine's pages are elsewhere.
+
+    A sliding window is left to the attention mask: every token's KV is kept, so that it can be stored.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().__init__()
+        self.dtype, self.device = k.dtype, k.device
+        self.room_k, self.room_v = k, v
+        self.length = 0
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [1, H, n, D]; returns views of all of K and V. Mutates the layer."""
+        stop = self.length + key_states.shape[-2]
+        if stop > self.room_k.shape[2]:
+            self.room_k, self.room_v = _grown(self.room_k, stop), _grown(self.room_v, stop)
+        self.room_k[:, :, self.length : stop] = key_states
+        self.room_v[:, :, self.length : stop] = value_states
+        self.length = stop
+        return self.room_k[:, :, :stop], self.room_v[:, :, :stop]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is untyped
+    """`past_key_values` whose layers kvkit reads and writes in place."""
+
+    def __init__(self, layout: KVLayout, room: int, device: torch.device) -> None:
+        self.layout = layout
+        layers: dict[int, GrowingLayer] = {}
+        for group in layout.groups:
+            dtype = getattr(torch, group.dtype)
+            for layer in group.layers:
+                k = torch.empty(1, group.kv_heads, room, group.k_size, dtype=dtype, device=device)
+                v = torch.empty(1, group.kv_heads, room, group.v_size, dtype=dtype, device=device)
+                layers[layer] = GrowingLayer(k, v)
+        super().__init__(layers=[layers[i] for i in sorted(layers)])
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is complete."""
+        return int(self.layers[0].length)
+
+    def mark_filled(self, tokens: int) -> None:
+        """Say that the first `tokens` tokens were written from outside. Mutates every layer."""
+        for layer in self.layers:
+            layer.length = tokens
+
+    def places(self, tokens: int) -> list[Place]:
+        """Where the first `tokens` tokens lie: the whole room is one block, a slot is a position."""
+        slots = np.arange(tokens, dtype=np.int64)
+        return [
+            Place(
+                Pages.of(group, [(self.layers[i].room_k, self.layers[i].room_v) for i in group.layers]),
+                slots=slots,
+            )
+            for group in self.layout.groups
+        ]
+
+
+class CachedModel:
+    """A decoder-only model that prefills from, and stores to, a kvkit cache. One sequence at a time.
+
+    Args:
+        model: a Hugging Face causal language model, in eval mode.
+        layout: of its KV, see `probe_layout`.
+        cache: of that layout; None computes everything, for comparison.
+    """
+
+    def __init__(self, model: Any, layout: KVLayout, cache: Cache | None) -> None:
+        self.model = model
+        self.layout = layout
+        self.cache = cache
+        self.device: torch.device = next(model.parameters()).device
+
+    @staticmethod
+    def open(model: Any, config: Config) -> CachedModel:
+        """`model` with the tiers of `config`.
+
+        The namespace holds the model's name, its dtype and a fingerprint of its weights and config: other
+        weights under the same name share nothing. Change none of them while the cache is open.
+
+        Raises:
+            ConfigError: a setting is impossible for this model.
+            LayoutError: its KV cannot be cached, see `probe_layout`.
+        """
+        layout = probe_layout(model)
+        namespace = config.namespace(
+            layout,
+            model=_name(model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            revision=model_fingerprint(model),
+        )
+        return CachedModel(model, layout, open_cache(config, layout, namespace))
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Any, room: int = 0) -> Prefill:
+        """Compute or load the KV of a prompt, int32 [T]; the last token is always computed, for its logits.
+
+        `room` tokens more than the prompt fit before the KV has to be moved to larger memory.
+
+        Raises:
+            ValueError: the prompt is empty.
+        """
+        ids = as_tokens(tokens)
+        if not len(ids):
+            raise ValueError("tokens: the prompt is empty")
+        kv = GrowingCache(self.layout, _rounded(len(ids) + room), self.device)
+        hit_tokens: Mapping[str, int] = {}
+        if self.cache is not None:
+            hit = self.cache.lookup(ids[:-1])
+            loaded = self.cache.load(hit, kv.places(hit.tokens))
+            hit_tokens = loaded.by_tier
+            kv.mark_filled(loaded.tokens)
+        computed = len(ids) - kv.length
+        logits = self._forward(ids[kv.length :], kv)
+        return Prefill(logits, kv, hit_tokens, computed)
+
+    @torch.inference_mode()
+    def generate(self, tokens: Any, max_new_tokens: int, stop: Collection[int] | None = None) -> Generation:
+        """Prefill, decode greedily until a token of `stop` (default: the model's end tokens), store.
+
+        Returns when the KV is on its way to the tiers; `flush` waits until it is there.
+
+        Raises:
+            ValueError: the prompt is empty, or `max_new_tokens` is below 1.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: want at least 1")
+        start = time.perf_counter()
+        ids = as_tokens(tokens)
+        stop = self._end_tokens() if stop is None else stop
+        prefill = self.prefill(ids, room=max_new_tokens)
+        new = [int(prefill.logits.argmax())]
+        ttft_s = time.perf_counter() - start
+        while new[-1] not in stop and len(new) < max_new_tokens:
+            new.append(int(self._forward(np.array(new[-1:], np.int32), prefill.kv).argmax()))
+        return Generation(
+            tokens=new,
+            prompt_tokens=len(ids),
+            hit_tokens=prefill.hit_tokens,
+            computed_tokens=prefill.computed_tokens,
+            ttft_s=ttft_s,
+            stored=self.store(np.concatenate([ids, np.array(new, np.int32)]), prefill.kv),
+        )
+
+    def store(self, tokens: Any, kv: GrowingCache) -> Stored | None:
+        """Store the whole chunks of the first `kv.length` of `tokens`; None without a cache."""
+        if self.cache is None:
+            return None
+        return self.cache.store(as_tokens(tokens)[: kv.length], kv.places(kv.length))
+
+    def flush(self) -> None:
+        """Wait until what was stored is in the tiers (`Cache.flush`)."""
+        if self.cache is not None:
+            self.cache.flush()
+
+    def close(self) -> None:
+        """Close the cache."""
+        if self.cache is not None:
+            self.cache.close()
+
+    def __enter__(self) -> CachedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _forward(self, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:
+        inputs = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)  # [1, T]
+        out = self.model(input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+    def _end_tokens(self) -> tuple[int, ...]:
+        end = self.model.generation_config.eos_token_id
+        if end is None:
+            return ()
+        return tuple(end) if isinstance(end, list) else (end,)
+
+
+@torch.inference_mode()
+def probe_layout(model: Any) -> KVLayout:
+    """The layout of a model's KV as transformers caches it, found by computing one token.
+
+    Chunks are token-granular (`block_tokens` 1). Layers with a sliding window form groups of their own.
+
+    Raises:
+        LayoutError: a layer caches something other than K and V tensors, or its KV depends on how long the
+            prompt is.
+    """
+    for module in model.modules():
+        rope = getattr(module, "rope_type", None)
+        for kind in rope.values() if isinstance(rope, dict) else [rope]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise LayoutError(
+                    f"rope_type = {kind!r}: transformers rotates K by the length of the prompt, so that "
+                    "KV of a prefix fits no longer prompt; want a rotation that does not change"
+                )
+    kv = transformers.DynamicCache()
+    model(
+        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device),
+        past_key_values=kv,
+    )
+    pairs = [(layer.keys, layer.values) for layer in kv.layers]
+    config = model.config.get_text_config(decoder=True)
+    windows = layer_windows(config, len(pairs))
+    return KVLayout.from_tensors(pairs, windows=windows)
+
+
+def model_fingerprint(model: Any) -> str:
+    """32 hex digits of all that decides a model's KV: every byte of its parameters and buffers, its config.
+
+    It is made at the speed of memory; what is on a GPU comes over in pieces. XXH3 tells changes apart, but
+    not what an attacker built to be alike.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
+        held = xxhash.xxh3_128()
+        for piece in tensor.detach().reshape(-1).split(_PIECE):
+            held.update(piece.contiguous().cpu().view(torch.uint8).numpy())
+        told = [name, list(tensor.shape), str(tensor.dtype), held.hexdigest()]
+        digest.update(json.dumps(told).encode())
+    digest.update(json.dumps(described(model.config), sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _name(model: Any) -> str:
+    """That of the hub, or the last part of a folder's, so that machines which have it elsewhere share."""
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
+
+
+def _grown(old: torch.Tensor, tokens: int) -> torch.Tensor:
+    new = old.new_empty(old.shape[0], old.shape[1], _rounded(max(tokens, 2 * old.shape[2])), old.shape[3])
+    new[:, :, : old.shape[2]] = old
+    return new

@@ -1,0 +1,96 @@
+"""What a router and two engines tell each other about a handoff: `kv_transfer_params`, read and answered.
+
+The field's form, as vLLM's own connectors have it: the prefill engine's request has do_remote_decode, and its
+answer holds the parameters of the decode engine's request, which has do_remote_prefill. kvkit pushes, so the
+prefill engine has to know where to: `handoff`, the decode engine's address. Of several ranks, each sends to
+an address of its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvkit.handoff.protocol.messages import MessageError, transfer_name
+from kvkit.settings import ConfigError
+
+WHERE = "kv_transfer_params"
+TOKENS = "remote_num_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A request whose KV goes to the decode engine at `address`, as the transfer `transfer`."""
+
+    transfer: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """A request whose KV comes as the transfer `transfer`; `computed`: its prefill engine answered before."""
+
+    transfer: str
+    computed: bool
+
+
+def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending | Receiving | None:
+    """What a request's parameters ask for; None: nothing.
+
+    Args:
+        peers: addresses by name, as configured: `handoff` may be a name, and may be left out where there is
+            one peer.
+
+    Raises:
+        ConfigError: they contradict themselves or leave something out.
+    """
+    params = params or {}
+    sends, receives = (bool(params.get(f"do_remote_{kind}")) for kind in ("decode", "prefill"))
+    if not sends and not receives:
+        return None
+    if sends and receives:
+        raise ConfigError(
+            f"{WHERE}: do_remote_decode and do_remote_prefill are both set; want one of the two"
+        )
+    given = params.get("transfer_id")
+    if sends and given is None:
+        given = uuid.uuid4().hex
+    try:
+        transfer = transfer_name(given)
+    except MessageError as error:
+        raise ConfigError(f"{WHERE}.transfer_id: {error}") from error
+    if receives:
+        return Receiving(transfer, TOKENS in params)
+    return Sending(transfer, _address(params.get("handoff"), peers))
+
+
+def answer(sending: Sending, tokens: int) -> dict[str, Any]:
+    """The parameters of the decode engine's request. `tokens` is how many of the prompt's are sent."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": sending.transfer,
+        TOKENS: tokens,
+    }
+
+
+def of_rank(address: str, rank: int) -> str:
+    """Where a rank listens: `{rank}` in an address stands for its number."""
+    return address.replace("{rank}", str(rank))
+
+
+def _address(given: object, peers: Mapping[str, str]) -> str:
+    choices = ", ".join(peers) or "none"
+    if given is None:
+        if len(peers) != 1:
+            raise ConfigError(f"{WHERE}.handoff: where to send is not said; the peers are {choices}")
+        return next(iter(peers.values()))
+    if not isinstance(given, str):
+        raise ConfigError(f"{WHERE}.handoff = {given!r}: want an address or a peer's name")
+    if given in peers:
+        return peers[given]
+    if "://" not in given:
+        raise ConfigError(f"{WHERE}.handoff = {given!r}: no such peer; the peers are {choices}")
+    return given

@@ -1,0 +1,248 @@
+"""Blend attention for JAX arrays on an NVIDIA GPU: a Pallas kernel, which XLA compiles with its Triton.
+
+It computes what `attend` in `kvkit.kernels.attention.triton` does, over the same tiles: query heads of a KV
+head times some rows are the rows of one matrix product; keys that all rows see are taken without a mask,
+those that none sees are not touched. Where a tile's keys begin and end it finds out itself, from the
+positions in memory, for under `jax.jit` no host knows them. Long tiles are not split among programs: a few
+rows with many keys leave most of a GPU idle. Scores are kept in units of log2: exp2 is what the hardware has.
+
+It has not run on a GPU yet. Tests run it in Pallas' interpreter, lower it for CUDA and compile what comes out
+with PyTorch's Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+LOG2_E = math.log2(math.e)
+LEAST = 16  # sides of a matrix product, in Triton
+TILES: Mapping[int, Mapping[float, tuple[int, int, int, int]]] = {
+    2: {64: (128, 64, 8, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 2), math.inf: (32, 16, 8, 1)},
+    4: {64: (16, 32, 4, 2), 128: (16, 32, 4, 1), math.inf: (16, 16, 8, 1)},
+}
+"""By bytes of an item and largest head size: rows and keys of a tile, warps and stages. Not tuned: chosen to
+compile for sm_80 and sm_90 without spills."""
+
+State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Of each row of a tile: the sum of weights times values, that of weights, and the highest score."""
+
+
+def blend_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    row_starts: jax.Array,
+    lengths: jax.Array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`kvkit.kernels.jax.blend_attention`, to be traced for CUDA; checks nothing.
+
+    Whatever tables and lengths hold, nothing outside the pages is read.
+
+    Args:
+        interpret: run on any platform, slowly.
+    """
+    m, query_heads, size = q.shape
+    blocks, heads, tokens, v_size = v_pages.shape
+    if not m:
+        return jnp.zeros((0, query_heads, v_size), q.dtype), jnp.zeros((0, query_heads), jnp.float32)
+    group = query_heads // heads
+    tile_rows, tile_keys, warps, stages = _tile(m * group, max(size, v_size), q.dtype.itemsize)
+    # query heads of a program: all that read one KV head, or as many as a tile has rows for
+    packed = max(n for n in range(1, min(group, tile_rows) + 1) if group % n == 0)
+    # the rows that belong to no request are those of a last one without keys
+    row_starts = jnp.append(row_starts, m).clip(0, m).astype(jnp.int32)
+    lengths = jnp.append(lengths, 0).clip(0, tables.shape[1] * tokens).astype(jnp.int32)
+    rows = tile_rows // packed
+    most = (m + min(len(lengths), m) * (rows - 1)) // rows  # tiles, whatever the row starts
+    tiles = _tiles(row_starts, rows, most)
+    shapes = (
+        _shape(m, query_heads, v_size, dtype=q.dtype) if v_size else None,
+        _shape(m, query_heads, dtype=jnp.float32),
+    )
+    attend = pl.pallas_call(
+        functools.partial(
+            _attend,
+            packed=packed,
+            tile_rows=tile_rows,
+            tile_keys=tile_keys,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        ),
+        out_shape=shapes,
+        grid=(most, query_heads // packed),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="blend_attention",
+    )
+    table = tables.clip(0, blocks - 1).astype(jnp.int32)
+    o, lse = attend(
+        *tiles, lengths, table, positions.astype(jnp.int32), q, k_pages, v_pages if v_size else None
+    )
+    return jnp.zeros((m, query_heads, 0), q.dtype) if o is None else o, lse
+
+
+def _tile(count: int, size: int, item_bytes: int) -> tuple[int, int, int, int]:
+    """Rows and keys of a tile, warps and stages, for `count` rows of `size` channels."""
+    rows, keys, warps, stages = next(tile for most, tile in TILES[item_bytes].items() if size <= most)
+    return min(rows, max(LEAST, pl.next_power_of_2(count))), keys, warps, stages
+
+
+def _tiles(row_starts: jax.Array, rows: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Request, first row and row after the last of each of `most` tiles; those left over have no rows."""
+    counts = -(-jnp.diff(row_starts) // rows)  # [requests]
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    i = jnp.arange(most, dtype=jnp.int32)
+    request = jnp.searchsorted(ends, i, side="right").astype(jnp.int32).clip(max=len(counts) - 1)
+    first = row_starts[request] + (i - ends[request] + counts[request]) * rows
+    return request, first, jnp.minimum(first + rows, row_starts[request + 1])
+
+
+def _attend(
+    requests: jax.Ref,
+    firsts: jax.Ref,
+    afters: jax.Ref,
+    lengths: jax.Ref,
+    tables: jax.Ref,
+    positions: jax.Ref,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref | None,
+    o: jax.Ref | None,
+    lse: jax.Ref,
+    *,
+    packed: int,
+    tile_rows: int,
+    tile_keys: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Some rows of a request and `packed` query heads of a KV head. The arrays are whole."""
+    tile, first_head = pl.program_id(0), pl.program_id(1) * packed
+    head, tokens = _div(first_head, q.shape[1] // k.shape[1]), k.shape[2]
+    request, first, after = requests[tile], firsts[tile], afters[tile]
+    lane = _arange(tile_rows)
+    row, query_head = first + _div(lane, packed), first_head + _rem(lane, packed)
+    valid = row < after  # also of the lanes that a whole tile leaves over
+    queries = _load(q, (row[:, None], query_head[:, None]), valid)
+    position = triton.load(positions.at[row], mask=valid, other=-1)
+
+    nearest, farthest = jnp.min(jnp.where(valid, position, 2**31 - 1)), jnp.max(position)
+    end = jnp.clip(farthest + 1, 0, lengths[request])
+    full_end = jnp.clip(nearest + 1, 0, end)
+    begin = full_begin = jnp.int32(0)
+    if window is not None:
+        begin = jnp.clip(nearest - window + 1, 0, end)
+        full_begin = jnp.clip(farthest - window + 1, begin, end)
+
+    def some_keys(masked: bool, t: jax.Array, state: State) -> State:
+        """Take tile `t` of keys into the running sums and maximum."""
+        acc, norm, top = state
+        j = t * tile_keys + _arange(tile_keys)
+        inside = (j >= begin) & (j < end) if masked else None
+        if tokens % tile_keys == 0:  # the tile is within a block
+            block = tables[request, _div(t * tile_keys, tokens)]
+        else:
+            of_key = tables.at[request, _div(j, tokens)]
+            block = (triton.load(of_key, mask=inside, other=0) if masked else of_key[...])[:, None]
+        place = block, head, _rem(j, tokens)[:, None]
+        s = _dot(queries, _load(k, place, inside), trans_b=True)
+        if softcap is None:
+            s = s * (scale * LOG2_E)
+        else:  # softcap * tanh(x / softcap)
+            s = softcap * LOG2_E * (1 - 2 / (1 + jnp.exp2(s * (2 * LOG2_E * scale / softcap))))
+        if inside is not None:
+            seen = inside & (j <= position[:, None])
+            if window is not None:
+                seen &= j > position[:, None] - window
+            s = jnp.where(seen, s, -jnp.inf)
+        higher = jnp.maximum(top, s.max(1))
+        # a row may have seen nothing yet: -inf - -inf is NaN
+        shift = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
+        p = jnp.exp2(s - shift[:, None])
+        fade = jnp.exp2(top - shift)
+        if v is not None:
+            acc = acc * fade[:, None] + _dot(p.astype(v.dtype), _load(v, place, inside))
+        return acc, norm * fade + p.sum(1), higher
+
+    full_start = _div(full_begin + tile_keys - 1, tile_keys)
+    full_stop = jnp.maximum(_div(full_end, tile_keys), full_start)
+    stop = _div(end + tile_keys - 1, tile_keys)
+    state: State = (
+        jnp.zeros((tile_rows, _padded(0 if v is None else v.shape[3])), jnp.float32),
+        jnp.zeros(tile_rows, jnp.float32),
+        jnp.full(tile_rows, -jnp.inf, jnp.float32),
+    )
+    masked, full = functools.partial(some_keys, True), functools.partial(some_keys, False)
+    if window is not None:
+        full_start, full_stop = jnp.minimum(full_start, stop), jnp.minimum(full_stop, stop)
+        state = lax.fori_loop(_div(begin, tile_keys), full_start, masked, state)
+    state = lax.fori_loop(full_start, full_stop, full, state)
+    acc, norm, top = lax.fori_loop(full_stop, stop, masked, state)
+
+    total = jnp.where(norm > 0, norm, 1.0)
+    triton.store(lse.at[row, query_head], top / LOG2_E + jnp.log(total), mask=valid)  # nothing seen: -inf
+    if o is not None:
+        channel = _arange(acc.shape[1])[None]
+        triton.store(
+            o.at[row[:, None], query_head[:, None], channel],
+            (acc / total[:, None]).astype(o.dtype),
+            mask=valid[:, None] & (channel < o.shape[2]),
+        )
+
+
+def _load(x: jax.Ref, place: tuple[jax.Array, ...], inside: jax.Array | None) -> jax.Array:
+    """Rows of x at a place, [rows, channels padded]: zeros outside."""
+    channel = _arange(_padded(x.shape[-1]))[None]
+    at = x.at[*place, channel]
+    wanted = channel < x.shape[-1]
+    if inside is not None:
+        wanted &= inside[:, None]
+    every = inside is None and channel.size == x.shape[-1]
+    rows: jax.Array = at[...] if every else triton.load(at, mask=wanted, other=0.0)
+    return rows
+
+
+def _shape(*sizes: int, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)  # type: ignore[no-untyped-call]  # JAX's
+
+
+def _dot(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:
+    """float32 products; of float32 in full, where the default would be TF32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    product: jax.Array = triton.dot(a, b, trans_b=trans_b, precision=precision)
+    return product
+
+
+def _padded(channels: int) -> int:
+    return max(LEAST, pl.next_power_of_2(channels))
+
+
+def _div(a: jax.Array, n: int) -> jax.Array:
+    """Of numbers that are not negative: `//` would look at signs."""
+    return lax.div(a, np.int32(n))
+
+
+def _rem(a: jax.Array, n: int) -> jax.Array:
+    return lax.rem(a, np.int32(n))
+
+
+def _arange(n: int) -> jax.Array:
+    return jnp.arange(n, dtype=jnp.int32)

@@ -1,0 +1,207 @@
+"""Sparse blend attention for CPU tensors: torch's own attention, called only where rows see keys.
+
+Rows go through it in tiles, each with the keys that its last row sees. What torch's attention cannot do (a
+soft-cap, values of another size than keys) is done with matrix products, a head at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkit.format.rope import Rope
+from kvkit.kernels.attention.rows import Rows
+
+TILE_ROWS = 64
+"""Smaller tiles make smaller matrix products; of larger ones more is with keys that a row does not see."""
+
+
+def attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.blend_attention` in float32."""
+    count, query_heads, size = q.shape
+    heads, v_size = k_pages.shape[1], v_pages.shape[3]
+    group = query_heads // heads
+    out = q.new_zeros(count, query_heads, v_size)
+    lse = torch.full((count, query_heads), -math.inf)
+    for request, tiles in _tiles(rows, window):
+        length = max(end for *_, end in tiles)
+        k, v = (gather(pages, rows.tables[request], length) for pages in (k_pages, v_pages))  # [H, n, D]
+        for first, after, begin, end in tiles:
+            if begin == end:
+                continue
+            split = q[first:after].view(after - first, heads, group, size).permute(1, 2, 0, 3)
+            mask = rows.mask(first, after, begin, end, window)
+            keys, values = k[:, begin:end], v[:, begin:end]
+            if size == v_size and softcap is None:
+                o, logsum = _by_torch(split, keys, values, scale, mask)
+                positions = rows.positions[first:after]
+                blind = positions < begin
+                if window is not None:
+                    blind |= positions - window >= end - 1
+                if blind.any():  # torch says 0 there
+                    logsum = logsum.masked_fill(torch.from_numpy(blind), -math.inf)
+            else:
+                o, logsum = _by_products(split, keys, values, scale, softcap, mask)
+            out[first:after] = o.permute(2, 0, 1, 3).flatten(1, 2)
+            lse[first:after] = logsum.permute(2, 0, 1).flatten(1, 2)
+    return out, lse
+
+
+def scores(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """`reference.query_scores` of the one request of `rows`, in float32."""
+    heads = k_pages.shape[1]
+    group, length = q.shape[1] // heads, int(rows.lengths[0])
+    if lse is None:
+        _, lse = attention(q, k_pages, k_pages, rows, scale, window, softcap)
+    mass = torch.zeros(heads, group, length)
+    for _, tiles in _tiles(rows, window):
+        k = gather(k_pages, rows.tables[0], length)  # [H, n, D]
+        for first, after, begin, end in tiles:
+            if begin == end:
+                continue
+            split = q[first:after].view(after - first, heads, group, -1).permute(1, 2, 0, 3)
+            logsum = lse[first:after].view(after - first, heads, group).permute(1, 2, 0)  # [H, group, m]
+            logsum = logsum.masked_fill(logsum == -math.inf, 0.0)
+            mask = rows.mask(first, after, begin, end, window)
+            for head in range(heads):
+                found = _scores(split[head], k[head, begin:end], scale, softcap, mask)
+                mass[head, :, begin:end] += found.sub_(logsum[head, :, :, None]).exp_().sum(1)
+    if v_pages is not None:
+        mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)[:, None]
+    return mass.flatten(0, 1)
+
+
+def scatter(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    rope: Rope,
+    deviation: torch.Tensor | None,
+) -> torch.Tensor:
+    """`reference.rope_scatter`; the deviation in float32."""
+    slots = slots.long()
+    if bool((slots < 0).any()):
+        keep = torch.nonzero(slots >= 0).flatten()
+        at, k, v, turns = slots[keep], k[keep], v[keep], cos_sin[keep]
+    else:
+        keep, at, turns = None, slots, cos_sin
+    turned = _rotate(k, turns, rope)
+    block, n = at // k_pages.shape[2], at % k_pages.shape[2]
+    if deviation is not None:
+        moved = token_deviation(turned, k_pages[block, :, n])
+        if keep is None:
+            deviation.copy_(moved)
+        else:
+            deviation.zero_()[keep] = moved
+    k_pages[block, :, n] = turned
+    v_pages[block, :, n] = v
+    return _rotate(q, cos_sin, rope)
+
+
+def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`reference.token_deviation` in float32."""
+    return (new.float() - old.float()).square_().sum((1, 2))
+
+
+def gather(pages: torch.Tensor, table: NDArray[np.int64], length: int) -> torch.Tensor:
+    """Tokens [H, length, D] of pages [B, H, N, D] whose blocks `table` lists; a view if they are one run."""
+    heads, tokens, size = pages.shape[1:]
+    used = table[: -(-length // tokens)]
+    if not len(used):
+        return pages.new_empty(heads, 0, size)
+    block_stride, head_stride, token_stride, _ = pages.stride()
+    follow = block_stride == tokens * token_stride and bool((np.diff(used) == 1).all())
+    if len(used) == 1 or follow:
+        start = pages.storage_offset() + int(used[0]) * block_stride
+        return pages.as_strided((heads, length, size), (head_stride, token_stride, 1), start)
+    chosen = pages.transpose(0, 1)[:, torch.from_numpy(used)]  # [H, blocks, N, D]
+    return chosen.flatten(1, 2)[:, :length]
+
+
+def _tiles(rows: Rows, window: int | None) -> Iterator[tuple[int, list[list[int]]]]:
+    """Of each request that has rows: first and after the last row, first and after the last key of tiles."""
+    items = rows.tiles(TILE_ROWS, window=window).items
+    for request in np.unique(items[:, 0]).tolist():
+        yield request, items[items[:, 0] == request][:, [1, 2, 3, 6]].tolist()
+
+
+def _by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's attention for CPU tensors: q [H, group, m, D], k and v [H, n, D], mask [m, n] -> o, lse."""
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask[None, None], scale=scale
+    )
+    return o, lse
+
+
+def _by_products(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, with a soft-cap, and v of any size."""
+    out = torch.empty(*q.shape[:3], v.shape[2])
+    lse = torch.empty(q.shape[:3])
+    for head in range(len(q)):
+        found = _scores(q[head], k[head], scale, softcap, mask)
+        lse[head] = torch.logsumexp(found, -1)
+        found.sub_(lse[head].masked_fill(lse[head] == -math.inf, 0.0)[..., None]).exp_()
+        torch.matmul(found, v[head].float(), out=out[head])
+    return out, lse
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None, mask: torch.Tensor
+) -> torch.Tensor:
+    """float32 [group, m, n] of one KV head, -inf where not seen."""
+    found = torch.matmul(q.float() * scale, k.float().T)
+    if softcap is not None:
+        found.div_(softcap).tanh_().mul_(softcap)
+    return found.add_(mask)
+
+
+def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """`reference.rotate` of x [M, heads, D] by cos_sin [M, R], with fewer passes over memory."""
+    first, last = rope.first, rope.first + rope.channels
+    out = torch.empty(x.shape, dtype=x.dtype)
+    out[..., :first] = x[..., :first]
+    out[..., last:] = x[..., last:]
+    wide, turned = x[..., first:last].float(), out[..., first:last]
+    cos, sin = cos_sin[:, None].chunk(2, -1)
+    if rope.interleaved:
+        a, b, to_a, to_b = wide[..., 0::2], wide[..., 1::2], turned[..., 0::2], turned[..., 1::2]
+    else:
+        (a, b), (to_a, to_b) = wide.chunk(2, -1), turned.chunk(2, -1)
+    to_a.copy_((a * cos).addcmul_(b, sin, value=-1))
+    to_b.copy_((b * cos).addcmul_(a, sin))
+    return out

@@ -1,0 +1,574 @@
+"""Pack and unpack for CPU tensors: a numba kernel over all layers and chunks, shared by a few threads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from kvkit.format.rope import Rope
+from kvkit.kernels.reference import SMALLEST_AMAX
+
+DTYPES = ("float32", "float16", "bfloat16")
+FORMS = (None, "fp8", "int8")
+PIECE_BYTES = 1 << 19  # what a thread takes at a time
+INLINE_BYTES = 4 << 20  # a smaller job is done before a second thread has woken up
+STREAM_BYTES = 32 << 20  # what a larger job writes leaves the caches anyway, so it is written around them
+LINE_BYTES = 64
+AHEAD_BYTES = 2048  # measured: 512 gains nothing, 4096 loses on short runs
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _jit(function: F) -> F:
+    return cast(F, numba.njit(nogil=True, cache=True)(function))
+
+
+def move(
+    parts: NDArray[np.int64],
+    span: int,
+    heads: int,
+    row_bytes: int,
+    records: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    to_records: bool,
+    threads: int,
+    owners: object,
+) -> None:
+    """Pack (`to_records`) or unpack, as `kvkit.kernels.reference` says. Checks nothing; writes where told.
+
+    Args:
+        parts: [P, 7], `Pages.table`.
+        span: slots whose rows are the token stride apart: N, or more where blocks follow one another.
+        heads: H.
+        row_bytes: C in bytes.
+        records: [chunks], addresses of canonical [L, H, T, C].
+        slots: [chunks, T], below the number of slots; a slot < 0 is skipped.
+        threads: at most so many work at it, the caller's included.
+        owners: of the memory at these addresses: kept alive until the last thread is done.
+    """
+    job_bytes, rows = _sizes(parts, heads, slots)
+    turn = np.zeros(1, np.int64)
+    runs = _runs(slots, span)
+    stream = job_bytes >= STREAM_BYTES
+
+    def work(_: object) -> None:
+        _move(turn, rows, parts, span, heads, row_bytes, records, slots, runs, to_records, stream)
+
+    _share(work, threads if job_bytes >= INLINE_BYTES else 1, owners)
+
+
+def convert(
+    parts: NDArray[np.int64],
+    span: int,
+    heads: int,
+    row_bytes: int,
+    records: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    to_records: bool,
+    threads: int,
+    owners: object,
+    channels: int,
+    k_bytes: int,
+    dtype: str,
+    quantised: str | None,
+    turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None,
+    rope: Rope | None,
+) -> None:
+    """Pack or unpack through 8-bit codes, a rotation of K, or both: `reference.encode` and `decode`.
+
+    Args:
+        row_bytes: of a record's row: C elements, or codes and scales.
+        channels: C, K's and V's.
+        k_bytes: K's share of a row of the pages.
+        dtype: of the pages: float32, float16 or bfloat16.
+        quantised: fp8, int8, or None where records hold `dtype`.
+        turns: cos and sin [U, R] and each token's row [chunks, T], or None.
+        rope: whose turns they are, or None.
+
+    The other arguments are those of `move`.
+    """
+    job_bytes, rows = _sizes(parts, heads, slots)
+    turn = np.zeros(1, np.int64)
+    runs = _runs(slots, span)
+    stream = job_bytes >= STREAM_BYTES
+    cos_sin, which = turns or (np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
+    kind, form = DTYPES.index(dtype), FORMS.index(quantised)
+    first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
+    widest = int(parts[:, 2].max())
+
+    def work(_: object) -> None:
+        room = np.empty((4, 2 * widest + LINE_BYTES), np.uint8)
+        room_of = [row.ctypes.data + -row.ctypes.data % LINE_BYTES for row in room]
+        _convert(
+            turn,
+            rows,
+            parts,
+            span,
+            heads,
+            row_bytes,
+            records,
+            slots,
+            runs,
+            to_records,
+            stream,
+            kind,
+            form,
+            cos_sin,
+            which,
+            first,
+            interleaved,
+            channels,
+            k_bytes,
+            np.array(room_of, np.int64),
+        )
+
+    _share(work, threads if job_bytes >= INLINE_BYTES else 1, owners)
+
+
+def _sizes(parts: NDArray[np.int64], heads: int, slots: NDArray[np.int64]) -> tuple[int, int]:
+    """Bytes of all the pages of a job, and how many (part, token) rows make a piece."""
+    job_bytes = slots.size * heads * int(parts[:, 2].sum())
+    return job_bytes, max(1, PIECE_BYTES * slots.size * len(parts) // max(1, job_bytes))
+
+
+def _share(work: Callable[[object], None], threads: int, owners: object) -> None:
+    """Have `threads` threads work until all is done, the caller's among them."""
+    if threads == 1:
+        work(owners)
+        return
+    others = [_pool(os.getpid(), threads - 1).submit(work, owners) for _ in range(threads - 1)]
+    work(owners)
+    for other in others:
+        if not other.cancel():
+            other.result()
+
+
+@functools.cache
+def _pool(pid: int, workers: int) -> ThreadPoolExecutor:
+    """Threads of this process: a forked child has another `pid` and so gets its own."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="kvkit-pages")
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _take(context: Any, turn: Any) -> Any:
+    """Atomically: the number at an address, which is then one more."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(64)
+        address = builder.inttoptr(args[0], number.as_pointer())
+        return builder.atomic_rmw("add", address, number(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _memcpy(context: Any, target: Any, source: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(a, ir.IntType(8).as_pointer()) for a in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _stream(context: Any, target: Any, source: Any, count: Any) -> Any:
+    """memcpy of whole lines to a line boundary, without reading the target into the caches first.
+
+    Asks for the source early: the processor's own prefetching stops at every 4 KiB.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source, count = args
+        number, flag, byte = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
+        vector = ir.VectorType(number, 4)
+        width = 32
+        prefetch = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0i8"
+        )
+        hint = builder.module.add_metadata([flag(1)])
+        with cgutils.for_range(builder, builder.udiv(count, number(LINE_BYTES))) as line:
+            offset = builder.mul(line.index, number(LINE_BYTES))
+            ahead = builder.add(source, builder.add(offset, number(AHEAD_BYTES)))
+            builder.call(prefetch, [builder.inttoptr(ahead, byte), flag(0), flag(3), flag(1)])
+            offsets = [builder.add(offset, number(i)) for i in range(0, LINE_BYTES, width)]
+            values = [
+                builder.load(builder.inttoptr(builder.add(source, o), vector.as_pointer()), align=1)
+                for o in offsets
+            ]
+            for o, value in zip(offsets, values, strict=True):
+                store = builder.store(
+                    value, builder.inttoptr(builder.add(target, o), vector.as_pointer()), align=width
+                )
+                store.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _fence(context: Any) -> Any:
+    """Streamed stores are unordered: without this, who is told that the job is done may read old bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_jit
+def _copy(target: int, source: int, count: int, stream: bool) -> None:
+    if stream and (target | count) & (LINE_BYTES - 1) == 0:
+        _stream(target, source, count)
+    else:
+        _memcpy(target, source, count)
+
+
+@_jit
+def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
+    """How many tokens from each on lie the token stride apart. [chunks, T]"""
+    chunks, tokens = slots.shape
+    runs = np.ones_like(slots)
+    for chunk in range(chunks):
+        for t in range(tokens - 2, -1, -1):
+            slot, after = slots[chunk, t], slots[chunk, t + 1]
+            if after == slot + 1 and after % span != 0:  # never from -1 to 0: 0 begins a span
+                runs[chunk, t] += runs[chunk, t + 1]
+    return runs
+
+
+@_jit
+def _move(
+    turn: NDArray[np.int64],
+    rows: int,
+    parts: NDArray[np.int64],
+    span: int,
+    heads: int,
+    row_bytes: int,
+    records: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    runs: NDArray[np.int64],
+    to_records: bool,
+    stream: bool,
+) -> None:
+    """Take pieces of `rows` rows, in the order (chunk, part, token), until none is left."""
+    chunks, tokens = slots.shape
+    total = chunks * len(parts) * tokens
+    while True:
+        begin = _take(turn.ctypes.data) * rows
+        if begin >= total:
+            break
+        end = min(begin + rows, total)
+        while begin < end:
+            place, t = divmod(begin, tokens)
+            stop = min(tokens, t + end - begin)
+            begin += stop - t
+            chunk, p = divmod(place, len(parts))
+            layer, first_byte, width, address, block_stride, head_stride, token_stride = parts[p]
+            base = records[chunk] + layer * heads * tokens * row_bytes + first_byte
+            while t < stop:
+                slot, run = slots[chunk, t], min(runs[chunk, t], stop - t)
+                if slot >= 0:
+                    block, n = divmod(slot, span)
+                    page = address + block * block_stride + n * token_stride
+                    record = base + t * row_bytes
+                    outer, outer_page, outer_record = heads, head_stride, tokens * row_bytes
+                    inner, inner_page, inner_record = run, token_stride, row_bytes
+                    count = width
+                    if width == token_stride == row_bytes:
+                        inner, count = 1, run * width
+                    elif to_records and token_stride > head_stride:
+                        # reads go straight on, writes jump: measured faster than the other way round
+                        outer, outer_page, outer_record, inner, inner_page, inner_record = (
+                            inner,
+                            inner_page,
+                            inner_record,
+                            outer,
+                            outer_page,
+                            outer_record,
+                        )
+                    for i in range(outer):
+                        for j in range(inner):
+                            in_page = page + i * outer_page + j * inner_page
+                            in_record = record + i * outer_record + j * inner_record
+                            if to_records:
+                                _copy(in_record, in_page, count, stream)
+                            else:
+                                _copy(in_page, in_record, count, stream)
+                t += run
+    if stream:
+        _fence()
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _at(context: Any, address: Any, like: Any) -> Any:
+    """A pointer to numbers like `like`. Arrays made of it cost nothing; slices of arrays count references."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, like), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _bits(context: Any, value: Any) -> Any:
+    """The bits of a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
+def _float(context: Any, bits: Any) -> Any:
+    """The float32 of 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@_jit
+def _widen(raw: int, wide: int, n: int, kind: int) -> None:
+    """n float32 of n `DTYPES[kind]`, which is not float32 itself."""
+    source, target = carray(_at(raw, np.uint16), n), carray(_at(wide, np.float32), n)
+    if kind == 1:
+        for i in range(n):
+            half = np.uint32(source[i])
+            size = np.uint32(half & 0x7FFF)
+            bias = np.uint32(112 << 23) if size < 0x7C00 else np.uint32(224 << 23)  # 224: infinity and NaN
+            large = _float(np.uint32(np.uint32(size << 13) + bias))
+            x = large if size >= 0x400 else np.float32(np.int32(size)) * np.float32(2**-24)
+            target[i] = -x if half >= 0x8000 else x
+    else:
+        for i in range(n):
+            target[i] = _float(np.uint32(np.uint32(source[i]) << 16))
+
+
+@_jit
+def _narrow(wide: int, raw: int, n: int, kind: int) -> None:
+    """The inverse of `_widen`, to the nearest, ties to even."""
+    source, target = carray(_at(wide, np.float32), n), carray(_at(raw, np.uint16), n)
+    if kind == 1:
+        for i in range(n):
+            bits = _bits(source[i])
+            size = np.uint32(bits & 0x7FFFFFFF)
+            large = np.uint32(np.uint32(size + 0xFFF + (size >> 13 & 1) - (112 << 23)) >> 13)
+            small = np.uint32(_bits(_float(size) + np.float32(0.5)) - 0x3F000000)  # 0.5's last bit is 2^-24
+            half = large if size >= 0x38800000 else small
+            special = np.uint32(0x7C00 if size <= 0x7F800000 else 0x7E00)
+            half = half if size < 0x477FF000 else special
+            target[i] = half | (bits >> 16 & 0x8000)
+    else:
+        for i in range(n):
+            bits = _bits(source[i])
+            nearest = np.uint32(np.uint32(bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+            target[i] = nearest if np.uint32(bits & 0x7FFFFFFF) <= 0x7F800000 else np.uint32(0x7FC0)
+
+
+@_jit
+def _quantise(wide: int, codes: int, scale: int, n: int, form: int) -> None:
+    """`reference.quantise` of one row of K or V: n codes and their scale."""
+    source, target = carray(_at(wide, np.float32), n), carray(_at(codes, np.uint8), n)
+    target_scale = carray(_at(scale, np.float32), 1)
+    most = np.uint32(0)
+    for i in range(n):
+        size = np.uint32(_bits(source[i]) & 0x7FFFFFFF)  # as whole numbers, NaN is the largest
+        most = size if size > most else most
+    amax, largest = _float(most), np.float32(448.0 if form == 1 else 127.0)
+    tiny = amax < np.float32(SMALLEST_AMAX)
+    inverse = np.float32(0) if tiny else largest / amax
+    target_scale[0] = np.float32(0) if tiny else amax / largest
+    if form == 1:
+        for i in range(n):
+            bits = _bits(source[i] * inverse)
+            size = np.uint32(bits & 0x7FFFFFFF)
+            large = np.uint32(np.uint32(size + 0x7FFFF + (size >> 20 & 1) - (120 << 23)) >> 20)
+            small = np.uint32(_bits(_float(size) + np.float32(16384.0)) - 0x46800000)  # last bit is 2^-9
+            code = large if size >= 0x3C800000 else small
+            code = code if size <= 0x7F800000 else np.uint32(0x7F)
+            target[i] = code | (bits >> 24 & 0x80)
+    else:
+        for i in range(n):
+            target[i] = _bits(source[i] * inverse + np.float32(12582912.0))  # 1.5 * 2^23: its last bit is 1
+
+
+@_jit
+def _dequantise(codes: int, scale: int, wide: int, n: int, form: int) -> None:
+    """The inverse of `_quantise`."""
+    target, factor = carray(_at(wide, np.float32), n), carray(_at(scale, np.float32), 1)[0]
+    if form == 1:
+        source = carray(_at(codes, np.uint8), n)
+        for i in range(n):
+            code = np.uint32(source[i])
+            size = np.uint32(code & 0x7F)
+            bias = np.uint32(120 << 23) if size < 0x7F else np.uint32(240 << 23)  # 240: NaN
+            large = _float(np.uint32(np.uint32(size << 20) + bias))
+            x = large if size >= 8 else np.float32(np.int32(size)) * np.float32(2**-9)
+            target[i] = (-x if code >= 0x80 else x) * factor
+    else:
+        signed = carray(_at(codes, np.int8), n)
+        for i in range(n):
+            target[i] = np.float32(signed[i]) * factor
+
+
+@_jit
+def _rotate(x: int, turns: int, pairs: int, interleaved: bool) -> None:
+    """Turn the pairs of x [2 * pairs] in place by cos and sin [2 * pairs]: neighbours, or halves of x."""
+    cos, sin = carray(_at(turns, np.float32), pairs), carray(_at(turns + 4 * pairs, np.float32), pairs)
+    if interleaved:
+        both = carray(_at(x, np.float32), 2 * pairs)
+        for i in range(pairs):
+            a, b = both[2 * i], both[2 * i + 1]
+            both[2 * i] = a * cos[i] - b * sin[i]
+            both[2 * i + 1] = b * cos[i] + a * sin[i]
+    else:
+        first, second = carray(_at(x, np.float32), pairs), carray(_at(x + 4 * pairs, np.float32), pairs)
+        for i in range(pairs):
+            a, b = first[i], second[i]
+            first[i] = a * cos[i] - b * sin[i]
+            second[i] = b * cos[i] + a * sin[i]
+
+
+@_jit
+def _row(
+    page: int,
+    record: int,
+    first_byte: int,
+    width: int,
+    turns: int,
+    room: NDArray[np.int64],
+    to_records: bool,
+    stream: bool,
+    kind: int,
+    form: int,
+    channels: int,
+    first: int,
+    rotary: int,
+    interleaved: bool,
+) -> None:
+    """K or V of one head and token; `turns` are its cos and sin, or 0."""
+    raw, codes, scale = room[0], room[1], room[2]
+    wide = raw if kind == 0 else room[3]
+    item = 4 if kind == 0 else 2
+    n = width // item
+    in_codes, in_scale = record + first_byte // item, record + channels + (4 if first_byte else 0)
+    if to_records:
+        _memcpy(raw, page, width)
+        if kind:
+            _widen(raw, wide, n, kind)
+        _quantise(wide, codes, scale, n, form)
+        _memcpy(in_codes, codes, n)
+        _memcpy(in_scale, scale, 4)
+    elif form:
+        _memcpy(codes, in_codes, n)
+        _memcpy(scale, in_scale, 4)
+        _dequantise(codes, scale, wide, n, form)
+        if turns:
+            _rotate(wide + first * 4, turns, rotary // 2, interleaved)
+        if kind:
+            _narrow(wide, raw, n, kind)
+        _copy(page, raw, width, stream)
+    elif turns:
+        _memcpy(raw, record, width)
+        if kind:  # what is not rotated keeps its bits
+            _widen(raw + first * item, wide, rotary, kind)
+            _rotate(wide, turns, rotary // 2, interleaved)
+            _narrow(wide, raw + first * item, rotary, kind)
+        else:
+            _rotate(raw + first * item, turns, rotary // 2, interleaved)
+        _copy(page, raw, width, stream)
+    else:
+        _copy(page, record + first_byte, width, stream)
+
+
+@_jit
+def _convert(
+    turn: NDArray[np.int64],
+    rows: int,
+    parts: NDArray[np.int64],
+    span: int,
+    heads: int,
+    row_bytes: int,
+    records: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    runs: NDArray[np.int64],
+    to_records: bool,
+    stream: bool,
+    kind: int,
+    form: int,
+    cos_sin: NDArray[np.float32],
+    which: NDArray[np.int32],
+    first: int,
+    interleaved: bool,
+    channels: int,
+    k_bytes: int,
+    room: NDArray[np.int64],
+) -> None:
+    """`_move` by rows, each of them through float32 in the processor's nearest cache."""
+    chunks, tokens = slots.shape
+    total = chunks * len(parts) * tokens
+    rotary = cos_sin.shape[1]
+    while True:
+        begin = _take(turn.ctypes.data) * rows
+        if begin >= total:
+            break
+        end = min(begin + rows, total)
+        while begin < end:
+            place, t = divmod(begin, tokens)
+            stop = min(tokens, t + end - begin)
+            begin += stop - t
+            chunk, p = divmod(place, len(parts))
+            layer, first_byte, width, address, block_stride, head_stride, token_stride = parts[p]
+            base = records[chunk] + layer * heads * tokens * row_bytes
+            split = k_bytes if first_byte == 0 and k_bytes < width else width
+            while t < stop:
+                slot, run = slots[chunk, t], min(runs[chunk, t], stop - t)
+                if slot >= 0:
+                    block, place = divmod(slot, span)
+                    page = address + block * block_stride + place * token_stride
+                    record = base + t * row_bytes
+                    for head in range(heads):
+                        for j in range(run):
+                            in_page = page + head * head_stride + j * token_stride
+                            in_record = record + (head * tokens + j) * row_bytes
+                            for at, size in ((0, split), (split, width - split)):
+                                byte = first_byte + at
+                                turns = 0
+                                if rotary and byte == 0:
+                                    turns = cos_sin.ctypes.data + which[chunk, t + j] * 4 * rotary
+                                if size:
+                                    _row(
+                                        in_page + at,
+                                        in_record,
+                                        byte,
+                                        size,
+                                        turns,
+                                        room,
+                                        to_records,
+                                        stream,
+                                        kind,
+                                        form,
+                                        channels,
+                                        first,
+                                        rotary,
+                                        interleaved,
+                                    )
+                t += run
+    if stream:
+        _fence()

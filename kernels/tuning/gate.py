@@ -1,0 +1,518 @@
+"""What a launch becomes on a named GPU, without one: registers, spills, shared memory, 16-byte loads.
+
+`python -m kvkit.kernels.tuning.gate` is the compile gate: it compiles the default of every problem for every
+target of `GATE`, prints a table and fails if something spills, does not fit or has lost its 16-byte loads.
+With `--json benchmarks/results/compile.json` it refreshes the table that the tests compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from kvkit.environment import version_of
+from kvkit.kernels.tuning.configs import Config, Launch
+from kvkit.kernels.tuning.problems import Case, Problem, every_problem
+
+
+class CompileError(RuntimeError):
+    """A launch cannot be compiled. Names the kernel, the target and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU to compile for, and what one of its multiprocessors (compute units) has.
+
+    From NVIDIA's compute capabilities table (https://docs.nvidia.com/cuda/cuda-c-programming-guide) and AMD's
+    CDNA 3 instruction set guide.
+
+    Args:
+        backend, arch, threads: Triton's target; threads of a warp.
+        registers: of 32 bits for one lane of one of its 4 schedulers; a warp takes them in steps of `step`.
+        step: registers of a lane that are handed out together.
+        warps: at most so many at a time.
+        blocks: likewise.
+        shared_bytes: of a multiprocessor.
+        block_shared_bytes: of one block, at most.
+        reserved_bytes: of shared memory that each block costs beside its own.
+        most_registers: of a lane, at most.
+    """
+
+    backend: str
+    arch: int | str
+    threads: int
+    registers: int
+    step: int
+    warps: int
+    blocks: int
+    shared_bytes: int
+    block_shared_bytes: int
+    reserved_bytes: int
+    most_registers: int
+
+    def blocks_per_sm(self, registers: int, shared_bytes: int, warps: int) -> int:
+        """Blocks that fit a multiprocessor at a time; 0 if not even one does."""
+        if registers > self.most_registers or shared_bytes > self.block_shared_bytes:
+            return 0
+        each = max(1, -(-registers // self.step)) * self.step
+        by_registers = min(self.warps, self.registers // each * 4) // warps
+        by_shared = self.shared_bytes // max(1, shared_bytes + self.reserved_bytes)
+        return min(self.blocks, by_registers, by_shared)
+
+
+def _nvidia(capability: int, warps: int, blocks: int, shared_kib: int) -> Gpu:
+    shared = shared_kib << 10
+    return Gpu("cuda", capability, 32, 512, 8, warps, blocks, shared, shared - 1024, 1024, 255)
+
+
+GPUS: Mapping[str, Gpu] = {
+    "sm_80": _nvidia(80, 64, 32, 164),
+    "sm_86": _nvidia(86, 48, 16, 100),
+    "sm_89": _nvidia(89, 48, 24, 100),
+    "sm_90": _nvidia(90, 64, 32, 228),
+    "sm_100": _nvidia(100, 64, 32, 228),
+    "sm_120": _nvidia(120, 48, 24, 100),
+    "gfx942": Gpu("hip", "gfx942", 64, 512, 8, 32, 32, 64 << 10, 64 << 10, 0, 512),
+}
+"""By name: A100; A10 and RTX 30; L4, L40 and RTX 40; H100 and H200; B200; RTX 50; MI300."""
+
+GATE = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""What every kernel must compile for without spills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a compiler made of a launch.
+
+    Args:
+        registers: of one thread; on AMD vector registers.
+        spill_bytes: of one thread that did not fit into registers: NVIDIA's stack frame, AMD's spilled vector
+            registers.
+        shared_bytes: of one block.
+        loads, stores: instructions that read and write global memory, copies into shared memory among the
+            loads.
+        loads_16, stores_16: those of 16 bytes or more per thread.
+        mma: matrix instructions.
+        blocks_per_sm: an estimate from registers, shared memory and warps.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    loads: int
+    loads_16: int
+    stores: int
+    stores_16: int
+    mma: int
+    blocks_per_sm: int
+
+    def flaw(self) -> str:
+        """Why this cannot or should not run, "" if nothing speaks against it."""
+        if self.spill_bytes:
+            return f"spills {self.spill_bytes} bytes"
+        return "" if self.blocks_per_sm else "does not fit a multiprocessor"
+
+
+def compile_for(launch: Launch, target: str) -> Compiled:
+    """Compile a launch for a target as Triton would to run it there; needs no GPU, writes no tensors.
+
+    Args:
+        launch: its tensors may be on any device: their dtype and alignment count.
+        target: a name of `GPUS`.
+
+    Raises:
+        CompileError: the target is unknown, Triton interprets kernels in this process, or its compiler
+            failed.
+    """
+    if target not in GPUS:
+        raise CompileError(f"target {target!r}: want one of {', '.join(GPUS)}")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, gpu = launch.kernel, GPUS[target]
+    if not isinstance(kernel, triton.runtime.JITFunction):
+        raise CompileError(f"{kernel}: TRITON_INTERPRET is set; kernels are interpreted in this process")
+    signature, constants, attributes = specialise(launch, gpu.backend)
+    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
+    try:
+        done = triton.compile(
+            ASTSource(kernel, signature, constants, attributes),
+            target=GPUTarget(gpu.backend, gpu.arch, gpu.threads),
+            options=options,
+        )
+    except Exception as error:  # each stage of Triton's compiler raises its own kind
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
+            words = f"{words[:100]} ... {words[-200:]}"
+        raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {words}") from error
+    read = _read_amd if gpu.backend == "hip" else _read_nvidia
+    return read(done.asm, done.metadata.shared, launch.config.warps, gpu)
+
+
+Specialisation = tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]
+
+
+def specialise(launch: Launch, backend: str) -> Specialisation:
+    """Types, constants and attributes of a kernel's arguments, as Triton derives them from a call.
+
+    Args:
+        launch: to be compiled.
+        backend: "cuda" or "hip".
+
+    Returns:
+        by name the type of each argument ("*bf16", "i32", "constexpr"), and by position the constants and
+        what is known of the others (addresses and sizes divisible by 16; tensors below 2 GiB on AMD).
+
+    Raises:
+        CompileError: an argument is missing, unknown or of a type that kernels do not take.
+    """
+    kernel = launch.kernel
+    given = {**launch.arguments, **dict(launch.config.tiles)}
+    if unknown := set(given) - {parameter.name for parameter in kernel.params}:
+        raise CompileError(f"{kernel.__name__}: no parameter {', '.join(sorted(unknown))}")
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, parameter in enumerate(kernel.params):
+        if parameter.name in given:
+            value = given[parameter.name]
+        elif parameter.has_default:
+            value = parameter.default
+        else:
+            raise CompileError(f"{kernel.__name__}: {parameter.name} is missing")
+        free, annotated = not parameter.do_not_specialize, parameter.annotation_type
+        kind = _kind(f"{kernel.__name__}: {parameter.name}", value)
+        one = type(value) is int and value == 1 and free
+        if parameter.is_constexpr or kind == "constexpr" or (one and not annotated):
+            signature[parameter.name], constants[(i,)], attributes[(i,)] = "constexpr", value, []
+            continue
+        signature[parameter.name] = annotated or kind
+        if free and not one and not isinstance(value, bool | float):
+            attributes[(i,)] = _known(value, not parameter.do_not_specialize_on_alignment, backend)
+    return signature, constants, attributes
+
+
+_DTYPES = {
+    torch.bool: "u1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+
+
+def _kind(name: str, value: object) -> str:
+    """Triton's name of a value's type; "constexpr" for what it compiles in."""
+    if value is None:
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        return f"*{_DTYPES[value.dtype]}"
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64" if value < 1 << 63 else "u64"
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, str) or type(value).__name__ in ("dtype", "constexpr", "JITFunction"):
+        return "constexpr"
+    raise CompileError(f"{name}: {type(value).__name__}, want a tensor, a number, text or None")
+
+
+def _known(value: torch.Tensor | int, aligned: bool, backend: str) -> list[list[Any]]:
+    """What Triton may rely on: an address or number divisible by 16, a tensor of less than 2 GiB (AMD)."""
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    known: list[list[Any]] = [["tt.divisibility", 16]] if aligned and number % 16 == 0 else []
+    if backend == "hip" and isinstance(value, torch.Tensor) and value.untyped_storage().size() < 1 << 31:
+        known.append(["tt.pointer_range", 32])
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of one kernel of a problem.
+
+    Args:
+        problem: its name.
+        kernel: the kernel's name; "" if the launches could not even be made.
+        config: that was compiled.
+        target: for which.
+        compiled: the result, None where it failed.
+        error: why.
+    """
+
+    problem: str
+    kernel: str
+    config: Config
+    target: str
+    compiled: Compiled | None
+    error: str = ""
+
+    def flaw(self) -> str:
+        """Why the configuration should not be run, "" if nothing speaks against it."""
+        return self.compiled.flaw() if self.compiled else self.error
+
+
+Job = tuple[str, Config, str]
+"""A problem's name, a configuration, a target."""
+Factory = Callable[[], Sequence[Problem]]
+"""A function at the top of a module, so that other processes can find it."""
+
+
+def compile_pool(workers: int, cache_folder: str | None = None) -> ProcessPoolExecutor:
+    """Processes for `survey`, in which kernels are compiled even where this one interprets them.
+
+    Args:
+        workers: how many.
+        cache_folder: where Triton keeps what it compiled; None: where it always does.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawn, initializer=_prepare, initargs=(cache_folder,))
+
+
+def _prepare(cache_folder: str | None) -> None:
+    """Set a new process up before it imports Triton: it compiles, leaves GPUs alone and knows no tables."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+    if cache_folder:
+        os.environ["TRITON_CACHE_DIR"] = cache_folder
+
+
+def survey(pool: ProcessPoolExecutor, factory: Factory, jobs: Sequence[Job]) -> Iterator[Report]:
+    """Compile every kernel of every job, and report in the order of the jobs."""
+    for reports in pool.map(_compile_job, [factory] * len(jobs), jobs):
+        yield from reports
+
+
+def _compile_job(factory: Factory, job: Job) -> list[Report]:
+    name, config, target = job
+    try:
+        launches = _case(factory, name).launches(config)
+    except Exception as error:  # whatever a kernel's own checks raise
+        return [Report(name, "", config, target, None, f"{type(error).__name__}: {error}")]
+    reports = []
+    for launch in launches:
+        kernel = launch.kernel.__name__
+        try:
+            reports.append(Report(name, kernel, config, target, compile_for(launch, target)))
+        except CompileError as error:
+            reports.append(Report(name, kernel, config, target, None, str(error)))
+    return reports
+
+
+@lru_cache(1)
+def _case(factory: Factory, name: str) -> Case:
+    """On the CPU, without contents: pages that are never touched take no memory."""
+    (problem,) = (problem for problem in factory() if problem.name == name)
+    return problem.make(torch.device("cpu"), False)
+
+
+_PTX_ACCESS = re.compile(
+    r"\b(?:(ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)\s"
+    r"|cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)[,;\s])"
+)
+_PTX_MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+
+
+def _read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
+    """From PTX what it loads and stores, from the binary what ptxas made of it."""
+    ptx: str = assembly["ptx"]
+    reads: list[int] = []  # bytes of each instruction
+    writes: list[int] = []
+    for kind, vector, bits, copied in _PTX_ACCESS.findall(ptx):
+        size = int(copied, 0) if copied else int(vector or 1) * int(bits) // 8
+        (writes if kind == "st" else reads).append(size)
+    usage = _usage(assembly["cubin"])
+    registers, stack = (int(_field(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK"))
+    return Compiled(
+        registers=registers,
+        spill_bytes=stack,
+        shared_bytes=shared_bytes,
+        **_counts(reads, writes),
+        mma=len(_PTX_MMA.findall(ptx)),
+        blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
+    )
+
+
+_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(?:lds_)?(\w+)")
+_AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+
+
+def _read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
+    """From the assembly text, whose metadata says the rest."""
+    text: str = assembly["amdgcn"]
+    reads: list[int] = []
+    writes: list[int] = []
+    for kind, width in _AMD_ACCESS.findall(text):
+        (writes if kind == "store" else reads).append(_AMD_BYTES.get(width, 2))
+    registers = int(_field(r"\.vgpr_count:\s*(\d+)", text))  # accumulation registers included
+    return Compiled(
+        registers=registers,
+        spill_bytes=4 * int(_field(r"\.vgpr_spill_count:\s*(\d+)", text)),
+        shared_bytes=shared_bytes,
+        **_counts(reads, writes),
+        mma=len(re.findall(r"\bv_s?mfmac?_", text)),
+        blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
+    )
+
+
+def _counts(reads: list[int], writes: list[int]) -> dict[str, int]:
+    return {
+        "loads": len(reads),
+        "loads_16": sum(size >= 16 for size in reads),
+        "stores": len(writes),
+        "stores_16": sum(size >= 16 for size in writes),
+    }
+
+
+def _field(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise CompileError(f"the compiler's report has no {pattern}: {text[:200]}")
+    return found[1]
+
+
+def _usage(binary: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run(
+            [_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+@cache
+def _cuobjdump() -> str:
+    """The tool that Triton brings along."""
+    import triton.backends.nvidia
+
+    return str(Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump")
+
+
+def faults(reports: Sequence[Report], problems: Sequence[Problem]) -> list[str]:
+    """What the gate does not let through: errors, spills, blocks that do not fit, 16-byte accesses lost."""
+    wide = {problem.name: problem.wide for problem in problems}
+    found = []
+    for report in reports:
+        flaw, done = report.flaw(), report.compiled
+        if done and not flaw:
+            loads, stores = wide[report.problem].get(report.kernel, (0, 0))
+            if done.loads_16 < loads or done.stores_16 < stores:
+                flaw = (
+                    f"{done.loads_16} of {done.loads} loads and {done.stores_16} of {done.stores} stores "
+                    f"take 16 bytes; the layout allows {loads} and {stores}"
+                )
+        if flaw:
+            found.append(f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {flaw}")
+    return found
+
+
+def shown(reports: Sequence[Report]) -> Table:
+    """Reports as a table."""
+    table = Table(
+        Column("problem", overflow="fold"),
+        Column("kernel", overflow="fold"),
+        "target",
+        Column("configuration", overflow="fold"),
+        *(Column(name, justify="right") for name in ("registers", "spill B", "shared B", "16 B loads")),
+        *(Column(name, justify="right") for name in ("16 B stores", "mma", "blocks/SM")),
+        Column("flaw", overflow="fold"),
+    )
+    for report in reports:
+        c = report.compiled
+        numbers = (
+            (
+                *(f"{c.registers}", f"{c.spill_bytes}", f"{c.shared_bytes}", f"{c.loads_16}/{c.loads}"),
+                *(f"{c.stores_16}/{c.stores}", f"{c.mma}", f"{c.blocks_per_sm}"),
+            )
+            if c
+            else ("",) * 7
+        )
+        words = report.problem, report.kernel, report.target, str(report.config)
+        table.add_row(*map(escape, words), *numbers, escape(report.flaw()))
+    return table
+
+
+def as_json(reports: Sequence[Report]) -> dict[str, Any]:
+    """Reports and Triton's version, for a file."""
+    return {
+        "triton": version_of("triton"),
+        "kernels": [
+            {
+                "problem": report.problem,
+                "kernel": report.kernel,
+                "target": report.target,
+                "config": str(report.config),
+                **(asdict(report.compiled) if report.compiled else {"error": report.error}),
+            }
+            for report in reports
+        ],
+    }
+
+
+def gate(factory: Factory, workers: int) -> list[Report]:
+    """Compile the default of each gated problem for each target of `GATE`, by at most `workers` processes.
+
+    Of problems that differ in their sizes alone, the first: they compile to the same.
+    """
+    forms: dict[tuple[str, str], Problem] = {}
+    for problem in factory():
+        if problem.gated:
+            forms.setdefault((problem.bucket.op, problem.bucket.form), problem)
+    jobs = [
+        (problem.name, problem.space_on(target)[0], target) for problem in forms.values() for target in GATE
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="kvkit-compile-") as folder,
+        compile_pool(workers, folder) as pool,
+    ):
+        return list(survey(pool, factory, jobs))
+
+
+def main(factory: Factory | None = None) -> int:
+    """Run the gate; the exit status is 1 if it is shut."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvkit.kernels.tuning.gate", description="The compile gate."
+    )
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    arguments = parser.parse_args()
+    factory = factory or every_problem
+    reports = gate(factory, min(2, os.cpu_count() or 1))
+    Console(width=170).print(shown(reports))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(reports), indent=1) + "\n")
+    found = faults(reports, factory())
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    from kvkit.kernels.tuning import (
+        gate as compiled,  # by this name other processes find its functions, not as __main__
+    )
+
+    sys.exit(compiled.main())

@@ -1,0 +1,297 @@
+"""What blending reuses and recomputes: spans of a prompt, and the choice of tokens, as plain functions.
+
+Blending reuses KV that was computed behind another prefix (CacheBlend, https://arxiv.org/abs/2405.16444). The
+tokens of a prompt are then of three kinds:
+
+    exact      their KV is what a full prefill computes: the true prefix, or a span at its own position behind
+               the same tokens
+    reused     their KV was computed elsewhere: keys are rotated to the new position, but no token of such a
+               span has seen what stands before the span in this prompt
+    computed   no KV was found (gaps), or they are the question: their rows run through every layer
+
+Selection picks the few reused tokens whose rows are recomputed too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkit.format.keys import Tokens, as_tokens
+
+METHODS = ("question_attention", "k_deviation", "v_deviation", "first_n")
+QUESTION_TOKENS = 64
+"""The last computed tokens of a prompt, at most so many, are its question."""
+_HASHED_TOKENS = 8
+_ODD = 0x9E3779B97F4A7C15
+
+
+class BlendError(ValueError):
+    """Blending is impossible. Names the argument, its value and what is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a prompt whose KV was computed elsewhere.
+
+    Args:
+        start, stop: where they stand in the prompt.
+        first: position at which token `start` was computed.
+        exact: whether the tokens before it were the same there, so that the KV is that of a full prefill.
+    """
+
+    start: int
+    stop: int
+    first: int = 0
+    exact: bool = False
+
+    @property
+    def delta(self) -> int:
+        """By how many positions the keys move."""
+        return self.start - self.first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendPlan:
+    """Which KV of a prompt of N tokens is there, and which is not. Make it with `plan_blend`.
+
+    Args:
+        spans: where KV was found, ascending; the true prefix is not among them.
+        exact: bool [N], tokens whose KV is that of a full prefill.
+        computed: int32, positions without KV, ascending; the last token is always one.
+        question: int32, those of `computed` that are the question.
+    """
+
+    spans: tuple[Span, ...]
+    exact: NDArray[np.bool_]
+    computed: NDArray[np.int32]
+    question: NDArray[np.int32]
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.exact)
+
+    @property
+    def reused(self) -> NDArray[np.bool_]:
+        """bool [N]: tokens whose KV was computed behind another prefix; these can be selected."""
+        reused = ~self.exact
+        reused[self.computed] = False
+        return reused
+
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """int32: where the spans with reused tokens begin."""
+        return np.array([span.start for span in self.spans if not span.exact], np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How the tokens to recompute are chosen.
+
+    Args:
+        method: one of `METHODS`. `question_attention`: those that the question attends to most (ProphetKV and
+            InfoFlow KV choose so); `k_deviation`, `v_deviation`: those whose K or V of layer 1 changes most
+            when layer 0 is computed in full (CacheBlend); `first_n`: the first of every span (EPIC,
+            https://arxiv.org/abs/2410.15332).
+        ratio: what recomputing may cost, 0 to 1: this share of the reused tokens' rows through all layers.
+            What choosing costs is part of it, so somewhat fewer tokens are chosen.
+        first_n: the first so many tokens of every span are always among them. They lost most: each span was
+            computed as the start of a text, whose first tokens draw attention to themselves.
+        layers: of `question_attention`: in how many layers the question looks before the choice is made, or
+            fewer where that would take more than half of the budget.
+        value_norm: of `question_attention`: weigh attention by the norm of the value that is attended to.
+        fade: of `question_attention`: a score counts half so many tokens behind its span's start, a third at
+            twice as many, and so on: the KV of later tokens, which saw more of their own span, differs less
+            from what a full prefill computes. 0: scores do not fade.
+
+    Raises:
+        BlendError: a field is out of range.
+    """
+
+    method: str = "question_attention"
+    ratio: float = 0.15
+    first_n: int = 8
+    layers: int = 8
+    value_norm: bool = True
+    fade: int = 64
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise BlendError(f"method={self.method!r}: want one of {', '.join(METHODS)}")
+        if not 0 <= self.ratio <= 1:
+            raise BlendError(f"ratio={self.ratio}: want 0 to 1")
+        if self.first_n < 0 or self.layers < 1 or self.fade < 0:
+            raise BlendError(
+                f"first_n={self.first_n}, layers={self.layers}, fade={self.fade}: want at least 0, 1 and 0"
+            )
+
+
+def plan_blend(
+    tokens: int, prefix: int = 0, spans: Sequence[Span] = (), question: int = QUESTION_TOKENS
+) -> BlendPlan:
+    """The plan of a prompt of `tokens` tokens.
+
+    Args:
+        prefix: leading tokens whose KV is exact. What spans say about them is ignored.
+        spans: what else was found, ascending and apart from one another.
+        question: at most so many tokens after the last span are the question.
+
+    Raises:
+        BlendError: the prompt is empty, or spans lie outside it, overlap or are out of order.
+    """
+    if tokens < 1:
+        raise BlendError(f"tokens={tokens}: want at least 1")
+    if not 0 <= prefix <= tokens or question < 1:
+        raise BlendError(f"prefix={prefix}, question={question}: want 0 to {tokens}, and at least 1")
+    exact = np.zeros(tokens, bool)
+    found = np.zeros(tokens, bool)
+    kept, end = [], 0
+    for span in spans:
+        if not (end <= span.start <= span.stop <= tokens) or span.first < 0:
+            raise BlendError(f"{span}: want spans in order, apart and within {tokens} tokens")
+        end = span.stop
+        start, stop = max(span.start, prefix), min(span.stop, tokens - 1)
+        if start < stop:
+            kept.append(Span(start, stop, span.first + start - span.start, span.exact))
+            found[start:stop] = True
+            exact[start:stop] = span.exact
+    exact[:prefix] = True
+    found[:prefix] = True
+    found[-1] = exact[-1] = False  # its logits are wanted
+    computed = np.flatnonzero(~found).astype(np.int32)
+    after = kept[-1].stop if kept else min(prefix, tokens - 1)
+    return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question:])
+
+
+def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) -> NDArray[np.float32]:
+    """What a question attends to, [N], corrected for where tokens stand: `scores` times
+
+        sqrt(N - position) / (1 + offset / fade)
+
+    The numerator takes back half (on a logarithmic scale) of attention's preference for what is near. The
+    offset is that from the start of a token's span; what stands before the first span gets nothing.
+
+    Args:
+        starts: int [spans], ascending, where spans begin.
+        fade: as in `Selection`.
+    """
+    distance = np.arange(len(scores), 0, -1)
+    fading = 1 + _offsets(starts, len(scores)) / fade if fade else 1.0
+    placed: NDArray[np.float32] = (scores * np.sqrt(distance) / fading).astype(np.float32)
+    return placed
+
+
+def select_tokens(
+    scores: NDArray[np.float32] | None,
+    starts: NDArray[np.int32],
+    free: NDArray[np.bool_],
+    count: int,
+    first_n: int = 0,
+) -> NDArray[np.int32]:
+    """The positions to recompute, ascending: the first of every span, then those with the highest scores.
+
+    Args:
+        scores: float [N]; equal ones go by position. None: a token scores the higher, the nearer it is to
+            its span's start.
+        starts: int [spans], ascending, where spans begin.
+        free: bool [N], tokens that may be chosen.
+        count: how many are wanted. More are returned only where the first of every span are more, fewer
+            only where fewer are free.
+        first_n: of every span, so many tokens are chosen whatever their scores.
+
+    Raises:
+        BlendError: lengths do not fit, or `count` or `first_n` is negative.
+    """
+    if count < 0 or first_n < 0:
+        raise BlendError(f"count={count}, first_n={first_n}: want at least 0")
+    if scores is not None and scores.shape != free.shape:
+        raise BlendError(f"scores: {scores.shape}, want {free.shape} as free")
+    positions, offset = np.arange(len(free)), _offsets(starts, len(free))
+    ranked = -offset if scores is None else scores
+    order = np.lexsort((positions, -ranked, offset >= first_n))  # the first of every span, then by score
+    order = order[free[order]]
+    must = int((offset[free] < first_n).sum())
+    return np.sort(order[: max(count, must)]).astype(np.int32)
+
+
+def _offsets(starts: NDArray[np.int32], tokens: int) -> NDArray[np.int64]:
+    """How far each of so many tokens is from its span's start, int64 [tokens]; huge before the first."""
+    positions = np.arange(tokens)
+    span = np.searchsorted(starts, positions, side="right") - 1  # -1 before the first
+    origin = starts[span] if len(starts) else np.zeros(tokens, np.int64)
+    return np.where(span >= 0, positions - origin, np.iinfo(np.int64).max)
+
+
+def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, int]:
+    """How many tokens a selection chooses in a model of `layers` layers, and in how many of them it looks.
+
+    `selection.ratio` of the reused tokens is a budget of rows through layers, out of which choosing is paid
+    too, so that methods can be compared at equal cost: question attention runs the computed rows through the
+    layers that it looks into, deviations run every row through layer 0.
+    """
+    rows = round(selection.ratio * int(plan.reused.sum()))
+    if selection.method == "first_n" or not 0 < rows < int(plan.reused.sum()):
+        return rows, 0
+    budget = rows * layers
+    if selection.method != "question_attention":
+        every = int((~plan.exact).sum()) - len(plan.computed)
+        return max(0, round((budget - every) / max(1, layers - 1))), 1
+    affordable = budget // (2 * len(plan.computed))  # at least half of it is for what is chosen
+    looked = max(1, min(selection.layers, affordable, layers - 1))
+    return max(0, round((budget - looked * len(plan.computed)) / layers)), looked
+
+
+def split(tokens: Tokens, minimum: int = 64, maximum: int = 512) -> NDArray[np.int64]:
+    """Cut a text into documents by its content, so that equal text gets equal cuts wherever it stands.
+
+    A cut is made before a token whose hash (of the 8 tokens before it) is smaller than those of the `minimum`
+    tokens on either side: local minima, as in Bjørner et al., "Content-dependent chunking for differential
+    compression" (2010). It depends on tokens at most `minimum` + 8 away and on nothing else. Pieces have
+    2 * `minimum` + 1 tokens on average; one longer than `maximum` (repetitive text) is cut into equal parts.
+
+    Returns:
+        int64 [pieces + 1]: 0, the cuts, T. Every piece has `minimum` to `maximum` tokens, except that a text
+        shorter than `minimum` is one piece.
+
+    Raises:
+        BlendError: `minimum` is below 1 or more than half of `maximum`.
+    """
+    if not 1 <= minimum <= maximum // 2:
+        raise BlendError(f"minimum={minimum}, maximum={maximum}: want 1 <= minimum <= maximum / 2")
+    ids = as_tokens(tokens)
+    total = len(ids)
+    cuts = [0]
+    if total > 2 * minimum:
+        hashes = _window_hashes(ids)  # of cuts 0 .. T - 1
+        around = np.lib.stride_tricks.sliding_window_view(hashes, 2 * minimum + 1)
+        lowest = around.min(axis=1)
+        alone = (around == lowest[:, None]).sum(axis=1) == 1
+        middle = hashes[minimum : total - minimum]
+        cuts += (np.flatnonzero((middle == lowest) & alone) + minimum).tolist()
+    cuts.append(total)
+    pieces = [0]
+    for start, stop in itertools.pairwise(cuts):
+        parts = -(-(stop - start) // maximum)
+        pieces += [start + (stop - start) * (i + 1) // parts for i in range(parts)]
+    return np.array(pieces, np.int64)
+
+
+def _window_hashes(ids: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """uint64 [T]: a hash of the tokens before each token, at most 8 of them."""
+    mixed = _mix(ids.astype(np.uint64) + np.uint64(1))
+    hashes = np.zeros(len(ids), np.uint64)
+    for back in range(1, _HASHED_TOKENS + 1):
+        hashes[back:] += mixed[:-back] * np.uint64(_ODD**back % 2**64)
+    return _mix(hashes)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (https://doi.org/10.1145/2714064.2660195)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

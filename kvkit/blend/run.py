@@ -1,0 +1,290 @@
+"""The layer loop of blending: recompute chosen rows of a prompt against KV that was computed elsewhere.
+
+For every layer: the rows' q, k, v -> rotate q and k, write K and V into the pages -> attention of the rows to
+all keys at or before them -> the rest of the layer. The rows are the prompt's computed tokens (gaps and the
+question) and the selected ones, together and in order; the KV of all other tokens stays as it was found.
+
+Which rows are selected is decided first, and all of them then start at layer 0:
+
+    question_attention   the computed rows alone run through `layers` layers against the KV as found; there
+                         the question's attention is summed over its rows, and over layers that of the
+                         head that pays most: few heads look for what the question is about. The rows run
+                         again with the selected ones, so that each that counts has seen the updated keys.
+                         Choosing costs computed rows * layers looked into.
+    k_, v_deviation      every row that is not exact runs through layer 0, and its K and V of layer 1 are
+                         computed and compared with what was there; the selected rows go on from layer 1.
+                         Choosing costs the other rows' layer 0.
+    first_n              choosing costs nothing.
+
+A selection's ratio is a budget of which the cost of choosing is a part. With every reused token selected the
+result is that of a full prefill, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, by_place, count_of, select_tokens
+from kvkit.format.rope import Rope
+from kvkit.kernels import launch
+from kvkit.kernels.attention.rows import Rows
+
+Positions = NDArray[np.int32]
+Sees = Callable[[Positions], Positions]
+"""From the rows' positions, ascending, to the last key that each row attends to, ascending too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How one layer attends.
+
+    Args:
+        rope: of its queries and keys.
+        scale: of q . k.
+        window: keys that a query sees, itself included; None: all before it.
+        softcap: of the scaled product; None: none.
+    """
+
+    rope: Rope
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Decoder(Protocol):
+    """A decoder whose layers can be run for some rows of a prompt; every method is pure.
+
+    h is [M, E]: the hidden state of M rows.
+    """
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and KV are."""
+
+    def attention(self, layer: int) -> Attention:
+        """How a layer attends."""
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """h of token ids, int64 [M]."""
+
+    def qkv(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [M, Hq, D], k [M, H, D], v [M, H, Dv] of a layer, not rotated."""
+
+    def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        """h after a layer whose attention gave o [M, Hq, Dv]."""
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """[M, V] of h after the last layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKV:
+    """The KV of one sequence in an engine's pages.
+
+    Args:
+        layers: (k [B, H, N, D], v [B, H, N, Dv]) per layer, D innermost. Taking a layer out may wait until
+            its KV has been loaded and rotated.
+        table: int64 [blocks], the sequence's blocks in order.
+    """
+
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    table: NDArray[np.int64]
+
+    def rows(self, positions: Positions, length: int, device: torch.device) -> Rows:
+        """Rows of this sequence, of which `length` keys may be seen."""
+        ends = np.array([0, len(positions)])
+        block_tokens = self.layers[0][0].shape[2]
+        return Rows.of(positions, ends, np.array([length]), self.table[None], block_tokens, device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blended:
+    """What blending a prompt took.
+
+    Attributes:
+        logits: of the last token, [V].
+        selected: int32, the reused tokens that were recomputed, ascending.
+        row_layers: rows that went through a layer, summed over layers; a full prefill takes N * layers.
+    """
+
+    logits: torch.Tensor
+    selected: Positions
+    row_layers: int
+
+
+@torch.inference_mode()
+def blend(
+    decoder: Decoder,
+    kv: PagedKV,
+    tokens: NDArray[np.int32],
+    plan: BlendPlan,
+    selection: Selection | None = None,
+    *,
+    sees: Sees | None = None,
+) -> Blended:
+    """Complete a prompt's KV: compute what is missing, recompute what `selection` chooses.
+
+    Mutates the pages of the computed and the selected tokens, and (K or V deviation) layers 0 and 1 of all
+    that are not exact; no others.
+
+    Args:
+        kv: pages that hold the KV of all of the plan's tokens but the computed ones, rotated to its position.
+        tokens: int32 [N], the whole prompt.
+        selection: None is the default one.
+        sees: what a row attends to; None: keys at or before its own position, which alone is right. Others
+            imitate the masks of other systems.
+
+    Raises:
+        BlendError: the plan is of another length than the prompt.
+    """
+    selection = selection or Selection()
+    run = _Run(decoder, kv, tokens, plan, sees)
+    count, looked = count_of(selection, plan, decoder.layers)
+    starts, reused = plan.starts, plan.reused
+    first = select_tokens(None, starts, reused, 0, selection.first_n)
+    choose = len(first) < count and looked > 0  # otherwise no score would change anything
+    if choose and selection.method in ("k_deviation", "v_deviation"):
+        h, scores = run.deviations(selection.method)
+        selected = select_tokens(scores, starts, reused, count, selection.first_n)
+        return Blended(run.go_on(h, selected), selected, run.row_layers)
+    asked = choose and selection.method == "question_attention"
+    attention = run.question_scores(selection, looked) if asked else None
+    selected = select_tokens(attention, starts, reused, count, selection.first_n)
+    return Blended(run.recompute(selected), selected, run.row_layers)
+
+
+@torch.inference_mode()
+def recompute(
+    decoder: Decoder,
+    kv: PagedKV,
+    tokens: NDArray[np.int32],
+    plan: BlendPlan,
+    selected: Positions,
+    *,
+    sees: Sees | None = None,
+) -> Blended:
+    """`blend` with the tokens to recompute, int32 ascending, chosen by the caller."""
+    run = _Run(decoder, kv, tokens, plan, sees)
+    return Blended(run.recompute(selected), selected, run.row_layers)
+
+
+class _Run:
+    """One prompt under way; counts what it computes."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        tokens: NDArray[np.int32],
+        plan: BlendPlan,
+        sees: Sees | None,
+    ) -> None:
+        if len(tokens) != plan.tokens:
+            raise BlendError(f"tokens: {len(tokens)}, the plan is of {plan.tokens}")
+        self.decoder, self.kv, self.tokens, self.plan = decoder, kv, tokens, plan
+        self.sees: Sees = sees or (lambda positions: positions)
+        self.row_layers = 0
+
+    def recompute(self, selected: Positions) -> torch.Tensor:
+        """Run the computed and the selected rows through every layer; logits of the last token, [V]."""
+        rows = np.union1d(self.plan.computed, selected).astype(np.int32)
+        h = self.layers(rows, self._embed(rows), range(self.decoder.layers))
+        return self.decoder.logits(h)[-1]
+
+    def question_scores(self, selection: Selection, layers: int) -> NDArray[np.float32]:
+        """float32 [N]: how much the question attends to each token in the first `layers` layers, by place."""
+        rows, question = self.plan.computed, self.plan.question
+        which = self._tensor(np.searchsorted(rows, question))
+        asked = self._rows(question)
+        total = torch.zeros(self.plan.tokens, device=self.decoder.device)
+
+        def look(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+            form = self.decoder.attention(layer)
+            k, v = self.kv.layers[layer]
+            values = v if selection.value_norm else None
+            paid = launch.query_scores(
+                q[which], k, values, asked, form.scale, form.window, form.softcap, lse[which]
+            )
+            total.add_(paid.amax(0))
+
+        self.layers(rows, self._embed(rows), range(layers), look)
+        scores: NDArray[np.float32] = total.cpu().numpy()
+        return by_place(scores, self.plan.starts, selection.fade)
+
+    def deviations(self, method: str) -> tuple[torch.Tensor, NDArray[np.float32]]:
+        """h after layer 0 of every row that is not exact, and how much K or V of layer 1 changes, [N]."""
+        every = np.flatnonzero(~self.plan.exact).astype(np.int32)
+        h = self.layers(every, self._embed(every), range(1))
+        q, k, v = self.decoder.qkv(1, h)
+        k_pages, v_pages = self.kv.layers[1]
+        slots = self._rows(every).slots
+        changed = torch.empty(len(every), device=self.decoder.device)
+        if method == "v_deviation":
+            tokens = v_pages.shape[2]
+            changed = launch.token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
+        rope = self.decoder.attention(1).rope
+        k_changed = changed if method == "k_deviation" else None
+        launch.rope_scatter(q, k, v, self._cos_sin(rope, every), slots, k_pages, v_pages, rope, k_changed)
+        scores = np.zeros(self.plan.tokens, np.float32)
+        scores[every] = changed.cpu().numpy()
+        return h, scores
+
+    def go_on(self, h: torch.Tensor, selected: Positions) -> torch.Tensor:
+        """Run the computed and the selected rows of `deviations` on; logits of the last token, [V]."""
+        rows = np.union1d(self.plan.computed, selected).astype(np.int32)
+        which = np.searchsorted(np.flatnonzero(~self.plan.exact), rows)
+        h = self.layers(rows, h[self._tensor(which)], range(1, self.decoder.layers))
+        return self.decoder.logits(h)[-1]
+
+    def layers(
+        self,
+        positions: Positions,
+        h: torch.Tensor,
+        layers: range,
+        look: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """Run rows through layers; h after them, of the last row alone behind the model's last layer.
+
+        Mutates the rows' pages. `look` is shown every layer's rotated q and the logsumexp of its attention.
+        """
+        slots = self._rows(positions).slots
+        seen = self.sees(positions)
+        rows = self._rows(seen)
+        turns: dict[Rope, torch.Tensor] = {}
+        for layer in layers:
+            form = self.decoder.attention(layer)
+            k_pages, v_pages = self.kv.layers[layer]
+            q, k, v = self.decoder.qkv(layer, h)
+            if form.rope not in turns:
+                turns[form.rope] = self._cos_sin(form.rope, positions)
+            q = launch.rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages, form.rope)
+            self.row_layers += len(positions)
+            if layer == self.decoder.layers - 1:  # only the last token's logits are wanted
+                q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
+            o, lse = launch.blend_attention(q, k_pages, v_pages, rows, form.scale, form.window, form.softcap)
+            if look is not None:
+                look(layer, q, lse)
+            h = self.decoder.post(layer, h, o)
+        return h
+
+    def _rows(self, positions: Positions) -> Rows:
+        return self.kv.rows(positions, self.plan.tokens, self.decoder.device)
+
+    def _embed(self, positions: Positions) -> torch.Tensor:
+        return self.decoder.embed(self._tensor(self.tokens[positions].astype(np.int64)))
+
+    def _cos_sin(self, rope: Rope, positions: Positions) -> torch.Tensor:
+        return self._tensor(rope.table(positions.astype(np.int64)))
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.decoder.device)

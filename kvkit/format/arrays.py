@@ -1,0 +1,92 @@
+"""What Zarr readers are told of the records of one layer group: zarr.json, made and read by zarr-python.
+
+It is written once per array, in the background, and never read on the way of a load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvkit.format.record import CODEC_LEVEL, HIGH_BITS, LOW_BITS, RecordFormat, shuffled_bytes
+
+MAX_METADATA_BYTES = 1 << 20
+"""The longest zarr.json that is looked at."""
+
+_STORED_DTYPE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+class MetadataError(ValueError):
+    """Bytes are no zarr.json of an array."""
+
+
+def metadata(form: RecordFormat, codec: str = "none") -> bytes:
+    """The zarr.json of the array that `form`'s records of one codec are.
+
+    bfloat16 is stored as uint16 and float8 as uint8; the attributes name the real dtype, and the namespace.
+    """
+    import zarr
+    from zarr.codecs import BloscCodec, ZstdCodec
+
+    group = form.group
+    stored = "uint8" if group.opaque else _STORED_DTYPE.get(group.dtype, group.dtype)
+    compressors: dict[str, Any] = {
+        "none": None,
+        "zstd": ZstdCodec(level=CODEC_LEVEL, checksum=False),
+        "bitshuffle-zstd": BloscCodec(
+            cname="zstd", clevel=CODEC_LEVEL, shuffle="bitshuffle", typesize=shuffled_bytes(group)
+        ),
+    }
+    store: dict[str, Any] = {}
+    zarr.create_array(
+        store,
+        shape=(2**HIGH_BITS, 2**LOW_BITS, *form.shape),
+        shards=(1, 1, *form.shape),
+        chunks=(1, 1, 1, *form.shape[1:]),
+        dtype=stored,
+        filters=None,
+        compressors=compressors[codec],
+        fill_value=0,
+        chunk_key_encoding={"name": "default", "separator": "."},
+        dimension_names=("key_high", "key_low", "layer", "head", "token", "channel"),
+        attributes={
+            "kvkit": {
+                "dtype": group.dtype,
+                "k_size": 0 if group.opaque else group.k_size,
+                "layers": list(group.layers),
+                "opaque": group.opaque,
+                "codec": codec,
+                "digest": form.digest.hex(),
+                "namespace": form.namespace.public(),
+            }
+        },
+    )
+    return bytes(store["zarr.json"].to_bytes())
+
+
+def read(raw: bytes) -> dict[str, Any]:
+    """The fields of a zarr.json, as zarr-python understands them; defaults are filled in.
+
+    Raises:
+        MetadataError: it is longer than MAX_METADATA_BYTES, or no array's.
+    """
+    import zarr
+    from zarr.buffer.cpu import Buffer
+
+    if len(raw) > MAX_METADATA_BYTES:
+        raise MetadataError(f"{len(raw)} bytes, want {MAX_METADATA_BYTES} at most")
+    try:
+        array = zarr.open_array({"zarr.json": Buffer.from_bytes(raw)}, mode="r", zarr_format=3)
+        return dict(array.metadata.to_dict())
+    except Exception as error:  # what zarr-python raises for whatever somebody wrote there is not told
+        raise MetadataError(f"{type(error).__name__}: {error}") from error
+
+
+def differences(found: bytes, wanted: bytes) -> list[str]:
+    """The fields in which two zarr.json differ; of the attributes only kvkit's count.
+
+    Raises:
+        MetadataError: one is no array's.
+    """
+    theirs, ours = read(found), read(wanted)
+    theirs["attributes"], ours["attributes"] = (m.get("attributes", {}).get("kvkit") for m in (theirs, ours))
+    return sorted(name for name in theirs | ours if theirs.get(name) != ours.get(name))

@@ -1,0 +1,153 @@
+"""Compressed records: every layer compressed on its own, so that any Zarr reader opens them.
+
+A record describes itself, so neither direction needs to know its layout. Off by default: `docs/records.md`
+has what each codec saves and costs on real KV.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvkit.format.record import (
+    CODEC_LEVEL,
+    CODECS,
+    Damage,
+    RecordError,
+    examine,
+    read_header,
+    read_index,
+    relabel,
+    trailer_of,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def compress(record: Buffer, codec: str, out: Buffer) -> int:
+    """Write the sealed, uncompressed `record` into `out`, its layers compressed; returns the bytes written.
+
+    Mutates `out`.
+
+    Raises:
+        RecordError: unknown codec, no record, or the result does not fit `out` (data that does not compress).
+        ImportError: numcodecs is not installed.
+    """
+    view, target = memoryview(record), memoryview(out)
+    compressor = _compressor(codec)
+    header = read_header(view)
+    too_small = RecordError(f"codec={codec!r}: the record does not fit {len(target)} bytes")
+    if len(target) < header.header_bytes:
+        raise too_small
+    target[: header.header_bytes] = view[: header.header_bytes]
+    width = header.item_bytes
+    end = header.header_bytes
+    places: list[tuple[int, int]] = []
+    sums: list[int] = []
+    for offset, size in read_index(view, header.shape[0]):
+        packed = compressor.encode(np.frombuffer(view[offset : offset + size], f"<u{width}"))
+        if end + len(packed) > len(target):
+            raise too_small
+        target[end : end + len(packed)] = packed
+        places.append((end, len(packed)))
+        sums.append(xxh3_64_intdigest(packed))
+        end += len(packed)
+    trailer = trailer_of(places, end)
+    total = end + len(trailer)
+    if total > len(target):
+        raise too_small
+    target[end:total] = trailer
+    relabel(target, codec, total, end, sums, xxh3_64_intdigest(trailer))
+    return total
+
+
+def decompress(record: Buffer, out: Buffer) -> Damage | int:
+    """Restore into `out` the record that `compress` made `record` of; its bytes, or what is damaged.
+
+    Mutates `out`. An uncompressed record is copied. The result still has to pass
+    `kvkit.format.record.verify`.
+
+    Raises:
+        ImportError: numcodecs is not installed.
+    """
+    view, target = memoryview(record), memoryview(out)
+    try:
+        header, packed, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
+    except RecordError:
+        return Damage.HEADER
+    if damage is not None:
+        return damage
+    total = header.plain_bytes
+    if total > len(target):
+        return Damage.OVERSIZE
+    if header.codec == "none":
+        target[:total] = view
+        return total
+    size = header.layer_bytes
+    places = [(header.header_bytes + i * size, size) for i in range(header.shape[0])]
+    end = header.header_bytes + header.shape[0] * size
+    trailer = trailer_of(places, end)
+    compressor, declared = _compressor(header.codec), _DECLARED[header.codec]
+    target[: header.header_bytes] = view[: header.header_bytes]
+    sums: list[int] = []
+    for (start, _), (offset, packed_size) in zip(places, packed, strict=True):
+        data, layer = view[offset : offset + packed_size], target[start : start + size]
+        if declared(data) != size:  # less would leave a part of `out` as it was
+            return Damage.FORMAT
+        try:
+            compressor.decode(data, layer)
+        except (RuntimeError, ValueError):  # intact, but no output of this codec
+            return Damage.FORMAT
+        sums.append(xxh3_64_intdigest(layer))
+    target[end:total] = trailer
+    relabel(target, "none", total, end, sums, xxh3_64_intdigest(trailer))
+    return total
+
+
+def _zstd_bytes(frame: memoryview) -> int | None:
+    """Bytes that a Zstandard frame says it makes; None if it does not say, as those of `compress` do.
+
+    RFC 8878, 3.1.1.1: magic, descriptor, window (not in a single segment), dictionary, content size.
+    """
+    if len(frame) < 5 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
+        return None
+    flag, single, dictionary = frame[4] >> 6, bool(frame[4] & 0x20), (0, 1, 2, 4)[frame[4] & 3]
+    width = (int(single), 2, 4, 8)[flag]
+    start = 5 + (not single) + dictionary
+    if not width or len(frame) < start + width:
+        return None
+    return int.from_bytes(frame[start : start + width], "little") + (256 if width == 2 else 0)
+
+
+def _blosc_bytes(frame: memoryview) -> int | None:
+    """Bytes that a Blosc frame says it makes; None if it is not as long as it says.
+
+    c-blosc is not told how long it is, and would read on behind one that is shorter.
+    """
+    if len(frame) < 16:
+        return None
+    made, _, own = struct.unpack_from("<III", frame, 4)  # between them: bytes of a block
+    return int(made) if own == len(frame) else None
+
+
+_DECLARED: dict[str, Callable[[memoryview], int | None]] = {
+    "zstd": _zstd_bytes,
+    "bitshuffle-zstd": _blosc_bytes,
+}
+
+
+@functools.cache
+def _compressor(codec: str) -> Any:
+    import numcodecs
+
+    if codec == "zstd":
+        return numcodecs.Zstd(level=CODEC_LEVEL)
+    if codec == "bitshuffle-zstd":
+        return numcodecs.Blosc(cname="zstd", clevel=CODEC_LEVEL, shuffle=numcodecs.Blosc.BITSHUFFLE)
+    raise RecordError(f"codec={codec!r}: want one of {', '.join(CODECS[1:])}")

@@ -1,0 +1,233 @@
+"""Token ids to chained keys: which chunk of which prefix, in which namespace, as a digest.
+
+A key is defined byte for byte, on any machine, in any language:
+
+    parent_0 = H(namespace.to_bytes())
+    key_i    = H(parent_i || the chunk's token ids, each a little-endian int32)
+    parent_i+1 = key_i
+
+H is `xxh3_128` (XXH3, seed 0, canonical big-endian form, 16 bytes), `blake3` (32 bytes) or `sha256` (32
+bytes), never truncated. A trailing partial chunk has no key. XXH3 does not resist a malicious collision: a
+record verifies its tokens, and a store shared between tenants can have one of the other two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvkit.format.layout import Namespace
+
+DIGEST_BYTES: Mapping[str, int] = {"xxh3_128": 16, "blake3": 32, "sha256": 32}
+TOKEN = np.dtype("<i4")
+# From here on one call into numba is twice as fast as a loop in Python, whatever a chunk's size. They break
+# even near 16 chunks, but below 64 all of it is a few microseconds: who only appends never waits for the JIT.
+JIT_CHUNKS = 64
+
+
+class ChunkError(ValueError):
+    """Tokens, or a setting of the hash chain, are impossible. The message names the value and the choices."""
+
+
+class SupportsArray(Protocol):
+    """A numpy array, a CPU torch tensor, a JAX array."""
+
+    def __array__(self) -> Any: ...
+
+
+Tokens: TypeAlias = SupportsArray | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Where a chain of keys stands. It is a value: extending it makes another one.
+
+    To go on from a known key, construct one with that key as `parent`.
+
+    Args:
+        algorithm: a name in `DIGEST_BYTES`.
+        chunk_tokens: tokens per chunk.
+        parent: the last key, or the namespace digest before the first chunk.
+        tail: tokens since the last whole chunk, fewer than one chunk, as little-endian int32.
+        chunks: whole chunks so far.
+
+    Raises:
+        ChunkError: an unknown or missing algorithm, or sizes that do not fit together.
+    """
+
+    algorithm: str
+    chunk_tokens: int
+    parent: bytes
+    tail: bytes = b""
+    chunks: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.algorithm, self.chunk_tokens, self.parent)
+        if len(self.tail) % TOKEN.itemsize or len(self.tail) >= self.chunk_tokens * TOKEN.itemsize:
+            raise ChunkError(f"tail has {len(self.tail)} bytes: want int32s, fewer than {self.chunk_tokens}")
+
+
+def namespace_digest(namespace: Namespace) -> bytes:
+    """The first parent: the digest of `namespace.to_bytes()` under `namespace.hash`.
+
+    Raises:
+        ChunkError: an unknown or missing algorithm.
+    """
+    return _digest(namespace.hash)(namespace.to_bytes())
+
+
+def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str = "xxh3_128") -> list[bytes]:
+    """The keys of the whole chunks of `tokens`, in order.
+
+    Args:
+        tokens: token ids [T], see `as_tokens`.
+        chunk_tokens: tokens per chunk, at least 1.
+        parent: the namespace digest, or the key of the chunk before these.
+        algorithm: a name in `DIGEST_BYTES`.
+
+    Returns:
+        T // chunk_tokens keys.
+
+    Raises:
+        ChunkError: see `as_tokens`; an unknown or missing algorithm; a parent that is no digest of it.
+    """
+    _check(algorithm, chunk_tokens, parent)
+    ids = as_tokens(tokens)
+    if algorithm == "xxh3_128" and ids.size >= JIT_CHUNKS * chunk_tokens:
+        from kvkit.format import xxh3  # numba takes half a second to import
+
+        keys: list[bytes] = xxh3.chain(ids, chunk_tokens, parent).view("V16")[:, 0].tolist()
+        return keys
+    return _loop(ids.view(np.uint8).data, chunk_tokens, parent, algorithm)
+
+
+def start(namespace: Namespace) -> Chain:
+    """The chain of a namespace before any token.
+
+    Raises:
+        ChunkError: an unknown or missing algorithm.
+    """
+    return Chain(namespace.hash, namespace.chunk_tokens, namespace_digest(namespace))
+
+
+def extend(chain: Chain, tokens: Tokens) -> tuple[list[bytes], Chain]:
+    """The keys of the chunks that `tokens` complete, and the chain after them.
+
+    Only the tail and `tokens` are hashed: the cost does not depend on how long the chain is.
+
+    Args:
+        chain: where to go on; unchanged.
+        tokens: token ids [T] that follow, see `as_tokens`.
+
+    Raises:
+        ChunkError: see `as_tokens`.
+    """
+    ids = as_tokens(tokens)
+    keys: list[bytes] = []
+    if chain.tail:
+        wanted = chain.chunk_tokens - len(chain.tail) // TOKEN.itemsize
+        if ids.size < wanted:
+            return keys, replace(chain, tail=chain.tail + ids.tobytes())
+        whole = memoryview(chain.tail + ids[:wanted].tobytes())
+        keys = _loop(whole, chain.chunk_tokens, chain.parent, chain.algorithm)
+        ids = ids[wanted:]
+    keys += chunk_keys(ids, chain.chunk_tokens, keys[-1] if keys else chain.parent, chain.algorithm)
+    return keys, replace(
+        chain,
+        parent=keys[-1] if keys else chain.parent,
+        tail=ids[ids.size - ids.size % chain.chunk_tokens :].tobytes(),
+        chunks=chain.chunks + len(keys),
+    )
+
+
+def as_tokens(tokens: Tokens) -> NDArray[np.int32]:
+    """Token ids as an array: int32 [T], contiguous, little-endian. Only read it: it may be the caller's own.
+
+    Contiguous int32 in numpy or in a CPU torch tensor is not copied. A Python list costs 5 ns a token, so
+    keep tokens in an array where you can.
+
+    Args:
+        tokens: integers of any width in a 1-D numpy array, torch tensor or JAX array, or a sequence of ints.
+
+    Raises:
+        ChunkError: not integers, not 1-D, or a value that int32 does not hold.
+    """
+    if not hasattr(tokens, "__array__"):
+        return _from_sequence(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, RuntimeError) as error:  # torch, of a tensor on a GPU or a dtype numpy lacks
+        raise ChunkError(f"tokens ({type(tokens).__name__}) are no array in memory: {error}") from error
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise ChunkError(f"tokens are {array.dtype} {array.shape}: want integers [T]")
+    if array.size and not np.can_cast(array.dtype, TOKEN):
+        low, high = int(array.min()), int(array.max())
+        if not _fits(low) or not _fits(high):
+            raise ChunkError(f"tokens are from {low} to {high}: want int32")
+    return np.ascontiguousarray(array, TOKEN)
+
+
+def _from_sequence(tokens: Any) -> NDArray[np.int32]:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes, bytearray, memoryview)):
+        raise ChunkError(f"tokens are a {type(tokens).__name__}: want an array or a sequence of ints")
+    try:
+        # A third of the time that numpy takes, and it refuses floats and what does not fit. `struct.pack`
+        # would copy the sequence twice.
+        return np.frombuffer(struct.Struct(f"<{len(tokens)}i").pack(*tokens), TOKEN)
+    except struct.error as error:
+        wrong = [
+            f"tokens[{i}] is {value!r}"
+            for i, value in enumerate(tokens)
+            if not hasattr(value, "__index__") or not _fits(operator.index(value))
+        ]
+        raise ChunkError(f"{', '.join(wrong[:3])}: want int32") from error
+
+
+def _fits(value: int) -> bool:
+    return -(2**31) <= value < 2**31
+
+
+def _loop(data: memoryview, chunk_tokens: int, parent: bytes, algorithm: str) -> list[bytes]:
+    digest = _digest(algorithm)
+    size = chunk_tokens * TOKEN.itemsize
+    keys = []
+    for at in range(0, len(data) - size + 1, size):
+        parent = digest(parent + data[at : at + size])
+        keys.append(parent)
+    return keys
+
+
+def _check(algorithm: str, chunk_tokens: int, parent: bytes) -> None:
+    _digest(algorithm)
+    if chunk_tokens < 1:
+        raise ChunkError(f"chunk_tokens={chunk_tokens}: want at least 1")
+    if len(parent) != DIGEST_BYTES[algorithm]:
+        raise ChunkError(
+            f"parent has {len(parent)} bytes: want {DIGEST_BYTES[algorithm]}, a digest of {algorithm}"
+        )
+
+
+def _digest(algorithm: str) -> Callable[[bytes], bytes]:
+    if algorithm == "xxh3_128":
+        return xxhash.xxh3_128_digest
+    if algorithm == "sha256":
+        return lambda data: hashlib.sha256(data).digest()
+    if algorithm == "blake3":
+        try:
+            from blake3 import blake3
+        except ImportError as error:
+            raise ChunkError(
+                "hash='blake3' needs the package blake3 (pip install 'kvkit[blake3]'); "
+                "without it: 'xxh3_128', 'sha256'"
+            ) from error
+        return lambda data: blake3(data).digest()
+    choices = ", ".join(repr(name) for name in DIGEST_BYTES)
+    raise ChunkError(f"hash={algorithm!r}: want one of {choices}")

@@ -1,0 +1,437 @@
+"""KV layouts and namespaces: every size, stride and fingerprint in kvkit comes from here.
+
+Axis letters, used the same way everywhere:
+    L layers of a group    B blocks of the engine    H KV heads
+    N tokens of a block    T tokens of a chunk       C channels, K head size + V head size
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT_VERSION = 1
+ITEM_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+class LayoutError(ValueError):
+    """A layout, or tensors said to have it, is impossible. The message names the field and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV has the same form: heads, head sizes, dtype, blocks and strides.
+
+    Args:
+        layers: indices of the layers in the model, ascending.
+        kv_heads: H. MLA: 1.
+        k_size: K channels per head, in elements. MLA: the whole latent (576).
+        v_size: V channels per head, in elements. MLA: 0.
+        dtype: one of `ITEM_BYTES`.
+        block_tokens: N, tokens per block of the engine.
+        order: physical order of the axes, one of `ORDERS`; describes dense pages.
+        strides: of a layer's pages [B, H, N, C], in elements; None where dense in `order`.
+        window: sliding window in tokens, None for full attention.
+        page_bytes: set where pages are opaque (vLLM on CPU): the bytes of one block of one layer.
+            Such pages move whole; their bytes mean something to one engine on one ISA only.
+
+    Raises:
+        LayoutError: a field is out of range.
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    k_size: int
+    v_size: int
+    dtype: str
+    block_tokens: int = 16
+    order: str = "LBHNC"
+    strides: tuple[int, int, int, int] | None = None
+    window: int | None = None
+    page_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise LayoutError(f"layers={self.layers!r}: want ascending, distinct indices >= 0")
+        for field in ("kv_heads", "k_size", "block_tokens"):
+            if getattr(self, field) < 1:
+                raise LayoutError(f"{field}={getattr(self, field)!r}: want at least 1")
+        if self.v_size < 0:
+            raise LayoutError(f"v_size={self.v_size!r}: want 0 (MLA) or more")
+        if self.dtype not in ITEM_BYTES:
+            raise LayoutError(f"dtype={self.dtype!r}: want one of {', '.join(ITEM_BYTES)}")
+        if self.order not in ORDERS:
+            raise LayoutError(f"order={self.order!r}: want one of {', '.join(ORDERS)}")
+        if self.window is not None and self.window < 1:
+            raise LayoutError(f"window={self.window!r}: want None or at least 1 token")
+        if self.page_bytes is not None and self.page_bytes < 1:
+            raise LayoutError(f"page_bytes={self.page_bytes!r}: want None or at least 1 byte")
+
+    @property
+    def channels(self) -> int:
+        """C, elements of K and V per head and token."""
+        return self.k_size + self.v_size
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def opaque(self) -> bool:
+        """Whether pages can only be moved whole."""
+        return self.page_bytes is not None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        if self.page_bytes is not None:
+            return self.page_bytes
+        return self.kv_heads * self.block_tokens * self.channels * self.item_bytes
+
+    def quantised(self) -> LayerGroup:
+        """The form of these layers' records when K and V are quantised to 8 bits, scales per token and head.
+
+        A row [C] becomes C codes and a float32 scale for K and one for V
+        (`kvkit.kernels.reference.quantise`), uint8 [C + 4 or 8]: records, keys and stores need to know no
+        more.
+
+        Raises:
+            LayoutError: the layers hold no floats of 16 or 32 bits, or opaque pages.
+        """
+        if self.opaque or self.dtype not in ("float32", "float16", "bfloat16"):
+            raise LayoutError(
+                f"dtype={self.dtype!r}, page_bytes={self.page_bytes}: want float32, float16 or bfloat16 "
+                "and pages that are not opaque"
+            )
+        scales = 4 * (1 + (self.v_size > 0))
+        return replace(self, k_size=self.channels + scales, v_size=0, dtype="uint8", strides=None)
+
+    def record_shape(self, chunk_tokens: int) -> tuple[int, int, int, int]:
+        """The canonical shape [L, H, T, C] of a chunk; opaque: [L, 1, pages, page_bytes], uint8.
+
+        Raises:
+            LayoutError: `chunk_tokens` is not a multiple of `block_tokens`.
+        """
+        if chunk_tokens < 1 or chunk_tokens % self.block_tokens:
+            raise LayoutError(
+                f"chunk_tokens={chunk_tokens}: want a multiple of block_tokens={self.block_tokens}"
+            )
+        if self.page_bytes is not None:
+            return len(self.layers), 1, chunk_tokens // self.block_tokens, self.page_bytes
+        return len(self.layers), self.kv_heads, chunk_tokens, self.channels
+
+    def layer_bytes(self, chunk_tokens: int) -> int:
+        """Bytes of one layer of one chunk, exact."""
+        shape = self.record_shape(chunk_tokens)
+        return math.prod(shape[1:]) * (1 if self.opaque else self.item_bytes)
+
+    def chunk_bytes(self, chunk_tokens: int) -> int:
+        """Bytes of one chunk over all layers of the group, exact."""
+        return len(self.layers) * self.layer_bytes(chunk_tokens)
+
+    def page_strides(self, blocks: int) -> tuple[int, int, int, int]:
+        """Strides of a layer's pages [B, H, N, C], in elements: `strides`, or dense in `order`.
+
+        `blocks` is the number of blocks in the pool (it decides strides where B is not outermost).
+        """
+        if self.strides is not None:
+            return self.strides
+        b, h, n, c = (self._order_strides(blocks)[axis] for axis in "BHNC")
+        return b, h, n, c
+
+    def pages(self, blocks: int, fill_byte: int = 0, device: str = "cpu") -> list[torch.Tensor]:
+        """A new pool of dense pages in `order`: one [B, H, N, C] view per layer of one allocation.
+
+        Opaque groups give uint8 [B, 1, 1, page_bytes]. Every byte is `fill_byte`.
+        """
+        import torch
+
+        if self.page_bytes is not None:
+            pool = torch.full(
+                (len(self.layers), blocks, 1, 1, self.page_bytes), fill_byte, dtype=torch.uint8, device=device
+            )
+            return list(pool.unbind(0))
+        sizes = {"L": len(self.layers), "B": blocks, "H": self.kv_heads, "N": self.block_tokens}
+        count = math.prod(sizes.values()) * self.channels
+        pool = torch.full((count * self.item_bytes,), fill_byte, dtype=torch.uint8, device=device)
+        strides = self._order_strides(blocks)
+        return [
+            pool.view(getattr(torch, self.dtype)).as_strided(
+                (blocks, self.kv_heads, self.block_tokens, self.channels),
+                tuple(strides[axis] for axis in "BHNC"),
+                layer * strides["L"],
+            )
+            for layer in range(len(self.layers))
+        ]
+
+    def _order_strides(self, blocks: int) -> dict[str, int]:
+        sizes = {
+            "L": len(self.layers),
+            "B": blocks,
+            "H": self.kv_heads,
+            "N": self.block_tokens,
+            "C": self.channels,
+        }
+        strides, step = {}, 1
+        for axis in reversed(self.order):
+            strides[axis] = step
+            step *= sizes[axis]
+        return strides
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The groups of layers of a model's KV cache, in a fixed order.
+
+    Raises:
+        LayoutError: no group, or a layer in two groups.
+    """
+
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        layers = [layer for group in self.groups for layer in group.layers]
+        if not layers:
+            raise LayoutError("groups=(): want at least one group of layers")
+        if len(set(layers)) != len(layers):
+            raise LayoutError(f"layers {sorted(layers)}: a layer belongs to one group only")
+
+    @property
+    def layers(self) -> int:
+        """Layers over all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    def chunk_bytes(self, chunk_tokens: int) -> int:
+        """Bytes of one chunk over all groups, exact."""
+        return sum(group.chunk_bytes(chunk_tokens) for group in self.groups)
+
+    def fingerprint(self) -> str:
+        """32 hex digits (BLAKE2b-128) of all that decides a record's bytes.
+
+        Records are canonical [L, H, T, C], so an engine's order, strides and block size do not count:
+        engines that differ there share a store. They do count where pages are opaque.
+        """
+        described = []
+        for group in self.groups:
+            entry: dict[str, Any] = {
+                "layers": group.layers,
+                "kv_heads": group.kv_heads,
+                "k_size": group.k_size,
+                "v_size": group.v_size,
+                "dtype": group.dtype,
+            }
+            if group.opaque:
+                entry |= {
+                    "page_bytes": group.page_bytes,
+                    "block_tokens": group.block_tokens,
+                    "order": group.order,
+                }
+            described.append(entry)
+        return hashlib.blake2b(canonical_json(described), digest_size=16).hexdigest()
+
+    @staticmethod
+    def from_config(config: Any, *, dtype: str, block_tokens: int = 16, order: str = "LBHNC") -> KVLayout:
+        """The layout of a Hugging Face decoder's `config`: MHA, GQA, MLA, sliding windows.
+
+        Layers with a sliding window and layers without are groups of their own; the group that holds the
+        lowest layer comes first.
+
+        Raises:
+            LayoutError: the config names no layers or heads, or its KV is of another kind (linear attention,
+                layers that share KV, heads counted in a way of its own): use `from_tensors`.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        layers = getattr(text, "num_hidden_layers", None)
+        heads = getattr(text, "num_attention_heads", None)
+        if not layers or not heads:
+            raise LayoutError(
+                f"config {type(config).__name__}: num_hidden_layers={layers}, num_attention_heads={heads}"
+            )
+        shared = getattr(text, "num_kv_shared_layers", None)
+        if shared:
+            raise LayoutError(
+                f"config {type(config).__name__}: num_kv_shared_layers={shared}, {_USE_TENSORS}"
+            )
+        latent = getattr(text, "kv_lora_rank", None)
+        if latent:
+            kv_heads, k_size, v_size = 1, latent + text.qk_rope_head_dim, 0
+        else:
+            kv_heads = getattr(text, "num_key_value_heads", None) or heads
+            if not hasattr(text, "num_key_value_heads") and hasattr(text, "num_kv_heads"):  # Falcon
+                raise LayoutError(f"config {type(config).__name__}: num_kv_heads, {_USE_TENSORS}")
+            k_size = v_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        windows = layer_windows(text, layers)
+        groups = [
+            LayerGroup(
+                layers=tuple(i for i, w in enumerate(windows) if w == window),
+                kv_heads=kv_heads,
+                k_size=k_size,
+                v_size=v_size,
+                dtype=dtype,
+                block_tokens=block_tokens,
+                order=order,
+                window=window,
+            )
+            for window in dict.fromkeys(windows)
+        ]
+        return KVLayout(tuple(groups))
+
+    @staticmethod
+    def from_tensors(
+        pages: Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+        *,
+        v_size: int | None = None,
+        opaque: bool = False,
+        windows: Sequence[int | None] | None = None,
+    ) -> KVLayout:
+        """The layout of an engine's pages, one entry per layer in model order.
+
+        Args:
+            pages: a tensor [B, H, N, C] per layer with K and V side by side in C, or K and V apart:
+                (k [B, H, N, Dk], v [B, H, N, Dv]). Any strides with C innermost.
+            v_size: of tensors with K and V side by side, V's part of C; None means half of it, 0 is MLA.
+            opaque: pages can only be moved whole; a block must then be contiguous bytes.
+            windows: a layer's sliding window, None for full attention.
+
+        Raises:
+            LayoutError: a tensor is not 4-D, C is not innermost, or an opaque block has holes.
+        """
+        windows = windows if windows is not None else [None] * len(pages)
+        if len(windows) != len(pages):
+            raise LayoutError(f"windows has {len(windows)} entries for {len(pages)} layers")
+        found: dict[LayerGroup, list[int]] = {}
+        for layer, (tensor, window) in enumerate(zip(pages, windows, strict=True)):
+            form = _form_of(layer, tensor, v_size, opaque, window)
+            found.setdefault(form, []).append(layer)
+        return KVLayout(tuple(replace(form, layers=tuple(layers)) for form, layers in found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """All that decides KV bytes besides the tokens. Its digest is the first parent of every hash chain.
+
+    Two caches share records if, and only if, their namespaces are equal.
+
+    Args:
+        model: hub id or a name for the weights.
+        layout: `KVLayout.fingerprint()`.
+        dtype: what the model computes in.
+        revision: of the weights.
+        lora: what the adapter holds, empty for none.
+        rank, world: this engine's place in tensor parallelism.
+        isa: where pages are opaque, the instruction set that wrote them.
+        salt: keeps tenants apart. Records carry its effect on the keys, never the salt itself.
+        chunk_tokens: tokens per chunk.
+        hash: name of the key digest, see `kvkit.format.keys`.
+        format: version of the record format.
+    """
+
+    model: str
+    layout: str
+    dtype: str
+    revision: str = ""
+    lora: str = ""
+    rank: int = 0
+    world: int = 1
+    isa: str = ""
+    salt: str = ""
+    chunk_tokens: int = 256
+    hash: str = "xxh3_128"
+    format: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise LayoutError(f"rank={self.rank}, world={self.world}: want 0 <= rank < world")
+        if self.chunk_tokens < 1:
+            raise LayoutError(f"chunk_tokens={self.chunk_tokens}: want at least 1")
+
+    def to_bytes(self) -> bytes:
+        """The bytes that are hashed: JSON of every field, keys sorted, no spaces, ASCII escapes."""
+        return canonical_json(asdict(self))
+
+    def public(self) -> dict[str, Any]:
+        """Every field but the salt (only whether there is one): what a store may show."""
+        fields = asdict(self)
+        fields["salt"] = bool(self.salt)
+        return fields
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON that any language can reproduce: sorted keys, no spaces, ASCII escapes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+_USE_TENSORS = "which tells too little: use from_tensors on the engine's pages"
+_KV_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def layer_windows(text: Any, layers: int) -> list[int | None]:
+    """Sliding window of each layer of a Hugging Face text config, in tokens; None: full attention."""
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    if types:
+        for kind in types:
+            if kind not in _KV_LAYER_TYPES:
+                raise LayoutError(f"layer_types has {kind!r}: want one of {', '.join(_KV_LAYER_TYPES)}")
+        return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if getattr(text, "use_sliding_window", True) else None] * layers
+
+
+def _form_of(
+    layer: int,
+    pages: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    v_size: int | None,
+    opaque: bool,
+    window: int | None,
+) -> LayerGroup:
+    """The group of one layer alone (as layer 0), so that equal forms compare equal."""
+    if isinstance(pages, tuple):
+        k, v = pages
+        if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or opaque:
+            raise LayoutError(f"pages[{layer}]: K {tuple(k.shape)} and V {tuple(v.shape)} do not go together")
+        form, v_form = (_form_of(layer, part, 0, False, window) for part in pages)
+        return replace(form, v_size=v_form.k_size, strides=None)
+    if pages.ndim != 4:
+        raise LayoutError(f"pages[{layer}]: shape {tuple(pages.shape)}, want [B, H, N, C]")
+    heads, tokens, channels = pages.shape[1:]
+    strides = tuple(pages.stride())
+    if channels > 1 and strides[3] != 1:
+        raise LayoutError(f"pages[{layer}]: stride {strides}, want C innermost (stride 1)")
+    v_channels = channels // 2 if v_size is None else v_size
+    if not 0 <= v_channels < channels:
+        raise LayoutError(f"v_size={v_size}: want 0 <= v_size < C={channels}")
+    page_bytes = None
+    if opaque:
+        page_bytes = heads * tokens * channels * pages.element_size()
+        extent = 1 + sum((n - 1) * s for n, s in zip(pages.shape[1:], strides[1:], strict=True))
+        if extent != heads * tokens * channels:
+            raise LayoutError(f"pages[{layer}]: stride {strides}, an opaque block must be contiguous bytes")
+    return LayerGroup(
+        layers=(0,),
+        kv_heads=heads,
+        k_size=channels - v_channels,
+        v_size=v_channels,
+        dtype=str(pages.dtype).removeprefix("torch."),
+        block_tokens=tokens,
+        order="LBHNC" if heads == 1 or strides[1] >= strides[2] else "LBNHC",
+        strides=(strides[0], strides[1], strides[2], strides[3]),
+        window=window,
+        page_bytes=page_bytes,
+    )

@@ -1,0 +1,584 @@
+"""A chunk as bytes: one self-verifying record that is also one shard of a valid Zarr v3 array.
+
+The records of one namespace and layer group form one sparse Zarr array of shape
+(2**16, 2**46, L, H, T, C); the first 62 bits of a chunk's key are its first two coordinates. A record is
+the shard of one chunk, with one inner chunk per layer:
+
+    [header, a multiple of 4096 bytes][layer 0]...[layer L-1][zeros][shard index][crc32c of the index]
+
+The shard index says where the layers are, so Zarr readers pass over the header; the zeros make the whole a
+multiple of 4096 bytes, so that it can be read and written with O_DIRECT. `HEADER` below lists the header's
+fields. All integers are little-endian.
+
+A record proves itself: the header names namespace, parent key, key and token ids, and everything is under
+an XXH3-64 checksum: the header (over bytes 184.. seeded with that of bytes 0..176), each layer (so that
+one layer can be read and verified alone), and all that follows the layers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvkit.format.keys import namespace_digest
+from kvkit.format.layout import FORMAT_VERSION, ITEM_BYTES, KVLayout, LayerGroup, LayoutError, Namespace
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAGIC = b"KVKITREC"
+ALIGN = 4096
+HIGH_BITS, LOW_BITS = 16, 46
+CODECS = ("none", "zstd", "bitshuffle-zstd")
+CODEC_LEVEL = 1
+
+MAX_HEADER_BYTES = 16 << 20
+"""A header has room for 4 million tokens in it; one that says it is longer is not read."""
+
+PIECE_BYTES = 8 << 20
+"""`examine` asks for no more at once, but for a header."""
+
+Read = Callable[[int, int], "Buffer"]
+"""(offset, bytes) -> that part of a stored record; it may end early where the record does."""
+
+Bytes = npt.NDArray[np.uint8]
+
+# offset of each field; the 112 bytes before `parent` are equal for all raw records of a format
+HEADER = struct.Struct(
+    "<8s"  #   0 magic, b"KVKITREC"
+    "H"  #     8 format version
+    "B"  #    10 codec, index into CODECS
+    "B"  #    11 bytes of a key: 16 or 32
+    "I"  #    12 bytes of the header with its padding
+    "I"  #    16 index of the layer group
+    "IIII"  # 20 canonical shape L, H, T, C (opaque pages: L, 1, pages, page bytes)
+    "I"  #    36 K's part of C (opaque pages: 0)
+    "I"  #    40 tokens of the chunk
+    "I"  #    44 zero
+    "16s"  #  48 dtype, ASCII, zero-padded
+    "32s"  #  64 namespace digest, zero-padded
+    "Q"  #    96 bytes of the record
+    "Q"  #   104 offset at which the last layer ends
+    "32s"  # 112 parent key, zero-padded
+    "32s"  # 144 key, zero-padded
+    "Q"  #   176 checksum of the header
+    "Q"  #   184 checksum of all that follows the layers
+)  #         192 a checksum per layer (8 bytes each), then the token ids (4 bytes each), then zeros
+CODEC_OFFSET = 10
+_DIGEST, _FIXED = 64, 112
+_IDENTITY = struct.Struct("<32s32s")
+_HEADER_SUM = 176
+_SUMS = HEADER.size
+_INDEX_ENTRY = 16
+_CRC_BYTES = 4
+
+
+class RecordError(ValueError):
+    """A buffer is too small or not a record; the message says which."""
+
+
+class Damage(StrEnum):
+    """Why a record is a miss."""
+
+    TRUNCATED = "truncated"
+    OVERSIZE = "oversize"
+    HEADER = "header"
+    NAMESPACE = "namespace"
+    FORMAT = "format"
+    KEY = "key"
+    PARENT = "parent"
+    TOKENS = "tokens"
+    LAYER = "layer"
+    TRAILER = "trailer"
+    FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header, for listing a store; loading compares bytes instead (`verify`)."""
+
+    version: int
+    codec: str
+    group: int
+    shape: tuple[int, int, int, int]
+    k_size: int
+    chunk_tokens: int
+    dtype: str
+    namespace: bytes
+    parent: bytes
+    key: bytes
+    header_bytes: int
+    record_bytes: int
+    layers_end: int
+    trailer_sum: int
+    layer_sums: npt.NDArray[np.uint64]
+    tokens: npt.NDArray[np.int32]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element; opaque pages, which have no K size, are bytes."""
+        return ITEM_BYTES[self.dtype] if self.k_size else 1
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a layer without compression."""
+        return math.prod(self.shape[1:]) * self.item_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the record without compression. As large as any number, where a stranger made it."""
+        layers = self.shape[0]
+        return _total_bytes(self.header_bytes + layers * self.layer_bytes, layers)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """Where everything lies in the records of one layer group of one namespace. Made by `of`.
+
+    Attributes:
+        array: name of the Zarr array, "<namespace digest, hex>/<group index>".
+        shape: canonical [L, H, T, C].
+        header_bytes, layer_bytes, layers_end, record_bytes: sizes and offsets in bytes, uncompressed.
+    """
+
+    namespace: Namespace
+    digest: bytes
+    group: LayerGroup
+    index: int
+    array: str
+    shape: tuple[int, int, int, int]
+    header_bytes: int
+    layer_bytes: int
+    layers_end: int
+    record_bytes: int
+    fixed: bytes
+    trailer: bytes
+
+    @staticmethod
+    def of(layout: KVLayout, index: int, namespace: Namespace) -> RecordFormat:
+        """The format of group `index` of `layout` in `namespace`.
+
+        Raises:
+            LayoutError: the namespace is not of this layout, or its chunks do not fit the group's blocks.
+        """
+        if namespace.layout != layout.fingerprint():
+            raise LayoutError(
+                f"namespace.layout={namespace.layout!r}: this layout is {layout.fingerprint()!r}"
+            )
+        group, tokens = layout.groups[index], namespace.chunk_tokens
+        shape = group.record_shape(tokens)
+        layers = shape[0]
+        digest = namespace_digest(namespace)
+        header_bytes = _header_bytes(layers, tokens)
+        layer_bytes = group.layer_bytes(tokens)
+        layers_end = header_bytes + layers * layer_bytes
+        places = [(header_bytes + i * layer_bytes, layer_bytes) for i in range(layers)]
+        trailer = trailer_of(places, layers_end)
+        record_bytes = layers_end + len(trailer)
+        return RecordFormat(
+            namespace=namespace,
+            digest=digest,
+            group=group,
+            index=index,
+            array=f"{digest[:16].hex()}/{index}",
+            shape=shape,
+            header_bytes=header_bytes,
+            layer_bytes=layer_bytes,
+            layers_end=layers_end,
+            record_bytes=record_bytes,
+            fixed=_fixed(
+                group, index, shape, namespace, digest, "none", header_bytes, record_bytes, layers_end
+            ),
+            trailer=trailer,
+        )
+
+    def name(self, key: bytes) -> str:
+        """The object that holds `key`'s record, relative to the store's root."""
+        high, low = coordinates(key)
+        return f"{self.array}/c.{high}.{low}.0.0.0.0"
+
+
+def coordinates(key: bytes) -> tuple[int, int]:
+    """The first two Zarr coordinates of `key`: its first 16 bits and the next 46, big-endian."""
+    bits = int.from_bytes(key[:8], "big") >> (64 - HIGH_BITS - LOW_BITS)
+    return bits >> LOW_BITS, bits & ((1 << LOW_BITS) - 1)
+
+
+def parent_name(record: Buffer, name: str) -> str | None:
+    """The object before `name` in its chain, as the header of its record says; None if it begins one.
+
+    Also None for what is no record. Checks nothing: for deciding which of several records is worth least.
+    """
+    view = memoryview(record)
+    if len(view) < HEADER.size or bytes(view[:8]) != MAGIC:
+        return None
+    parent = bytes(view[_FIXED : _FIXED + 32])
+    if parent == bytes(view[_DIGEST : _DIGEST + 32]):
+        return None
+    high, low = coordinates(parent)
+    return f"{name.rpartition('/')[0]}/c.{high}.{low}.0.0.0.0"
+
+
+def payload(form: RecordFormat, record: Bytes) -> Bytes:
+    """The layers of an uncompressed record, uint8 [L * layer_bytes], as a view."""
+    return record[form.header_bytes : form.layers_end]
+
+
+def layer_range(form: RecordFormat, layer: int) -> tuple[int, int]:
+    """Offset and bytes of one layer (its place in the group) of an uncompressed record.
+
+    Raises:
+        RecordError: the group has no such layer.
+    """
+    if not 0 <= layer < form.shape[0]:
+        raise RecordError(f"layer={layer}: this group has {form.shape[0]} layers")
+    return form.header_bytes + layer * form.layer_bytes, form.layer_bytes
+
+
+def seal(
+    form: RecordFormat, record: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
+) -> None:
+    """Make a record of the payload that already lies in `record`: write what surrounds it. Mutates `record`.
+
+    Args:
+        record: uint8 [>= record_bytes], writable; bytes past `record_bytes` are left alone.
+        tokens: int32 [chunk_tokens].
+
+    Raises:
+        RecordError: the buffer is too small, a key is no digest of this namespace, or there are not
+            `chunk_tokens` tokens.
+    """
+    view = memoryview(record)
+    if len(view) < form.record_bytes:
+        raise RecordError(f"record: {len(view)} bytes, want {form.record_bytes}")
+    for name, digest in (("parent", parent), ("key", key)):
+        if len(digest) != len(form.digest):
+            raise RecordError(f"{name}: {len(digest)} bytes, want {len(form.digest)}")
+    view[form.layers_end : form.record_bytes] = form.trailer
+    sums = layer_checksums(form, view)
+    _write_header(form, view, form.fixed, parent, key, tokens, sums, xxh3_64_intdigest(form.trailer))
+
+
+def surround(form: RecordFormat, record: Buffer, header: Buffer) -> None:
+    """Make a record of verified layers that lie in their places in `record`. Mutates `record`.
+
+    Args:
+        record: uint8 [>= record_bytes], writable.
+        header: uint8 [header_bytes], verified, and the one that the layers were verified with.
+    """
+    view = memoryview(record)
+    view[: form.header_bytes] = memoryview(header)[: form.header_bytes]
+    view[form.layers_end : form.record_bytes] = form.trailer
+
+
+def verify(
+    form: RecordFormat,
+    record: Buffer,
+    parent: bytes,
+    key: bytes,
+    tokens: npt.NDArray[np.int32],
+) -> Damage | None:
+    """None if `record`, uint8 [the stored bytes], is this chunk's uncompressed record, whole and unharmed.
+
+    Otherwise the first thing wrong with it. Reads only.
+    """
+    view = memoryview(record)
+    damage = verify_header(form, view, parent, key, tokens)
+    if damage is not None:
+        return damage
+    if len(view) != form.record_bytes:
+        return Damage.TRUNCATED
+    damage = verify_trailer(form, view[form.layers_end :])
+    if damage is not None:
+        return damage
+    start = form.header_bytes
+    stored = view[_SUMS : _SUMS + 8 * form.shape[0]].cast("Q")
+    for expected, offset in zip(stored, range(start, form.layers_end, form.layer_bytes), strict=True):
+        if xxh3_64_intdigest(view[offset : offset + form.layer_bytes]) != expected:
+            return Damage.LAYER
+    return None
+
+
+def verify_header(
+    form: RecordFormat,
+    header: Buffer,
+    parent: bytes,
+    key: bytes,
+    tokens: npt.NDArray[np.int32],
+) -> Damage | None:
+    """As `verify`, for the first `header_bytes` of an uncompressed record alone (more may follow)."""
+    view = memoryview(header)
+    if len(view) < form.header_bytes:
+        return Damage.TRUNCATED
+    if not _header_is_intact(view, form.header_bytes):
+        return Damage.HEADER
+    if bytes(view[:_FIXED]) != form.fixed:
+        return _explain(form, view)
+    stored_parent, stored_key = _IDENTITY.unpack_from(view, _FIXED)
+    if stored_key != key.ljust(32, b"\0"):
+        return Damage.KEY
+    if stored_parent != parent.ljust(32, b"\0"):
+        return Damage.PARENT
+    start = _SUMS + 8 * form.shape[0]
+    if bytes(view[start : start + 4 * form.namespace.chunk_tokens]) != _as_bytes(tokens):
+        return Damage.TOKENS
+    return None
+
+
+def verify_layer(form: RecordFormat, header: Buffer, layer: int, data: Buffer) -> Damage | None:
+    """None if `data`, uint8 [layer_bytes], is `layer` of the record whose verified header this is.
+
+    Raises:
+        RecordError: the group has no such layer.
+    """
+    _, size = layer_range(form, layer)
+    if memoryview(data).nbytes != size:
+        return Damage.TRUNCATED
+    (stored,) = struct.unpack_from("<Q", memoryview(header), _SUMS + 8 * layer)
+    return None if xxh3_64_intdigest(data) == stored else Damage.LAYER
+
+
+def verify_trailer(form: RecordFormat, trailer: Buffer) -> Damage | None:
+    """None if `trailer` is what follows the layers in every uncompressed record of this format."""
+    # memoryviews compare item by item, 20 times slower
+    return None if bytes(memoryview(trailer)) == form.trailer else Damage.TRAILER
+
+
+def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
+    """XXH3-64 of every layer of an uncompressed record."""
+    view = memoryview(record)
+    return [
+        xxh3_64_intdigest(view[start : start + form.layer_bytes])
+        for start in range(form.header_bytes, form.layers_end, form.layer_bytes)
+    ]
+
+
+def read_header(record: Buffer) -> Header:
+    """Parse and check the header at the start of `record`; reads nothing behind it.
+
+    Raises:
+        RecordError: it is not a header, of another version, cut short, or damaged.
+    """
+    view = memoryview(record)
+    if len(view) < HEADER.size or bytes(view[:8]) != MAGIC:
+        raise RecordError("not a kvkit record")
+    fields = HEADER.unpack_from(view)
+    _, version, codec, key_bytes, header_bytes, group, layers, heads, rows, channels, k_size, tokens, _ = (
+        fields[:13]
+    )
+    dtype, namespace, record_bytes, layers_end, parent, key, _, trailer_sum = fields[13:]
+    if version != FORMAT_VERSION:
+        raise RecordError(f"record format version {version}: this kvkit reads {FORMAT_VERSION}")
+    if len(view) < header_bytes or header_bytes < _SUMS + 8 * layers + 4 * tokens:
+        raise RecordError("header cut short")
+    if not _header_is_intact(view, header_bytes):
+        raise RecordError("header checksum differs")
+    known = codec < len(CODECS) and (not k_size or dtype.rstrip(b"\0") in _DTYPES)
+    if not known or header_bytes != _header_bytes(layers, tokens):
+        raise RecordError("header contradicts itself")
+    header = Header(
+        version=version,
+        codec=CODECS[codec],
+        group=group,
+        shape=(layers, heads, rows, channels),
+        k_size=k_size,
+        chunk_tokens=tokens,
+        dtype=dtype.rstrip(b"\0").decode("ascii", "replace"),
+        namespace=namespace[:key_bytes],
+        parent=parent[:key_bytes],
+        key=key[:key_bytes],
+        header_bytes=header_bytes,
+        record_bytes=record_bytes,
+        layers_end=layers_end,
+        trailer_sum=trailer_sum,
+        layer_sums=np.frombuffer(view, "<u8", layers, _SUMS).copy(),
+        tokens=np.frombuffer(view, "<i4", tokens, _SUMS + 8 * layers).copy(),
+    )
+    plain_end = header_bytes + layers * header.layer_bytes
+    if (
+        layers_end < header_bytes
+        or record_bytes != _total_bytes(layers_end, layers)
+        or (header.codec == "none" and layers_end != plain_end)
+    ):
+        raise RecordError("header contradicts itself")
+    return header
+
+
+def check(record: Buffer) -> Damage | None:
+    """None if `record`, of any codec, agrees with its own checksums: for listing a store without the tokens.
+
+    Raises:
+        RecordError: its header is not readable (see `read_header`).
+    """
+    view = memoryview(record)
+    _, _, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
+    return damage
+
+
+def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damage | None]:
+    """`check` a stored record of `size` bytes, by parts: what it says of itself does not decide what is read.
+
+    Returns its header, (offset, bytes) of every layer, none where it is damaged, and the damage.
+
+    Raises:
+        RecordError: its header is not readable (see `read_header`).
+    """
+    head = memoryview(read(0, min(size, HEADER.size)))
+    if len(head) == HEADER.size and bytes(head[:8]) == MAGIC:
+        (header_bytes,) = struct.unpack_from("<I", head, 12)
+        if header_bytes <= MAX_HEADER_BYTES:
+            head = memoryview(read(0, min(size, header_bytes)))
+    header = read_header(head)
+    if size != header.record_bytes:
+        return header, [], Damage.TRUNCATED
+    trailer = memoryview(read(header.layers_end, size - header.layers_end))
+    if len(trailer) < size - header.layers_end or xxh3_64_intdigest(trailer) != header.trailer_sum:
+        return header, [], Damage.TRAILER
+    places = read_index(trailer, header.shape[0])
+    if not _are_neighbours(places, header.header_bytes, header.layers_end):
+        return header, [], Damage.TRAILER
+    for stored, (offset, count) in zip(header.layer_sums, places, strict=True):
+        digest = xxh3_64()
+        for start in range(offset, offset + count, PIECE_BYTES):
+            digest.update(read(start, min(PIECE_BYTES, offset + count - start)))
+        if digest.intdigest() != stored:
+            return header, [], Damage.LAYER
+    return header, places, None
+
+
+def relabel(
+    record: memoryview,
+    codec: str,
+    record_bytes: int,
+    layers_end: int,
+    layer_sums: Sequence[int],
+    trailer_sum: int,
+) -> None:
+    """Rewrite what the header of a readable record says of its codec. Mutates `record`."""
+    (header_bytes,) = struct.unpack_from("<I", record, 12)
+    struct.pack_into("<B", record, CODEC_OFFSET, CODECS.index(codec))
+    struct.pack_into("<QQ", record, _FIXED - 16, record_bytes, layers_end)
+    struct.pack_into(f"<{len(layer_sums) + 1}Q", record, _HEADER_SUM + 8, trailer_sum, *layer_sums)
+    struct.pack_into("<Q", record, _HEADER_SUM, _header_sum(record, header_bytes))
+
+
+def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
+    """Offset and bytes of every layer, from the shard index at the end of a record, or of its trailer."""
+    view = memoryview(record)
+    start = len(view) - _INDEX_ENTRY * layers - _CRC_BYTES
+    entries = np.frombuffer(view, "<u8", 2 * layers, start).reshape(layers, 2)
+    return [(int(offset), int(size)) for offset, size in entries]
+
+
+def trailer_of(places: Sequence[tuple[int, int]], layers_end: int) -> bytes:
+    """What follows the layers that lie at `places`: zeros up to `ALIGN`, then the shard index."""
+    index = shard_index(places)
+    return bytes(-(layers_end + len(index)) % ALIGN) + index
+
+
+def shard_index(places: Sequence[tuple[int, int]]) -> bytes:
+    """A Zarr shard index: (offset, bytes) of each inner chunk as uint64, then the crc32c of that."""
+    index = np.asarray(places, "<u8").tobytes()
+    return index + struct.pack("<I", google_crc32c.value(index))
+
+
+_DTYPES = {name.encode("ascii") for name in ITEM_BYTES}
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _header_bytes(layers: int, tokens: int) -> int:
+    return _round_up(_SUMS + 8 * layers + 4 * tokens, ALIGN)
+
+
+def _total_bytes(layers_end: int, layers: int) -> int:
+    """Bytes of a record whose last layer ends there: with its trailer."""
+    return _round_up(layers_end + _INDEX_ENTRY * layers + _CRC_BYTES, ALIGN)
+
+
+def _are_neighbours(places: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Whether layers lie side by side from `start` to `stop`: then each byte is read once."""
+    for offset, size in places:
+        if offset != start:
+            return False
+        start += size
+    return start == stop
+
+
+def _fixed(
+    group: LayerGroup,
+    index: int,
+    shape: tuple[int, int, int, int],
+    namespace: Namespace,
+    digest: bytes,
+    codec: str,
+    header_bytes: int,
+    record_bytes: int,
+    layers_end: int,
+) -> bytes:
+    """The part of the header that does not depend on the chunk."""
+    header = HEADER.pack(
+        *(MAGIC, FORMAT_VERSION, CODECS.index(codec), len(digest), header_bytes, index),
+        *(*shape, 0 if group.opaque else group.k_size, namespace.chunk_tokens, 0),
+        *(group.dtype.encode("ascii"), digest, record_bytes, layers_end, b"", b"", 0, 0),
+    )
+    return header[:_FIXED]
+
+
+def _write_header(
+    form: RecordFormat,
+    view: memoryview,
+    fixed: bytes,
+    parent: bytes,
+    key: bytes,
+    tokens: npt.NDArray[np.int32],
+    layer_sums: Sequence[int],
+    trailer_sum: int,
+) -> None:
+    if len(tokens) != form.namespace.chunk_tokens:
+        raise RecordError(f"tokens: {len(tokens)}, want {form.namespace.chunk_tokens}")
+    view[:_FIXED] = fixed
+    _IDENTITY.pack_into(view, _FIXED, parent, key)
+    tail = struct.pack(f"<{len(layer_sums) + 1}Q", trailer_sum, *layer_sums) + _as_bytes(tokens)
+    start = _HEADER_SUM + 8
+    view[start : form.header_bytes] = tail.ljust(form.header_bytes - start, b"\0")
+    struct.pack_into("<Q", view, _HEADER_SUM, _header_sum(view, form.header_bytes))
+
+
+def _header_sum(view: memoryview, header_bytes: int) -> int:
+    return xxh3_64_intdigest(view[_HEADER_SUM + 8 : header_bytes], xxh3_64_intdigest(view[:_HEADER_SUM]))
+
+
+def _header_is_intact(view: memoryview, header_bytes: int) -> bool:
+    (stored,) = struct.unpack_from("<Q", view, _HEADER_SUM)
+    return bool(stored == _header_sum(view, header_bytes))
+
+
+def _explain(form: RecordFormat, view: memoryview) -> Damage:
+    """Why an intact header is not of this format."""
+    try:
+        header = read_header(view)
+    except RecordError:
+        return Damage.HEADER
+    return Damage.FORMAT if header.namespace == form.digest else Damage.NAMESPACE
+
+
+def _as_bytes(tokens: npt.NDArray[np.int32]) -> bytes:
+    return np.ascontiguousarray(tokens, "<i4").tobytes()
+
+
+def shuffled_bytes(group: LayerGroup) -> int:
+    """Bytes of the elements whose bits a shuffling codec sorts."""
+    return 1 if group.opaque else group.item_bytes

@@ -1,0 +1,252 @@
+"""What two nodes say to each other: small structs, each with bounds, as MessagePack; one decoder, one error.
+
+docs/handoff.md is the protocol: who says what when, and how a message is framed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvkit.handoff.transport.channel import MAX_BODY_BYTES
+from kvkit.tiers.base import Scope
+
+VERSION = 1
+"""Of the protocol. Nodes of different versions do not talk."""
+
+MAX_NAMES = 32768
+"""Records of one transfer, or of one question. With the longest names that is less than MAX_BODY_BYTES."""
+
+MAX_DEADLINE_S = 3600.0
+
+MAX_PEER_NAME = 100
+"""Characters of the name of a peer, which its pulls are called by, with a number."""
+
+MAX_LABEL = 256
+"""Characters of a node's or tier's name."""
+
+Name = Annotated[
+    str, msgspec.Meta(pattern=r"^[0-9a-f]{1,64}/[0-9]{1,4}/c(\.[0-9]{1,15}){6}\Z", max_length=112)
+]
+"""Of a record (`kvkit.format.record`): "<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0"."""
+
+Names = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
+_ID = r"^[\x21-\x7e]{1,128}\Z"
+Id = Annotated[str, msgspec.Meta(pattern=_ID)]
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+Reason = Annotated[str, msgspec.Meta(max_length=1024)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NAMES)]
+Code = Literal["malformed", "unexpected", "refused"]
+Slot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+
+
+class MessageError(ValueError):
+    """A message is malformed, or out of bounds. The text says what is wrong, never the bytes."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
+    """Anything that is said."""
+
+
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
+    """Who speaks: the first message of each side. (Other versions may say more in it.)
+
+    Attributes:
+        version: `VERSION`.
+        node: its name, for logs.
+        namespace: digest of the namespace without LoRA and salt, hex: records of others are of no use here.
+        layout: `KVLayout.fingerprint()`.
+        slot_bytes: of its largest record.
+        nonce: random, for this connection alone.
+    """
+
+    version: Number
+    node: Label
+    namespace: Label
+    layout: Label
+    slot_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Proof(Message, frozen=True):
+    """That this side knows the secret: HMAC-SHA256 over both hellos, see `kvkit.handoff.transport.auth`."""
+
+    mac: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Query(Message, frozen=True):
+    """How long a run of these is held near? Answered by `Found` with the same id; computes nothing."""
+
+    id: Number
+    names: Names
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first `records` of the names asked for are in this tier."""
+
+    tier: Label
+    scope: Scope
+    records: Annotated[int, msgspec.Meta(ge=0, le=MAX_NAMES)]
+
+
+class Found(Message, frozen=True):
+    """The answer to a `Query`: one run for each near tier."""
+
+    id: Number
+    runs: Annotated[tuple[Run, ...], msgspec.Meta(max_length=64)]
+
+
+class Reserve(Message, frozen=True):
+    """Sender: may I send these? All or nothing; the receiver answers `Admit` or `Refuse` by the deadline."""
+
+    transfer: Id
+    names: Names
+    deadline_s: Seconds
+
+    def __post_init__(self) -> None:
+        _check_distinct(self.names)
+
+
+class Admit(Message, frozen=True):
+    """Receiver: a slot for each name, -1 for what it has already."""
+
+    transfer: Id
+    slots: Annotated[tuple[Slot, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
+
+
+class Refuse(Message, frozen=True):
+    """Receiver: there will be no slots. The transfer is over."""
+
+    transfer: Id
+    reason: Reason
+
+
+class Data(Message, frozen=True):
+    """Sender: the record `names[index]`, `size` bytes, follows, or lies in its slot of the shared memory."""
+
+    transfer: Id
+    index: Index
+    size: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+
+
+class Commit(Message, frozen=True):
+    """Sender: that was all; what is `missing` does not come."""
+
+    transfer: Id
+    missing: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
+
+
+class Done(Message, frozen=True):
+    """Receiver: everything is in, and can be had."""
+
+    transfer: Id
+
+
+class Cancel(Message, frozen=True):
+    """Sender: I write no more to any slot of this transfer. Ends it, or acknowledges its `Release`."""
+
+    transfer: Id
+
+
+class Release(Message, frozen=True):
+    """Receiver: it needs the transfer no more: used, expired or given up. The sender answers `Cancel`."""
+
+    transfer: Id
+    reason: Reason
+
+
+class Pull(Message, frozen=True):
+    """Receiver: send me these. Answered by `Data` with payload, then `Commit`; its `Release` ends it."""
+
+    transfer: Id
+    names: Names
+
+    def __post_init__(self) -> None:
+        _check_distinct(self.names)
+
+
+class Error(Message, frozen=True):
+    """The other side broke the protocol, or is nobody to talk to: the connection is over."""
+
+    code: Code
+    message: Reason
+
+
+AnyMessage = (
+    Hello
+    | Proof
+    | Query
+    | Found
+    | Reserve
+    | Admit
+    | Refuse
+    | Data
+    | Commit
+    | Done
+    | Cancel
+    | Release
+    | Pull
+    | Error
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """`message` as the body of a frame.
+
+    Raises:
+        MessageError: it is longer than MAX_BODY_BYTES.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_BODY_BYTES:
+        raise MessageError(f"{type(message).__name__}: {len(body)} bytes, at most {MAX_BODY_BYTES} are sent")
+    return body
+
+
+def decode(body: bytes | memoryview) -> AnyMessage:
+    """The message in the body of a frame; only what is in bounds.
+
+    Raises:
+        MessageError: it is no such message.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise MessageError(f"{len(body)} bytes, at most {MAX_BODY_BYTES} are read")
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise MessageError(f"malformed message: {error}"[:1024]) from None
+
+
+def transfer_name(transfer: object) -> str:
+    """`transfer`, which names one. Whoever is told another name hangs up.
+
+    Raises:
+        MessageError: it cannot.
+    """
+    if isinstance(transfer, str) and re.search(_ID, transfer):
+        return transfer
+    raise MessageError(f"transfer {transfer!r}: want 1 to 128 printable ASCII characters without space")
+
+
+def peer_name(name: str) -> str:
+    """`name`, by which a peer is told who pulls.
+
+    Raises:
+        MessageError: it cannot.
+    """
+    if len(name) <= MAX_PEER_NAME and re.search(_ID, name):
+        return name
+    raise MessageError(
+        f"peer {name!r}: want a name of 1 to {MAX_PEER_NAME} printable ASCII characters without space"
+    )
+
+
+def _check_distinct(names: tuple[str, ...]) -> None:
+    if len(set(names)) != len(names):
+        raise ValueError("names: one is there twice")

@@ -1,0 +1,88 @@
+"""Where endpoints listen: unix:///path on one host, tcp://host:port or nixl://host:port between hosts."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvkit.handoff.transport import nixl, tcp, unix
+from kvkit.handoff.transport.channel import Channel, Listener
+
+
+def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Listener:
+    """Listen at `address`; port 0 is any that is free.
+
+    Args:
+        timeout_s: how long a frame may take, for channels of this listener.
+        tls: a context of `kvkit.handoff.transport.tls.server_context`; for tcp only.
+
+    Raises:
+        ValueError: it is no address, NIXL is missing or meant to encrypt, or the folder of a socket is open
+            to others.
+        OSError: it is taken, or not one of this host.
+    """
+    where = parse(address)
+    if isinstance(where, Path):
+        return unix.LocalListener(where, timeout_s)
+    host, port = where
+    if _is_nixl(address, tls):
+        return nixl.NixlListener(host, port, timeout_s)
+    return tcp.TcpListener(host, port, timeout_s, tls)
+
+
+def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Channel:
+    """A channel to the endpoint that listens at `address`.
+
+    Args:
+        timeout_s: how long this and each frame of the channel may take.
+        tls: a context of `kvkit.handoff.transport.tls.client_context`; for tcp only.
+
+    Raises:
+        ValueError: it is no address, or NIXL is missing or meant to encrypt.
+        ChannelError: nobody listens there, or did not answer in time.
+    """
+    where = parse(address)
+    if isinstance(where, Path):
+        return unix.connect(where, timeout_s)
+    if _is_nixl(address, tls):
+        return nixl.connect(*where, timeout_s)
+    return tcp.connect(*where, timeout_s, tls)
+
+
+def check_secret(address: str, secret: bool) -> None:
+    """Refuse an address that nothing but a secret protects, any but a unix one, where there is none.
+
+    Raises:
+        ValueError: it is no address, or has no secret.
+    """
+    if not isinstance(parse(address), Path) and not secret:
+        raise ValueError(
+            f"{address} has no secret, and every user of this host, or others, could be its peer: "
+            "give secret or secret_file, the same at both sides, or use unix:///<path>"
+        )
+
+
+def parse(address: str) -> Path | tuple[str, int]:
+    """The path of a unix address, (host, port) of another one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    parts = urlsplit(address)
+    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
+        return Path(parts.path)
+    if parts.scheme in ("tcp", "nixl") and parts.hostname and not parts.path:
+        with suppress(ValueError):
+            if parts.port is not None:
+                return parts.hostname, parts.port
+    raise ValueError(f"{address}: want unix:///<path>, tcp://<host>:<port> or nixl://<host>:<port>")
+
+
+def _is_nixl(address: str, tls: ssl.SSLContext | None) -> bool:
+    if not address.startswith("nixl:"):
+        return False
+    if tls is not None:
+        raise ValueError(f"{address}: NIXL does not encrypt; want tcp:// with TLS")
+    return True

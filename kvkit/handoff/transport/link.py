@@ -1,0 +1,464 @@
+"""One connection to a peer: the handshake, then one thread that reads and one that writes from a queue.
+
+Nobody who says something waits for the peer: what is said is queued. A peer that does not read is cut off
+when a frame is not through in time, or when too much waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from kvkit.handoff.protocol.messages import (
+    VERSION,
+    AnyMessage,
+    Code,
+    Data,
+    Error,
+    Hello,
+    Message,
+    MessageError,
+    Proof,
+    decode,
+    encode,
+)
+from kvkit.handoff.protocol.states import Unexpected
+from kvkit.handoff.transport import auth
+from kvkit.handoff.transport.channel import Channel, ChannelClosed, ChannelError, ChannelIdle
+from kvkit.staging import Lease, Staging
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 32 << 20
+"""What may wait for a peer to read: the bodies of messages, and `ITEM_BYTES` for each of them."""
+
+ITEM_BYTES = 768
+"""What a message takes besides its body while it waits."""
+
+_REFUSAL_BYTES = 512
+
+_IDLE_S = 60.0
+
+OnSent = Callable[[BaseException | None], None]
+_numbers = itertools.count(1)
+
+
+class HandshakeError(ChannelError):
+    """The peer is not one to talk to: another secret, version, namespace or layout. Says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this node says of itself in a hello, and wants of its peers.
+
+    Args:
+        node: its name, for logs.
+        namespace: digest of its namespace without LoRA and salt, hex.
+        layout: `KVLayout.fingerprint()`.
+        slot_bytes: of its largest record.
+        secret: what peers must know; empty for none.
+    """
+
+    node: str
+    namespace: str
+    layout: str
+    slot_bytes: int
+    secret: bytes = field(default=b"", repr=False)
+
+    def hello(self) -> Hello:
+        """A hello for one connection."""
+        return Hello(VERSION, self.node, self.namespace, self.layout, self.slot_bytes, auth.new_nonce())
+
+    def check(self, hello: Hello) -> None:
+        """Refuse a peer whose records are of no use here.
+
+        Raises:
+            HandshakeError: it is one. The message names both values.
+        """
+        mine = {"namespace": self.namespace, "layout": self.layout, "slot_bytes": self.slot_bytes}
+        for name, ours in {"version": VERSION, **mine}.items():
+            theirs = getattr(hello, name)
+            if theirs != ours:
+                raise HandshakeError(
+                    f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}"
+                )
+
+
+class Handler(Protocol):
+    """What is done with what a peer says. Called by the link's reading thread, `ended` by either."""
+
+    def started(self, link: Link) -> None:
+        """The peer is known, and may be written to."""
+
+    def received(self, link: Link, message: AnyMessage) -> None:
+        """A message came; that of a `Data` whose payload follows comes after the payload.
+
+        Raises:
+            Unexpected: the peer broke the protocol; the link ends.
+        """
+
+    def place(self, link: Link, data: Data) -> Lease | memoryview | None:
+        """Where a payload goes: a share of a slot, which the link releases, or memory; None to drop it.
+
+        Raises:
+            Unexpected: as above.
+        """
+
+    def ended(self, link: Link, error: BaseException) -> None:
+        """The link ended, or never began; called once, and nothing after it."""
+
+
+@dataclass(slots=True)
+class _Item:
+    body: bytes
+    lease: Lease | None = None
+    slot: int | None = None
+    wanted: Callable[[], bool] | None = None
+    on_sent: OnSent | None = None
+
+    def done(self, error: BaseException | None) -> None:
+        if self.lease is not None:
+            self.lease.release()
+        if self.on_sent is not None:
+            self.on_sent(error)
+
+
+class Link:
+    """A connection. Thread-safe; what is said before it is up is sent when it is.
+
+    Args:
+        open_channel: connects; called by the link's own thread.
+        role: which side of the handshake this is.
+        arena: slots that the peer may write into, where the transport can do so.
+
+    Raises:
+        ChannelError: no thread can be started.
+
+    Attributes:
+        number: of this link in this process.
+        peer: what it said of itself; None before it did.
+        shared: whether the peer can write into the slots of `arena`.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[], Channel],
+        role: Literal["client", "server"],
+        identity: Identity,
+        handler: Handler,
+        *,
+        handshake_s: float,
+        arena: Staging | None = None,
+    ) -> None:
+        self.number = next(_numbers)
+        self.peer: Hello | None = None
+        self.shared = False
+        self._open_channel = open_channel
+        self._role = role
+        self._identity = identity
+        self._handler = handler
+        self._handshake_s = handshake_s
+        self._arena = arena
+        self._channel: Channel | None = None
+        self._queue: deque[_Item] = deque()
+        self._queued_bytes = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._failure: Exception | None = None
+        self._closing = False
+        self._users = 1
+        self._threads = [self._thread(self._read, "in")]
+        try:
+            self._threads[0].start()
+        except RuntimeError as error:
+            raise ChannelError(f"no thread for a connection: {error}") from error
+
+    def __str__(self) -> str:
+        node = "a node" if self.peer is None else f"node {self.peer.node!r}"
+        return node if self._channel is None else f"{node} at {self._channel.peer}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is up, or may come up."""
+        return self._error is None
+
+    @property
+    def running(self) -> bool:
+        """Whether one of its threads is."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def say(self, message: Message) -> None:
+        """Queue a message; one to a link that ended is lost."""
+        self._enqueue(message)
+
+    def send(
+        self,
+        data: Data,
+        lease: Lease,
+        slot: int | None,
+        wanted: Callable[[], bool],
+        on_sent: OnSent,
+    ) -> None:
+        """Queue a record: a share of its slot is kept until it is sent.
+
+        Args:
+            slot: of the peer, to write it into where that can be done.
+            wanted: asked when it is its turn; if not, it is passed over.
+            on_sent: called once, with None if it is in the peer's slot or on its way, or was passed over.
+        """
+        self._enqueue(data, lease.share(), slot, wanted, on_sent)
+
+    def close(self) -> None:
+        """Send what is queued, then end; returns at once."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            up = self._channel is not None
+        if not up:
+            self._end(ChannelClosed(f"{self}: the link was closed"))
+
+    def abort(self) -> None:
+        """End now."""
+        self._end(ChannelClosed(f"{self}: the link was closed"))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads to end."""
+        for thread in reversed(self._threads):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    def _enqueue(
+        self,
+        message: Message,
+        lease: Lease | None = None,
+        slot: int | None = None,
+        wanted: Callable[[], bool] | None = None,
+        on_sent: OnSent | None = None,
+    ) -> None:
+        """Queue an item. Callers hold locks, and the end of a link takes those: its own threads end it."""
+        body = b""
+        failure: Exception | None = None
+        try:
+            body = encode(message)
+        except MessageError as error:
+            failure = error
+        item = _Item(body, lease, slot, wanted, on_sent)
+        lost: BaseException | None
+        with self._changed:
+            lost = self._error or self._failure
+            if lost is None:
+                self._queued_bytes += len(body) + ITEM_BYTES
+                if self._queued_bytes > MAX_QUEUED_BYTES:
+                    failure = ChannelError(f"{self} does not read what is said")
+                lost = self._failure = failure
+            if lost is None:
+                self._queue.append(item)
+            self._changed.notify_all()
+            channel = self._channel
+        if lost is not None:
+            item.done(lost)
+        if failure is not None and channel is not None:
+            channel.shutdown()
+
+    def _write(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        try:
+            while True:
+                with self._changed:
+                    while not (self._queue or self._closing or self._error or self._failure):
+                        self._changed.wait()
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._error is not None:
+                        return
+                    if not self._queue:
+                        break
+                    item = self._queue.popleft()
+                    self._queued_bytes -= len(item.body) + ITEM_BYTES
+                try:
+                    if item.lease is None:
+                        channel.send(item.body)
+                    elif item.wanted is None or item.wanted():
+                        payload = item.lease.buffer[: item.lease.used]
+                        channel.send(item.body, payload, item.slot, more=bool(self._queue))
+                    if not self._queue:
+                        channel.flush()  # of one that waited for a record that is not wanted after all
+                except (OSError, ValueError) as error:
+                    item.done(error)
+                    raise
+                item.done(None)
+            self._end(ChannelClosed(f"{self}: the link was closed"))
+        except (OSError, ValueError) as error:
+            self._end(error)
+        finally:
+            self._leave()
+
+    def _read(self) -> None:
+        incoming: list[tuple[Data, Lease | memoryview | None]] = []
+        wrong: list[Exception] = []
+
+        def place(body: bytes) -> memoryview | None:
+            try:
+                message = decode(body)
+                if not isinstance(message, Data):
+                    raise Unexpected(f"a payload follows {type(message).__name__}")
+                target = self._handler.place(self, message)
+            except (MessageError, Unexpected) as error:  # raised when the payload is over, to tell the peer
+                wrong.append(error)
+                return None
+            incoming.append((message, target))
+            return target.buffer[: message.size] if isinstance(target, Lease) else target
+
+        try:
+            channel = self._open_channel()
+            with self._changed:
+                self._channel = channel
+                if self._error is not None or self._failure is not None or self._closing:
+                    raise ChannelClosed(f"{self}: the link was closed")
+            self._shake_hands(channel)
+            self._handler.started(self)
+            self._start_writing()
+            while self._error is None:
+                try:
+                    body = channel.receive(place, _IDLE_S)
+                    if wrong:
+                        raise wrong[0]
+                    message = incoming[0][0] if incoming else decode(body)
+                    if isinstance(message, Data) and message.size and not (incoming or self.shared):
+                        raise Unexpected(f"transfer {message.transfer}: data without its payload")
+                    if isinstance(message, Error):
+                        raise ChannelError(f"{self}: {message.message}")
+                    self._handler.received(self, message)
+                except ChannelIdle:
+                    continue
+                finally:
+                    for _, target in incoming:
+                        if isinstance(target, Lease):
+                            target.release()
+                    incoming.clear()
+        except (MessageError, Unexpected) as error:
+            code: Code = "malformed" if isinstance(error, MessageError) else "unexpected"
+            self._say_last(Error(code, str(error)[:1024]))
+            self._end(ChannelError(f"{self}: {error}"))
+        except (OSError, ValueError) as error:
+            self._end(error)
+        except BaseException as error:
+            log.exception("%s: handling what it said failed", self)
+            self._end(error)
+        finally:
+            self._leave()
+
+    def _thread(self, run: Callable[[], None], way: str) -> threading.Thread:
+        return threading.Thread(target=run, name=f"kvkit-handoff-{self.number}-{way}", daemon=True)
+
+    def _start_writing(self) -> None:
+        writer = self._thread(self._write, "out")
+        with self._changed:
+            self._users += 1
+        try:
+            writer.start()
+        except RuntimeError as error:
+            with self._changed:
+                self._users -= 1
+            raise ChannelError(f"{self}: no thread to write to it: {error}") from error
+        self._threads.append(writer)
+
+    def _leave(self) -> None:
+        """A thread is through; the last one closes the channel."""
+        with self._changed:
+            self._users -= 1
+            channel = self._channel if not self._users else None
+        if channel is not None:
+            channel.close()
+
+    def _shake_hands(self, channel: Channel) -> None:
+        """Exchange hellos and proofs. Mutual: neither side hears more before the other has proved itself."""
+        ours = encode(self._identity.hello())
+        secret = self._identity.secret
+        client = self._role == "client"
+        if client:
+            channel.send(ours)
+        theirs = self._receive(channel)
+        hello = decode(theirs)
+        if not isinstance(hello, Hello):
+            raise HandshakeError(f"{channel.peer} does not say hello")
+        if not client:
+            channel.send(ours)
+        hellos = (ours, theirs) if client else (theirs, ours)
+        other: Literal["client", "server"] = "server" if client else "client"
+        if client:
+            channel.send(encode(Proof(auth.prove(secret, "client", *hellos))))
+        proof = decode(self._receive(channel))
+        if isinstance(proof, Error):
+            raise HandshakeError(f"{channel.peer}: {proof.message}")
+        try:
+            if not isinstance(proof, Proof) or not auth.is_proof(proof.mac, secret, other, *hellos):
+                raise HandshakeError("the secrets differ")
+            self._identity.check(hello)
+        except HandshakeError as error:
+            why = str(error).encode()[:_REFUSAL_BYTES].decode(errors="ignore")
+            channel.send(encode(Error("refused", why)))
+            raise HandshakeError(f"{channel.peer}: {error}") from None
+        channel.trusted = True
+        self.peer = hello
+        if not client:
+            channel.send(encode(Proof(auth.prove(secret, "server", *hellos))))
+            if self._arena is not None and self._arena.descriptor is not None:
+                self.shared = channel.share(self._arena)
+
+    def _receive(self, channel: Channel) -> bytes:
+        """A message of the handshake."""
+        try:
+            return channel.receive(lambda body: None, self._handshake_s)
+        except ChannelIdle:
+            raise HandshakeError(f"{channel.peer} said nothing for {self._handshake_s} s") from None
+
+    def _say_last(self, error: Error) -> None:
+        """Tell the peer why, if it listens."""
+        channel = self._channel
+        if channel is not None:
+            try:
+                channel.send(encode(error))
+            except OSError as gone:
+                log.debug("%s: %s", self, gone)
+
+    def _end(self, error: BaseException) -> None:
+        with self._changed:
+            if self._error is not None:
+                return
+            error = self._failure or error
+            self._error = ChannelError(str(error))  # the other has frames, and they have this
+            left, self._queue = self._queue, deque()
+            self._changed.notify_all()
+            channel = self._channel
+        if channel is not None:
+            channel.shutdown()
+        for item in left:
+            item.done(error)
+        self._handler.ended(self, error)
+
+
+class Ended:
+    """Links that ended, for as long as their threads may still be giving slots back. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._links: list[Link] = []
+        self._lock = threading.Lock()
+
+    def add(self, link: Link) -> None:
+        """Note that a link ended."""
+        with self._lock:
+            self._links = [other for other in self._links if other.running] + [link]
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all of them are through, no longer than `timeout_s` for each thread."""
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.join(timeout_s)

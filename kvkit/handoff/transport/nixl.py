@@ -1,0 +1,363 @@
+"""Channels between hosts by NIXL: records are written into the peer's arena by RDMA, where there is any.
+
+Frames travel by TCP. NIXL's data path neither encrypts nor asks who writes: it is for networks of one's own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from kvkit.handoff.transport import tcp
+from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Place
+from kvkit.handoff.transport.stream import HEADER, SHARED, Stream, StreamChannel
+from kvkit.staging import Staging
+
+_ARENA = struct.Struct("<QQQ32s")
+_SPIN_S = 100e-6
+_SLEEP_S = 20e-6
+_DEVICES = "UCX_NET_DEVICES"
+_PACKAGES = ("nixl_cu12", "nixl_cu13")
+
+
+class Agent:
+    """NIXL in this process: one agent, whose thread keeps a core busy. Thread-safe.
+
+    Attributes:
+        users: channels and listeners that have it, for `take_agent`.
+        loopback: whether it uses no other network device than the loopback one.
+        name: of the agent, its own in the world.
+
+    Raises:
+        ValueError: the package is missing, or has no plugin for UCX.
+        OSError: UCX does not start.
+    """
+
+    def __init__(self, loopback: bool) -> None:
+        api = _import()
+        self.loopback = loopback
+        self.users = 0
+        self.name = uuid.uuid4().hex
+        self._agent: Any = api.nixl_agent(
+            self.name,
+            api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT),
+        )
+        if "UCX" not in self._agent.plugin_list:
+            raise ValueError(f"NIXL has no plugin UCX, only {', '.join(self._agent.plugin_list)}")
+        confined = loopback and _DEVICES not in os.environ
+        if confined:  # the one way to tell UCX
+            os.environ[_DEVICES] = "lo"
+        try:
+            with _translated():
+                self._agent.create_backend("UCX")
+        finally:
+            if confined:
+                del os.environ[_DEVICES]
+        self._lock = threading.Lock()
+        self._memories: dict[int, tuple[mmap.mmap, Any, int]] = {}
+        self._peers: dict[str, int] = {}
+
+    def close(self) -> None:
+        """End NIXL's thread."""
+        self._agent = None
+
+    def register(self, memory: mmap.mmap) -> None:
+        """Let NIXL read and write `memory`, until `deregister` was called as often.
+
+        Raises:
+            OSError: it cannot, as when memory may not be locked.
+        """
+        with self._lock, _translated():
+            known = self._memories.get(id(memory))
+            if known is None:
+                region = (address_of(memory), len(memory), 0, "")
+                known = (memory, self._agent.register_memory([region], "DRAM"), 0)
+            self._memories[id(memory)] = (memory, known[1], known[2] + 1)
+
+    def deregister(self, memory: mmap.mmap) -> None:
+        """Take back one `register`."""
+        with self._lock:
+            _, region, count = self._memories.pop(id(memory))
+            if count > 1:
+                self._memories[id(memory)] = (memory, region, count - 1)
+            else:
+                with suppress(Exception):  # it goes with the agent
+                    self._agent.deregister_memory(region)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to write into the memory that is registered."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Take in what the agent `name` says of its memory, until `remove_peer` was called as often.
+
+        Raises:
+            ValueError: it is not that agent's metadata.
+        """
+        with self._lock:
+            if name != self.name:
+                try:
+                    added = self._agent.add_remote_agent(metadata)
+                except Exception as error:
+                    raise ValueError(f"no metadata of NIXL: {error}") from error
+                if added not in (name, name.encode()):
+                    self._agent.remove_remote_agent(added)
+                    raise ValueError(f"the metadata of {added!r} is not that of {name!r}")
+            self._peers[name] = self._peers.get(name, 0) + 1
+
+    def remove_peer(self, name: str) -> None:
+        """Take back one `add_peer`; the last one ends the connection."""
+        with self._lock:
+            self._peers[name] -= 1
+            if not self._peers[name]:
+                del self._peers[name]
+                if name == self.name:
+                    return
+                with suppress(Exception):  # it may be gone
+                    self._agent.remove_remote_agent(name)
+
+    def write(
+        self, peer: str, source: int, target: int, size: int, deadline: float, stop: Callable[[], bool]
+    ) -> None:
+        """Copy `size` bytes from address `source` here to `target` there; they are there when this returns.
+
+        Raises:
+            TimeoutError: they were not, at the deadline or when `stop` said so.
+            ConnectionError: the peer is gone.
+            OSError: NIXL refuses.
+        """
+        agent = self._agent
+        with _translated():
+            here = agent.get_xfer_descs([(source, size, 0)], "DRAM")
+            there = agent.get_xfer_descs([(target, size, 0)], "DRAM")
+            transfer = agent.initialize_xfer("WRITE", here, there, peer)
+            try:
+                self._finish(transfer, deadline, stop)
+            finally:
+                with suppress(Exception):  # one that could not be cancelled yet is kept by the agent
+                    agent.release_xfer_handle(transfer)
+
+    def _finish(self, transfer: Any, deadline: float, stop: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        state = self._agent.transfer(transfer)
+        while state == "PROC":
+            now = time.monotonic()
+            if now >= deadline or stop():
+                raise TimeoutError
+            if now - began > _SPIN_S:
+                time.sleep(_SLEEP_S)
+            state = self._agent.check_xfer_state(transfer)
+        if state != "DONE":
+            raise OSError(f"NIXL: the transfer ended as {state}")
+
+
+class NixlChannel(StreamChannel):
+    """A channel whose payloads are written into the peer's arena, once it is shared. Gives back its agent.
+
+    A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 address, u64 slot bytes,
+    u64 slots, 32 bytes agent name), little endian, and NIXL's metadata. `receive` keeps it to itself.
+    Payloads that are no part of a mapping, such as an arena, follow their bodies.
+
+    Args:
+        takes_arena: whether the peer may share one.
+    """
+
+    def __init__(
+        self, stream: Stream, agent: Agent, *, peer: str, timeout_s: float, takes_arena: bool
+    ) -> None:
+        super().__init__(stream, peer=peer, timeout_s=timeout_s)
+        self._agent = agent
+        self._takes_arena = takes_arena
+        self._memories: dict[int, mmap.mmap] = {}
+        self._registering = threading.Lock()
+        self._writing = threading.Lock()
+        self._target: tuple[str, int, int, int] | None = None
+        self._closed = False
+
+    def send(
+        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
+    ) -> None:
+        if self._target is not None and payload is not None and slot is not None:
+            memory = payload.obj
+            if isinstance(memory, mmap.mmap):
+                self._write(memory, payload, slot)
+                payload = None
+        super().send(body, payload, more=more)
+
+    def share(self, arena: Staging) -> bool:
+        memory = arena.buffers[0].obj
+        assert isinstance(memory, mmap.mmap)
+        ours = self._agent
+        with self._frame() as deadline:
+            self._register(memory)
+            place = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, ours.name.encode())
+            body = place + ours.metadata()
+            self._held.append(HEADER.pack(len(body), SHARED) + body)
+            self._send_held(deadline)
+        return True
+
+    def shutdown(self) -> None:
+        self._ended = True
+        with self._writing:  # the peer takes this end for that of all writes into its arena
+            super().shutdown()
+
+    def close(self) -> None:
+        super().close()
+        with self._registering:
+            for memory in self._memories.values():
+                self._agent.deregister(memory)
+            self._memories.clear()
+            if self._target is not None:
+                self._agent.remove_peer(self._target[0])
+                self._target = None
+            if not self._closed:
+                self._closed = True
+                give_back(self._agent)
+
+    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+        if payload_bytes != SHARED:
+            return super()._complete(body, payload_bytes, place, deadline)
+        if not self._takes_arena or self._target is not None or len(body) < _ARENA.size:
+            raise FrameError(f"{self.peer}: want one arena for each channel, and its sizes")
+        address, slot_bytes, slots, agent = _ARENA.unpack_from(body)
+        name = agent.decode(errors="replace")
+        try:
+            self._agent.add_peer(name, body[_ARENA.size :])
+        except ValueError as error:
+            raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+        self._target = (name, address, slot_bytes, slots)
+        self.one_sided = True
+        return None
+
+    def _write(self, memory: mmap.mmap, payload: memoryview, slot: int) -> None:
+        assert self._target is not None
+        peer, address, slot_bytes, slots = self._target
+        size = payload.nbytes
+        if not 0 <= slot < slots or size > slot_bytes:
+            raise ValueError(f"slot {slot}, {size} bytes: the peer has {slots} slots of {slot_bytes}")
+        if not size:
+            return
+        try:
+            self._register(memory)
+            source, target = address_of(payload), address + slot * slot_bytes
+            deadline = time.monotonic() + self.timeout_s
+            with self._writing:
+                if self._ended:
+                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
+                self._agent.write(peer, source, target, size, deadline, lambda: self._ended)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _register(self, memory: mmap.mmap) -> None:
+        """As a whole, at its first use: that takes a while where there is RDMA."""
+        with self._registering:
+            if id(memory) not in self._memories:
+                self._agent.register(memory)
+                self._memories[id(memory)] = memory
+
+
+class NixlListener(tcp.TcpListener):
+    """A listening socket, for the frames; NIXL listens at a port that it finds."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self._loopback = tcp.is_loopback(host)
+        self._agent: Agent | None = take_agent(self._loopback)  # now, so that what is wrong shows at start-up
+        try:
+            super().__init__(host, port, timeout_s, None)
+        except BaseException:
+            give_back(self._agent)
+            raise
+        self.address = self.address.replace("tcp:", "nixl:", 1)
+
+    def close(self) -> None:
+        super().close()
+        if self._agent is not None:
+            give_back(self._agent)
+            self._agent = None
+
+    def _channel(self, connection: socket.socket) -> Channel:
+        peer = tcp.name(connection.getpeername())
+        tcp.tune(connection, self._timeout_s)
+        ours = take_agent(self._loopback)
+        return NixlChannel(Stream(connection), ours, peer=peer, timeout_s=self._timeout_s, takes_arena=False)
+
+
+def connect(host: str, port: int, timeout_s: float) -> Channel:
+    """A channel to the endpoint that listens there.
+
+    Raises:
+        ValueError: NIXL is missing.
+        OSError: UCX does not start.
+        ChannelError: none listens, or did not answer within `timeout_s` seconds.
+    """
+    address = f"nixl://{tcp.name((host, port))}"
+    ours = take_agent(tcp.is_loopback(host))
+    try:
+        stream = tcp.open_stream(address, host, port, timeout_s, None)
+    except BaseException:
+        give_back(ours)
+        raise
+    return NixlChannel(stream, ours, peer=address, timeout_s=timeout_s, takes_arena=True)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Make OSErrors of NIXL's exceptions, which have no base of their own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if type(error).__name__ == "nixlRemoteDisconnectError":
+            raise ConnectionError(str(error)) from error
+        raise OSError(f"NIXL: {error}") from error
+
+
+_agents: dict[bool, Agent] = {}
+_opening = threading.Lock()
+
+
+def take_agent(loopback: bool) -> Agent:
+    """This process's agent, which is made for the first that takes it and ends with the last.
+
+    Raises:
+        ValueError: NIXL is missing.
+        OSError: UCX does not start.
+    """
+    with _opening:
+        if loopback not in _agents:
+            _agents[loopback] = Agent(loopback)
+        _agents[loopback].users += 1
+        return _agents[loopback]
+
+
+def give_back(agent: Agent) -> None:
+    """Take back one `take_agent`."""
+    with _opening:
+        agent.users -= 1
+        if not agent.users:
+            _agents.pop(agent.loopback)
+            agent.close()
+
+
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Where its first byte is."""
+    return np.frombuffer(memory, np.uint8).ctypes.data
+
+
+def _import() -> Any:
+    for package in _PACKAGES:
+        with suppress(ModuleNotFoundError):
+            return import_module(f"{package}._api")
+    raise ValueError("NIXL is missing: pip install 'kvkit[nixl]'")

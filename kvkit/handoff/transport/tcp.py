@@ -1,0 +1,88 @@
+"""Channels between hosts: TCP, with TLS where asked for; payloads are received straight into their slots."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+import time
+
+from kvkit.handoff.transport.channel import Channel
+from kvkit.handoff.transport.stream import Stream, StreamChannel, StreamListener, connecting
+from kvkit.handoff.transport.tls import TlsStream
+
+_BACKLOG = 128
+
+
+class TcpListener(StreamListener):
+    """A listening socket; with TLS, if there is a context for it."""
+
+    def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        super().__init__(sock, f"tcp://{name(sock.getsockname())}", timeout_s)
+        self._tls = tls
+
+    def _channel(self, connection: socket.socket) -> Channel:
+        peer = name(connection.getpeername())
+        tune(connection, self._timeout_s)
+        stream = Stream(connection) if self._tls is None else TlsStream(connection, self._tls, None)
+        return StreamChannel(stream, peer=peer, timeout_s=self._timeout_s)
+
+
+def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Channel:
+    """A channel to the endpoint that listens there.
+
+    Raises:
+        ChannelError: none does, it did not answer within `timeout_s` seconds, or its certificate is not
+            one for `host`.
+    """
+    address = f"tcp://{name((host, port))}"
+    stream = open_stream(address, host, port, timeout_s, tls)
+    return StreamChannel(stream, peer=address, timeout_s=timeout_s)
+
+
+def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Stream:
+    """Connect; `address` is for messages.
+
+    Raises:
+        ChannelError: as `connect`.
+    """
+    deadline = time.monotonic() + timeout_s
+    with connecting(address):
+        sock = socket.create_connection((host, port), timeout_s)
+        try:
+            tune(sock, timeout_s)
+            stream = Stream(sock)
+            if tls is not None:
+                stream = TlsStream(sock, tls, host)
+                stream.handshake(deadline)
+        except BaseException:
+            sock.close()
+            raise
+    return stream
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def name(address: tuple[object, ...]) -> str:
+    """host:port, as URLs write it."""
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def tune(sock: socket.socket, timeout_s: float) -> None:
+    """Send small frames at once; notice in about `timeout_s` that a host is gone, though nothing is sent."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every = max(1, int(timeout_s / 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))

@@ -1,0 +1,130 @@
+"""TLS for a stream: encryption in memory, so that one thread may send while another receives."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvkit.handoff.transport.stream import SHORTEST_S, Stream
+
+_PIECE_BYTES = 256 << 10
+_FIRST_PIECE_BYTES = 16 << 10
+_HANDSHAKE_SEND_S = 1.0
+
+
+def server_context(certificate: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
+    """For those who listen; with `ca`, peers have to show a certificate that it signed.
+
+    Raises:
+        ValueError: a file is missing, or is none of these.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, certificate, key, ca)
+    if ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(ca: Path, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
+    """For those who connect: the peer has to show a certificate that `ca` signed for the name in its address.
+
+    Raises:
+        ValueError: a file is missing, or is none of these.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, certificate, key, ca)
+    return context
+
+
+def _load(context: ssl.SSLContext, certificate: Path | None, key: Path | None, ca: Path | None) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+        if ca is not None:
+            context.load_verify_locations(ca)
+    except OSError as error:  # also ssl.SSLError
+        raise ValueError(f"certificate={certificate}, key={key}, ca={ca}: {error}") from error
+
+
+class TlsStream(Stream):
+    """A stream whose bytes are encrypted on the way.
+
+    (An ssl.SSLSocket may not be used by two threads at once, and keeps no deadline for a whole call.)
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None) -> None:
+        """`server_name`: whom to expect, for the side that connected; None for the one that listens."""
+        super().__init__(sock)
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._received, self._to_send, server_name is None, server_name)
+        self._cipher = threading.Lock()  # for the three above; nobody waits for the peer inside
+        self._shaking = threading.Lock()
+        self._shaken = False
+        self._raw = memoryview(bytearray(_FIRST_PIECE_BYTES))
+
+    def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+        self.handshake(deadline)
+        for part in parts:
+            data = memoryview(part)
+            for start in range(0, len(data), _PIECE_BYTES):
+                with self._cipher:
+                    self._tls.write(data[start : start + _PIECE_BYTES])
+                    encrypted = self._to_send.read()
+                super().send([encrypted], deadline)
+
+    def receive(self, buffer: memoryview, deadline: float) -> None:
+        buffer = self.take_ahead(buffer)
+        while len(buffer):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            count = self.read_ahead(buffer, left_s)
+            if count == 0:
+                raise EOFError
+            buffer = buffer[count:]
+
+    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
+        deadline = time.monotonic() + wait_s
+        self.handshake(deadline)
+        while True:
+            try:
+                with self._cipher:
+                    return self._tls.read(len(buffer), buffer)  # type: ignore[return-value]
+            except ssl.SSLWantReadError:
+                if not self._more(deadline):
+                    return 0
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                return 0
+
+    def handshake(self, deadline: float) -> None:
+        """Agree on keys, if that is not done; may be called again after a timeout."""
+        if self._shaken:
+            return
+        with self._shaking:
+            done: bool = self._shaken
+            while not done:
+                try:
+                    self._tls.do_handshake()
+                    done = True
+                except ssl.SSLWantReadError:
+                    pass
+                finally:  # what a socket's buffer always holds; an alert, too
+                    if self._to_send.pending:
+                        super().send([self._to_send.read()], time.monotonic() + _HANDSHAKE_SEND_S)
+                if not done and not self._more(deadline):
+                    raise ConnectionError("closed before a TLS session was agreed on")
+            self._shaken = True
+
+    def _more(self, deadline: float) -> bool:
+        """Have some more ciphertext; whether there was any."""
+        count = super().read_ahead(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
+        with self._cipher:
+            self._received.write(self._raw[:count])
+        if count == len(self._raw) < _PIECE_BYTES:  # records come
+            self._raw = memoryview(bytearray(_PIECE_BYTES))
+        return count > 0

@@ -1,0 +1,326 @@
+"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy.
+
+Both sides have to be processes of one user, or of root. Arenas go from the side that listens to the one that
+connected, never the other way.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import stat
+import struct
+import threading
+from array import array
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Place
+from kvkit.handoff.transport.stream import (
+    HEADER,
+    SHARED,
+    Stream,
+    StreamChannel,
+    StreamListener,
+    connecting,
+    set_timeout,
+)
+from kvkit.staging import PAGE_BYTES, Staging, prefault
+
+_ARENA = struct.Struct("<QQ")
+_DESCRIPTOR_BYTES = array("i").itemsize
+_MAX_PATH_BYTES = 107
+_BACKLOG = 128
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class PeerArena:
+    """A peer's shared arena, mapped here. The memory stays while it is mapped, also when the peer is gone.
+
+    Pages that the peer has brought in are touched in the background, and no others: what it only claims to
+    have takes no memory here.
+
+    Args:
+        descriptor: its memfd; the arena's from now on, also where this raises.
+
+    Raises:
+        ValueError: it is no memory of this size that nobody can truncate.
+    """
+
+    def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._closed = False
+        try:
+            self._memory = _map_sealed(descriptor, slot_bytes, slots)
+            self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, slot_bytes)
+            self._toucher = threading.Thread(
+                target=self._touch, args=(descriptor,), name="kvkit-prefault", daemon=True
+            )
+            self._toucher.start()
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def write(self, slot: int, payload: memoryview) -> None:
+        """Copy `payload` to the front of a slot.
+
+        Raises:
+            ValueError: there is no such slot, or it is too small.
+        """
+        if not 0 <= slot < self.slots or payload.nbytes > self.slot_bytes:
+            raise ValueError(
+                f"slot {slot}, {payload.nbytes} bytes: the peer has {self.slots} slots of {self.slot_bytes}"
+            )
+        np.copyto(self._bytes[slot, : payload.nbytes], np.frombuffer(payload, np.uint8))
+
+    def close(self) -> None:
+        """Stop touching pages; the mapping goes with this object."""
+        self._closed = True
+        self._toucher.join()
+
+    def _touch(self, descriptor: int) -> None:
+        stop = 0
+        try:
+            with suppress(OSError):  # ENXIO: the rest is one hole
+                while True:
+                    start = os.lseek(descriptor, stop, os.SEEK_DATA)
+                    stop = os.lseek(descriptor, start, os.SEEK_HOLE)
+                    prefault(self._memory, lambda: self._closed, start, stop)
+        finally:
+            os.close(descriptor)
+
+
+def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
+    """Memory that nobody can truncate under us.
+
+    Raises:
+        ValueError: it is none of this size.
+    """
+    size = slot_bytes * slots
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        actual = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise ValueError(f"no memory that can be shared: {error}") from error
+    if seals & _SEALS != _SEALS or not 0 < size == actual or slot_bytes % PAGE_BYTES:
+        raise ValueError(f"{slots} slots of {slot_bytes} bytes in {actual} bytes with seals {seals:#x}")
+    return mmap.mmap(descriptor, size)
+
+
+class LocalStream(Stream):
+    """A stream that can pass descriptors.
+
+    Args:
+        takes_descriptors: whether it takes those that come; else the kernel drops them.
+
+    Attributes:
+        passed: descriptors that came and that nobody has closed yet.
+    """
+
+    def __init__(self, sock: socket.socket, takes_descriptors: bool) -> None:
+        super().__init__(sock)
+        self._takes_descriptors = takes_descriptors
+        self.passed: list[int] = []
+
+    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
+        if not self._takes_descriptors:
+            return super().read_ahead(buffer, wait_s)
+        if self.passed:
+            raise FrameError("a descriptor came, and no arena with it")
+        self.limit(wait_s)
+        try:
+            count, extra, _, _ = self.socket.recvmsg_into([buffer], socket.CMSG_SPACE(_DESCRIPTOR_BYTES))
+        except BlockingIOError:
+            raise TimeoutError from None
+        for level, kind, data in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.passed.extend(array("i", data[: len(data) - len(data) % _DESCRIPTOR_BYTES]))
+        return count
+
+    def pass_on(self, data: bytes, descriptor: int, deadline: float) -> None:
+        """Send `data`, the descriptor with its first byte."""
+        while True:
+            try:
+                sent = socket.send_fds(self.socket, [data], [descriptor], socket.MSG_DONTWAIT)
+                break
+            except BlockingIOError:
+                self._wait_for_room(deadline)
+        if sent < len(data):
+            self.send([memoryview(data)[sent:]], deadline)
+
+    def close_passed(self) -> None:
+        """Close what came."""
+        while self.passed:
+            os.close(self.passed.pop())
+
+
+class LocalChannel(StreamChannel):
+    """A channel between two processes of one host.
+
+    A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
+    little endian, and with it comes a memfd. `receive` keeps it to itself.
+
+    Args:
+        takes_arena: whether the peer may share one.
+
+    Raises:
+        PermissionError: the peer is a process of another user.
+    """
+
+    _stream: LocalStream
+
+    def __init__(self, sock: socket.socket, timeout_s: float, *, takes_arena: bool) -> None:
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (os.geteuid(), 0):
+            raise PermissionError(f"process {pid} is of user {uid}, want {os.geteuid()} or root")
+        super().__init__(LocalStream(sock, takes_arena), peer=f"process {pid}", timeout_s=timeout_s)
+        self._arena: PeerArena | None = None
+        self._writing = threading.Lock()
+
+    def send(
+        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
+    ) -> None:
+        if self._arena is not None and payload is not None and slot is not None:
+            with self._writing:
+                if self._ended:
+                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
+                self._arena.write(slot, payload)
+            payload = None
+        super().send(body, payload, more=more)
+
+    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+        if payload_bytes == SHARED:
+            self._map(body)
+            return None
+        return super()._complete(body, payload_bytes, place, deadline)
+
+    def share(self, arena: Staging) -> bool:
+        if arena.descriptor is None:
+            raise ValueError("this arena cannot be shared: want Staging(..., shared=True) that is not closed")
+        body = _ARENA.pack(arena.slot_bytes, arena.slots)
+        frame = HEADER.pack(len(body), SHARED) + body
+        with self._frame() as deadline:
+            self._send_held(deadline)
+            self._stream.pass_on(frame, arena.descriptor, deadline)
+        return True
+
+    def shutdown(self) -> None:
+        self._ended = True
+        with self._writing:  # the peer takes this end for that of all writes into its arena
+            super().shutdown()
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close_passed()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _map(self, body: bytes) -> None:
+        """Map the arena that came; payloads are written into it from now on."""
+        try:
+            if self._arena is not None or len(self._stream.passed) != 1 or len(body) != _ARENA.size:
+                raise ValueError("want one arena for each channel, and its sizes")
+            self._arena = PeerArena(self._stream.passed.pop(), *_ARENA.unpack(body))
+        except ValueError as error:
+            raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+        finally:
+            self._stream.close_passed()
+        self.one_sided = True
+
+
+class LocalListener(StreamListener):
+    """A socket file of mode 0600, in a folder that only its owner may enter."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        _make_folder(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _bind(sock, path)
+            os.chmod(path, 0o600)
+            sock.listen(_BACKLOG)
+            self._identity = _identity(path)
+        except BaseException:
+            sock.close()
+            raise
+        self._path = path
+        super().__init__(sock, f"unix://{path}", timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        with suppress(FileNotFoundError):
+            if _identity(self._path) == self._identity:  # not that of one that took over
+                self._path.unlink()
+
+    def _channel(self, connection: socket.socket) -> Channel:
+        return LocalChannel(connection, self._timeout_s, takes_arena=False)
+
+
+def connect(path: Path, timeout_s: float) -> LocalChannel:
+    """A channel to the endpoint that listens at `path`.
+
+    Raises:
+        ChannelError: none does, or it did not answer within `timeout_s` seconds.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with connecting(f"unix://{path}"):
+            set_timeout(sock, socket.SO_SNDTIMEO, timeout_s)
+            try:
+                sock.connect(str(path))
+            except BlockingIOError:  # its backlog is full, and stayed so
+                raise TimeoutError from None
+            return LocalChannel(sock, timeout_s, takes_arena=True)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _make_folder(path: Path) -> None:
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ValueError(f"unix://{path}: a socket's path may have {_MAX_PATH_BYTES} bytes")
+    folder = path.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o077:
+        raise ValueError(f"unix://{path}: others may enter {folder} (mode {mode:04o}), want mode 0700")
+
+
+def _bind(sock: socket.socket, path: Path) -> None:
+    """Bind, in place of a socket whose process was killed.
+
+    Raises:
+        OSError: the path is taken.
+    """
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not _is_stale(path):
+            raise OSError(error.errno, f"unix://{path} cannot be listened at: {error.strerror}") from error
+        path.unlink(missing_ok=True)
+        sock.bind(str(path))
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether this is a socket that nobody listens at."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino

@@ -1,0 +1,155 @@
+"""What to move from where to where: frozen plans, made by pure functions and carried out by `kvkit.cache`.
+
+A chunk of a model with G layer groups is G records, so residency is asked in records and planned in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvkit.moving.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Chunks [start, stop) of a sequence, at `tier`."""
+
+    tier: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievePlan:
+    """The leading run that can be had: consecutive segments from chunk 0 on, out of `wanted` chunks."""
+
+    wanted: int
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """Length of the leading run."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more is wanted."""
+        return self.chunks >= self.wanted
+
+    def by_tier(self) -> dict[str, int]:
+        """Chunks per tier, in the order of first use."""
+        counts: dict[str, int] = {}
+        for segment in self.segments:
+            counts[segment.tier] = counts.get(segment.tier, 0) + segment.stop - segment.start
+        return counts
+
+
+def extend(plan: RetrievePlan, tier: str, run: int) -> RetrievePlan:
+    """`plan` with the `run` chunks that `tier` holds from the plan's end on; never past what is wanted."""
+    start = plan.chunks
+    stop = min(start + run, plan.wanted)
+    if stop <= start:
+        return plan
+    if plan.segments and plan.segments[-1].tier == tier:
+        last = Segment(tier, plan.segments[-1].start, stop)
+        return RetrievePlan(plan.wanted, (*plan.segments[:-1], last))
+    return RetrievePlan(plan.wanted, (*plan.segments, Segment(tier, start, stop)))
+
+
+def clip(plan: RetrievePlan, chunks: int) -> RetrievePlan:
+    """The part of `plan` before chunk `chunks`."""
+    kept = tuple(Segment(s.tier, s.start, min(s.stop, chunks)) for s in plan.segments if s.start < chunks)
+    return RetrievePlan(plan.wanted, kept)
+
+
+def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
+    """Chunks [start, stop) of `plan` as a plan of their own: `start` becomes chunk 0."""
+    kept = tuple(
+        Segment(s.tier, max(s.start, start) - start, min(s.stop, stop) - start)
+        for s in plan.segments
+        if s.start < stop and s.stop > start
+    )
+    return RetrievePlan(stop - start, kept)
+
+
+def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) -> RetrievePlan:
+    """The part of `plan` that is had soonest if the rest of it is computed.
+
+    Tiers deliver side by side, so loading takes as long as the slowest of them; what is computed comes after.
+    Within a segment that is a straight line up to where its tier becomes the slowest, and another one behind:
+    the best end is beside one of these points, or the end of a segment.
+
+    Args:
+        load_s: seconds a chunk takes, by tier; a tier that is not in it takes none.
+        compute_s: seconds the engine takes to compute a chunk.
+    """
+    taken: dict[str, float] = {}
+    slowest, best, end = 0.0, 0.0, 0
+    for segment in plan.segments:
+        each, before = load_s.get(segment.tier, 0.0), taken.get(segment.tier, 0.0)
+        count = segment.stop - segment.start
+        hidden = int((slowest - before) / each) if each else count
+        for chunks in sorted({min(hidden, count), min(hidden + 1, count), count}):
+            stop = segment.start + chunks
+            saved = stop * compute_s - max(slowest, before + chunks * each)
+            if saved >= best:
+                best, end = saved, stop
+        taken[segment.tier] = before + count * each
+        slowest = max(slowest, taken[segment.tier])
+    return clip(plan, end)
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Segments to put, per target tier in the policy's order."""
+
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """The first chunk that any tier needs."""
+        return min((s.start for s in self.segments), default=0)
+
+    @property
+    def stop(self) -> int:
+        """One past the last chunk that any tier needs."""
+        return max((s.stop for s in self.segments), default=0)
+
+
+def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> StorePlan:
+    """Put chunks [0, `chunks`) into every tier of `policy.store_to`, past the leading run it holds already.
+
+    `resident` is that run, in chunks, by tier; a tier that is not in it holds nothing.
+    """
+    return StorePlan(
+        tuple(
+            Segment(tier, resident.get(tier, 0), chunks)
+            for tier in policy.store_to
+            if resident.get(tier, 0) < chunks
+        )
+    )
+
+
+def put_limit(slots: int, tiers: int, groups: int) -> int:
+    """How many of `slots` the puts of each of `tiers` hold at most, if they never end: as many as loads keep.
+
+    At least a chunk's `groups`: an arena of fewer than `tiers` + 1 chunks has nothing to keep for loads.
+    """
+    return max(groups, slots // (tiers + 1))
+
+
+def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:
+    """Put what was loaded into every tier of `policy.write_back_to`.
+
+    Only the `validated` leading run counts. A tier gets nothing that came from itself, and nothing is taken
+    from `near` tiers: those whose records already are in this host's memory, or arrive there anyway.
+    """
+    return StorePlan(
+        tuple(
+            Segment(target, s.start, min(s.stop, validated))
+            for target in policy.write_back_to
+            for s in plan.segments
+            if s.tier != target and s.tier not in near and s.start < validated
+        )
+    )

@@ -1,0 +1,64 @@
+"""Write-backs wait for the last read of their load, with which they would compete for processor and disk."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+
+from kvkit.moving.sequence import Chunks
+from kvkit.moving.tier_set import Access
+from kvkit.staging import Lease, release_all
+
+
+class WriteBacks:
+    """What one load gives back to nearer tiers. Thread-safe.
+
+    A context manager: leaving it starts the puts of all that is held. What is held keeps its slots, so the
+    puts start earlier where anybody waits for one.
+    """
+
+    def __init__(self, access: Access, chunks: Chunks) -> None:
+        self._access = access
+        self._chunks = chunks
+        self._held: deque[tuple[str, int, list[Lease]]] = deque()
+        # a tier may take a slot to put a record, and so come back to `_reclaim`
+        self._lock = threading.RLock()
+
+    def hold(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
+        """Keep a share of validated records of `tier`, chunk `first` on, if a tier is to get them."""
+        if not self._access.is_written_back(tier):
+            return
+        with self._lock:
+            self._held.append((tier, first, [lease.share() for lease in leases]))
+        if self._access.staging.waiting:
+            self.start()
+
+    def start(self) -> None:
+        """Start the puts of what is held."""
+        with self._lock:
+            while self._held:
+                tier, first, leases = self._held.popleft()
+                try:
+                    self._access.write_back(tier, self._chunks, first, leases)
+                finally:
+                    release_all(leases)
+
+    def __enter__(self) -> WriteBacks:
+        self._access.staging.on_shortage(self._reclaim)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._access.staging.off_shortage(self._reclaim)
+        self.start()
+
+    def _reclaim(self, _: int) -> None:
+        # who has the lock starts them, or is in `hold` and will see that somebody waits
+        if self._lock.acquire(blocking=False):
+            try:
+                self.start()
+            finally:
+                self._lock.release()

@@ -1,0 +1,435 @@
+"""A local HTTP endpoint: metrics and health of a cache, what it holds, and two things to do to it.
+
+    GET  /metrics    Prometheus' text (`kvkit.observe.metrics`)
+    GET  /health     {"status": the worst state, "tiers": {name: state}}; HTTP status 503 while a tier is open
+    GET  /tiers      [{"name", "scope", "codec", "near", "state", "queue_depth"}, ...], as they are sought
+    POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
+    POST /clear      {"tier": name} -> {"removed_records"}
+    POST /pin        {"tokens": [...], "seconds": s} -> {"pinned_tokens"}
+
+/lookup and /pin take a request's `model` (the name of a LoRA adapter, for one) and `cache_salt`, too, and are
+about what a request with them would find now; HTTP status 404 for a model that the cache does not know. A
+lookup here is a query: it is counted as one, and not among the lookups that requests make. `engine` is what
+the engine itself keeps, in blocks that the cache does not see: its `hit_tokens` are null, with the `reason`.
+
+Every request carries the token: `Authorization: Bearer ...`. Who does not show it costs one of a few
+connections, which gives way to the next (`kvkit.observe.connections`). What is wrong is said in
+{"error": ...}. An open tier is passed over, not fatal: do not restart a process because /health says 503.
+
+The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvkit.format.layout import Namespace
+from kvkit.moving.sequence import UnknownModel
+from kvkit.observe import metrics
+from kvkit.tiers.health import State
+from kvkit.workers import Workers
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DEFAULT_PORT = 9477
+MAX_BODY_BYTES = 16 << 20
+"""The longest request: a prompt of over a million tokens."""
+BODY_S = 10.0
+"""How long a client may take to send one, in seconds."""
+MIN_TOKEN_CHARS = 16
+_WORSE: tuple[State, ...] = ("ok", "slow", "half-open", "open")
+_THREADS = 4
+_ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
+_CLOSE_S = 2
+
+
+class ServerError(ValueError):
+    """The endpoint cannot be opened. The message names the setting; it never holds the token."""
+
+
+class Found(Protocol):
+    """What a lookup says."""
+
+    @property
+    def tokens(self) -> int:
+        """Length of the leading run."""
+
+    @property
+    def by_tier(self) -> Mapping[str, int]:
+        """Tokens of it at each tier."""
+
+
+class Managed(metrics.Observed, Protocol):
+    """The part of a cache that the endpoint shows and steers."""
+
+    @property
+    def space_of(self) -> Callable[[str | None, str], Namespace]:
+        """What is stored for a model (None: the base model) and a cache salt; raises `UnknownModel`."""
+
+    def query(self, tokens: Any, namespace: Namespace, /) -> Found:
+        """How long a leading run of `tokens` can be had, and where."""
+
+    def clear(self, tier: str, /) -> int:
+        """Remove every record of a tier; how many there were."""
+
+    def pin(self, tokens: Any, seconds: float, namespace: Namespace, /) -> int:
+        """Keep the leading run of `tokens` for `seconds`; its length in tokens."""
+
+
+class Server:
+    """The endpoint of one cache, in a thread of its own; a context manager. Needs `kvkit[server]`.
+
+    Args:
+        cache: is not closed with it; close the endpoint first.
+        token: what clients must show, at least MIN_TOKEN_CHARS printable ASCII characters.
+        port: 0 for any that is free; `url` says which.
+        timeout_s: the longest that a request waits for the cache, in seconds.
+
+    Raises:
+        ServerError: a setting is impossible, the address is taken, or a package is missing.
+    """
+
+    def __init__(
+        self,
+        cache: Managed,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        timeout_s: float = 30.0,
+    ) -> None:
+        _check_token(token, "server.token")
+        try:
+            import starlette  # noqa: F401 - here, so that a missing package is known before a port is taken
+            import uvicorn
+
+            from kvkit.observe.connections import Listener
+        except ImportError as error:
+            raise ServerError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family)
+            # what is accepted has it too; without, an answer waits 40 ms for the client's acknowledgement
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (OSError, OverflowError) as error:
+            raise ServerError(f"server.host={host!r}, server.port={port}: {error}") from error
+        self._workers = Workers(_THREADS, "kvkit-http-work")
+        self._clearing = Workers(1, "kvkit-http-clear")  # a tier that hangs keeps only who empties tiers
+        app = _guarded(_app(cache, self._workers, self._clearing, timeout_s), token)
+        if not is_loopback(host):
+            log.warning("server.host=%r: other hosts can reach it, and tokens travel in plain text", host)
+        bound = self._socket.getsockname()[1]
+        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+        settings = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )
+        self._server = Listener(settings)
+        self._thread = threading.Thread(target=self._run, name="kvkit-http", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Finish requests, up to 2 s, and end the thread; whether it ended within `timeout_s` seconds."""
+        self._server.should_exit = True
+        self._thread.join(timeout_s)
+        self._workers.close(0.0)
+        self._clearing.close(0.0)
+        if self._thread.is_alive():
+            log.warning("%s did not close within %s s", self.url, timeout_s)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        except Exception:
+            log.exception("%s ended", self.url)
+        finally:
+            self._socket.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach `host`: an address that says so, or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_token_file() -> Path:
+    """Where the token of this user's endpoints is kept: $XDG_STATE_HOME, or ~/.local/state, /kvkit/token.
+
+    Raises:
+        ServerError: the user has no home.
+    """
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
+    except RuntimeError as error:
+        raise ServerError(f"server.token_file: none given, and there is no home: {error}") from error
+
+
+def make_token(path: Path) -> str:
+    """The token in `path`. Where there is no such file, makes one that only this user can read.
+
+    Raises:
+        ServerError: it cannot be written; else as `read_token`.
+    """
+    if path.exists():
+        return read_token(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            os.link(draft, path)  # appears complete, or not at all where another process was first
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(draft)
+    except OSError as error:
+        raise ServerError(f"server.token_file={str(path)!r}: {error}") from error
+    return read_token(path)
+
+
+def read_token(path: Path, setting: str = "server.token_file") -> str:
+    """The token, or another secret, in `path`. `setting` is for messages.
+
+    Raises:
+        ServerError: it cannot be read, every user can, or it holds no token.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            token = file.read(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServerError(f"{setting}={str(path)!r}: {error}") from error
+    if mode & 0o007:
+        raise ServerError(f"{setting}={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
+    _check_token(token, f"{setting}={str(path)!r}")
+    return token
+
+
+def _check_token(token: str, setting: str) -> None:
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        raise ServerError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")
+
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_Asgi = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+
+def _guarded(app: _Asgi, token: str) -> _Asgi:
+    """`app` for those who show the token; others get 401 before anything they sent is looked at."""
+    from starlette.responses import JSONResponse
+
+    wanted = token.encode()
+
+    async def guarded(scope: _Scope, receive: _Receive, send: _Send) -> None:
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, given = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
+        headers = {"Connection": "close"}
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), wanted):
+            headers["WWW-Authenticate"] = "Bearer"
+            refusal = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
+            await refusal(scope, receive, send)
+        elif not scope["state"]["connection"].show_token():
+            refusal = JSONResponse({"error": "too many requests are under way"}, 503, headers)
+            await refusal(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return guarded
+
+
+_TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class _Lookup(_Body):
+    tokens: list[_TokenId]
+    model: str | None = None
+    cache_salt: str = ""
+
+
+class _Clear(_Body):
+    tier: str
+
+
+class _Pin(_Lookup):
+    seconds: float = Field(gt=0, le=86400, allow_inf_nan=False)
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
+    """The routes. What may wait for a tier, or takes long to parse, runs in threads, with a deadline."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    registry = metrics.register(cache)
+
+    async def show_metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})
+
+    async def health(_: Request) -> Response:
+        states = dict(cache.tier_states())
+        worst = max(states.values(), key=_WORSE.index, default="ok")
+        return JSONResponse({"status": worst, "tiers": states}, 503 if worst == "open" else 200)
+
+    async def tiers(_: Request) -> Response:
+        states, depths = cache.tier_states(), cache.queue_depths()
+        shown = [
+            {
+                "name": name,
+                "scope": tier.scope,
+                "codec": tier.codec,
+                "near": tier.near,
+                "state": states[name],
+                "queue_depth": depths.get(name, 0),
+            }
+            for name, tier in cache.tiers.items()
+        ]
+        return JSONResponse(shown)
+
+    def space(body: _Lookup) -> Namespace:
+        try:
+            return cache.space_of(body.model, body.cache_salt)
+        except UnknownModel as error:
+            raise HTTPException(404, str(error)) from None
+
+    def lookup(body: _Lookup) -> dict[str, Any]:
+        hit = cache.query(body.tokens, space(body))
+        found = {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
+        return found | {"engine": _ENGINE}
+
+    def clear(body: _Clear) -> dict[str, Any]:
+        if body.tier not in cache.tiers:
+            choices = ", ".join(cache.tiers)
+            raise HTTPException(404, f"tier = {body.tier!r}: no such tier; the tiers are {choices}")
+        try:
+            return {"removed_records": cache.clear(body.tier)}
+        except TimeoutError as error:
+            raise HTTPException(504, str(error)) from None
+
+    def pin(body: _Pin) -> dict[str, Any]:
+        return {"pinned_tokens": cache.pin(body.tokens, body.seconds, space(body))}
+
+    def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers) -> Route:
+        def work(raw: bytes) -> dict[str, Any]:
+            return act(_parsed(model, raw))
+
+        async def endpoint(request: Request) -> Response:
+            raw = await _read(request)
+            # shielded: a worker completes its future even when nobody waits for it any more
+            future = asyncio.wrap_future(threads.submit(partial(work, raw)))
+            try:
+                return JSONResponse(await asyncio.wait_for(asyncio.shield(future), timeout_s))
+            except TimeoutError:
+                if future.done():  # it was the tier that gave up, not this wait
+                    raise
+                raise HTTPException(504, f"no answer within {timeout_s} s") from None
+
+        return Route(path, endpoint, methods=["POST"])
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    async def fail(request: Request, error: Exception) -> Response:
+        log.warning("%s failed", request.url.path, exc_info=error)
+        kind = type(error).__name__  # its text may quote a store's address; the log has it
+        return JSONResponse({"error": f"{request.url.path} failed: {kind}; see the log"}, 500)
+
+    async def drop(_: Request, __: Exception) -> Response:
+        return Response(status_code=400)
+
+    routes = [
+        Route("/metrics", show_metrics),
+        Route("/health", health),
+        Route("/tiers", tiers),
+        post("/lookup", _Lookup, lookup, workers),
+        post("/clear", _Clear, clear, clearing),
+        post("/pin", _Pin, pin, workers),
+    ]
+    # each kind by name: a handler of Exception itself would have the server log a second traceback
+    kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)
+    handlers = {HTTPException: refuse, ClientDisconnect: drop} | dict.fromkeys(kinds, fail)
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _read(request: Request) -> bytes:
+    """The body, up to MAX_BODY_BYTES and within BODY_S seconds."""
+    from starlette.exceptions import HTTPException
+
+    close = {"Connection": "close"}
+    too_long = HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes", close)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_long
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_S} s", close) from None
+    return bytes(body)
+
+
+def _parsed(model: type[_B], raw: bytes) -> _B:
+    from starlette.exceptions import HTTPException
+
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        wanted = ", ".join(model.model_fields)
+        raise HTTPException(422, f"{where}: {first['msg']}; the fields are {wanted}") from None

@@ -1,0 +1,172 @@
+"""What a store holds: its namespaces, chunks, tokens and bytes, and which records are damaged.
+
+It is read as tiers read it, so that every store that a cache can use can be listed; and by pieces, so that
+nothing in it decides what memory that takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkit.format import arrays, record
+from kvkit.format.arrays import MAX_METADATA_BYTES, MetadataError
+from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
+from kvkit.format.urls import shown
+from kvkit.staging import Staging
+from kvkit.tiers.base import DamagedObject, Ranges, Store
+from kvkit.tiers.folder import METADATA, Folder
+from kvkit.tiers.objects import open_store
+from kvkit.tiers.registry import TierConfig, open_tier, tier_at
+from kvkit.tiers.striped import StripedStore
+
+
+@dataclass(slots=True)
+class ArrayListing:
+    """The records of one namespace and layer group.
+
+    Attributes:
+        array: "<namespace digest, hex>/<group index>".
+        namespace: the fields that its zarr.json shows, as whoever wrote it says; empty without one.
+        chunk_tokens: tokens per chunk, as the records say; 0 if none can be read.
+        chunks, bytes: records found, and their bytes.
+        damaged: object name and what is wrong with it.
+    """
+
+    array: str
+    namespace: dict[str, Any]
+    chunk_tokens: int = 0
+    chunks: int = 0
+    bytes: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in undamaged chunks."""
+        return (self.chunks - len(self.damaged)) * self.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Objects as they are stored, compressed or not: how they are listed and read."""
+
+    scan: Callable[[], Iterator[tuple[str, int]]]
+    size: Callable[[str], int | None]
+    read: Callable[[str, Ranges, Sequence[memoryview]], None]
+
+
+def list_store(url: str) -> Iterator[tuple[ArrayListing, bool]]:
+    """As `list_tier`, of the store at `url`: whatever a tier's `url` may be."""
+    return list_tier(shown(url), tier_at(url))
+
+
+def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, bool]]:
+    """Read and verify every record of a tier, on all of its paths; changes nothing.
+
+    Yields (listing so far, whether its array is done) after every record, so that progress can be shown.
+
+    Raises:
+        FileNotFoundError: its folder does not exist.
+        OSError: the store cannot be read.
+        ValueError: a setting is not what it may be, or a package is missing.
+    """
+    with _opened(name, config) as stores:
+        found: dict[str, list[tuple[str, int, _Stored]]] = {}
+        for store in stores:
+            for record_name, size in store.scan():
+                found.setdefault(record_name.rpartition("/")[0], []).append((record_name, size, store))
+        for array, records in sorted(found.items()):
+            records.sort(key=lambda entry: entry[0])
+            listing = ArrayListing(array, _namespace(records[0][2], f"{array}/{METADATA}"))
+            for record_name, size, store in records:
+                if _add(listing, record_name, size, store):
+                    yield listing, False
+            yield listing, True
+
+
+@contextmanager
+def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
+    """The stores of a tier, as the configuration opens them, but that nothing is cleaned."""
+    if config.kind is None and config.server is None:
+        if not config.urls:
+            raise ValueError(f"tier {name!r} keeps its records in the memory of its process")
+        stores = [_store(name, url, config) for url in config.urls]
+        if config.spread == "stripe":
+            stores = [StripedStore(name, stores)]
+        yield [_Stored(store.scan, store.size, store.read_ranges) for store in stores]
+        return
+    staging = Staging(ALIGN, 1)
+    try:
+        tier = open_tier(name, config, staging)
+        try:
+            yield [_Stored(tier.scan, tier.size, tier.get_ranges)]
+        finally:
+            tier.close()
+    finally:
+        staging.close()
+
+
+def _store(name: str, url: str, config: TierConfig) -> Store:
+    options = config.plain_options()
+    store = open_store(name, url, config.fsync, config.access, options, config.timeout_s)
+    if isinstance(store, Folder) and not os.path.isdir(store.root):
+        raise FileNotFoundError(f"{shown(url)}: no such store")
+    return store
+
+
+class _Pieces:
+    """The parts of one record, for `record.examine`; a piece around the last one is kept."""
+
+    def __init__(self, store: _Stored, name: str, size: int) -> None:
+        self._store, self._name, self._size = store, name, size
+        self._start, self._piece = 0, memoryview(b"")
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """That part of the record."""
+        if offset < self._start or offset + size > self._start + len(self._piece):
+            self._start = offset
+            self._piece = memoryview(bytearray(min(max(size, PIECE_BYTES), self._size - offset)))
+            self._store.read(self._name, [(offset, len(self._piece))], [self._piece])
+        return self._piece[offset - self._start :][:size]
+
+
+def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
+    """Count a record, and verify it; False if it was let go since it was found: the store is in use."""
+    wrong = ""
+    try:
+        header, _, damage = record.examine(_Pieces(store, name, size).read, size)
+    except FileNotFoundError:
+        return False
+    except DamagedObject as error:
+        wrong = error.damage.value
+    except RecordError as error:
+        wrong = str(error)
+    else:
+        listing.chunk_tokens = header.chunk_tokens
+        high, low = record.coordinates(header.key)
+        if damage is None and not name.endswith(f"/c.{high}.{low}.0.0.0.0"):
+            damage = Damage.KEY
+        if damage is None and listing.array != f"{header.namespace[:16].hex()}/{header.group}":
+            damage = Damage.NAMESPACE
+        wrong = "" if damage is None else damage.value
+    listing.chunks += 1
+    listing.bytes += size
+    if wrong:
+        listing.damaged.append((name, wrong))
+    return True
+
+
+def _namespace(store: _Stored, name: str) -> dict[str, Any]:
+    try:
+        size = store.size(name)
+        if size is None or not 0 < size <= MAX_METADATA_BYTES:
+            return {}
+        raw = bytearray(size)
+        store.read(name, [(0, size)], [memoryview(raw)])
+        found = arrays.read(bytes(raw))["attributes"]["kvkit"]["namespace"]
+    except (OSError, MetadataError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

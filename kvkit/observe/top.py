@@ -1,0 +1,248 @@
+"""`kvkit top`: a live view of one cache in a terminal, from its HTTP endpoint.
+
+Between two frames everything is per second, and quantiles are those of the interval; a single frame, and the
+first, show totals and the quantiles since the cache was opened.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from kvkit.format.urls import shown
+from kvkit.moving.counts import Direction, Histogram
+from kvkit.observe.http import DEFAULT_PORT, default_token_file, is_loopback, read_token
+
+_Labels = frozenset[tuple[str, str]]
+_COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
+_WENT = ("evicted", "refused", "damaged")
+_MOST_BYTES = 64 << 20
+
+
+class TopError(RuntimeError):
+    """There is nothing to show. The message names the address and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A cache at one moment.
+
+    Attributes:
+        at: the reader's clock, in seconds.
+        url: where it came from.
+        tiers: what /tiers said.
+        samples: the value of each metric, by name and labels.
+    """
+
+    at: float
+    url: str
+    tiers: list[dict[str, Any]]
+    samples: Mapping[tuple[str, _Labels], float]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sample of that name with those labels; 0 where there is none."""
+        return self.samples.get((name, frozenset(labels.items())), 0.0)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name with those labels, whatever their others."""
+        wanted = labels.items()
+        return sum(v for (n, have), v in self.samples.items() if n == name and wanted <= have)
+
+    def histogram(self, name: str, tier: str, direction: Direction) -> Histogram | None:
+        """The histogram of that name, None where nothing was transferred."""
+        labels = {("tier", tier), ("direction", direction)}
+        rows = sorted(
+            (float(dict(have)["le"]), int(v))
+            for (n, have), v in self.samples.items()
+            if n == f"{name}_bucket" and labels <= have
+        )
+        if not rows:
+            return None
+        upto = [0, *(count for _, count in rows)]
+        buckets = [after - before for before, after in pairwise(upto)]
+        return Histogram(tuple(bound for bound, _ in rows[:-1]), buckets)
+
+
+def token_for(url: str, token_file: Path | None = None) -> str:
+    """The token to show at `url`: of `token_file`, else KVKIT_SERVER__TOKEN, else of this user's own file.
+
+    The last goes to this host alone: nobody else has a use for it.
+
+    Raises:
+        TopError: `url` is of another host, and none was given.
+        ServerError: the file holds no token, or every user can read it.
+    """
+    if token_file is not None:
+        return read_token(token_file)
+    if given := os.environ.get("KVKIT_SERVER__TOKEN"):
+        return given
+    host = _parts(url).hostname or ""
+    if not is_loopback(host):
+        raise TopError(f"{url}: give the token of that endpoint (--token-file, or KVKIT_SERVER__TOKEN)")
+    return read_token(default_token_file())
+
+
+def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
+    """Ask the endpoint at `url` (http or https).
+
+    Raises:
+        TopError: nobody answers, it refuses the token, or it is no endpoint of kvkit's.
+    """
+    parts = _parts(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    # not urllib: it would take the token to wherever a proxy setting or a redirect points
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    base = parts.path.rstrip("/")
+    try:
+        text = _get(connection, f"{base}/metrics", token, url)
+        tiers = json.loads(_get(connection, f"{base}/tiers", token, url))
+        families = text_string_to_metric_families(text)
+        samples = {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+        if not all(isinstance(tier["name"], str) for tier in tiers):
+            raise ValueError("/tiers names no tiers")
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        raise TopError(f"{url}: nobody answers: {reason}; is server.enabled set there?") from error
+    except (ValueError, TypeError, LookupError) as error:
+        raise TopError(f"{url}: answers, but is no endpoint of kvkit's: {error}") from error
+    finally:
+        connection.close()
+    return Snapshot(time.monotonic(), url, tiers, samples)
+
+
+def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
+    """What to show of `now`: change per second since `before`, or totals without it."""
+    seconds = now.at - before.at if before else 1.0
+    per = "/s" if before else ""
+
+    def change(name: str, **labels: str) -> float:
+        past = before.sum(name, **labels) if before else 0.0
+        return (now.sum(name, **labels) - past) / seconds
+
+    asked, hit = change("kvkit_lookup_tokens_total"), change("kvkit_hit_tokens_total")
+    head = Table.grid(padding=(0, 3))
+    head.add_row(
+        escape(now.url),
+        f"hit rate {100 * hit / asked:.1f} %" if asked else "hit rate -",
+        f"lookups{per} {_short(change('kvkit_lookups_total'))}",
+        f"tokens{per} {_short(asked)}",
+        f"slots {now.value('kvkit_slots_in_use'):.0f} of {now.value('kvkit_slots'):.0f}",
+        f"puts under way {now.value('kvkit_puts_under_way'):.0f}",
+    )
+    shown = Table("tier", "state", "queue", box=None, header_style="bold", padding=(0, 1))
+    for title in (
+        f"hit tok{per}",
+        f"load tok{per}",
+        f"get B{per}",
+        "p50",
+        "p99",
+        f"put B{per}",
+        "p50",
+        "p99",
+    ):
+        shown.add_column(title, justify="right")
+    for title in ("evicted", "refused", "damaged", "errors", "timeouts"):
+        shown.add_column(title, justify="right")
+    for tier in now.tiers:
+        name, state = tier["name"], str(tier.get("state", ""))
+        colour = _COLOURS.get(state, "default")
+        shown.add_row(
+            escape(name),
+            f"[{colour}]{escape(state)}[/]",
+            _short(now.value("kvkit_queue_depth", tier=name)),
+            _short(change("kvkit_hit_tokens_total", tier=name)),
+            _short(change("kvkit_loaded_tokens_total", tier=name)),
+            _short(change("kvkit_loaded_bytes_total", tier=name)),
+            *_quantiles(now, before, name, "get"),
+            _short(change("kvkit_stored_bytes_total", tier=name)),
+            *_quantiles(now, before, name, "put"),
+            *(_short(now.sum(f"kvkit_{what}_records_total", tier=name)) for what in _WENT),
+            *(_short(now.sum(f"kvkit_{what}_total", tier=name)) for what in ("errors", "timeouts")),
+        )
+    return Group(head, "", shown)
+
+
+def watch(url: str, token: str, console: Console, *, interval_s: float, once: bool) -> None:
+    """Print frames until interrupted, or one.
+
+    Raises:
+        TopError: as `fetch`; also when the endpoint goes away.
+    """
+    ask: Callable[[], Snapshot] = partial(fetch, url, token, max(5.0, interval_s))
+    before = ask()
+    if once:
+        console.print(frame(before))
+        return
+    with Live(frame(before), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            now = ask()
+            restarted = now.sum("kvkit_lookups_total") < before.sum("kvkit_lookups_total")
+            live.update(frame(now, None if restarted else before), refresh=True)
+            before = now
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and shown(url) == url
+    except ValueError:
+        fits = False
+    if not fits:
+        raise TopError(f"URL = {shown(url)!r}: want an address such as http://127.0.0.1:{DEFAULT_PORT}")
+    return parts
+
+
+def _get(connection: http.client.HTTPConnection, path: str, token: str, url: str) -> str:
+    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    reply = connection.getresponse()
+    body = reply.read(_MOST_BYTES).decode()
+    if reply.status == 401:
+        raise TopError(f"{url}: refuses the token; give the one of that endpoint (--token-file)")
+    if reply.status != 200:
+        raise ValueError(f"{path} says {reply.status} {reply.reason}")
+    return body
+
+
+def _quantiles(now: Snapshot, before: Snapshot | None, tier: str, direction: Direction) -> tuple[str, str]:
+    """Median and 99 % of the time of a transfer."""
+    name = "kvkit_transfer_seconds"
+    times = now.histogram(name, tier, direction)
+    past = before.histogram(name, tier, direction) if before else None
+    if times and past:
+        new = [a - b for a, b in zip(times.buckets, past.buckets, strict=True)]
+        times = Histogram(times.bounds, new)
+    if times is None:
+        return "-", "-"
+    return _time(times.quantile(0.5)), _time(times.quantile(0.99))
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _short(number: float) -> str:
+    """With four digits and a decimal prefix: 12.34 k."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g} {prefix}"
+    return f"{number:.4g}"

@@ -1,0 +1,244 @@
+"""A streamed answer in the making: what the client has of it, and how another engine goes on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvkit.router.openai import Asked, Body
+
+_MADE_ANEW = (
+    "stop",
+    "echo",
+    "seed",
+    "tools",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "response_format",
+    "structured_outputs",
+    "repetition_detection",
+)
+"""Fields whose effect depends on the answer's beginning: an engine that did not make that would go on
+differently. (With `stop`, vLLM holds text back, too: its tokens are ahead of it.)"""
+_IDS = "token_ids"
+_UTF32, _CHAR_BYTES = "utf-32-le", 4  # appended to without a copy, and read anywhere
+MAX_KEPT = 16 << 20
+"""So many characters and tokens of one answer are kept, in case that another engine must go on with it."""
+
+
+class CannotContinue(RuntimeError):
+    """No other engine can go on with an answer; the message says why."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    """What one engine contributes.
+
+    Attributes:
+        at: how far into the answer it is, per field.
+        given_tokens: of the answer that it got as the end of its prompt.
+    """
+
+    at: dict[str, int] = field(default_factory=dict)
+    given_tokens: int = 0
+
+
+class Answer:
+    """The events of one streamed answer, from however many engines it takes. `take` and `resume` mutate it.
+
+    An engine that takes over gets the tokens that were made as the end of its prompt. Where it would then go
+    on differently it makes the answer anew, and the client gets nothing until that is past what it has; it
+    must be the same.
+
+    Attributes:
+        finished: whether the reason why it ends is there, for each of its choices.
+        took_over: whether an engine had to go on with what another began.
+        prompt_tokens: of the client's request; None until an engine has said so.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.finished = False
+        self.took_over = False
+        self.prompt_tokens: int | None = None
+        self._asked = asked
+        self._text = "text" if asked.kind == "completions" else "content"
+        self._texts: dict[str, bytearray] = {}  # by field: what the client has, in _UTF32
+        self._ids: list[int] = []  # kept whether the client has them or not
+        self._kept = 0
+        self._prompt_ids: tuple[int, ...] = ()
+        self._whole: dict[str, int] = {}  # how far into it tokens and text last ended together
+        self._leg = _Leg()
+        self._identity: Body = {}
+        self._usage_sent = False
+        self._begun = False
+        self._plain = True
+        self._calls_tools = False
+        self._ended: dict[int, bool] = {}  # of several choices, by index
+
+    def take(self, event: Mapping[str, Any]) -> Body | None:
+        """The next event of the engine at work, as the client is to have it; None: nothing of it.
+
+        Args:
+            event: as `openai.read_event` gives it.
+
+        Raises:
+            CannotContinue: the engine took over, and makes another answer than the client has; or the answer
+                is longer than any that is kept for another engine.
+        """
+        self._begun = True
+        self._identity = self._identity or {k: event[k] for k in ("id", "created") if k in event}
+        shown = {k: v for k, v in event.items() if k != "kv_transfer_params"} | self._identity
+        if not self._asked.single:
+            self._count_choices(shown["choices"])
+            return shown
+        if shown.get("usage"):
+            shown["usage"] = _shifted(shown["usage"], self._leg.given_tokens)
+        if not shown["choices"]:
+            self._usage_sent |= bool(shown.get("usage"))
+            return shown
+        choice = dict(shown["choices"][0])
+        shown["choices"] = [choice]
+        self._take_prompt(shown, choice)
+        new = self._take_part(choice)
+        if choice.get("finish_reason") is not None:
+            if self._leg.at.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
+                raise CannotContinue("the engine that took over ends the answer before what the client has")
+            self.finished = new = True
+        return shown if new else None
+
+    def resume(self) -> Asked:
+        """What to ask another engine for when the one at work has failed; `take` gets its events then.
+
+        Raises:
+            CannotContinue: the answer has several choices or tool calls.
+        """
+        if not self._begun:
+            return self._asked
+        if not self._asked.single or self._calls_tools:
+            raise CannotContinue("an answer with several choices or tool calls cannot change its engine")
+        self.took_over = True
+        ids = self._ids
+        whole = self._whole.get(_IDS, 0)
+        longest = self._asked.max_tokens
+        left = None if longest is None else longest - whole
+        if not self._goes_on or whole == 0 or (left is not None and left <= 0):
+            whole, left = 0, longest
+        if not self._shows_ids:  # what the client does not have may come out differently
+            del ids[whole:]
+        if whole == 0:
+            self._leg = _Leg()
+            return self._asked
+        self._leg = _Leg(dict(self._whole), whole)
+        body = dict(self._asked.body)
+        if left is not None:
+            given = [n for n in ("max_tokens", "max_completion_tokens") if body.get(n) is not None]
+            body |= dict.fromkeys(given or ["max_tokens"], left)
+        if body.get("min_tokens"):
+            body["min_tokens"] = max(0, body["min_tokens"] - whole)
+        return replace(self._asked, body=body, token_ids=(*self._prompt_ids, *ids[:whole]))
+
+    def last_event(self) -> Body | None:
+        """The usage that an engine which failed after the end of the answer still owed; None: nothing."""
+        if not self._asked.wants_usage or self._usage_sent or self.prompt_tokens is None:
+            return None
+        made = len(self._ids)
+        kind = "text_completion" if self._asked.kind == "completions" else "chat.completion.chunk"
+        return {
+            **self._identity,
+            "object": kind,
+            "model": self._asked.body.get("model"),
+            "choices": [],
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": made,
+                "total_tokens": self.prompt_tokens + made,
+            },
+        }
+
+    @property
+    def _shows_ids(self) -> bool:
+        return bool(self._asked.body.get("return_token_ids"))
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether an engine that gets the tokens so far makes what the one that made them would have made."""
+        return self._plain and not any(self._asked.body.get(name) for name in _MADE_ANEW)
+
+    def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:
+        """Note which of several choices have ended."""
+        self._ended |= {c.get("index") or 0: c.get("finish_reason") is not None for c in choices}
+        self.finished = len(self._ended) == self._asked.most_choices and all(self._ended.values())
+
+    def _take_prompt(self, shown: Body, choice: Body) -> None:
+        """Note the prompt's tokens, which are in the first event, and leave them to who asked for them."""
+        for holder in (shown, choice):
+            ids = holder.get("prompt_token_ids")
+            if ids is not None and self.prompt_tokens is None:
+                self._prompt_ids, self.prompt_tokens = tuple(ids), len(ids)
+            elif "prompt_token_ids" in holder:
+                del holder["prompt_token_ids"]
+            if not self._shows_ids:
+                holder.pop("prompt_token_ids", None)
+
+    def _take_part(self, choice: Body) -> bool:
+        """Keep what is new in a choice, and leave that alone in it; whether the client is to have it."""
+        part, others = choice, False
+        names = {self._text} if isinstance(choice.get(self._text), str) else set()
+        if self._asked.kind == "chat":
+            part = choice["delta"] = dict(choice.get("delta") or {})
+            if self.took_over:
+                part.pop("role", None)
+            names = {name for name, value in part.items() if isinstance(value, str)} - {"role"}
+            others = any(value for name, value in part.items() if name not in names)
+            self._plain = self._plain and names <= {self._text}
+            self._calls_tools = self._calls_tools or bool(part.get("tool_calls"))
+        texts = {name: self._catch_up(name, part[name]) for name in names}
+        part |= texts
+        ids, new_ids = choice.pop(_IDS, None), []
+        if ids is None:
+            self._plain = self._plain and not any(texts.values())  # no telling which tokens made it
+        else:
+            new_ids = self._catch_up(_IDS, ids)
+            if len(ids) == 1 and texts.get(self._text):
+                self._whole = dict(self._leg.at)
+            if self._shows_ids:
+                choice[_IDS] = new_ids
+        if self.took_over:
+            return others or any(texts.values()) or bool(new_ids and self._shows_ids)
+        return part is choice or bool(part) or bool(new_ids and self._shows_ids)
+
+    def _catch_up(self, name: str, piece: Any) -> Any:
+        """The end of `piece` that the client does not have yet."""
+        start = self._leg.at.get(name, 0)
+        text = self._texts.setdefault(name, bytearray()) if isinstance(piece, str) else None
+        again: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
+        if piece[: len(again)] != again:
+            raise CannotContinue("the engine that took over makes another answer than the client has")
+        new = piece[len(again) :]
+        self._kept += len(new)
+        if self._kept > MAX_KEPT:
+            raise CannotContinue(f"the answer is longer than {MAX_KEPT} characters and tokens")
+        if text is None:
+            self._ids += new
+        else:
+            text += new.encode(_UTF32, "surrogatepass")
+        self._leg.at[name] = start + len(piece)
+        return new
+
+
+def _read(text: bytearray, start: int, chars: int) -> str:
+    """So many characters, or up to the end."""
+    found = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
+    return found.decode(_UTF32, "surrogatepass")
+
+
+def _shifted(usage: Mapping[str, Any], tokens: int) -> Body:
+    """The usage of the client's request, of which `tokens` of the answer came as prompt."""
+    prompt = max(0, (usage.get("prompt_tokens") or 0) - tokens)
+    return {
+        **usage,
+        "prompt_tokens": prompt,
+        "completion_tokens": (usage.get("completion_tokens") or 0) + tokens,
+    }

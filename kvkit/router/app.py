@@ -1,0 +1,225 @@
+"""`kvkit router`: an OpenAI-compatible server in front of vLLM engines that prefill (P) and that decode (D).
+
+    POST /v1/completions, /v1/chat/completions    over a P or straight to a D: `routing.decide`
+    GET  /v1/models; POST /tokenize, /detokenize  what a D answers
+    GET  /health                                  the state of each engine; HTTP status 503 while no D is up
+    GET  /metrics                                 Prometheus' text (`router_metrics`)
+
+A request that an engine fails goes to another one; so does the rest of a stream that breaks off, and its
+client sees one answer (`answers`). Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from functools import partial
+
+import aiohttp
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+
+from kvkit.observe.http import is_loopback
+from kvkit.router import openai
+from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft
+from kvkit.router.dispatch import Dispatcher, Failed, Job
+from kvkit.router.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused, Said
+from kvkit.router.metrics import RouterMetrics
+from kvkit.router.openai import Kind
+from kvkit.router.settings import RouterConfig
+from kvkit.settings import ConfigError
+
+log = logging.getLogger(__name__)
+
+_SESSION_HEADER = "X-Session-ID"
+_REQUEST_HEADER = "X-Request-Id"
+_PASSED_ON = ("Authorization", _SESSION_HEADER, "traceparent", "tracestate")
+_CLIENT_LEFT = 499
+_CLOSE_S = 10.0
+
+
+class Router:
+    """The server: `app` makes it. One event loop.
+
+    Args:
+        lookup: asks an engine what it holds; default: kvkit's HTTP endpoint, where the engine has one.
+    """
+
+    def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
+        self._config = config
+        self._lookup = lookup
+        self._prefills: list[Engine] = []
+        self._decodes: list[Engine] = []
+
+    def app(self) -> web.Application:
+        """The application. Run it with `handler_cancellation`, or clients that leave are not noticed."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.cleanup_ctx.append(self._engines_open)
+        for kind, path in openai.PATHS.items():
+            app.router.add_post(path, partial(self._serve, kind))
+        app.router.add_get("/v1/models", self._pass_on)
+        app.router.add_post("/tokenize", self._pass_on)
+        app.router.add_post("/detokenize", self._pass_on)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._show_metrics)
+        return app
+
+    async def _engines_open(self, _: web.Application) -> AsyncIterator[None]:
+        """The connections to the engines, and a watch on each one's health, while the server runs."""
+        config = self._config
+        # each request has a connection of its own: a kept one may be closing, and a POST is not sent again
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=PLAIN,
+            auto_decompress=False,
+        ) as session:
+            self._prefills = [
+                Engine(name, "prefill", engine, config, session) for name, engine in config.prefill.items()
+            ]
+            self._decodes = [
+                Engine(name, "decode", engine, config, session) for name, engine in config.decode.items()
+            ]
+            engines = [*self._prefills, *self._decodes]
+            self._metrics = RouterMetrics(engines)
+            lookup = self._lookup
+            checks = []
+            if lookup is None and any(engine.config.cache for engine in engines):
+                lookup = asked = CacheLookup(session)
+                checks = [asked.check(engine, config.health_timeout_s) for engine in engines]
+            self._dispatcher = Dispatcher(config, self._prefills, self._decodes, self._metrics, lookup)
+            for doubt in config.doubts:
+                log.warning(doubt)
+            await asyncio.gather(*(engine.probe() for engine in engines), *checks)
+            watches = [asyncio.create_task(engine.watch()) for engine in engines]
+            yield
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
+        """A completion, from its request to its last byte."""
+        client = Client(request, self._config.idle_timeout_s)
+        status = _CLIENT_LEFT
+        try:
+            with self._metrics.seconds.labels("total").time():
+                response = await self._answer(kind, request, client)
+            status = response.status
+            return response
+        except ClientLeft:
+            return web.Response(status=_CLIENT_LEFT)
+        finally:
+            self._metrics.answers.labels(str(status)).inc()
+
+    async def _answer(self, kind: Kind, request: web.Request, client: Client) -> web.StreamResponse:
+        limit_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                headers = _headers(request)
+                asked = openai.parse(kind, await client.read())
+                session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
+                return await self._dispatcher.answer(
+                    Job(client, asked, headers[_REQUEST_HEADER], session, headers)
+                )
+        except openai.BadRequest as error:
+            return await client.fail(error.status, str(error))
+        except (Refused, Failed) as error:
+            if error.answer is not None and not client.began:
+                return _said(error.answer)
+            return await client.fail(error.status, str(error))
+        except TimeoutError:
+            return await client.fail(504, f"no answer within {limit_s:g} s")
+        except ClientLeft:
+            raise
+        except Exception:
+            log.exception("a mistake of the router's own")
+            return await client.fail(500, "the router made a mistake; its log has it")
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """What any D answers: the next one is asked where one fails."""
+        client = Client(request, self._config.idle_timeout_s)
+        try:
+            headers, data = _headers(request), await client.read()
+        except openai.BadRequest as error:
+            return await client.fail(error.status, str(error))
+        except ClientLeft:
+            return web.Response(status=_CLIENT_LEFT)
+        failure: EngineFailed | None = None
+        for engine in [engine for engine in self._decodes if engine.up]:
+            try:
+                async with engine.request(
+                    request.method, request.path, data, headers, self._config.prefill_timeout_s
+                ) as (response, _):
+                    await engine.check(response)
+                    raw = await engine.read(response)
+                return web.json_response(openai.read_object(raw))
+            except Refused as refusal:
+                return _said(refusal.answer)
+            except EngineFailed as error:
+                failure = error
+            except ValueError as error:
+                failure = EngineFailed(engine, "error", str(error))
+        if failure is not None and failure.answer is not None:
+            return _said(failure.answer)
+        return await client.fail(503, f"no decode engine answers: {failure or 'none is up'}")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        engines = (*self._prefills, *self._decodes)
+        shown = [{"name": e.name, "role": e.role, "url": e.config.url, "up": e.up} for e in engines]
+        well = any(engine.up for engine in self._decodes)
+        return web.json_response({"engines": shown}, status=200 if well else 503)
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": content_type})
+
+
+def serve(config: RouterConfig) -> None:
+    """Run the router until SIGINT or SIGTERM; requests under way then have a few seconds.
+
+    Raises:
+        ConfigError: it cannot listen on its address.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"host = {config.host!r}, port = {config.port}: {error}") from error
+    if not is_loopback(config.host):
+        log.warning("host = %r: other hosts can reach it; it checks no keys itself", config.host)
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%s", f"[{host}]" if ":" in host else host, port)
+    web.run_app(
+        Router(config).app(),
+        sock=listener,
+        handler_cancellation=True,
+        shutdown_timeout=_CLOSE_S,
+        access_log=None,
+        print=None,
+    )
+
+
+def _said(answer: Said) -> web.Response:
+    """An engine's own error, as it came."""
+    status, body = answer
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def _headers(request: web.Request) -> dict[str, str]:
+    """What engines get of a request's headers.
+
+    Raises:
+        BadRequest: one of them is no text.
+    """
+    for name in (*_PASSED_ON, _REQUEST_HEADER):
+        value = request.headers.get(name, "")
+        if not value.isprintable():
+            raise openai.BadRequest(f"{name}: want printable text in UTF-8")
+    passed = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+    return passed | {_REQUEST_HEADER: request.headers.get(_REQUEST_HEADER) or uuid.uuid4().hex}

@@ -1,0 +1,214 @@
+"""The settings of `kvkit router`: one TOML file, and what the command line adds, engines with settings too.
+
+port = 8000
+
+[prefill.p1]
+url = "http://10.0.0.1:8000"
+
+[decode.d1]
+url = "http://10.0.0.2:8000"
+cache = "http://10.0.0.2:9477"          # kvkit's HTTP endpoint in that engine
+token_file = "/etc/kvkit/token"
+handoff = "tcp://10.0.0.2:9478"         # where that engine takes in what P computed
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvkit.handoff.settings import HandoffConfig
+from kvkit.handoff.transport import addresses
+from kvkit.router.routing import Limits
+from kvkit.settings import ConfigError
+
+DEFAULT_PORT = 8000
+_LIMITS = Limits()
+
+
+def _base_url(url: str) -> str:
+    """`url` without the slashes, and the /v1, at its end."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("want http://HOST:PORT or https://HOST:PORT")
+    if parts.port == 0:  # (one that is none at all raises by itself)
+        raise ValueError("want a port from 1 to 65535")
+    if parts.username is not None:
+        raise ValueError("it has a user name or password, and URLs are shown")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _handoff_address(address: str) -> str:
+    """`address`, or the name that prefill engines have for it in `peers`."""
+    if "/" in address or ":" in address:
+        addresses.parse(HandoffConfig.at(address, 0))
+    return address
+
+
+Url = Annotated[str, AfterValidator(_base_url)]
+Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+
+
+class EngineConfig(BaseModel):
+    """One engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    url: Url = Field(description="of its OpenAI-compatible server")
+    cache: Url | None = Field(
+        default=None, description="kvkit's HTTP endpoint in it, to ask what it holds; none: it is not asked"
+    )
+    token_file: Path | None = Field(
+        default=None, description="holds the token of that endpoint; none: as `kvkit top`"
+    )
+    handoff: Annotated[str, AfterValidator(_handoff_address)] | None = Field(
+        default=None,
+        description="of a decode engine: the address in its handoff.listen, or that one's name in P's "
+        "handoff.peers; none: P must know by itself where to send",
+    )
+
+
+class RouterConfig(BaseModel):
+    """Every setting of the router."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=DEFAULT_PORT, description="0: any that is free", ge=0, le=65535)
+    prefill: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
+    decode: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
+    direct_tokens: int = Field(
+        default=_LIMITS.direct_tokens,
+        description="a decode engine computes up to so many new tokens itself",
+        ge=0,
+    )
+    direct_share: float = Field(
+        default=_LIMITS.direct_share,
+        description="a decode engine computes up to this share of a prompt itself",
+        ge=0,
+        le=1,
+    )
+    max_slowdown: float = Field(
+        default=_LIMITS.max_slowdown,
+        description="the way over a prefill engine may take so many times as long as without, as measured",
+        gt=0,
+        le=1000,
+    )
+    spread: int = Field(
+        default=_LIMITS.spread,
+        description="a conversation stays where it is up to so many requests more than the least loaded has",
+        ge=0,
+    )
+    connect_timeout_s: Seconds = Field(default=5.0, description="to reach an engine")
+    lookup_timeout_s: Seconds = Field(default=1.0, description="to ask the engines what they hold")
+    prefill_timeout_s: Seconds = Field(default=120.0, description="for a prompt on a prefill engine")
+    first_token_timeout_s: Seconds = Field(default=300.0, description="until a stream's first event")
+    idle_timeout_s: Seconds = Field(
+        default=60.0, description="between a stream's events, and for a client to take one"
+    )
+    request_timeout_s: Seconds = Field(default=3600.0, description="for a whole request")
+    health_interval_s: Seconds = Field(default=2.0, description="between questions for an engine's health")
+    health_timeout_s: Seconds = Field(
+        default=5.0, description="for the answer; three that are missing in a row: the engine is down"
+    )
+
+    @model_validator(mode="after")
+    def _engines_are_told_apart(self) -> RouterConfig:
+        if not self.decode:
+            raise ValueError("decode: no engine given; want at least one --decode URL or [decode.NAME]")
+        for name in self.prefill:
+            if name in self.decode:
+                raise ValueError(f"prefill.{name}: there is a decode.{name}, too; want names of their own")
+        for name, engine in (self.prefill | self.decode).items():
+            if engine.token_file is not None and engine.cache is None:
+                raise ValueError(f"{name}.token_file: given without {name}.cache")
+        for name, engine in self.prefill.items():
+            if engine.handoff is not None:
+                raise ValueError(f"prefill.{name}.handoff: only a decode engine has one")
+        return self
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is not likely to be meant so, in words."""
+        return [
+            f"decode.{name}.handoff is not given: prefill engines hand nothing off to it unless they know by "
+            f"themselves where to send; want --decode {name}={engine.url},handoff=ADDRESS"
+            for name, engine in self.decode.items()
+            if self.prefill and engine.handoff is None
+        ]
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.direct_tokens, self.direct_share, self.max_slowdown, self.spread)
+
+
+def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfig:
+    """The settings in a TOML file (none: the defaults). `settings` win; engines among them are added.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is unknown or impossible.
+    """
+    values: dict[str, Any] = {}
+    source = "settings"
+    if path is not None:
+        source = str(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{source}: {error}") from error
+    for name, value in settings.items():
+        added = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
+        values[name] = {**values[name], **value} if added else value
+    try:
+        return RouterConfig(**values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from error
+
+
+def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
+    """Engines of the command line by name: each is [NAME=]URL[,SETTING=VALUE]...
+
+    Raises:
+        ConfigError: two have the same name, or something behind a comma is no setting.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in given:
+        where, *settings = text.split(",")
+        named = "=" in where.partition("://")[0]
+        name, _, url = where.partition("=") if named else (_address(where), "", where)
+        if name in found:
+            raise ConfigError(f"--{role} {text}: there is a {name!r} already")
+        found[name] = {"url": url}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not equals or key in found[name]:
+                known = ", ".join(EngineConfig.model_fields)
+                raise ConfigError(f"--{role} {text}: {setting!r}: want SETTING=VALUE once each, of {known}")
+            found[name][key] = value
+    return found
+
+
+def _address(url: str) -> str:
+    """HOST:PORT of a URL; all of one that has none, which is refused later, with what it lacks."""
+    try:
+        return urlsplit(url).netloc or url
+    except ValueError:
+        return url
+
+
+def _explain(error: Any) -> str:
+    """A problem in words: setting, value, choices."""
+    where = ".".join(map(str, error["loc"]))
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        model = EngineConfig if where.startswith(("prefill.", "decode.")) else RouterConfig
+        known = list(model.model_fields)
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{where}: unknown setting; {hint}the settings are {', '.join(known)}"
+    value = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    return f"{where}{value}: {message}" if where else message

@@ -1,0 +1,221 @@
+"""Objects in a bucket of S3, Google Cloud Storage or Azure, through obstore.
+
+A put is a single request, so an object is there when it is complete, or never. A read is streamed into its
+slot: for large records that takes 0.6 of the time of collecting the body first (benchmarks/bench_s3.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from kvkit.format.record import Damage
+from kvkit.format.urls import hide, shown
+from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
+from kvkit.tiers.folder import check_name, is_record
+
+SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+"""Schemes of the URLs that a `Bucket` opens."""
+
+THREADS = 16
+"""Requests at a time: they wait for the network, not for a disk."""
+
+_PIECE_BYTES = 256 << 10  # of a body, handed on at a time: stays in the processor's cache
+_RETRIES = 3
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
+"""What S3 says of an object that may be denied to these credentials alone, or is archived: not of all."""
+
+
+class Bucket:
+    """Objects below the prefix that `url` names, as `kvkit.tiers.objects.Store` says. Thread-safe.
+
+    Args:
+        url: s3://<bucket>/<prefix>, gs://<bucket>/<prefix>, az://<container>/<prefix>.
+        options: settings by obstore's names; what is left out comes from the usual environment. Of S3:
+            endpoint, region, access_key_id, secret_access_key, session_token; of GCS: service_account; of
+            Azure: account_name, account_key or sas_key.
+        timeout_s: how long one request may take, in seconds, with its retries.
+
+    Raises:
+        ValueError: obstore does not know the URL or an option. The message shows no option's value.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
+        # a request and then one retry, each with its own limit, and the pause between them, make timeout_s
+        once, pause = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
+        scheme, _, rest = url.partition("://")
+        try:
+            self._store: Any = from_url(
+                f"{'gs' if scheme == 'gcs' else scheme}://{rest}",
+                config={name: _text(value) for name, value in options.items()},
+                # an endpoint with http:// is what the user asked for
+                client_options={"allow_http": True, "timeout": once, "connect_timeout": once},
+                retry_config={
+                    "max_retries": _RETRIES,
+                    "retry_timeout": once,
+                    "backoff": {"init_backoff": pause / 10, "max_backoff": pause, "base": 2},
+                },
+            )
+        except (BaseError, ValueError) as error:
+            # what it quotes may be a secret; the names of options are not
+            reason = hide(_first_line(error), url, options=options)
+            raise ValueError(f"{shown(url)}: {reason}") from None
+        self._timeout_s = timeout_s
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the object, None if it is missing."""
+        import obstore
+
+        check_name(name)
+        try:
+            with self._failing("cannot be looked up", name, reading=True):
+                return int(obstore.head(self._store, name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, buffer: memoryview) -> int:
+        """Read the object into `buffer`; returns its bytes. Mutates `buffer`.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            DamagedObject: it is larger than the buffer.
+            TierError: it could not be read.
+        """
+        import obstore
+
+        check_name(name)
+        with self._failing("cannot be read", name, reading=True):
+            result = obstore.get(self._store, name)
+            size = result.meta["size"]
+            if size > len(buffer):
+                raise DamagedObject(
+                    f"{name}: {size} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE
+                )
+            return _stream(result, buffer)
+
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        """Read (offset, bytes) ranges of the object, each into its buffer; neighbours are one request.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            DamagedObject: it ends before a range does.
+            TierError: it could not be read.
+        """
+        import obstore
+
+        check_name(name)
+        with self._failing("cannot be read", name, reading=True):
+            if len(ranges) == 1:
+                (offset, size), buffer = ranges[0], buffers[0]
+                result = obstore.get(self._store, name, options={"range": (offset, offset + size)})
+                counts = [_stream(result, buffer[:size])]
+            else:
+                starts, sizes = [offset for offset, _ in ranges], [size for _, size in ranges]
+                parts = obstore.get_ranges(self._store, name, starts=starts, lengths=sizes, coalesce=0)
+                counts = [len(part) for part in parts]
+                for part, count, buffer in zip(parts, counts, buffers, strict=True):
+                    buffer[:count] = memoryview(part)
+        for count, (offset, size) in zip(counts, ranges, strict=True):
+            if count < size:
+                raise DamagedObject(
+                    f"{name}: {count} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
+                )
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Make the object, complete at once; done already if it exists.
+
+        Raises:
+            TierError: it could not be written.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        check_name(name)
+        try:
+            with self._failing("cannot be written", name):
+                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return
+        except FileNotFoundError as error:
+            raise TierError(f"{name} cannot be written: the bucket does not exist") from error
+
+    def delete(self, name: str) -> None:
+        """Remove the object; missing is fine."""
+        import obstore
+
+        check_name(name)
+        try:
+            with self._failing("cannot be deleted", name):
+                obstore.delete(self._store, name)
+        except FileNotFoundError:
+            return
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of every record, oldest first."""
+        import obstore
+
+        with self._failing("cannot be listed"):
+            found = [
+                (meta["last_modified"], meta["path"], meta["size"])
+                for page in obstore.list(self._store)
+                for meta in page
+                if is_record(meta["path"])
+            ]
+        found.sort()
+        for _, name, size in found:
+            yield name, size
+
+    @contextmanager
+    def _failing(self, what: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
+        """Turn obstore's errors into short ones, but for those that mean missing or existing."""
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            yield
+        except AlreadyExistsError:
+            raise
+        except BaseError as error:
+            text = str(error)
+            if "416 Range Not Satisfiable" in text:
+                raise DamagedObject(f"{name}: it ends before the range does", Damage.TRUNCATED) from None
+            if "TimedOut" in text:
+                reason = f"no answer within timeout_s={self._timeout_s}"
+            elif " 403 " in text or " 401 " in text:
+                reason = f"the store refuses these credentials; {_first_line(error)}"
+                code = _CODE.search(text)  # the answer to HEAD has none
+                if reading and " 403 " in text and (code is None or code[1] in _OF_ONE_OBJECT):
+                    raise UnreadableObject(f"{name} {what}: {reason}", name) from None
+            else:
+                reason = _first_line(error)
+            raise TierError(f"{name} {what}: {reason}") from None  # what is left out is pages long
+
+
+def _stream(result: Any, buffer: memoryview) -> int:
+    """The body of a reply into `buffer`, piece by piece; returns its bytes, never more than fit."""
+    done = 0
+    for piece in result.stream(_PIECE_BYTES):
+        end = done + len(piece)
+        if end > len(buffer):
+            raise TierError(f"the body is longer than the {len(buffer)} bytes that were announced")
+        buffer[done:end] = piece
+        done = end
+    return done
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _first_line(error: Exception) -> str:
+    """What obstore says before it dumps its structures, with the code of S3's own explanation."""
+    text = str(error)
+    line = text.partition("\n")[0].partition(": <?xml")[0].rstrip(": ")
+    code = _CODE.search(text)
+    return f"{line} ({code[1]})" if code else line

@@ -1,0 +1,621 @@
+"""For authors of tiers: the contract as tests to inherit, and wrappers that are slow or fail on plan."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkit.staging import Lease, Staging, release_all
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, complete
+
+DEADLINE_S = 60.0
+"""When a test gives up waiting for a completion, in seconds. No test waits as long when all is well."""
+
+SLOT_BYTES = 16384
+"""Slots of the staging arena that a `TierContract` needs; a tier under test holds 8 records of this size."""
+
+RECORDS, SLOTS = 8, 32
+
+
+class Completions:
+    """An `on_complete` that collects what it is called with. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls: list[tuple[str, BaseException | None]] = []
+
+    def __call__(self, name: str, error: BaseException | None) -> None:
+        with self._changed:
+            self._calls.append((name, error))
+            self._changed.notify_all()
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        with self._changed:
+            return len(self._calls)
+
+    def wait(self, count: int) -> list[tuple[str, BaseException | None]]:
+        """The calls, once there are `count`.
+
+        Raises:
+            AssertionError: there are not within `DEADLINE_S`.
+        """
+        with self._changed:
+            done = self._changed.wait_for(lambda: len(self._calls) >= count, DEADLINE_S)
+            assert done, f"{len(self._calls)} of {count} completions came"
+            return list(self._calls)
+
+
+def record_names(count: int, space: str = "0123456789abcdef") -> list[str]:
+    """Names of `count` objects, as `kvkit.format.record` makes them."""
+    return [f"{space}/0/c.{i}.{i * 7919}.0.0.0.0" for i in range(count)]
+
+
+def record_bytes(name: str, size: int = SLOT_BYTES) -> npt.NDArray[np.uint8]:
+    """Bytes uint8 [size] that depend on `name` alone: equal names hold equal bytes."""
+    return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, size, np.uint8)
+
+
+def put(tier: Tier, staging: Staging, names: Sequence[str], size: int = SLOT_BYTES) -> list[OSError | None]:
+    """Put `record_bytes` of each name and wait; returns the errors, in the order of `names`."""
+    leases = staging.acquire(len(names), DEADLINE_S, at_least=len(names))
+    for name, lease in zip(names, leases, strict=True):
+        lease.array[:size] = record_bytes(name, size)
+        lease.used = size
+    done = Completions()
+    tier.put(names, leases, done)
+    release_all(leases)
+    return _in_order(names, done)
+
+
+def get(tier: Tier, staging: Staging, names: Sequence[str]) -> list[npt.NDArray[np.uint8] | OSError]:
+    """Get each name and wait; returns its bytes, or the error, in the order of `names`."""
+    leases = staging.acquire(len(names), DEADLINE_S, at_least=len(names))
+    for lease in leases:
+        lease.array[:] = 0xA5
+    done = Completions()
+    tier.get(names, leases, done)
+    errors = _in_order(names, done)
+    found = [lease.record.copy() if e is None else e for lease, e in zip(leases, errors, strict=True)]
+    release_all(leases)
+    return found
+
+
+def _in_order(names: Sequence[str], done: Completions) -> list[OSError | None]:
+    errors: dict[str, OSError | None] = {}
+    for name, error in done.wait(len(names)):
+        assert name not in errors, f"{name} completed twice"
+        assert error is None or isinstance(error, OSError), f"{name}: {error!r} is not an OSError"
+        errors[name] = error
+    return [errors[name] for name in names]
+
+
+class TierContract:
+    """What every tier must do, as pytest tests. Inherit, and supply two fixtures:
+
+        class TestMine(TierContract):
+            @pytest.fixture
+            def staging(self):
+                return Staging(SLOT_BYTES, SLOTS)
+
+            @pytest.fixture
+            def tier(self, staging):
+                return MyTier(...)
+
+    `staging` has `SLOTS` slots of `SLOT_BYTES`, all of them free; `tier` is empty and holds `RECORDS` such
+    records without letting one go. The tests close both.
+    """
+
+    def finish(self, tier: Tier, staging: Staging) -> None:
+        """Close the tier and prove that it gave every slot back."""
+        tier.close()
+        staging.check_integrity()
+        assert staging.free == staging.slots, "the closed tier keeps slots"
+        staging.close()
+
+    def test_attributes(self, tier: Tier, staging: Staging) -> None:
+        assert tier.name
+        assert tier.scope in ("node", "shared")
+        assert tier.reads_at_once >= 1
+        self.finish(tier, staging)
+
+    def test_starts_empty(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(2)
+        assert tier.run(names) == 0
+        assert tier.run([]) == 0
+        assert tier.size(names[0]) is None
+        assert tier.borrow(names[0]) is None
+        assert list(tier.scan()) == []
+        self.finish(tier, staging)
+
+    def test_what_was_put_is_got(self, tier: Tier, staging: Staging) -> None:
+        sizes = [1, 4095, 4096, 4097, SLOT_BYTES - 1, SLOT_BYTES]
+        names = record_names(len(sizes))
+        for name, size in zip(names, sizes, strict=True):
+            assert put(tier, staging, [name], size) == [None]
+            assert tier.size(name) == size
+        for name, size, found in zip(names, sizes, get(tier, staging, names), strict=True):
+            assert isinstance(found, np.ndarray), found
+            assert np.array_equal(found, record_bytes(name, size)), f"{size} bytes differ"
+        assert dict(tier.scan()) == dict(zip(names, sizes, strict=True))
+        self.finish(tier, staging)
+
+    def test_order_of_a_batch_does_not_matter(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(RECORDS)
+        assert put(tier, staging, names[::-1]) == [None] * RECORDS
+        shuffled = names[1::2] + names[::2]
+        for name, found in zip(shuffled, get(tier, staging, shuffled), strict=True):
+            assert isinstance(found, np.ndarray), found
+            assert np.array_equal(found, record_bytes(name))
+        self.finish(tier, staging)
+
+    def test_run_ends_at_the_first_gap(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(RECORDS)
+        put(tier, staging, names[:3] + names[4:6])
+        assert tier.run(names) == 3
+        assert tier.run(names[3:]) == 0
+        assert tier.run(names[4:]) == 2
+        put(tier, staging, [names[3]])
+        assert tier.run(names) == 6
+        assert tier.run(names[:2]) == 2
+        self.finish(tier, staging)
+
+    def test_a_missing_object_completes_with_an_error(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(3)
+        put(tier, staging, [names[0], names[2]])
+        found = get(tier, staging, names)
+        assert isinstance(found[1], FileNotFoundError), found[1]
+        assert isinstance(found[0], np.ndarray)
+        assert isinstance(found[2], np.ndarray)
+        self.finish(tier, staging)
+
+    def test_an_object_larger_than_the_slot_is_an_error(self, tier: Tier, staging: Staging) -> None:
+        name = record_names(1)[0]
+        put(tier, staging, [name], 4097)
+        small = Staging(4096, 1)
+        (found,) = get(tier, small, [name])
+        assert isinstance(found, DamagedObject), found
+        assert small.free == 1
+        small.close()
+        self.finish(tier, staging)
+
+    def test_an_object_is_written_once(self, tier: Tier, staging: Staging) -> None:
+        name = record_names(1)[0]
+        put(tier, staging, [name])
+        (lease,) = staging.acquire(1, DEADLINE_S)
+        lease.array[:] = 0
+        lease.used = 4096
+        done = Completions()
+        tier.put([name], [lease], done)
+        lease.release()
+        assert done.wait(1) == [(name, None)]
+        (found,) = get(tier, staging, [name])
+        assert isinstance(found, np.ndarray), found
+        assert np.array_equal(found, record_bytes(name))
+        self.finish(tier, staging)
+
+    def test_delete(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(3)
+        put(tier, staging, names)
+        tier.delete([names[1], record_names(9)[8]])
+        tier.delete([names[1]])
+        assert tier.run(names) == 1
+        assert tier.size(names[1]) is None
+        assert tier.borrow(names[1]) is None
+        assert isinstance(get(tier, staging, [names[1]])[0], FileNotFoundError)
+        assert sorted(name for name, _ in tier.scan()) == [names[0], names[2]]
+        assert put(tier, staging, [names[1]]) == [None]
+        assert tier.run(names) == 3
+        self.finish(tier, staging)
+
+    def test_borrow_agrees_with_get(self, tier: Tier, staging: Staging) -> None:
+        name = record_names(1)[0]
+        put(tier, staging, [name], 5000)
+        lent = tier.borrow(name)
+        if lent is not None:
+            with lent:
+                assert lent.used == 5000
+                assert np.array_equal(lent.record, record_bytes(name, 5000))
+                tier.delete([name])
+                assert np.array_equal(lent.record, record_bytes(name, 5000)), "a slot on loan was reused"
+        assert tier.borrow("ffff/0/c.1.1.0.0.0.0") is None
+        self.finish(tier, staging)
+
+    def test_parts_of_a_record(self, tier: Tier, staging: Staging) -> None:
+        """Parts anywhere in it, each to the front of its buffer; the rest of a buffer stays as it was."""
+        first, second = record_names(2)
+        put(tier, staging, [first], 5000)
+        whole = record_bytes(first, 5000)
+        for ranges in ([(0, 1), (4096, 904), (17, 3000), (4999, 1)], [(17, 3000)], [(10, 20), (30, 40)]):
+            buffers = [memoryview(bytearray(b"\xa5" * (size + 3))) for _, size in ranges]
+            tier.get_ranges(first, ranges, buffers)
+            for (offset, size), buffer in zip(ranges, buffers, strict=True):
+                assert np.array_equal(buffer[:size], whole[offset : offset + size])
+                assert bytes(buffer[size:]) == b"\xa5" * 3
+        for name, ranges, want in (
+            (first, [(4990, 11)], DamagedObject),
+            (first, [(0, 4), (5000, 1)], DamagedObject),
+            (second, [(0, 4)], FileNotFoundError),
+            (second, [(0, 4), (8, 4)], FileNotFoundError),
+        ):
+            error: OSError | None = None
+            try:
+                tier.get_ranges(name, ranges, [memoryview(bytearray(16)) for _ in ranges])
+            except OSError as caught:
+                error = caught
+            assert isinstance(error, want), f"{ranges} of {name}: {error!r}"
+        self.finish(tier, staging)
+
+    def test_a_caller_may_release_before_completion(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(RECORDS)
+        leases = staging.acquire(RECORDS, DEADLINE_S, at_least=RECORDS)
+        done = Completions()
+        for name, lease in zip(names, leases, strict=True):
+            lease.array[:] = record_bytes(name)
+            lease.used = SLOT_BYTES
+        tier.put(names, leases, done)
+        release_all(leases)
+        # whoever leases the slots next must not get one that is still being written from
+        others = staging.acquire(SLOTS - RECORDS, DEADLINE_S)
+        for lease in others:
+            lease.array[:] = 0
+        release_all(others)
+        assert _in_order(names, done) == [None] * RECORDS
+        for name, found in zip(names, get(tier, staging, names), strict=True):
+            assert isinstance(found, np.ndarray), found
+            assert np.array_equal(found, record_bytes(name))
+        self.finish(tier, staging)
+
+    def test_a_callback_that_raises_does_no_harm(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(4)
+        done = Completions()
+
+        def on_complete(name: str, error: BaseException | None) -> None:
+            done(name, error)
+            raise RuntimeError("from a callback, on purpose")
+
+        leases = staging.acquire(4, DEADLINE_S, at_least=4)
+        for lease in leases:
+            lease.used = 4096
+        tier.put(names, leases, on_complete)
+        assert _in_order(names, done) == [None] * 4
+        tier.get(names, leases, on_complete)
+        assert len(done.wait(8)) == 8
+        release_all(leases)
+        assert tier.run(names) == 4
+        self.finish(tier, staging)
+
+    def test_threads_put_the_same_names(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(5)
+        start = threading.Barrier(4)
+        results: list[list[OSError | None]] = []
+
+        def work(turn: int) -> None:
+            start.wait(DEADLINE_S)
+            results.append(put(tier, staging, names[turn:] + names[:turn]))
+
+        threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert results == [[None] * 5] * 4
+        assert sorted(name for name, _ in tier.scan()) == names
+        for name, found in zip(names, get(tier, staging, names), strict=True):
+            assert isinstance(found, np.ndarray), found
+            assert np.array_equal(found, record_bytes(name))
+        self.finish(tier, staging)
+
+    def test_close_finishes_what_was_started(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(RECORDS)
+        leases = staging.acquire(RECORDS, DEADLINE_S, at_least=RECORDS)
+        done = Completions()
+        for lease in leases:
+            lease.used = SLOT_BYTES
+        tier.put(names, leases, done)
+        release_all(leases)
+        tier.close()
+        assert done.count == RECORDS, "close returned before all was reported"
+        self.finish(tier, staging)
+
+    def test_a_closed_tier_completes_with_errors(self, tier: Tier, staging: Staging) -> None:
+        names = record_names(3)
+        tier.close()
+        tier.close()
+        assert all(isinstance(error, OSError) for error in put(tier, staging, names))
+        assert all(isinstance(found, OSError) for found in get(tier, staging, names))
+        self.finish(tier, staging)
+
+    def test_describe_twice(self, tier: Tier, staging: Staging) -> None:
+        for _ in range(2):
+            tier.describe("0123456789abcdef/0", b"{}")
+        assert list(tier.scan()) == []
+        self.finish(tier, staging)
+
+
+class Wrapper(Tier):
+    """A tier that passes everything on to `inner`; a base to change single operations."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.scope = inner.scope
+        self.codec = inner.codec
+        self.near = inner.near
+        self.transient = inner.transient
+        self.reads_at_once = inner.reads_at_once
+        self.reads_parts = inner.reads_parts
+        self.slots = inner.slots
+
+    def limit(self, slot_bytes: int) -> None:
+        super().limit(slot_bytes)
+        self.inner.limit(slot_bytes)
+
+    def run(self, names: Sequence[str]) -> int:
+        return self.inner.run(names)
+
+    def unwanted(self, names: Sequence[str]) -> int:
+        return self.inner.unwanted(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self.inner.get(names, leases, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self.inner.put(names, leases, on_complete)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.inner.delete(names)
+
+    def size(self, name: str) -> int | None:
+        return self.inner.size(name)
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        return self.inner.scan()
+
+    def borrow(self, name: str) -> Lease | None:
+        return self.inner.borrow(name)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_ranges(name, ranges, buffers)
+
+    def waiting(self) -> int:
+        return self.inner.waiting()
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        return self.inner.pin(names, seconds)
+
+    def describe(self, array: str, metadata: bytes) -> None:
+        self.inner.describe(array, metadata)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class LatencyTier(Wrapper):
+    """`inner`, with each batch of gets and puts started, and each lookup answered, so many seconds later.
+
+    Closing does not wait for the delays: what they hold back starts at once.
+    """
+
+    def __init__(self, inner: Tier, *, get_s: float = 0.0, put_s: float = 0.0, run_s: float = 0.0) -> None:
+        super().__init__(inner)
+        self._get_s, self._put_s, self._run_s = get_s, put_s, run_s
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._delayed: set[threading.Thread] = set()
+
+    def run(self, names: Sequence[str]) -> int:
+        self._closing.wait(self._run_s)
+        return self.inner.run(names)
+
+    def unwanted(self, names: Sequence[str]) -> int:
+        self._closing.wait(self._run_s)
+        return self.inner.unwanted(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._later(self._get_s, self.inner.get, names, leases, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._later(self._put_s, self.inner.put, names, leases, on_complete)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            delayed = list(self._delayed)
+        for thread in delayed:
+            thread.join()
+        self.inner.close()
+
+    def _later(
+        self,
+        seconds: float,
+        start: Callable[[Sequence[str], Sequence[Lease], OnComplete], None],
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        held = [lease.share() for lease in leases]
+
+        def wait_and_start() -> None:
+            self._closing.wait(seconds)
+            start(names, held, on_complete)
+            release_all(held)
+            with self._lock:
+                self._delayed.discard(thread)
+
+        thread = threading.Thread(target=wait_and_start, name=f"kvkit-{self.name}-later", daemon=True)
+        with self._lock:
+            self._delayed.add(thread)
+            thread.start()
+
+
+class Fault(StrEnum):
+    """What goes wrong with one operation on one object.
+
+    FAIL: OSError. HANG: it waits for `FaultyTier.release`, then goes on as planned by `inner`. FLIP: one bit
+    of what a get returns is wrong. TRUNCATE: a get returns the first half. DROP: a put completes, but keeps
+    nothing. FLIP and TRUNCATE are for gets, DROP for puts.
+    """
+
+    FAIL = "fail"
+    HANG = "hang"
+    FLIP = "flip"
+    TRUNCATE = "truncate"
+    DROP = "drop"
+
+
+Plan = Callable[[str, str], Fault | None]
+"""(operation, object name) -> the fault, or None. Asked from any thread.
+
+Operations: "run" (what a tier holds, or does not want; named by its first object), "get", "put", "delete",
+"size".
+"""
+
+
+def random_plan(seed: int, share: float, faults: dict[str, Sequence[Fault]]) -> Plan:
+    """A plan by which `share` (0 to 1) of the objects meet one of `faults[operation]`.
+
+    It depends on seed, operation and name alone: not on the order of calls, nor on threads.
+    """
+
+    def plan(operation: str, name: str) -> Fault | None:
+        choices = faults.get(operation, ())
+        rng = np.random.default_rng([seed, zlib.crc32(f"{operation} {name}".encode())])
+        if not choices or rng.random() >= share:
+            return None
+        return choices[int(rng.integers(len(choices)))]
+
+    return plan
+
+
+class FaultyTier(Wrapper):
+    """`inner`, but for the faults that `plan` names. Keeps the contract: each name completes once.
+
+    A record whose get has a fault is not lent either. Closing releases what hangs.
+    """
+
+    def __init__(self, inner: Tier, plan: Plan) -> None:
+        super().__init__(inner)
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._hanging: list[Callable[[], None]] = []
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        """Let go on what hangs, now and from now on."""
+        with self._lock:
+            self._released.set()
+            hanging, self._hanging = self._hanging, []
+        for go_on in hanging:
+            go_on()
+
+    @property
+    def hanging(self) -> int:
+        """Gets and puts that hang."""
+        with self._lock:
+            return len(self._hanging)
+
+    def run(self, names: Sequence[str]) -> int:
+        if names:
+            self._meet("run", names[0])
+        return self.inner.run(names)
+
+    def unwanted(self, names: Sequence[str]) -> int:
+        if names:
+            self._meet("run", names[0])
+        return self.inner.unwanted(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            self._move("get", name, lease, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            self._move("put", name, lease, on_complete)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._meet("delete", name)
+            self.inner.delete([name])
+
+    def size(self, name: str) -> int | None:
+        self._meet("size", name)
+        return self.inner.size(name)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self._meet("get", name)
+        self.inner.get_ranges(name, ranges, buffers)
+        if self._plan("get", name) in (Fault.FLIP, Fault.TRUNCATE):
+            buffers[-1][0] ^= 1
+
+    def borrow(self, name: str) -> Lease | None:
+        return self.inner.borrow(name) if self._plan("get", name) is None else None
+
+    def close(self) -> None:
+        self.release()
+        self.inner.close()
+
+    def _meet(self, operation: str, name: str) -> None:
+        """The fault of an operation that answers at once."""
+        fault = self._plan(operation, name)
+        if fault is Fault.FAIL:
+            raise _failure(operation, name)
+        if fault is Fault.HANG:
+            self._released.wait()
+
+    def _move(self, operation: str, name: str, lease: Lease, on_complete: OnComplete) -> None:
+        fault = self._plan(operation, name)
+        if fault is Fault.FAIL:
+            complete(on_complete, name, lease.share(), _failure(operation, name))
+        elif fault is Fault.DROP:
+            complete(on_complete, name, lease.share(), None)
+        elif fault in (Fault.FLIP, Fault.TRUNCATE):
+            self.inner.get([name], [lease], partial(self._spoil, fault, lease.share(), on_complete))
+        else:
+            start = partial(self.inner.get if operation == "get" else self.inner.put, [name])
+            if fault is not Fault.HANG or not self._hang(start, lease, on_complete):
+                start([lease], on_complete)
+
+    def _hang(
+        self,
+        start: Callable[[Sequence[Lease], OnComplete], None],
+        lease: Lease,
+        on_complete: OnComplete,
+    ) -> bool:
+        """Keep an operation, with a share of its slot, for `release`; False if that was called already."""
+        held = lease.share()
+
+        def go_on() -> None:
+            with held:
+                start([held], on_complete)
+
+        with self._lock:
+            if not self._released.is_set():
+                self._hanging.append(go_on)
+                return True
+        held.release()
+        return False
+
+    @staticmethod
+    def _spoil(
+        fault: Fault, lease: Lease, on_complete: OnComplete, name: str, error: BaseException | None
+    ) -> None:
+        """Harm what was got, then report it as if all were well."""
+        if error is None and fault is Fault.TRUNCATE:
+            lease.used //= 2
+        elif error is None and lease.used:
+            bit = zlib.crc32(name.encode()) % (8 * lease.used)
+            lease.array[bit // 8] ^= np.uint8(1 << bit % 8)
+        complete(on_complete, name, lease, error)
+
+
+def _failure(operation: str, name: str) -> OSError:
+    return OSError(errno.EIO, f"planned fault: {operation}", name)

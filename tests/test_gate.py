@@ -1,0 +1,274 @@
+"""What compilers make of launches for GPUs that are not here, and the gate that all kernels must pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from kvkit.environment import version_of
+from kvkit.kernels.tuning.gate import (
+    _PTX_ACCESS,
+    GATE,
+    GPUS,
+    Compiled,
+    CompileError,
+    Report,
+    as_json,
+    compile_for,
+    compile_pool,
+    faults,
+    gate,
+    shown,
+    survey,
+)
+from kvkit.kernels.tuning.problems import every_problem
+
+ROOT = Path(__file__).parent.parent
+RECORDED = ROOT / "benchmarks" / "results" / "compile.json"
+
+
+@pytest.fixture(scope="module")
+def every() -> list[Report]:
+    """The toys on every target, compiled in processes that do not interpret kernels as this one does."""
+    return gate(toys.everything, 2)
+
+
+@pytest.fixture(scope="module")
+def reports(every: list[Report]) -> dict[tuple[str, str], Report]:
+    """Those without a flaw."""
+    names = {problem.name for problem in toys.problems()}
+    return {(report.kernel, report.target): report for report in every if report.problem in names}
+
+
+@pytest.fixture(scope="module")
+def flawed(every: list[Report]) -> list[Report]:
+    names = {problem.name for problem in toys.flawed()}
+    return [report for report in every if report.problem in names]
+
+
+def done(reports: dict[tuple[str, str], Report], kernel: str, target: str) -> Compiled:
+    compiled = reports[kernel, target].compiled
+    assert compiled is not None, reports[kernel, target].error
+    return compiled
+
+
+@pytest.mark.parametrize("target", GATE)
+def test_a_copy_moves_16_bytes_at_a_time(reports: dict[tuple[str, str], Report], target: str) -> None:
+    c = done(reports, "scale_kernel", target)
+    assert c.loads == c.loads_16 > 0
+    assert c.stores == c.stores_16 > 0
+    assert (c.mma, c.shared_bytes, c.spill_bytes) == (0, 0, 0)
+    assert 0 < c.registers < 64
+    assert c.blocks_per_sm >= 8
+
+
+@pytest.mark.parametrize("target", GATE)
+def test_a_product_uses_matrix_instructions(reports: dict[tuple[str, str], Report], target: str) -> None:
+    c = done(reports, "product_kernel", target)
+    assert c.mma > 0
+    assert c.loads == c.loads_16 > 0
+    assert c.shared_bytes >= 2 * 64 * 64 * 2  # two bfloat16 matrices
+
+
+def test_what_is_right_passes(reports: dict[tuple[str, str], Report]) -> None:
+    assert len(reports) == 2 * len(GATE)
+    assert faults(list(reports.values()), toys.problems()) == []
+
+
+def test_lost_vectors_are_a_fault(flawed: list[Report]) -> None:
+    odd = [report for report in flawed if "odd" in report.problem]
+    assert len(odd) == len(GATE)
+    for report, fault in zip(odd, faults(odd, toys.flawed()), strict=True):
+        assert report.compiled is not None
+        assert report.compiled.loads_16 == 0
+        assert "the layout allows 1 and 1" in fault
+        assert report.target in fault
+
+
+def test_what_does_not_compile_is_a_fault(flawed: list[Report]) -> None:
+    refused = [report for report in flawed if "refused" in report.problem]
+    assert len(refused) == len(GATE)
+    for report in refused:
+        assert report.compiled is None
+        assert "power of 2" in report.error
+        assert "BLOCK=1000" in report.error
+    assert len(faults(refused, toys.flawed())) == len(GATE)
+
+
+@pytest.fixture(scope="module")
+def odd_jobs() -> list[Report]:
+    """One that spills, and one whose launches cannot even be made."""
+    (problem,) = toys.spilling()
+    jobs = [(problem.name, config, "sm_80") for config in (problem.space[0], toys.Config(()))]
+    with compile_pool(1) as pool:
+        return list(survey(pool, toys.spilling, jobs))
+
+
+def test_spills_are_a_fault(odd_jobs: list[Report]) -> None:
+    report = odd_jobs[0]
+    assert report.compiled is not None
+    assert report.compiled.spill_bytes > 0
+    (fault,) = faults([report], toys.spilling())
+    assert f"spills {report.compiled.spill_bytes} bytes" in fault
+
+
+def test_launches_that_cannot_be_made_are_reported(odd_jobs: list[Report]) -> None:
+    report = odd_jobs[1]
+    assert (report.kernel, report.compiled) == ("", None)
+    assert "KeyError" in report.error
+
+
+def test_a_table_shows_every_report(reports: dict[tuple[str, str], Report], flawed: list[Report]) -> None:
+    table = shown([*reports.values(), *flawed])
+    assert table.row_count == len(reports) + len(flawed)
+    entries = as_json([*reports.values(), *flawed])["kernels"]
+    assert len(entries) == table.row_count
+    assert json.loads(json.dumps(entries)) == entries
+    assert entries[0]["registers"] > 0
+    assert "error" in entries[-1]
+
+
+def test_an_unknown_target_names_the_known() -> None:
+    x = torch.empty(16)
+    with pytest.raises(CompileError, match=r"'sm_1': want one of sm_80.*gfx942"):
+        compile_for(toys.scale_launch(x, x, toys.tiled(256)), "sm_1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
+def test_it_says_so_where_kernels_are_interpreted() -> None:
+    x = torch.empty(16)
+    with pytest.raises(CompileError, match="TRITON_INTERPRET"):
+        compile_for(toys.scale_launch(x, x, toys.tiled(256)), "sm_80")
+
+
+def in_compiling_process(script: str) -> str:
+    """What a script prints in a process that does not interpret kernels."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def test_arguments_are_specialised_as_triton_does() -> None:
+    """Against Triton's own binder: the same types, constants and attributes, for both backends."""
+    script = """
+import toys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from kvkit.kernels.tuning.gate import specialise
+
+count = 0
+for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+    backend = make_backend(target)
+    bind = create_function_from_signature(toys.taking_kernel.signature, toys.taking_kernel.params, backend)
+    for launch in toys.taking_launches():
+        given = {**launch.arguments, **dict(launch.config.tiles)}
+        bound, specialisation, options = bind(**given, num_warps=4, num_stages=2)
+        want = toys.taking_kernel._pack_args(backend, options, bound, specialisation, options)[1:]
+        assert specialise(launch, target.backend) == want, (given, want, specialise(launch, target.backend))
+        count += 1
+print(count)
+"""
+    assert int(in_compiling_process(script)) == 2 * len(toys.taking_launches())
+
+
+def test_wrong_arguments_are_named() -> None:
+    script = """
+import torch, toys
+from dataclasses import replace
+from kvkit.kernels.tuning.gate import CompileError, specialise
+launch = toys.scale_launch(torch.empty(16), torch.empty(16), toys.tiled(256))
+arguments = dict(launch.arguments)
+without = {k: v for k, v in arguments.items() if k != "x"}
+for given in (without, arguments | {"z": 1}, arguments | {"x": object()}):
+    try:
+        specialise(replace(launch, arguments=given), "cuda")
+    except CompileError as error:
+        print(error)
+"""
+    assert in_compiling_process(script).splitlines() == [
+        "scale_kernel: x is missing",
+        "scale_kernel: no parameter z",
+        "scale_kernel: x: object, want a tensor, a number, text or None",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("@%p1 ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", 2),
+        ("ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 16),
+        ("@%p3 ld.global.L1::evict_last.v2.b64 { %rd1, %rd2 }, [ %rd1 + 0 ];", 16),
+        ("ld.global.nc.v8.f32 { %r1 }, [ %rd1 + 0 ];", 32),
+        ("st.global.v2.b32 [ %rd2 + 0 ], { %r1, %r2 };", 8),
+        ("cp.async.cg.shared.global [ %r32 + 0 ], [ %rd4 + 0 ], 0x10, %r33;", 16),
+        ("cp.async.ca.shared.global [ %r32 + 0 ], [ %rd4 + 0 ], 0x4;", 4),
+        ("cp.async.commit_group;", None),
+        ("ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r9 ];", None),
+        ("ld.param.b64 %rd1, [scale_kernel_param_0];", None),
+    ],
+)
+def test_accesses_in_ptx(line: str, size: int | None) -> None:
+    found = _PTX_ACCESS.findall(line)
+    sizes = [int(c, 0) if c else int(vector or 1) * int(bits) // 8 for _, vector, bits, c in found]
+    assert sizes == ([] if size is None else [size])
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared_bytes", "warps", "blocks"),
+    [
+        ("sm_90", 128, 0, 4, 4),  # 65,536 registers for 128 threads of 128 each
+        ("sm_90", 255, 0, 4, 2),
+        ("sm_90", 168, 0, 4, 3),  # 512 / 168: 3 warps of a scheduler, 12 in all
+        ("sm_90", 32, 0, 4, 16),  # 64 warps
+        ("sm_90", 16, 0, 1, 32),  # 32 blocks
+        ("sm_90", 32, 100 << 10, 4, 2),
+        ("sm_90", 32, 227 << 10, 4, 1),
+        ("sm_90", 32, (227 << 10) + 1, 4, 0),
+        ("sm_80", 32, 100 << 10, 4, 1),
+        ("sm_80", 32, 164 << 10, 4, 0),
+        ("sm_89", 32, 0, 4, 12),  # 48 warps
+        ("gfx942", 128, 0, 4, 4),
+        ("gfx942", 512, 0, 4, 1),
+        ("gfx942", 64, 64 << 10, 4, 1),
+        ("gfx942", 64, (64 << 10) + 1, 4, 0),
+    ],
+)
+def test_blocks_per_multiprocessor(
+    target: str, registers: int, shared_bytes: int, warps: int, blocks: int
+) -> None:
+    assert GPUS[target].blocks_per_sm(registers, shared_bytes, warps) == blocks
+
+
+def test_the_gate(tmp_path: Path) -> None:
+    """Every kernel's default, on every target: no spills, no lost vectors, and as many as were recorded."""
+    path = tmp_path / "compile.json"
+    command = [sys.executable, "-m", "kvkit.kernels.tuning.gate", "--json", str(path)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found, recorded = (json.loads(file.read_text()) for file in (path, RECORDED))
+
+    def listed(document: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
+        return {(e["problem"], e["kernel"], e["target"]): e for e in document["kernels"]}
+
+    refresh = f"refresh it: python -m kvkit.kernels.tuning.gate --json {RECORDED.relative_to(ROOT)}"
+    assert listed(found).keys() == listed(recorded).keys(), refresh
+    assert {problem.bucket.op for problem in every_problem()} == {
+        problem.bucket.op for problem in every_problem() if any(e[0] == problem.name for e in listed(found))
+    }
+    if recorded["triton"] != version_of("triton"):
+        return  # another compiler makes other instructions of the same kernels
+    for key, entry in listed(found).items():
+        before = listed(recorded)[key]
+        if entry["config"] == before["config"]:
+            assert entry["loads_16"] >= before["loads_16"], (key, refresh)
+            assert entry["stores_16"] >= before["stores_16"], (key, refresh)

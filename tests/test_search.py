@@ -1,0 +1,369 @@
+"""The search for the fastest correct configuration: real kernels, interpreted, and times made up here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from toys import SPACE, scale_problem, tiled
+from typer.testing import CliRunner, Result
+
+from kvkit import cli
+from kvkit.kernels.tuning import search as tuning
+from kvkit.kernels.tuning.configs import Bucket, Config, TableError, Tuned, read_table, write_table
+from kvkit.kernels.tuning.gate import CompileError
+from kvkit.kernels.tuning.problems import Case, Problem, Work, every_problem
+from kvkit.kernels.tuning.search import Measure, Roof, Step, Tools, search, tune
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU, FILE = "NVIDIA H200", "nvidia-h200.json"
+DEFAULT, SMALL, MIDDLE, WRONG, LARGE = SPACE
+FREE = Roof(1e30, 1e30)
+"""Every bound is 0: nothing is left out for it."""
+
+
+class Times:
+    """A timer that answers with given seconds, and counts."""
+
+    def __init__(self, seconds: Mapping[Config, float]) -> None:
+        self.seconds = dict(seconds)
+        self.calls: list[Config] = []
+
+    def __call__(self, config: Config) -> float:
+        self.calls.append(config)
+        if self.seconds[config] < 0:
+            raise CompileError("out of resource")
+        return self.seconds[config]
+
+
+def find(
+    times: Mapping[Config, float],
+    flaws: Mapping[Config, str] | None = None,
+    roof: Roof = FREE,
+    problem: Problem | None = None,
+) -> tuple[Tuned | None, dict[Config, str], Times]:
+    problem = problem or scale_problem()
+    measure = Times(times)
+    tuned, trials = search(problem, problem.make(DEVICE, True), measure, flaws or {}, roof)
+    assert [trial.config for trial in trials] == list(problem.space)
+    return tuned, {trial.config: trial.fate for trial in trials}, measure
+
+
+def seconds(**known: float) -> dict[Config, float]:
+    names = {"default": DEFAULT, "small": SMALL, "middle": MIDDLE, "wrong": WRONG, "large": LARGE}
+    return {config: known.get(name, 5.0) for name, config in names.items()}
+
+
+def test_the_fastest_is_taken() -> None:
+    tuned, fate, _ = find(seconds(large=1e-6, default=2e-6, small=1.5e-6))
+    assert tuned is not None
+    assert tuned.config == LARGE
+    assert tuned.us == pytest.approx(1)
+    assert tuned.default_us == pytest.approx(2)
+    assert fate[LARGE] == "best"
+    assert fate[SMALL] == fate[DEFAULT] == "slower"
+
+
+def test_a_wrong_one_is_never_taken_however_fast() -> None:
+    tuned, fate, _ = find(seconds(wrong=1.0, middle=1.1, default=1.2))
+    assert tuned is not None
+    assert tuned.config == MIDDLE
+    assert fate[WRONG] == "wrong: 1 elements differ"
+
+
+def test_a_wrong_default_is_reported_and_not_taken() -> None:
+    problem = scale_problem(space=(WRONG, SMALL, MIDDLE))
+    for far in (1.0, 9.0):  # finalists, and configurations that were given up after their first samples
+        tuned, fate, _ = find(seconds(wrong=1.0, middle=1.2 * far, small=1.1 * far), problem=problem)
+        assert tuned is not None
+        assert tuned.config == SMALL
+        assert fate[WRONG] == "wrong: 1 elements differ"
+
+
+def test_the_default_stays_where_little_is_gained() -> None:
+    gain = tuning.GAIN
+    tuned, _, _ = find(seconds(default=1.0, small=1 - gain / 2))
+    assert tuned is not None
+    assert tuned.config == DEFAULT
+    tuned, _, _ = find(seconds(default=1.0, small=1 - 2 * gain))
+    assert tuned is not None
+    assert tuned.config == SMALL
+
+
+def test_flawed_ones_are_not_run_except_the_default() -> None:
+    flaws = {SMALL: "spills 8 bytes", DEFAULT: "spills 4 bytes"}
+    tuned, fate, measure = find(seconds(small=1.0, default=3.0, middle=2.0), flaws)
+    assert tuned is not None
+    assert tuned.config == MIDDLE
+    assert SMALL not in measure.calls
+    assert DEFAULT in measure.calls
+    assert fate[SMALL] == "spills 8 bytes"
+
+
+def test_what_cannot_win_at_the_roof_is_not_run() -> None:
+    # the toy's flops are its BLOCK: at 1 flop/s and OPTIMISM 1.25 the bound of 2048 is 1638 s
+    tuned, fate, measure = find(
+        seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1.0), roof=Roof(1e30, 1.0)
+    )
+    assert tuned is not None
+    assert tuned.config == SMALL
+    assert LARGE not in measure.calls
+    assert "at the roof" in fate[LARGE]
+
+
+def test_one_that_does_not_run_is_passed_over() -> None:
+    tuned, fate, _ = find(seconds(small=-1, default=2.0, middle=1.0))
+    assert tuned is not None
+    assert tuned.config == MIDDLE
+    assert fate[SMALL] == "does not run: out of resource"
+
+
+def test_a_default_that_does_not_run_has_no_time() -> None:
+    tuned, _, _ = find(seconds(default=-1, small=1.0))
+    assert tuned is not None
+    assert tuned == Tuned(SMALL, 1e6, None)
+
+
+def test_nothing_runs() -> None:
+    tuned, fate, _ = find(dict.fromkeys(SPACE, -1.0))
+    assert tuned is None
+    assert set(fate.values()) == {"does not run: out of resource"}
+
+
+def test_finalists_take_turns() -> None:
+    _, _, measure = find(seconds(default=1.0, small=1.0, middle=1.0))
+    final = measure.calls[tuning.FIRST_SAMPLES * len(SPACE) :]
+    assert set(final) == {DEFAULT, SMALL, MIDDLE}
+    for turn in range(tuning.FINAL_SAMPLES):
+        assert set(final[3 * turn : 3 * turn + 3]) == set(final)
+
+
+def test_a_lucky_start_does_not_win() -> None:
+    """The first samples choose who is measured in turns; only those count."""
+    problem, calls = scale_problem(space=(DEFAULT, SMALL)), []
+
+    def measure(config: Config) -> float:
+        calls.append(config)
+        return (
+            0.8
+            if config == SMALL and calls.count(SMALL) <= tuning.FIRST_SAMPLES
+            else 2.0
+            if config == SMALL
+            else 1.0
+        )
+
+    tuned, _ = search(problem, problem.make(DEVICE, True), measure, {}, FREE)
+    assert tuned == Tuned(DEFAULT, 1e6, 1e6)
+
+
+def test_the_check_sees_only_what_this_configuration_wrote() -> None:
+    """Outputs are poisoned in between: the right results of the one before do not vouch for it."""
+    problem = scale_problem(space=(DEFAULT, WRONG))
+    tuned, fate, _ = find({DEFAULT: 2.0, WRONG: 1.9}, problem=problem)
+    assert tuned is not None
+    assert tuned.config == DEFAULT
+    assert fate[WRONG].startswith("wrong")
+
+
+class Clock:
+    """Goes on by `step` seconds whenever it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def tools(
+    times: Mapping[Config, float] | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+    gpu: str = GPU,
+    made: list[Case] | None = None,
+) -> Tools:
+    def timer(case: Case) -> Measure:
+        if made is not None:
+            made.append(case)
+        return Times(times or seconds(small=1.0))
+
+    return Tools(gpu, DEVICE, lambda problem: {}, timer, FREE, clock)
+
+
+PROBLEMS = [scale_problem("float32", count) for count in (256, 512, 1024)]
+
+
+def states(steps: Iterator[Step]) -> list[str]:
+    return [step.state for step in steps]
+
+
+def test_every_bucket_is_kept(tmp_path: Path) -> None:
+    assert states(tune(PROBLEMS, tmp_path / "new", tools())) == ["tuned"] * 3
+    table = read_table(tmp_path / "new" / FILE, "nvidia-h200")
+    assert table == {problem.bucket: Tuned(SMALL, 1e6, 5e6) for problem in PROBLEMS}
+    assert json.loads((tmp_path / "new" / FILE).read_text())["versions"]["torch"]
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    steps = tune(PROBLEMS, tmp_path, tools())
+    assert next(steps).state == "tuned"
+    steps.close()
+    assert list(read_table(tmp_path / FILE, "nvidia-h200")) == [PROBLEMS[0].bucket]
+    made: list[Case] = []
+    assert states(tune(PROBLEMS, tmp_path, tools(seconds(large=1.0), made=made))) == [
+        "known",
+        "tuned",
+        "tuned",
+    ]
+    assert len(made) == 2
+    table = read_table(tmp_path / FILE, "nvidia-h200")
+    assert [table[problem.bucket].config for problem in PROBLEMS] == [SMALL, LARGE, LARGE]
+
+
+def test_force_measures_again(tmp_path: Path) -> None:
+    list(tune(PROBLEMS, tmp_path, tools()))
+    assert states(tune(PROBLEMS, tmp_path, tools(seconds(large=1.0)), force=True)) == ["tuned"] * 3
+    assert read_table(tmp_path / FILE, "nvidia-h200")[PROBLEMS[0].bucket].config == LARGE
+
+
+def test_a_configuration_that_the_kernel_lost_is_measured_again(tmp_path: Path) -> None:
+    gone = {problem.bucket: Tuned(tiled(4096), 1.0, 1.0) for problem in PROBLEMS}
+    write_table(tmp_path / FILE, GPU, gone, {})
+    assert states(tune(PROBLEMS, tmp_path, tools())) == ["tuned"] * 3
+
+
+def test_other_buckets_stay(tmp_path: Path) -> None:
+    other = {Bucket("other", "x", (1,)): Tuned(tiled(4096), 1.0, 1.0)}
+    write_table(tmp_path / FILE, GPU, other, {})
+    list(tune(PROBLEMS[:1], tmp_path, tools()))
+    table = read_table(tmp_path / FILE, "nvidia-h200")
+    assert table == other | {PROBLEMS[0].bucket: Tuned(SMALL, 1e6, 5e6)}
+
+
+@pytest.mark.parametrize("budget_s", [0, 1, 2.5, 100])
+def test_the_budget_ends_it_between_buckets(tmp_path: Path, budget_s: float) -> None:
+    found = states(tune(PROBLEMS, tmp_path, tools(clock=Clock(1)), budget_s=budget_s))
+    # the clock is read once at the start and once before each bucket: 1 s, 2 s, 3 s after it
+    expected = sum(1 for second in (1, 2, 3) if second < budget_s)
+    assert found == ["tuned"] * expected + ["left"] * (3 - expected)
+    assert (tmp_path / FILE).exists() == bool(expected)
+
+
+def test_a_failed_bucket_is_not_kept(tmp_path: Path) -> None:
+    broken = scale_problem("broken", space=(WRONG,))
+    steps = list(tune([broken, PROBLEMS[0]], tmp_path, tools()))
+    assert [step.state for step in steps] == ["failed", "tuned"]
+    assert "wrong: 1 elements differ" in str(steps[0])
+    assert list(read_table(tmp_path / FILE, "nvidia-h200")) == [PROBLEMS[0].bucket]
+
+
+def test_a_broken_table_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("mine")
+    with pytest.raises(TableError, match=FILE):
+        list(tune(PROBLEMS, tmp_path, tools()))
+    assert (tmp_path / FILE).read_text() == "mine"
+
+
+def test_each_gpu_has_its_own_file(tmp_path: Path) -> None:
+    list(tune(PROBLEMS[:1], tmp_path, tools()))
+    list(tune(PROBLEMS[:1], tmp_path, tools(seconds(large=1.0), gpu="AMD Instinct MI300X")))
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, "amd-instinct-mi300x.json"}
+    assert read_table(tmp_path / FILE, "nvidia-h200")[PROBLEMS[0].bucket].config == SMALL
+
+
+def test_killed_in_the_middle_it_keeps_what_was_done(tmp_path: Path) -> None:
+    """kill -9 after the second bucket: a whole table of two."""
+    script = (
+        "import sys; from pathlib import Path; import test_tuning as t\n"
+        "for step in t.tune(t.PROBLEMS[:2], Path(sys.argv[1]), t.tools()): print(step.state, flush=True)\n"
+        "print('waits', flush=True); sys.stdin.read()"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=-1, stdout=-1, env=environment, text=True
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert lines == ["tuned\n", "tuned\n", "waits\n"]
+    assert len(read_table(tmp_path / FILE, "nvidia-h200")) == 2
+
+
+def test_the_roof_is_the_larger_of_two_times() -> None:
+    roof = Roof(bytes_per_s=1e9, flops_per_s=1e12)
+    assert roof.seconds(Work(10**9)) == pytest.approx(1 / tuning.OPTIMISM)
+    assert roof.seconds(Work(10**9, 10**13)) == pytest.approx(10 / tuning.OPTIMISM)
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_help() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for option in ("--op", "--budget-s", "--force", "--show", "--gpu", "--target", "--json"):
+        assert option in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_names_the_targets() -> None:
+    result = run()
+    assert result.exit_code == 1
+    for word in ("no GPU here", "--target", "sm_90", "gfx942"):
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--target", "sm_1"), ("--target sm_1", "sm_80", "gfx942")),
+        (("--target", "sm_90", "--json", "/nowhere/x.json"), ("--json /nowhere/x.json", "no folder")),
+        (("--op", "nothing"), ("--op nothing", "want one of")),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_compiling_for_a_target(tmp_path: Path) -> None:
+    """Every configuration of one operation, with or without a GPU."""
+    path = tmp_path / "compiled.json"
+    result = run("--target", "sm_90", "--op", "measure", "--json", str(path))
+    assert result.exit_code == 0
+    entries = json.loads(path.read_text())["kernels"]
+    spaces = [problem.space for problem in every_problem() if problem.bucket.op == "measure"]
+    assert [entry["config"] for entry in entries] == [str(config) for space in spaces for config in space]
+    assert {(entry["kernel"], entry["target"]) for entry in entries} == {("measure", "sm_90")}
+    assert all(entry["registers"] > 0 and entry["blocks_per_sm"] > 0 for entry in entries)
+    assert f"{len(entries)} configurations, 0 of them not worth a run" in result.stdout
+
+
+def test_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVKIT_TUNED", str(tmp_path))
+    write_table(tmp_path / FILE, GPU, {Bucket("op", "bf16 [x]", (64, 8)): Tuned(SMALL, 12.34, 56.78)}, {})
+    result = run("--show", "--gpu", GPU)
+    assert result.exit_code == 0
+    for word in ("op", "bf16 [x]", "64 x 8", "BLOCK=256", "warps=4", "12.3", "56.8"):
+        assert word in result.stdout
+    assert "nothing is tuned" in run("--show", "--gpu", "NVIDIA A100").stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_show_without_a_gpu() -> None:
+    result = run("--show")
+    assert result.exit_code == 1
+    assert "--gpu NAME" in result.stderr

@@ -1,0 +1,473 @@
+"""The states of handoff, model-checked: no deadlock, no slot lost, progress of every request that fits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvkit.handoff.protocol import outgoing, states
+from kvkit.handoff.protocol.outgoing import Outgoing, SendCancel, SendCommit, Stage
+from kvkit.handoff.protocol.states import (
+    Action,
+    Admit,
+    Buffer,
+    Complete,
+    End,
+    Forget,
+    Limits,
+    Phase,
+    Refuse,
+    Unexpected,
+    check_integrity,
+)
+
+LIMITS = Limits(allocation_s=10.0, transfer_s=20.0, idle_s=30.0)
+
+
+def names(word: str) -> list[str]:
+    """A name per letter."""
+    return list(word)
+
+
+def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Step:
+    given = {"elsewhere": (), "deadline_s": 100.0} | more
+    return states.reserve(buffer, transfer, f"peer of {transfer}", names(word), now=now, **given)
+
+
+def bring(buffer: Buffer, transfer: str, count: int, now: float = 0.0) -> Buffer:
+    """`count` records of a transfer come in."""
+    for _ in range(count):
+        found = buffer.transfers[transfer]
+        index = min(found.own - found.arrived)
+        buffer, actions = states.arrived(buffer, transfer, found.peer, index, now)
+        assert actions == ()
+    return buffer
+
+
+def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Step:
+    """All that is still to come comes in, and is committed."""
+    found = buffer.transfers[transfer]
+    buffer = bring(buffer, transfer, len(found.own - found.arrived), now)
+    return states.commit(buffer, transfer, found.peer, (), now)
+
+
+def kinds(actions: Sequence[Action]) -> list[tuple[str, str]]:
+    return [(type(a).__name__, a.transfer) for a in actions if not isinstance(a, Forget)]
+
+
+def test_the_order_that_is_a_deadlock_elsewhere() -> None:
+    """8 slots, A and B of 6, in the order A1, B1, A2."""
+    buffer = Buffer.empty(8, LIMITS)
+    buffer, actions = reserve(buffer, "A", "abcdef")
+    assert kinds(actions) == [("Admit", "A")]
+    buffer = bring(buffer, "A", 3)
+    buffer, actions = reserve(buffer, "B", "ghijkl")
+    assert actions == ()
+    buffer, actions = finish(buffer, "A")
+    assert kinds(actions) == [("Complete", "A")]
+    buffer, actions = states.release(buffer, "A", "used", 0.0)
+    assert kinds(actions) == [("End", "A")]
+    buffer, actions = states.freed(buffer, 6, 0.0)
+    assert kinds(actions) == [("Admit", "B")]
+    buffer, actions = finish(buffer, "B")
+    assert kinds(actions) == [("Complete", "B")]
+    check_integrity(buffer)
+
+
+def test_what_never_fits_is_refused_at_once() -> None:
+    buffer, (refusal,) = reserve(Buffer.empty(3, LIMITS), "A", "abcd")
+    assert refusal == Refuse("A", "peer of A", "4 records do not fit the buffer's 3 slots")
+    assert not buffer.transfers
+    buffer, actions = reserve(buffer, "A", "abcd", elsewhere="ab")
+    assert actions == (Admit("A", "peer of A", 4, frozenset({2, 3})),)
+
+
+def test_records_are_shared_until_the_last_holder_ends() -> None:
+    buffer, _ = reserve(Buffer.empty(4, LIMITS), "A", "abc")
+    buffer, _ = finish(buffer, "A")
+    buffer, actions = reserve(buffer, "B", "abcd")
+    assert actions == (Admit("B", "peer of B", 4, frozenset({3})),)
+    buffer, (end,) = states.release(buffer, "A", "used", 0.0)
+    assert end == End("A", "peer of A", "used", frozenset(), ())
+    buffer, _ = finish(buffer, "B")
+    buffer, (end,) = states.release(buffer, "B", "used", 0.0)
+    assert end == End("B", "peer of B", "used", frozenset(), ("a", "b", "c", "d"))
+    buffer, _ = states.freed(buffer, 4, 0.0)
+    assert buffer == Buffer.empty(4, LIMITS)
+
+
+def test_the_second_copy_of_a_record_is_let_go() -> None:
+    buffer, _ = reserve(Buffer.empty(4, LIMITS), "A", "ab")
+    buffer, _ = reserve(buffer, "B", "bc")
+    buffer, _ = finish(buffer, "A")
+    buffer, actions = finish(buffer, "B")
+    assert actions == (Complete("B", "peer of B", frozenset({1}), frozenset({0})),)
+    assert buffer.held == {"a": 1, "b": 2, "c": 1}
+    check_integrity(buffer)
+
+
+def test_what_is_missing_takes_no_slot() -> None:
+    buffer, _ = reserve(Buffer.empty(4, LIMITS), "A", "abcd")
+    buffer = bring(buffer, "A", 2)
+    with pytest.raises(Unexpected, match="2 records are missing, not 1"):
+        states.commit(buffer, "A", "peer of A", [3], 0.0)
+    buffer, actions = states.commit(buffer, "A", "peer of A", [2, 3], 0.0)
+    assert actions == (Complete("A", "peer of A", frozenset({0, 1}), frozenset({2, 3})),)
+    buffer, actions = reserve(buffer, "B", "ef")
+    assert actions == ()
+    buffer, actions = states.freed(buffer, 2, 0.0)
+    assert kinds(actions) == [("Admit", "B")]
+
+
+def test_deadlines() -> None:
+    buffer, _ = reserve(Buffer.empty(2, LIMITS), "A", "ab", now=0.0)
+    buffer, _ = reserve(buffer, "B", "cd", now=0.0)
+    buffer, _ = reserve(buffer, "C", "cd", now=0.0, deadline_s=3.0)
+    assert states.next_deadline(buffer) == 3.0
+    assert states.expire(buffer, 2.9) == (buffer, ())
+    buffer, actions = states.expire(buffer, 10.0)
+    assert [(a.transfer, a.reason) for a in actions if isinstance(a, Refuse)] == [
+        ("B", "no slots came free in time"),
+        ("C", "no slots came free in time"),
+    ]
+    buffer = bring(buffer, "A", 1, now=15.0)
+    assert states.expire(buffer, 34.9) == (buffer, ())
+    late, actions = states.expire(buffer, 35.0)
+    assert actions == (End("A", "peer of A", "nothing came in for too long", frozenset({0, 1}), ()),)
+    check_integrity(late)
+    buffer, _ = finish(buffer, "A", now=34.0)
+    assert states.next_deadline(buffer) == 64.0
+    buffer, actions = states.expire(buffer, 64.0)
+    assert actions == (End("A", "peer of A", "nobody used it in time", frozenset(), ("a", "b")),)
+
+
+def test_damaged_records_are_let_go() -> None:
+    buffer, _ = reserve(Buffer.empty(3, LIMITS), "A", "ab")
+    buffer, _ = finish(buffer, "A")
+    buffer, _ = reserve(buffer, "B", "bc")
+    buffer, actions = states.discard(buffer, ["b", "x"])
+    assert actions == (Forget(("b",)),)
+    check_integrity(buffer)
+    assert states.discard(buffer, ["b"]) == (buffer, ())
+    buffer, (end,) = states.release(buffer, "A", "used", 0.0)
+    assert end == End("A", "peer of A", "used", frozenset(), ("a",))
+
+
+def test_a_lost_sender_leaves_what_it_committed() -> None:
+    buffer = Buffer.empty(4, LIMITS)
+    for transfer, word in (("A", "ab"), ("B", "cd"), ("C", "ef")):
+        buffer, _ = states.reserve(buffer, transfer, "P", word, (), 100.0, 0.0)
+    buffer, _ = finish(buffer, "A")
+    buffer = bring(buffer, "B", 1)
+    buffer, actions = states.lost(buffer, "P", 0.0)
+    assert sorted(kinds(actions)) == [("End", "B"), ("Refuse", "C")]
+    assert list(buffer.transfers) == ["A"]
+    assert buffer.held == {"a": 1, "b": 1}
+
+
+def test_events_of_others_do_not_count() -> None:
+    buffer, _ = reserve(Buffer.empty(2, LIMITS), "A", "ab")
+    for event in (
+        lambda: states.arrived(buffer, "A", "another", 0, 0.0),
+        lambda: states.commit(buffer, "A", "another", (0, 1), 0.0),
+        lambda: states.arrived(buffer, "A", "peer of A", 2, 0.0),
+    ):
+        with pytest.raises(Unexpected):
+            event()
+    assert states.cancel(buffer, "A", "another", 0.0) == (buffer, ())
+    assert states.arrived(buffer, "over", "another", 0, 0.0) == (buffer, ())
+    with pytest.raises(Unexpected, match="record 0"):
+        states.arrived(bring(buffer, "A", 1), "A", "peer of A", 0, 0.0)
+    again, (refusal,) = reserve(buffer, "A", "c")
+    assert isinstance(refusal, Refuse)
+    assert again == buffer
+
+
+def test_closing_lets_what_comes_in_come_in() -> None:
+    buffer, _ = reserve(Buffer.empty(2, LIMITS), "A", "ab")
+    buffer, _ = reserve(buffer, "B", "cd")
+    buffer, actions = states.close(buffer, 0.0, at_once=False)
+    assert kinds(actions) == [("Refuse", "B")]
+    _, (refusal,) = reserve(buffer, "C", "a")
+    assert isinstance(refusal, Refuse)
+    assert "closing" in refusal.reason
+    buffer, actions = finish(buffer, "A")
+    assert kinds(actions) == [("Complete", "A")]
+    buffer, actions = states.close(buffer, 0.0, at_once=True)
+    assert kinds(actions) == [("End", "A")]
+
+
+@dataclass(frozen=True)
+class World:
+    """A buffer, what each sender does next, and how many faults may still come.
+
+    Attributes:
+        todo: by transfer, what is left: "reserve", "data", "commit", "release".
+    """
+
+    buffer: Buffer
+    todo: tuple[tuple[str, tuple[str, ...]], ...]
+    faults: int
+    ended: frozenset[str] = frozenset()
+
+    def key(self) -> str:
+        return repr(self)
+
+
+def advance(world: World, words: dict[str, str]) -> Iterator[World]:
+    """Every world that one event makes of this one."""
+    buffer = world.buffer
+
+    def after(outcome: states.Step, transfer: str = "", faults: int = world.faults) -> World:
+        changed, actions = outcome
+        check_integrity(changed)
+        over = {a.transfer for a in actions if isinstance(a, End | Refuse)}
+        todo = tuple((t, rest[1:] if t == transfer else rest) for t, rest in world.todo)
+        return World(changed, todo, faults, world.ended | over)
+
+    for transfer, rest in world.todo:
+        found = buffer.transfers.get(transfer)
+        if not rest or transfer in world.ended:
+            continue
+        if rest[0] == "reserve":
+            yield after(reserve(buffer, transfer, words[transfer]), transfer)
+        elif rest[0] == "data" and found is not None and found.phase is Phase.RECEIVING:
+            due = found.own - found.arrived
+            if due:
+                yield after(states.arrived(buffer, transfer, found.peer, min(due), 0.0))
+            else:
+                yield after((buffer, ()), transfer)
+        elif rest[0] == "commit":
+            yield after(states.commit(buffer, transfer, f"peer of {transfer}", (), 0.0), transfer)
+        elif rest[0] == "release" and found is not None and found.phase is Phase.COMMITTED:
+            yield after(states.release(buffer, transfer, "used", 0.0), transfer)
+        if world.faults and found is not None:
+            yield after(states.cancel(buffer, transfer, found.peer, 0.0), faults=world.faults - 1)
+            yield after(states.lost(buffer, found.peer, 0.0), faults=world.faults - 1)
+            yield after(states.release(buffer, transfer, "given up", 0.0), faults=world.faults - 1)
+    if buffer.lent:
+        yield after(states.freed(buffer, 1, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("slots", "words", "faults"),
+    [
+        (8, ("abcdef", "ghijkl"), 1),
+        (8, ("abcdef", "abcghi"), 1),
+        (4, ("abc", "def", "gh"), 1),
+        (4, ("abc", "abd", "acd"), 1),
+        (3, ("ab", "cd", "ab"), 2),
+        (2, ("a", "a", "b", "bc"), 1),
+        (1, ("a", "b", "a"), 2),
+    ],
+)
+def test_every_order_of_events_ends_well(slots: int, words: tuple[str, ...], faults: int) -> None:
+    """All interleavings, with faults anywhere: what is left to do can be done, and at the end all is free."""
+    by_name = dict(zip("ABCD", words, strict=False))
+    script = ("reserve", "data", "commit", "release")
+    start = World(Buffer.empty(slots, LIMITS), tuple((t, script) for t in by_name), faults)
+    seen = {start.key()}
+    queue = deque([start])
+    ends = 0
+    while queue:
+        world = queue.popleft()
+        following = list(advance(world, by_name))
+        if not any(w.faults == world.faults for w in following):
+            ends += 1
+            assert world.buffer == Buffer.empty(slots, LIMITS), f"stuck: {world}"
+            assert all(not rest or t in world.ended for t, rest in world.todo), f"stuck: {world}"
+        for after in following:
+            if after.key() not in seen:
+                seen.add(after.key())
+                queue.append(after)
+    assert ends >= 1
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """A random life: many transfers of many peers, time that passes, faults; then everything is let end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.buffer = Buffer.empty(6, LIMITS)
+        self.count = 0
+        self.asked: list[str] = []
+        self.admitted: list[str] = []
+
+    def take(self, outcome: states.Step) -> None:
+        self.buffer, actions = outcome
+        for action in actions:
+            if isinstance(action, Admit):
+                self.admitted.append(action.transfer)
+                assert len(action.own) <= self.buffer.slots
+            if isinstance(action, Admit | Refuse):
+                self.asked.remove(action.transfer)
+
+    @rule(
+        word=st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=8, unique=True),
+        outside=st.sets(st.sampled_from("abcdefghij"), max_size=3),
+        peer=st.integers(0, 2),
+        patience=st.sampled_from([1.0, 100.0]),
+    )
+    def reserve(self, word: list[str], outside: set[str], peer: int, patience: float) -> None:
+        self.count += 1
+        transfer = str(self.count)
+        self.asked.append(transfer)
+        self.take(states.reserve(self.buffer, transfer, peer, word, outside, patience, self.now))
+
+    @precondition(lambda self: any(t.own - t.arrived for t in self.buffer.transfers.values()))
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        due = [t for t in self.buffer.transfers.values() if t.own - t.arrived]
+        found = data.draw(st.sampled_from(due))
+        index = data.draw(st.sampled_from(sorted(found.own - found.arrived)))
+        self.take(states.arrived(self.buffer, found.id, found.peer, index, self.now))
+
+    @rule(data=st.data())
+    def end_one(self, data: st.DataObject) -> None:
+        if not self.buffer.transfers:
+            return
+        found = data.draw(st.sampled_from(list(self.buffer.transfers.values())))
+        what = data.draw(st.sampled_from(["commit", "commit", "cancel", "release", "lost"]))
+        if what == "commit" and found.phase is Phase.RECEIVING:
+            missing = found.own - found.arrived
+            self.take(states.commit(self.buffer, found.id, found.peer, missing, self.now))
+        elif what == "cancel":
+            self.take(states.cancel(self.buffer, found.id, found.peer, self.now))
+        elif what == "release":
+            self.take(states.release(self.buffer, found.id, "used", self.now))
+        elif what == "lost":
+            self.take(states.lost(self.buffer, found.peer, self.now))
+
+    @precondition(lambda self: self.buffer.held)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sets(st.sampled_from(sorted(self.buffer.held)), min_size=1)) | {"unknown"}
+        self.take(states.discard(self.buffer, gone))
+        assert not gone & self.buffer.held.keys()
+
+    @precondition(lambda self: self.buffer.lent)
+    @rule(data=st.data())
+    def slots_come_back(self, data: st.DataObject) -> None:
+        self.take(states.freed(self.buffer, data.draw(st.integers(1, self.buffer.lent)), self.now))
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 31.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(states.expire(self.buffer, self.now))
+        deadline = states.next_deadline(self.buffer)
+        assert deadline is None or deadline > self.now
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        check_integrity(self.buffer)
+        assert self.admitted == sorted(self.admitted, key=int), "somebody overtook"
+
+    @invariant()
+    def whoever_fits_is_not_left_waiting(self) -> None:
+        waiting = [t for t in self.buffer.transfers.values() if t.phase is Phase.WAITING]
+        if waiting:
+            first = waiting[0]
+            inside = {n for i, n in enumerate(first.names) if i not in first.elsewhere}
+            assert len(inside - self.buffer.held.keys()) > self.buffer.free
+
+    def teardown(self) -> None:
+        """Time alone ends everything."""
+        for _ in range(200):
+            if self.buffer.lent:
+                self.take(states.freed(self.buffer, self.buffer.lent, self.now))
+            deadline = states.next_deadline(self.buffer)
+            if deadline is None:
+                break
+            self.now = max(self.now, deadline)
+            self.take(states.expire(self.buffer, self.now))
+        assert self.buffer == Buffer.empty(6, LIMITS)
+        assert not self.asked, "neither admitted nor refused"
+
+
+TestBuffer = BufferMachine.TestCase
+TestBuffer.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def open_transfer(word: str = "abc", slots: Sequence[int] = (4, -1, 2)) -> Outgoing:
+    out = Outgoing.asked("T", names(word), deadline_s=5.0, transfer_s=10.0, now=0.0)
+    out, steps = outgoing.admitted(out, slots, 1.0)
+    assert steps == ()
+    return out
+
+
+def test_a_sender_sends_what_is_wanted_then_commits() -> None:
+    out = open_transfer()
+    assert out.unsent == {"a", "c"}
+    out, steps = outgoing.put(out, "b", 2.0)
+    assert steps == ()
+    out, steps = outgoing.put(out, "c", 2.0)
+    assert steps == (outgoing.Send(2, 2),)
+    assert outgoing.put(out, "c", 2.0) == (out, ())
+    out, steps = outgoing.put(out, "a", 3.0)
+    assert steps == (outgoing.Send(0, 4), SendCommit(()))
+    out, steps = outgoing.done(out)
+    assert (out.stage, out.error, out.missing) == (Stage.ENDED, None, 0)
+
+
+def test_a_sender_that_has_nothing_to_send_commits() -> None:
+    out = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
+    out, steps = outgoing.admitted(out, [-1, -1], 1.0)
+    assert (out.stage, steps) == (Stage.COMMITTED, (SendCommit(()),))
+
+
+def test_a_sender_wants_nothing_before_it_is_admitted() -> None:
+    out = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
+    assert outgoing.put(out, "a", 1.0) == (out, ())
+    assert not out.unsent
+
+
+def test_a_sender_that_finishes_early_says_what_is_missing() -> None:
+    out, _ = outgoing.put(open_transfer(), "a", 2.0)
+    out, steps = outgoing.finish(out, 2.0)
+    assert steps == (SendCommit((2,)),)
+    out, _ = outgoing.done(out)
+    assert (out.error, out.missing) == (None, 1)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_a_release_is_always_answered(stage: Stage) -> None:
+    """The receiver lends its slots to nobody before that."""
+    out = replace(open_transfer(), stage=stage, error="before" if stage is Stage.ENDED else None)
+    out, steps = outgoing.released(out, "expired")
+    assert steps == (SendCancel(),)
+    assert (out.stage, out.error) == (Stage.ENDED, "before" if stage is Stage.ENDED else "expired")
+    assert outgoing.put(out, "a", 2.0) == (out, ())
+    assert outgoing.finish(out, 2.0) == (out, ())
+    assert outgoing.admitted(out, [1, 2, 3], 2.0) == (out, ())
+    assert outgoing.done(out) == (out, ())
+
+
+def test_a_sender_that_waits_too_long_cancels() -> None:
+    asked = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
+    assert outgoing.overdue(asked, 4.9) == (asked, ())
+    for out, at, reason in [
+        (asked, 5.0, "the receiver did not answer in time"),
+        (open_transfer(), 11.0, "no record was put for too long"),
+        (outgoing.finish(open_transfer(), 2.0)[0], 12.0, "the receiver did not confirm in time"),
+    ]:
+        ended, steps = outgoing.overdue(out, at)
+        assert (ended.stage, ended.error, steps) == (Stage.ENDED, reason, (SendCancel(),))
+        assert outgoing.overdue(ended, at + 100) == (ended, ())
+
+
+def test_answers_that_nobody_asked_for() -> None:
+    out = open_transfer()
+    with pytest.raises(Unexpected):
+        outgoing.admitted(out, [1, 2, 3], 2.0)
+    with pytest.raises(Unexpected):
+        outgoing.done(out)
+    asked = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
+    with pytest.raises(Unexpected, match="3 slots for 2 records"):
+        outgoing.admitted(asked, [1, 2, 3], 2.0)

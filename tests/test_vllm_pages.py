@@ -1,0 +1,187 @@
+"""vLLM's KV caches as kvkit's layer groups, in the layouts of its backends, built by its own code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    create_kv_cache_views,
+)
+
+from kvkit.adapters.vllm.pages import check_chunks, complete_tokens, group_pages, has_windows, layer_specs
+from kvkit.kernels import launch
+from kvkit.settings import ConfigError
+
+BLOCKS, CHUNK = 6, 64
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(
+    block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=48
+)
+NARROW = replace(SLIDING, sliding_window=16)
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32, attention_chunk_size=64
+)
+LONGER = replace(LOCAL, attention_chunk_size=128)
+FORMS = (("LBHNC", None), ("LBNHC", None), ("BLHNC", None), ("LBHNC", 8))
+"""Layouts, and tokens of the kernel's blocks where they are smaller than vLLM's."""
+MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
+
+
+def views(
+    spec: KVCacheSpec, names: list[str], layout: str, kernel: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors that vLLM makes of one allocation for some layers, with every element different."""
+    page, layers = spec.page_size_bytes, len(names)
+    by_layer = layout.startswith("L") and layout[1] == "B"
+    tensor = KVCacheTensor(
+        size=page * layers * BLOCKS,
+        layers=names,
+        layer_stride=page * BLOCKS if by_layer else page,
+        block_stride=page if by_layer else page * layers,
+    )
+    raw = torch.randint(-128, 127, (tensor.size,), dtype=torch.int8, generator=torch.manual_seed(0))
+    made = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout[layout], tensor, kernel)
+    return dict(zip(names, made, strict=True))
+
+
+def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, vLLM's blocks first."""
+    return tensor.contiguous().view(torch.uint8).unflatten(0, (BLOCKS, -1))
+
+
+def config(*groups: tuple[KVCacheSpec, list[str]]) -> Any:
+    made = [SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in groups]
+    return SimpleNamespace(kv_cache_groups=made)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "kernel"), [("LBHNC", None), ("LBNHC", None), ("BLHNC", None), ("LBHNC", 8)]
+)
+@pytest.mark.parametrize("spec", [FULL, MLA], ids=["gqa", "mla"])
+def test_what_is_packed_is_unpacked_into_the_same_blocks(
+    spec: KVCacheSpec, layout: str, kernel: int | None, opaque: bool
+) -> None:
+    names = [f"model.layers.{i}.attn" for i in (0, 1, 2)]
+    specs = layer_specs(config((spec, names[::-1])), cpu=False)
+    tensors = views(spec, names, layout, kernel)
+    found, (group,) = group_pages(specs, tensors, BLOCKS, opaque)
+    assert group.names == tuple(names)
+    assert found.layers == 3
+    assert found.groups[0].opaque == opaque
+    assert found.groups[0].v_size == (0 if spec is MLA or opaque else 8)
+    assert found.chunk_bytes(CHUNK) == 3 * spec.page_size_bytes * CHUNK // 32
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    record = np.zeros(found.chunk_bytes(CHUNK), np.uint8)
+    form = SimpleNamespace(namespace=SimpleNamespace(chunk_tokens=CHUNK), group=found.groups[0])
+    launch.pack(group.pages, [record], **group.place([4, 1], CHUNK).rows(form, 0, 1))
+    for tensor in tensors.values():
+        tensor.fill_(7)
+    blank = {name: tensor.clone() for name, tensor in tensors.items()}
+    launch.unpack(group.pages, [record], **group.place([2, -1], CHUNK).rows(form, 0, 1))
+    for name, tensor in tensors.items():
+        whole, was, empty = (blocks_of(t) for t in (tensor, before[name], blank[name]))
+        assert torch.equal(whole[2], was[4])
+        others = [b for b in range(BLOCKS) if b != 2]
+        assert torch.equal(whole[others], empty[others])
+
+
+def test_records_do_not_depend_on_the_layout() -> None:
+    names = [f"model.layers.{i}.attn" for i in (0, 1)]
+    specs = layer_specs(config((FULL, names)), cpu=False)
+    records = []
+    for layout, kernel in FORMS:
+        tensors = views(FULL, names, layout, kernel)
+        for i, name in enumerate(names):  # the same values everywhere, by their place in [B, tokens, H, C]
+            by_token = tensors[name].unflatten(0, (BLOCKS, -1)).permute(0, 1, 3, 2, 4)
+            by_token.copy_(torch.arange(by_token.numel()).view(BLOCKS, 32, 2, 16).view(by_token.shape) + i)
+        found, (group,) = group_pages(specs, tensors, BLOCKS, False)
+        form = SimpleNamespace(namespace=SimpleNamespace(chunk_tokens=CHUNK), group=found.groups[0])
+        record = np.zeros(found.chunk_bytes(CHUNK), np.uint8)
+        launch.pack(group.pages, [record], **group.place([4, 1], CHUNK).rows(form, 0, 1))
+        records.append((found.fingerprint(), record.tobytes()))
+    assert len(set(records)) == 1
+
+
+def test_groups_with_tables_of_their_own_stay_apart() -> None:
+    full, sliding = ["layers.2", "layers.10"], ["layers.1", "layers.3"]
+    specs = layer_specs(config((FULL, full), (SLIDING, sliding)), cpu=False)
+    tensors = views(FULL, full, "LBHNC") | views(SLIDING, sliding, "LBHNC")
+    found, pages = group_pages(specs, tensors, BLOCKS, False)
+    assert [(g.layers, g.window) for g in found.groups] == [((0, 2), 48), ((1, 3), None)]
+    assert [(g.table, g.names) for g in pages] == [
+        (1, ("layers.1", "layers.3")),
+        (0, ("layers.2", "layers.10")),
+    ]
+    assert has_windows(specs)
+    assert not has_windows(specs[:1])
+
+
+def test_what_cannot_be_restored_is_named() -> None:
+    mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigError, match=r"layer layers\.1\.mixer: .* MambaSpec.*FullAttentionSpec"):
+        layer_specs(config((FULL, ["layers.0"]), (mamba, ["layers.1.mixer"])), cpu=False)
+    with pytest.raises(ConfigError, match=r"layer layers\.0: .*MLAAttentionSpec.* first token"):
+        layer_specs(config((MLA, ["layers.0"])), cpu=True)
+
+
+def test_a_chunk_is_a_multiple_of_every_block() -> None:
+    wide = FullAttentionSpec(block_size=48, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    specs = layer_specs(config((FULL, ["a"]), (wide, ["b"])), cpu=False)
+    assert check_chunks(192, specs) == (32, 48)
+    with pytest.raises(ConfigError, match=r"chunk_tokens = 256: .* 32, 48 tokens; .* of 96, such as 288"):
+        check_chunks(256, specs)
+    with pytest.raises(ConfigError, match="such as 96"):
+        check_chunks(8, specs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gone", "complete"),
+    [
+        (FULL, [], 128),
+        (FULL, [0], 0),
+        (FULL, [2], 64),
+        (FULL, [3], 64),
+        (SLIDING, [], 128),
+        (SLIDING, [0], 0),  # the first chunk's last 47 tokens begin in it
+        (NARROW, [0], 128),
+        (NARROW, [1], 0),
+        (NARROW, [0, 2], 128),
+        (NARROW, [0, 3], 64),
+        (LOCAL, [0, 1], 128),  # a part ends with each chunk
+        (LONGER, [0, 1], 0),  # and here with the second alone
+        (LONGER, [2, 3], 128),
+    ],
+)
+def test_a_chunk_is_complete_if_all_that_is_attended_to_behind_it_is_there(
+    spec: KVCacheSpec, gone: list[int], complete: int
+) -> None:
+    names = ["layers.0"]
+    _, groups = group_pages([{names[0]: spec}], views(spec, names, "LBHNC"), BLOCKS, False)
+    table = [-1 if i in gone else i + 1 for i in range(4)]
+    assert complete_tokens(groups, [table], CHUNK, 256, 384) == complete
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stop", "complete"), [(3, 384, 64), (3, 321, 65), (2, 321, 64), (0, 384, 0)]
+)
+def test_a_table_that_is_short_lacks_blocks(blocks: int, stop: int, complete: int) -> None:
+    names = ["layers.0"]
+    _, groups = group_pages([{names[0]: FULL}], views(FULL, names, "LBHNC"), BLOCKS, False)
+    assert complete_tokens(groups, [[1, 2, 3, 4][:blocks]], CHUNK, 256, stop) == complete
