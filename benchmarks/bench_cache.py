@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkit.cache import Cache, Place
+from kvkit.cache import Cache, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.launch import Pages
@@ -41,7 +41,7 @@ class Case:
         )
         self.cache = Cache(layout, space, [tier], staging=staging)
         blocks = np.arange(chunks * CHUNK_TOKENS // group.block_tokens, dtype=np.int64)
-        self.place = Place(Pages.of(group, group.pages(len(blocks), fill_byte=1)), blocks=blocks)
+        self.place = SequencePages(Pages.of(group, group.pages(len(blocks), fill_byte=1)), blocks=blocks)
         self.tokens = np.random.default_rng(0).integers(0, 50_000, chunks * CHUNK_TOKENS, np.int32)
         self.bytes = chunks * group.chunk_bytes(CHUNK_TOKENS)
         self.cache.store(self.tokens, self.place)

@@ -18,7 +18,7 @@ from kvkit.tiers.testing import Fault, FaultyTier, random_plan
 FAULTS = {
     "get": [Fault.FAIL, Fault.FLIP, Fault.TRUNCATE],
     "put": [Fault.FAIL, Fault.DROP],
-    "run": [Fault.FAIL],
+    "count": [Fault.FAIL],
 }
 SHARE = 0.1
 """Of the reads and writes that meet a fault."""
@@ -49,7 +49,7 @@ def open_tier(name: str, staging: Staging, settings: Mapping[str, Any]) -> Tier:
 
     def plan(operation: str, record: str) -> Fault | None:
         call = next(calls)
-        if operation == "run":
+        if operation == "count":
             fault = random_plan(call, ASKED_SHARE, FAULTS)(operation, record)
         else:
             fault = random_plan(call // CALLS_OF_A_PLAN, SHARE, FAULTS)(operation, record)

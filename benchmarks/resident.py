@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.two_tiers import BLOCK_TOKENS, CHUNK_TOKENS, group_of
-from kvkit.cache import Cache, Place
+from kvkit.cache import Cache, SequencePages
 from kvkit.environment import describe, slug
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
@@ -79,7 +79,7 @@ def measure(folder: Path, sequences: int) -> Run:
     disk = ObjectTier(str(folder))
     policy = Policy(("memory", "disk"), ("memory", "disk"), ("memory",), staging_only=True)
     blocks = np.arange(CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS, dtype=np.int64)
-    place = Place(Pages.of(group, group.pages(len(blocks), fill_byte=1)), blocks=blocks)
+    place = SequencePages(Pages.of(group, group.pages(len(blocks), fill_byte=1)), blocks=blocks)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50_000, CHUNKS * CHUNK_TOKENS, np.int32) for _ in range(sequences)]
     chunk_bytes = group.chunk_bytes(CHUNK_TOKENS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvkit.cache import Cache, Place
+from kvkit.cache import Cache, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.launch import Pages
@@ -72,7 +72,7 @@ class TwoTiers:
         self.folder = folder
         self.cache = Cache(layout, space, tiers, staging=staging, policy=policy, timeout_s=TIMEOUT_S)
         blocks = np.arange(chunks * CHUNK_TOKENS // BLOCK_TOKENS, dtype=np.int64)
-        self.place = Place(Pages.of(group, group.pages(len(blocks), fill_byte=1)), blocks=blocks)
+        self.place = SequencePages(Pages.of(group, group.pages(len(blocks), fill_byte=1)), blocks=blocks)
         assert staging.ready.wait(TIMEOUT_S)
 
     def store(self, seed: int, chunks: int, tier_of: Callable[[int], str]) -> Tokens:

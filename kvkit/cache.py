@@ -34,19 +34,19 @@ from kvkit.moving.layerwise import LayerLoad, LayerStore
 from kvkit.moving.policy import Policy, PolicyError, in_effect
 from kvkit.moving.policy import check as check_policy
 from kvkit.moving.promises import Promise
-from kvkit.moving.reads import Shelf
+from kvkit.moving.reads import Prefetched
 from kvkit.moving.sequence import (
     CacheError,
     Chunks,
     Hit,
     Loaded,
-    Place,
+    SequencePages,
     UnknownModel,
     check_places,
     formats_of,
 )
 from kvkit.moving.store import Stored
-from kvkit.moving.tier_set import Access
+from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import State
@@ -62,7 +62,7 @@ __all__ = [
     "Endpoint",
     "Hit",
     "Loaded",
-    "Place",
+    "SequencePages",
     "Stored",
 ]
 
@@ -143,8 +143,8 @@ class Cache:
         self.space_of: SpaceOf = space_of or self._own_space
         self.endpoint: Endpoint | None = None
         self._opener = Opener("this cache")
-        self._shared = Access(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
-        self._shelf = Shelf(staging.slots // 2)
+        self._shared = TierSet(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
+        self._shelf = Prefetched(staging.slots // 2)
         staging.on_shortage(self._shelf.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
@@ -240,7 +240,9 @@ class Cache:
         chunks = self._chunks(tokens, namespace)
         return Transfer.start(self._looking, lambda _: self._access.find_promised(chunks, 0.0, tiers).chunks)
 
-    def load(self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None) -> Loaded:
+    def load(
+        self, hit: Hit, place: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
+    ) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
 
         A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if
@@ -259,7 +261,7 @@ class Cache:
         return self._load(hit, place, rotate)(Transfer())
 
     def load_async(
-        self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None = None
+        self, hit: Hit, place: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
     ) -> Transfer[Loaded]:
         """`load` in the background: the pages are in use until the future is done, cancelled or not.
 
@@ -268,7 +270,7 @@ class Cache:
         """
         return Transfer.start(self._loading, self._load(hit, place, rotate), urgent=True)
 
-    def load_layers(self, hit: Hit, place: Place | Sequence[Place]) -> LayerLoad:
+    def load_layers(self, hit: Hit, place: SequencePages | Sequence[SequencePages]) -> LayerLoad:
         """`load` one layer at a time: an iterator over the layers, in model order, as they arrive.
 
         Raises:
@@ -278,7 +280,7 @@ class Cache:
         return LayerLoad(self._access, self._reading, hit, places)
 
     def store_layers(
-        self, tokens: Any, place: Place | Sequence[Place], namespace: Namespace | None = None
+        self, tokens: Any, place: SequencePages | Sequence[SequencePages], namespace: Namespace | None = None
     ) -> LayerStore:
         """`store` one layer at a time, as the engine completes them.
 
@@ -338,7 +340,7 @@ class Cache:
     def store(
         self,
         tokens: Any,
-        place: Place | Sequence[Place],
+        place: SequencePages | Sequence[SequencePages],
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
@@ -364,7 +366,7 @@ class Cache:
     def store_async(
         self,
         tokens: Any,
-        place: Place | Sequence[Place],
+        place: SequencePages | Sequence[SequencePages],
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
@@ -493,7 +495,7 @@ class Cache:
         self.close()
 
     @property
-    def _access(self) -> Access:
+    def _access(self) -> TierSet:
         """What loads and stores share, for the process that opened the cache."""
         self._opener.check()
         return self._shared
@@ -512,7 +514,7 @@ class Cache:
                 raise PolicyError(f"{argument}={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
 
     def _load(
-        self, hit: Hit, place: Place | Sequence[Place], rotate: Rotation | None
+        self, hit: Hit, place: SequencePages | Sequence[SequencePages], rotate: Rotation | None
     ) -> Callable[[Transfer[Loaded]], Loaded]:
         places = check_places(place, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
@@ -522,7 +524,7 @@ class Cache:
     def _store(
         self,
         tokens: Any,
-        place: Place | Sequence[Place],
+        place: SequencePages | Sequence[SequencePages],
         namespace: Namespace | None,
         to: Sequence[str] | None,
         first: int,

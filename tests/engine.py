@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkit.cache import Place
+from kvkit.cache import SequencePages
 from kvkit.format.keys import chunk_keys, namespace_digest
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.kernels import reference
@@ -43,9 +43,9 @@ class Engine:
         self.pools = [group.pages(blocks, fill_byte=POISON) for group in layout.groups]
         self.pages = [Pages.of(g, pool) for g, pool in zip(layout.groups, self.pools, strict=True)]
 
-    def places(self, table: Sequence[int]) -> list[Place]:
+    def places(self, table: Sequence[int]) -> list[SequencePages]:
         """Where a sequence with this block table lies."""
-        return [Place(pages, blocks=np.asarray(table, np.int64)) for pages in self.pages]
+        return [SequencePages(pages, blocks=np.asarray(table, np.int64)) for pages in self.pages]
 
     def table(self, tokens: int, start: int = 1) -> list[int]:
         """A block table for `tokens` tokens: odd blocks first, so that neighbours stay free."""

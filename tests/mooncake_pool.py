@@ -199,12 +199,12 @@ def test_two_clients_share_what_one_gives(master: Master, staging: Staging) -> N
     near, far = master.tier(staging, GIVEN), master.tier(staging)
     names = record_names(12)
     assert put(far, staging, names) == [None] * 12
-    assert near.run(names) == far.run(names) == 12
+    assert near.count_leading(names) == far.count_leading(names) == 12
     assert all(same(found, name) for found, name in zip(get(near, staging, names), names, strict=True))
     near.delete(names[3:4])  # just read, so that it has a lease
-    assert far.run(names) == 3
+    assert far.count_leading(names) == 3
     near.close()
-    assert far.run(names) == 0
+    assert far.count_leading(names) == 0
     assert isinstance(get(far, staging, names[:1])[0], FileNotFoundError)
     finish(far, staging)
 
@@ -221,9 +221,9 @@ def test_only_its_own_keys(steady: Master, kept: Kept, staging: Staging) -> None
         codes = store.batch_put_from(keys + others, [lease.array.ctypes.data] * count, [8] * count)
     lease.release()
     assert codes == [0] * count
-    assert tier.run(names) == 1050
+    assert tier.count_leading(names) == 1050
     tier.delete([names[700]])
-    assert tier.run(names) == 700
+    assert tier.count_leading(names) == 700
     assert dict(tier.scan()) == {name: 8 for name in names[:1050] if name != names[700]}
     tier.delete(names)
     assert list(tier.scan()) == []
@@ -238,14 +238,14 @@ def test_it_opens_without_its_master_and_has_an_end(tmp_path: Path) -> None:
     tier = master.tier(staging, GIVEN)
     names = record_names(2)
     with pytest.raises(TierError, match=rf"the master 127.0.0.1:{master.port}: .* refused"):
-        tier.run(names)
+        tier.count_leading(names)
     assert isinstance(put(tier, staging, names[:1])[0], TierError)
     with pytest.raises(TierError, match="cannot be listed"):
         list(tier.scan())
     with master:
         assert put(tier, staging, names[:1]) == [None]
         assert isinstance(put(tier, staging, names[1:], GIVEN + 4096)[0], TierFull)
-        assert tier.run(names) == 1
+        assert tier.count_leading(names) == 1
         finish(tier, staging)
 
 
@@ -274,7 +274,7 @@ def test_the_master_is_killed_amid_a_load_and_comes_back(
     release_all(leases)
     master.start()
     wait_for(lambda: put(tier, staging, names[:2]) == [None] * 2)
-    assert tier.run(names) == 2
+    assert tier.count_leading(names) == 2
     assert same(get(tier, staging, names[:1])[0], names[0])
     finish(tier, staging)
 
@@ -285,7 +285,7 @@ def test_a_master_that_hangs(master: Master, giver: Giver, staging: Staging) -> 
     assert put(tier, staging, names[:1]) == [None]
     halt(master)
     with pytest.raises(TierError, match="the master does not answer"):
-        tier.run(names)
+        tier.count_leading(names)
     (error,) = get(tier, staging, names[:1])
     assert isinstance(error, TierError)
     assert "does not answer" in str(error)
@@ -312,7 +312,7 @@ def test_who_gave_the_memory_is_gone(
     else:
         halt(giver)
         monkeypatch.setattr(mooncake, "_GIVES_UP_S", TIMEOUT_S)
-    assert tier.run(names) == 2
+    assert tier.count_leading(names) == 2
     client = tier._store
     for error in get(tier, staging, names[:2]):
         assert isinstance(error, TierError)
@@ -371,11 +371,11 @@ def test_closing_while_others_ask(steady: Master, staging: Staging) -> None:
     asked = threading.Barrier(5)
 
     def ask() -> None:
-        tier.run(names)
+        tier.count_leading(names)
         asked.wait(DEADLINE_S)
         try:
             while True:
-                tier.run(names)
+                tier.count_leading(names)
                 tier.size(names[0])
         except TierError as error:
             errors.append(error)

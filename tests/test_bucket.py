@@ -79,10 +79,10 @@ def test_another_process_writes_and_a_restart_finds_it(s3: S3Server, url: str, s
     ours, theirs = (ObjectTier(url, options=s3.options) for _ in range(2))
     names = record_names(4)
     put(theirs, staging, names[:3])
-    assert ours.run(names) == 3
+    assert ours.count_leading(names) == 3
     theirs.delete([names[1]])
     assert isinstance(get(ours, staging, names[:3])[1], FileNotFoundError)
-    assert ours.run(names) == 1, "what vanished is not a hit twice"
+    assert ours.count_leading(names) == 1, "what vanished is not a hit twice"
     reopened = ObjectTier(url, options=s3.options)
     assert {name for name, _ in reopened.scan()} == {names[0], names[2]}
     theirs.close()
@@ -194,13 +194,13 @@ def test_a_store_that_refuses(
     assert name in str(error)
     if wrong == "may not write":
         assert "AccessDenied" in str(error)
-        assert tier.run([name]) == 0
+        assert tier.count_leading([name]) == 0
     else:
         code = {"secret": "SignatureDoesNotMatch", "user": "InvalidAccessKeyId"}.get(wrong, "AccessDenied")
         assert "cannot be listed" in caplog.text
         assert code in caplog.text
         with pytest.raises(TierError, match="credentials"):
-            tier.run([name])
+            tier.count_leading([name])
     for text in (str(error), caplog.text, repr(tier)):
         assert options["secret_access_key"] not in text
     finish(tier, staging)
@@ -239,7 +239,7 @@ def test_the_server_is_killed_and_restarted_amid_a_load(s3: S3Server, url: str, 
     finally:
         s3.start()
     assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
-    assert tier.run(names) == RECORDS
+    assert tier.count_leading(names) == RECORDS
     finish(tier, staging)
 
 
@@ -266,7 +266,7 @@ def test_a_store_that_answers_badly(
     proxy.spoil = ""
     if spoil != "hang":  # there, the proxy keeps what it has to the end
         assert all(same(f, n) for f, n in zip(get(tier, staging, names[:2]), names, strict=False))
-        assert tier.run(names) == 2
+        assert tier.count_leading(names) == 2
     finish(tier, staging)
 
 
@@ -300,7 +300,7 @@ def test_a_server_that_never_answers(url: str, staging: Staging) -> None:
         tier = ObjectTier(url, options=options, timeout_s=TIMEOUT_S)
         names = record_names(2)
         with pytest.raises(TierError, match=r"no answer within timeout_s=1\.0"):
-            tier.run(names)
+            tier.count_leading(names)
         assert all(isinstance(error, TierError) for error in get(tier, staging, names))
         assert all(isinstance(error, TierError) for error in put(tier, staging, names))
         finish(tier, staging)

@@ -16,7 +16,7 @@ from engine import Engine, small_layout, small_namespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.cache import Cache, CacheError, CacheTimeout, Place
+from kvkit.cache import Cache, CacheError, CacheTimeout, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
 from kvkit.format.record import RecordFormat
 from kvkit.moving import tier_set
@@ -112,7 +112,7 @@ def test_a_hit_ends_at_the_first_gap_and_goes_on_in_the_next_tier(tmp_path: Path
         table = engine.table(48)
         assert cache.load(hit, engine.places(table)).tokens == 32
         engine.assert_loaded(tokens, table, 4)
-        assert cache.tiers["memory"].run(names) == 3, "the first chunks loaded were written back"
+        assert cache.tiers["memory"].count_leading(names) == 3, "the first chunks loaded were written back"
 
 
 def test_write_back_shares_the_slot_and_serves_the_next_load(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_token_slots(tmp_path: Path) -> None:
         store(cache, engine, tokens)
         table = engine.table(16)
         slots = np.concatenate([np.arange(4) + 4 * block for block in table]).astype(np.int64)
-        cache.load(cache.lookup(tokens), Place(engine.pages[0], slots=slots))
+        cache.load(cache.lookup(tokens), SequencePages(engine.pages[0], slots=slots))
         engine.assert_loaded(tokens, table, 2)
 
 
@@ -235,7 +235,7 @@ def test_place_errors_name_the_argument(tmp_path: Path) -> None:
         with pytest.raises(CacheError, match=r"place\[0\].blocks: 3 entries, 2 chunks take 4"):
             cache.load(hit, engine.places([1, 2, 3]))
         with pytest.raises(CacheError, match="blocks or slots"):
-            cache.load(hit, Place(engine.pages[0]))
+            cache.load(hit, SequencePages(engine.pages[0]))
         with pytest.raises(CacheError, match="2 given, the layout has 1"):
             cache.load(hit, engine.places([1, 2, 3, 4]) * 2)
         with pytest.raises(ValueError, match="blocks"):
@@ -406,7 +406,7 @@ def test_a_damaged_compressed_record_is_a_miss(tmp_path: Path) -> None:
 def test_a_tier_that_hangs_when_asked_does_not_hang_the_lookup(tmp_path: Path) -> None:
     engine = make_engine()
     tokens = sequence(24)
-    hung = hanging(tmp_path / "hung", "run")
+    hung = hanging(tmp_path / "hung", "count")
     policy = Policy(("stuck", "disk"), ("disk",))
     with open_cache(
         engine, tmp_path / "d", memory_slots=0, policy=policy, extra=[hung], timeout_s=1.0
@@ -432,7 +432,7 @@ def test_a_tier_that_keeps_failing_is_passed_over(tmp_path: Path) -> None:
     with open_cache(engine, None, memory_slots=0, policy=Policy(("broken",), ()), extra=[broken]) as cache:
         for _ in range(FAILURES_TO_PAUSE + 5):
             assert cache.lookup(tokens).tokens == 0
-        assert asked == ["run"] * FAILURES_TO_PAUSE
+        assert asked == ["count"] * FAILURES_TO_PAUSE
         assert cache.counts().read_errors["broken"] == FAILURES_TO_PAUSE
 
 
@@ -444,7 +444,7 @@ from pathlib import Path
 from test_cache import *
 
 engine = make_engine()
-hung = hanging({str(tmp_path)!r}, "run")
+hung = hanging({str(tmp_path)!r}, "count")
 with open_cache(engine, None, memory_slots=0, extra=[hung], timeout_s=1.0) as cache:
     assert cache.lookup(sequence(24)).tokens == 0
     hung.close = lambda: hung._released.wait()

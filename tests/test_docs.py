@@ -31,7 +31,7 @@ from benchmarks.pictures import draw
 from benchmarks.tables import MACHINE, PAGES, RESULTS, ROOT, render
 from docs import reference
 from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
-from kvkit.cache import Cache, Place
+from kvkit.cache import Cache, SequencePages
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
@@ -93,14 +93,14 @@ def tiny(settings: Settings, folder: Path) -> Settings:
     return settings | {"staging": "4MiB", "tiers": tiers}
 
 
-def opened(settings: Settings, **fields: Any) -> tuple[Cache, Place]:
+def opened(settings: Settings, **fields: Any) -> tuple[Cache, SequencePages]:
     """A cache of these settings, and a place in a small model's pages."""
     group = LayerGroup(layers=(0, 1), kv_heads=1, k_size=8, v_size=8, dtype="float32", block_tokens=16)
     layout = KVLayout((group,))
     config = load_config(**settings)
     cache = open_cache(config, layout, config.namespace(layout, model="m", dtype="float32", **fields))
     pages = Pages.of(group, group.pages(len(TOKENS) // 16 + 1, fill_byte=7))
-    return cache, Place(pages, blocks=np.arange(len(TOKENS) // 16))
+    return cache, SequencePages(pages, blocks=np.arange(len(TOKENS) // 16))
 
 
 def stored(settings: Settings, **fields: Any) -> int:

@@ -46,9 +46,9 @@ FAULTS = {
     "cannot read": {"get": Fault.FAIL},
     "flips bits": {"get": Fault.FLIP},
     "cuts short": {"get": Fault.TRUNCATE},
-    "cannot be asked": {"run": Fault.FAIL},
+    "cannot be asked": {"count": Fault.FAIL},
     "cannot delete": {"delete": Fault.FAIL, "get": Fault.FLIP},
-    "hangs": {"run": Fault.HANG},
+    "hangs": {"count": Fault.HANG},
     "hangs when it reads": {"get": Fault.HANG},
     "hangs when it writes": {"put": Fault.HANG},
 }

@@ -116,14 +116,14 @@ def test_records_arrive(node: Node, sender: Sender, slots: Staging, transport: s
     for number in range(3):
         transfer = sender.open(f"t{number}", address(node, transport), names, LONG_S)
         assert transfer.admitted.result(LONG_S) == 6
-        assert sender.unwanted(names) == 0
+        assert sender.count_unneeded(names) == 0
         send(sender, slots, names[::-1])
         assert transfer.done.result(LONG_S) == 0
         assert_holds(node.tier, names)
-        assert sender.unwanted(names) == 6
+        assert sender.count_unneeded(names) == 6
         node.receiver.check_integrity()
         node.receiver.release(transfer.id)
-        assert node.tier.run(names) == 0
+        assert node.tier.count_leading(names) == 0
         wait_until_free(node)
 
 
@@ -141,7 +141,7 @@ def test_a_lent_record_outlives_its_transfer(
     node.receiver.release("first")
     others = record_names(8, "fedcba9876543210")
     second = sender.open("second", address(node, transport), others, LONG_S)
-    assert node.tier.run(names) == 0
+    assert node.tier.count_leading(names) == 0
     assert lent.record.tobytes() == record_bytes(names[3]).tobytes()
     assert not second.admitted.done(), "it was given a slot that is lent"
     lent.release()
@@ -224,7 +224,7 @@ def test_what_is_never_put_is_missing(node: Node, sender: Sender, slots: Staging
     send(sender, slots, names[:3])
     sender.finish("t")
     assert transfer.done.result(LONG_S) == 2
-    assert node.tier.run(names) == 3
+    assert node.tier.count_leading(names) == 3
     assert node.receiver.arena.free == 5
 
 
@@ -234,12 +234,12 @@ def test_nothing_is_put_before_there_is_room(node: Node, sender: Sender, slots: 
     first.admitted.result(LONG_S)
     names = record_names(2)
     second = sender.open("second", node.unix, names, LONG_S)
-    assert sender.unwanted(names) == 2
+    assert sender.count_unneeded(names) == 2
     send(sender, slots, names)
     assert slots.free == slots.slots
     sender.cancel("first")
     assert second.admitted.result(LONG_S) == 2
-    assert sender.unwanted(names) == 0
+    assert sender.count_unneeded(names) == 0
     send(sender, slots, names)
     assert second.done.result(LONG_S) == 0
 
@@ -694,7 +694,7 @@ def test_futures_complete_without_the_lock(node: Node, sender: Sender, slots: St
     """Who is told that there is room may call the sender, and take its time."""
     names = record_names(2)
     transfer = sender.open("t", node.unix, names, LONG_S)
-    calls: list[Callable[[], object]] = [lambda: sender.unwanted(names), sender.transfers]
+    calls: list[Callable[[], object]] = [lambda: sender.count_unneeded(names), sender.transfers]
     transfer.admitted.add_done_callback(lambda _: [call() for call in calls] and None)
     transfer.admitted.add_done_callback(lambda _: send(sender, slots, names))
     assert transfer.done.result(LONG_S) == 0

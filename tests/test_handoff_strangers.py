@@ -197,9 +197,9 @@ def test_who_has_no_thread_to_connect_hears_so(node: Node, monkeypatch: pytest.M
         with pytest.raises(HandoffError, match="t: no thread for a connection"):
             sender.open("t", node.tcp, record_names(1), LONG_S)
         with pytest.raises(OSError, match="tier 'D': no thread for a connection"):
-            tier.run(record_names(1))
+            tier.count_leading(record_names(1))
     assert sender.transfers() == {}
-    assert tier.run(record_names(1)) == 0
+    assert tier.count_leading(record_names(1)) == 0
     sender.close(LONG_S)
     tier.close()
 

@@ -58,9 +58,9 @@ class TestHandoff(TierContract):
 def test_what_nobody_waits_for_is_done_at_once(staging: Staging, sends: bool) -> None:
     tier = HandoffTier(None, new_sender() if sends else None)
     names = record_names(3)
-    assert tier.unwanted(names) == 3
+    assert tier.count_unneeded(names) == 3
     assert put(tier, staging, names) == [None] * 3
-    assert tier.run(names) == 0
+    assert tier.count_leading(names) == 0
     tier.close()
     assert staging.free == staging.slots
     staging.close()

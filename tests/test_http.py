@@ -679,7 +679,7 @@ def test_strangers_write_nothing_into_the_log(server: Server, caplog: pytest.Log
 ENDPOINT = """
 import json, os, resource, sys
 from managed import ManagedCache
-from kvkit import connections
+from kvkit.observe import connections
 from kvkit.observe.http import Server
 from kvkit.tiers.testing import put, record_names
 from kvkit.tiers.objects import ObjectTier

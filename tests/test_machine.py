@@ -34,7 +34,7 @@ FAULTS = {
     "disk cannot read": {"get": Fault.FAIL},
     "disk flips bits": {"get": Fault.FLIP},
     "disk cuts short": {"get": Fault.TRUNCATE},
-    "disk cannot be asked": {"run": Fault.FAIL},
+    "disk cannot be asked": {"count": Fault.FAIL},
     "disk cannot delete": {"delete": Fault.FAIL},
 }
 
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.flush()
         names = set(self.cache._chunks(tokens, None).names)
         self.held["remote"] |= names
-        if not self.faults.keys() & {"put", "run"} and self.cache._access.usable("disk"):
+        if not self.faults.keys() & {"put", "count"} and self.cache._access.usable("disk"):
             self.held["disk"] |= names
 
     def load(self, chunks: list[int], stale: bool) -> None:

@@ -78,7 +78,9 @@ def reuse(folder: Path) -> set[str]:
 def faults(folder: Path) -> set[str]:
     """A record is damaged, one cannot be read, one cannot be written; a tier hangs; a load is called off."""
     fault: list[Fault | None] = [None]
-    tier = FaultyTier(ObjectTier(str(folder)), lambda operation, _: fault[0] if operation != "run" else None)
+    tier = FaultyTier(
+        ObjectTier(str(folder)), lambda operation, _: fault[0] if operation != "count" else None
+    )
     with opened(folder, tier) as cache:
         before = scrape(cache)
         store(cache)

@@ -145,7 +145,7 @@ def test_pages_taken_back_are_not_read(waits_for: str, tmp_path: Path) -> None:
     waiting = threading.Event()
 
     def plan(operation: str, name: str) -> Fault | None:
-        if operation != "run" or waits_for != "tier":
+        if operation != "count" or waits_for != "tier":
             return None
         waiting.set()
         return Fault.HANG

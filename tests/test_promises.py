@@ -60,7 +60,7 @@ class Held:
         self.engine = engine
 
         def plan(operation: str, name: str) -> Fault | None:
-            if operation == "run" and self.stored.is_set():
+            if operation == "count" and self.stored.is_set():
                 self.asked.set()
             return put if operation == "put" else None
 
@@ -158,7 +158,7 @@ def test_copies_come_before_questions(tmp_path: Path) -> None:
     engine.compute(tokens, table)
 
     def plan(operation: str, name: str) -> Fault | None:
-        return Fault.HANG if operation == "run" and hangs.is_set() else None
+        return Fault.HANG if operation == "count" and hangs.is_set() else None
 
     hangs = threading.Event()
     tier = FaultyTier(ObjectTier(str(tmp_path)), plan)

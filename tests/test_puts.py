@@ -75,7 +75,7 @@ def test_loads_have_room_while_the_puts_of_tiers_hang(groups: int, memory: int, 
         # the tiers get on again, and take all
         cache.store(sequence(20), source.places(table), to=["a", "b"])
         cache.flush()
-        assert cache.tiers["a"].run(cache.lookup(sequence(20)).chunks.names) == 20 * groups
+        assert cache.tiers["a"].count_leading(cache.lookup(sequence(20)).chunks.names) == 20 * groups
         assert staging.free >= 16
 
 

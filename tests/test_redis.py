@@ -47,7 +47,7 @@ def test_only_its_own_keys(server: RedisServer, staging: Staging) -> None:
     client.set("0123456789abcdef/0/c.0.0.0.0.0.0", b"x")
     tier = RedisTier(server.url)
     names = record_names(2)
-    assert tier.run(names) == 0
+    assert tier.count_leading(names) == 0
     assert put(tier, staging, names) == [None, None]
     assert sorted(tier.scan()) == [(name, SLOT_BYTES) for name in names]
     assert client.get(PREFIX + names[0]) == record_bytes(names[0]).tobytes()
@@ -74,7 +74,7 @@ def test_a_value_of_another_type_in_a_records_place_is_damage(server: RedisServe
     assert sorted(tier.scan()) == [(names[0], SLOT_BYTES), (names[2], SLOT_BYTES)]
     tier.delete(names[1:2])
     assert put(tier, staging, names[1:2]) == [None]
-    assert tier.run(names) == 3
+    assert tier.count_leading(names) == 3
     finish(tier, staging)
 
 
@@ -83,10 +83,10 @@ def test_a_long_run_takes_several_round_trips(valkey: RedisServer, staging: Stag
     names = record_names(1500)
     client = redis.Redis(port=valkey.port)
     client.mset({PREFIX + name: b"x" for name in names[:1300]})
-    assert tier.run(names) == 1300
+    assert tier.count_leading(names) == 1300
     client.delete(PREFIX + names[700])
-    assert tier.run(names) == 700
-    assert tier.run(names[701:1300]) == 599
+    assert tier.count_leading(names) == 700
+    assert tier.count_leading(names[701:1300]) == 599
     assert len(list(tier.scan())) == 1299
     tier.delete(names)
     assert client.dbsize() == 0
@@ -118,12 +118,12 @@ def test_a_user_with_no_more_rights_than_needed(tmp_path: Path, staging: Staging
         part = memoryview(bytearray(8))
         tier.get_ranges(names[0], [(8, 8)], [part])
         assert part == record_bytes(names[0])[8:16].tobytes()
-        assert tier.run(names) == 3
+        assert tier.count_leading(names) == 3
         assert tier.size(names[0]) == SLOT_BYTES
         tier.delete(names[:1])
         assert len(list(tier.scan())) == 2
         guest = RedisTier(server.url, username="guest", password="guest")
-        assert guest.run(names) == 0
+        assert guest.count_leading(names) == 0
         assert "no permissions" in str(put(guest, staging, names[:1])[0])
         guest.close()
         finish(tier, staging)
@@ -139,7 +139,7 @@ def test_a_wrong_password(
         (name,) = record_names(1)
         errors = [*get(tier, staging, [name]), *put(tier, staging, [name])]
         with pytest.raises(TierError, match="refuses the username or the password"):
-            tier.run([name])
+            tier.count_leading([name])
         for error in errors:
             assert isinstance(error, TierError)
             assert "refuses the username or the password" in str(error)
@@ -165,7 +165,7 @@ def test_a_full_server_that_lets_nothing_go(tmp_path: Path, staging: Staging) ->
             if full:
                 break
         assert full
-        assert tier.run(full[:1]) == 0
+        assert tier.count_leading(full[:1]) == 0
         assert same(get(tier, staging, names[:1])[0], names[0]), "what it has, it serves"
         tier.delete([name for name, _ in tier.scan()])
         assert put(tier, staging, full[:1]) == [None]
@@ -181,7 +181,7 @@ def test_a_server_that_lets_go_what_was_used_least(tmp_path: Path, staging: Stag
             assert put(tier, staging, names[first : first + RECORDS]) == [None] * RECORDS
         held = {name for name, _ in tier.scan()}
         assert 0 < len(held) < len(names)
-        assert [tier.run([name]) for name in names] == [int(name in held) for name in names]
+        assert [tier.count_leading([name]) for name in names] == [int(name in held) for name in names]
         finish(tier, staging)
 
 
@@ -190,9 +190,9 @@ def test_the_server_is_killed_and_restarted_amid_a_load(server: RedisServer, sta
     tier = RedisTier(server.url, threads=2, timeout_s=TIMEOUT_S)
     names = kill_amid_a_load(server, tier, staging)
     with pytest.raises(TierError, match="refused"):
-        tier.run(names)
+        tier.count_leading(names)
     server.start()
-    assert tier.run(names) == 0
+    assert tier.count_leading(names) == 0
     assert put(tier, staging, names[:2]) == [None, None]
     assert same(get(tier, staging, names[:1])[0], names[0])
     finish(tier, staging)
@@ -220,7 +220,7 @@ def test_a_server_that_answers_badly(how: str, valkey: RedisServer, staging: Sta
             valkey.resume()
         if how != "deaf":
             assert same(get(tier, staging, names[:1])[0], names[0])
-            assert tier.run(names) == 1
+            assert tier.count_leading(names) == 1
         finish(tier, staging)
 
 

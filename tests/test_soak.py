@@ -26,7 +26,7 @@ THREADS, SECONDS = 50, 60.0
 FAULTS = {
     "get": [Fault.FAIL, Fault.FLIP, Fault.TRUNCATE],
     "put": [Fault.FAIL, Fault.DROP],
-    "run": [Fault.FAIL],
+    "count": [Fault.FAIL],
 }
 
 

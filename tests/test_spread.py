@@ -189,7 +189,7 @@ def test_a_stripe_without_one_part_is_a_miss(part: int, tmp_path: Path) -> None:
     assert isinstance(get(tier, staging, [name])[0], np.ndarray)
     tier.close()
     again = ObjectTier(urls)
-    assert again.run([other]) == 1
+    assert again.count_leading([other]) == 1
     again.close()
 
 

@@ -118,11 +118,11 @@ def test_memory_lets_the_least_recently_used_go(staging: Staging) -> None:
     tier = MemoryTier(staging, 4 * SLOT_BYTES)
     names = record_names(6)
     put(tier, staging, names[:4])
-    assert tier.run(names[:2]) == 2
+    assert tier.count_leading(names[:2]) == 2
     put(tier, staging, names[4:])
     assert [tier.size(name) is not None for name in names] == [True, True, False, False, True, True]
     put(tier, staging, [names[2]])
-    assert tier.run(names[:2]) == 1, "of one run the tail goes first: without the head it is no use"
+    assert tier.count_leading(names[:2]) == 1, "of one run the tail goes first: without the head it is no use"
     tier.close()
     assert staging.free == SLOTS
     staging.close()
@@ -158,13 +158,13 @@ def test_capacity_deletes_the_least_recently_used(kind: str, tmp_path: Path, sta
     tier = ObjectTier(url, capacity_bytes=4 * SLOT_BYTES + 100)
     names = record_names(6)
     assert put(tier, staging, names[:4]) == [None] * 4
-    assert tier.run(names[:2]) == 2
+    assert tier.count_leading(names[:2]) == 2
     assert put(tier, staging, names[4:]) == [None, None]
     assert {name for name, _ in tier.scan()} == {*names[:2], *names[4:]}
-    assert tier.run(names) == 2
+    assert tier.count_leading(names) == 2
     tier.close()
     reopened = ObjectTier(url, capacity_bytes=2 * SLOT_BYTES)
-    assert reopened.run(names) == 2
+    assert reopened.count_leading(names) == 2
     assert put(reopened, staging, [names[3]]) == [None]
     assert len(list(reopened.scan())) == 2, "a smaller capacity takes effect with the next put"
     reopened.close()
@@ -180,7 +180,7 @@ def test_a_record_larger_than_the_capacity(tmp_path: Path, staging: Staging) -> 
     (error,) = put(tier, staging, [second])
     assert isinstance(error, TierFull)
     assert "capacity_bytes=16383" in str(error)
-    assert tier.run([first]) == 1, "nothing is let go for a record that does not fit"
+    assert tier.count_leading([first]) == 1, "nothing is let go for a record that does not fit"
     tier.close()
     staging.close()
 
@@ -191,12 +191,12 @@ def test_another_process_writes_and_deletes(kind: str, tmp_path: Path, staging: 
     ours, theirs = ObjectTier(url), ObjectTier(url)
     names = record_names(4)
     put(theirs, staging, names[:3])
-    assert ours.run(names) == 3
+    assert ours.count_leading(names) == 3
     theirs.delete([names[1]])
     assert isinstance(get(ours, staging, names[:3])[1], FileNotFoundError)
-    assert ours.run(names) == 1, "what vanished is not a hit twice"
+    assert ours.count_leading(names) == 1, "what vanished is not a hit twice"
     put(theirs, staging, [names[1]])
-    assert ours.run(names) == 3
+    assert ours.count_leading(names) == 3
     ours.close()
     theirs.close()
     staging.close()
@@ -210,7 +210,7 @@ def test_a_failed_put_is_not_a_hit(tmp_path: Path, staging: Staging) -> None:
         (error,) = put(tier, staging, [name])
         assert isinstance(error, OSError)
         assert not isinstance(error, TierFull), "the room that the failed put took was not given back"
-    assert tier.run(names) == 0
+    assert tier.count_leading(names) == 0
     assert tier.size(names[0]) is None
     tier.delete(names)
     assert list(tier.scan()) == []
@@ -234,7 +234,7 @@ def test_a_failed_move_leaves_nothing(staging: Staging) -> None:
     (error,) = put(tier, staging, record_names(1))
     assert isinstance(error, PermissionError)
     assert [path for path in MemoryFileSystem.store if root in path] == []
-    assert tier.run(record_names(1)) == 0
+    assert tier.count_leading(record_names(1)) == 0
     tier.close()
     staging.close()
 
@@ -263,13 +263,13 @@ def test_a_put_under_way_is_no_hit_and_keeps_its_room(staging: Staging) -> None:
     tier.put(names[:1], [lease], done)
     lease.release()
     assert Held.writing.wait(DEADLINE_S)
-    assert tier.run(names) == 0
+    assert tier.count_leading(names) == 0
     assert isinstance(put(tier, staging, names[1:])[0], TierFull)
     Held.go.set()
     assert done.wait(1) == [(names[0], None)]
-    assert tier.run(names) == 1
+    assert tier.count_leading(names) == 1
     assert put(tier, staging, names[1:]) == [None]
-    assert tier.run(names) == 0, "the first was let go for the second"
+    assert tier.count_leading(names) == 0, "the first was let go for the second"
     TierContract().finish(tier, staging)
 
 
@@ -336,7 +336,7 @@ def test_no_name_leaves_the_root(kind: str, name: str, tmp_path: Path, staging: 
     for error in (put_error, got):
         assert isinstance(error, OSError)
         assert "name=" in str(error)
-    for ask in (tier.size, lambda n: tier.run([n]), lambda n: tier.delete([n])):
+    for ask in (tier.size, lambda n: tier.count_leading([n]), lambda n: tier.delete([n])):
         with pytest.raises(OSError, match="name="):
             ask(name)
     with pytest.raises(OSError, match="name="):
@@ -403,10 +403,10 @@ def test_failures(staging: Staging) -> None:
     found = get(tier, staging, names)
     assert [isinstance(f, OSError) for f in found] == [False, True, False]
     assert tier.borrow(names[1]) is None
-    for operation in ("run", "delete", "size"):
+    for operation in ("count", "delete", "size"):
         failing = FaultyTier(inner, one_fault(operation, names[0], Fault.FAIL))
         calls: dict[str, Any] = {
-            "run": lambda t: t.run(names),
+            "count": lambda t: t.count_leading(names),
             "delete": lambda t: t.delete(names[:1]),
             "size": lambda t: t.size(names[0]),
         }
@@ -414,7 +414,7 @@ def test_failures(staging: Staging) -> None:
             calls[operation](failing)
     failing = FaultyTier(inner, one_fault("put", "ff/0/c.9.9.0.0.0.0", Fault.FAIL))
     assert isinstance(put(failing, staging, ["ff/0/c.9.9.0.0.0.0"])[0], OSError)
-    assert inner.run(names) == 3
+    assert inner.count_leading(names) == 3
     TierContract().finish(tier, staging)
 
 
@@ -439,7 +439,7 @@ def test_dropped_puts(staging: Staging) -> None:
     names = record_names(3)
     tier = FaultyTier(MemoryTier(staging, RECORDS * SLOT_BYTES), one_fault("put", names[1], Fault.DROP))
     assert put(tier, staging, names) == [None] * 3
-    assert tier.run(names) == 1
+    assert tier.count_leading(names) == 1
     TierContract().finish(tier, staging)
 
 
@@ -449,14 +449,14 @@ def test_what_hangs_goes_on(end: str, staging: Staging) -> None:
     inner = MemoryTier(staging, RECORDS * SLOT_BYTES)
     put(inner, staging, names[:2])
     tier = FaultyTier(inner, lambda o, n: Fault.HANG if (o, n) in hang else None)
-    hang = {("get", names[0]), ("put", names[2]), ("run", names[0])}
+    hang = {("get", names[0]), ("put", names[2]), ("count", names[0])}
     leases = staging.acquire(3, DEADLINE_S, at_least=3)
     done = Completions()
     tier.get(names[:2], leases[:2], done)
     tier.put(names[2:], leases[2:], done)
     release_all(leases)
     runs: list[int] = []
-    asking = threading.Thread(target=lambda: runs.append(tier.run(names)))
+    asking = threading.Thread(target=lambda: runs.append(tier.count_leading(names)))
     asking.start()
     assert done.wait(1) == [(names[1], None)]
     assert tier.hanging == 2

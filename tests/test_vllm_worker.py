@@ -332,8 +332,8 @@ def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> 
         assert rank.found() == len(IDS)
     rank.step(prefetches=[Prefetch("a", Sequence(IDS), CHUNK)], idle=True)
     names = rank.worker.cache.lookup(IDS, rank.worker._namespace).chunks.names
-    wait_for(lambda: rank.worker.cache.tiers["memory"].run(names[1:]) == 2)
-    assert rank.worker.cache.tiers["memory"].run(names[:1]) == 0
+    wait_for(lambda: rank.worker.cache.tiers["memory"].count_leading(names[1:]) == 2)
+    assert rank.worker.cache.tiers["memory"].count_leading(names[:1]) == 0
     if asked == "after":
         assert rank.found() == len(IDS)
     assert rank.load(Load("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), called_off=["a"])
@@ -422,14 +422,14 @@ def test_a_late_answer_is_none(hasty: Rank) -> None:
     hasty.fill(3.0)
     hasty.save()
     hasty.worker.cache.clear("memory")
-    disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "run" else None)
+    disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "count" else None)
     assert hasty.found() == 0
     disk.release()
     assert hasty.found() == len(IDS)
 
 
 def test_pages_come_free_before_a_tier_says_what_it_lacks(hasty: Rank) -> None:
-    disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "run" else None)
+    disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "count" else None)
     hasty.fill(3.0)
     hasty.step(saves=[SAVE])
     hasty.worker.settle()

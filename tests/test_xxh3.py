@@ -101,7 +101,7 @@ def test_threads_do_not_share_state() -> None:
 GUARDED = """
 import ctypes, mmap
 import numpy as np
-from kvkit import xxh3
+from kvkit.format import xxh3
 
 page = mmap.PAGESIZE
 whole = np.frombuffer(mmap.mmap(-1, 3 * page), np.uint8)

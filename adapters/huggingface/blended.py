@@ -22,7 +22,7 @@ import torch
 from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend, split
 from kvkit.blend.run import Attention, PagedKV, blend, recompute
-from kvkit.cache import Place, Stored
+from kvkit.cache import SequencePages, Stored
 from kvkit.config import Config
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import Namespace, layer_windows
@@ -330,7 +330,7 @@ class BlendedModel:
         where = np.arange(hit.tokens, dtype=np.int64) - first + start
         where[: min(first, hit.tokens)] = -1
         where[where < exact] = -1
-        places = [Place(place.pages, slots=where) for place in kv.places(0)]
+        places = [SequencePages(place.pages, slots=where) for place in kv.places(0)]
         chunks = hit.tokens // self.namespace.chunk_tokens
         rotate = Rotation(self.decoder.rope, np.full(chunks, start - first, np.int64))
         loaded = self.cache.load(hit, places, rotate if start != first else None).tokens

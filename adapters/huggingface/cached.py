@@ -22,7 +22,7 @@ import xxhash
 from transformers.cache_utils import DynamicLayer
 
 from kvkit.adapters.huggingface.configs import described
-from kvkit.cache import Cache, Place, Stored
+from kvkit.cache import Cache, SequencePages, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import KVLayout, LayoutError, layer_windows
@@ -124,11 +124,11 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         for layer in self.layers:
             layer.length = tokens
 
-    def places(self, tokens: int) -> list[Place]:
+    def places(self, tokens: int) -> list[SequencePages]:
         """Where the first `tokens` tokens lie: the whole room is one block, a slot is a position."""
         slots = np.arange(tokens, dtype=np.int64)
         return [
-            Place(
+            SequencePages(
                 Pages.of(group, [(self.layers[i].room_k, self.layers[i].room_v) for i in group.layers]),
                 slots=slots,
             )

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.launch import Pages
-from kvkit.moving.sequence import Place
+from kvkit.moving.sequence import SequencePages
 from kvkit.settings import ConfigError
 
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -47,11 +47,11 @@ class GroupPages:
     names: tuple[str, ...]
     spec: KVCacheSpec
 
-    def place(self, blocks: Sequence[int], tokens: int) -> Place:
+    def place(self, blocks: Sequence[int], tokens: int) -> SequencePages:
         """Where `tokens` tokens lie that begin with the first of `blocks`; what goes beyond is not there."""
         ids = np.full(-(-tokens // self.block_tokens), -1, np.int64)
         ids[: len(blocks)] = blocks[: len(ids)]
-        return Place(self.pages, blocks=_split(ids, self.ratio))
+        return SequencePages(self.pages, blocks=_split(ids, self.ratio))
 
     def has(self, blocks: Sequence[int], start: int, first: int, stop: int) -> bool:
         """Whether all of tokens [first, stop) that tokens from `stop` on attend to lie in `blocks`.

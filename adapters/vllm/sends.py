@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkit.adapters.vllm.params import of_rank
 from kvkit.adapters.vllm.step import Send, TokenIds
-from kvkit.cache import Cache, Place, Stored
+from kvkit.cache import Cache, SequencePages, Stored
 from kvkit.format.layout import Namespace
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.moving.sequence import Chunks
@@ -26,7 +26,7 @@ PATIENCE_S = 0.25
 ROOM_S = 0.25
 """How long after it was asked `behind` counts on a receiver's room. It may have none before the request is
 answered whose last tokens this very step computed."""
-Places = Callable[[Send, int, int], list[Place]]
+Places = Callable[[Send, int, int], list[SequencePages]]
 """Where tokens [first, stop) of what is sent lie."""
 
 
@@ -251,7 +251,7 @@ class Sends:
         self,
         sent: _Sent,
         tokens: object,
-        places: list[Place],
+        places: list[SequencePages],
         space: Namespace,
         first: int,
         ready: Callable[[], object] | None,

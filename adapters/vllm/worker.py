@@ -29,7 +29,7 @@ from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.tier import HandoffTier
 from kvkit.moving.layerwise import LayerLoad
-from kvkit.moving.sequence import Hit, Place, UnknownModel
+from kvkit.moving.sequence import Hit, SequencePages, UnknownModel
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
@@ -447,7 +447,7 @@ class Worker:
         saved = request not in self._kept
         return saved and (self._sends is None or request not in self._sends)
 
-    def _places(self, blocks: Tables, start: int, stop: int) -> list[Place]:
+    def _places(self, blocks: Tables, start: int, stop: int) -> list[SequencePages]:
         """Where tokens [start, stop) lie, counted from the first of `blocks`."""
         places = []
         for group in self._groups:

@@ -121,7 +121,7 @@ class Endpoint:
 
     def received(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Query):
-            runs = tuple(Run(t.name, t.scope, t.run(message.names)) for t in self._near.values())
+            runs = tuple(Run(t.name, t.scope, t.count_leading(message.names)) for t in self._near.values())
             link.say(Found(message.id, runs))
         elif isinstance(message, Pull):
             self._send(link, message)

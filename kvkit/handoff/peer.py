@@ -90,7 +90,7 @@ class PeerTier(Tier):
         self._clock = threading.Thread(target=self._watch, name=f"kvkit-{name}-deadlines", daemon=True)
         self._clock.start()
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         """As in `Tier`: the longest run of any near tier of the peer.
 
         Raises:

@@ -182,7 +182,7 @@ class Receiver:
             self._changed.wait_for(settled, timeout_s)
             return self.status(transfer)
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, can be had."""
         with self._lock:
             return next((i for i, name in enumerate(names) if name not in self._records), len(names))

@@ -132,7 +132,7 @@ class Sender:
             self._changed.notify_all()
             return self._open[transfer].handle
 
-    def unwanted(self, names: Sequence[str]) -> int:
+    def count_unneeded(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, no transfer waits for."""
         with self._changed:
             wanted = [entry.state.unsent for entry in self._open.values() if entry.state.unsent]

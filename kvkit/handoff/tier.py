@@ -37,11 +37,11 @@ class HandoffTier(Tier):
         self.endpoint: Endpoint | None = None
         self._shutdown_s = shutdown_s
 
-    def run(self, names: Sequence[str]) -> int:
-        return 0 if self.receiver is None else self.receiver.run(names)
+    def count_leading(self, names: Sequence[str]) -> int:
+        return 0 if self.receiver is None else self.receiver.count_leading(names)
 
-    def unwanted(self, names: Sequence[str]) -> int:
-        return len(names) if self.sender is None else self.sender.unwanted(names)
+    def count_unneeded(self, names: Sequence[str]) -> int:
+        return len(names) if self.sender is None else self.sender.count_unneeded(names)
 
     def borrow(self, name: str) -> Lease | None:
         return None if self.receiver is None else self.receiver.borrow(name)

@@ -33,9 +33,9 @@ from kvkit.kernels.launch import Pages
 from kvkit.moving.load import count_loaded
 from kvkit.moving.plan import StorePlan
 from kvkit.moving.reads import keep_whole
-from kvkit.moving.sequence import Chunks, Hit, Loaded, Place, clear_gaps
+from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, clear_gaps
 from kvkit.moving.store import Stored, plan_missing
-from kvkit.moving.tier_set import Access
+from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject, copy_ranges
 from kvkit.workers import Closed, Workers
@@ -135,7 +135,7 @@ class LayerLoad:
     """
 
     def __init__(
-        self, access: Access, readers: Mapping[str, Workers], hit: Hit, places: Sequence[Place]
+        self, access: TierSet, readers: Mapping[str, Workers], hit: Hit, places: Sequence[SequencePages]
     ) -> None:
         self._access = access
         self._readers = readers
@@ -433,7 +433,7 @@ class LayerStore:
     """
 
     def __init__(
-        self, access: Access, chunks: Chunks, places: Sequence[Place], targets: Sequence[str]
+        self, access: TierSet, chunks: Chunks, places: Sequence[SequencePages], targets: Sequence[str]
     ) -> None:
         self._access = access
         self._chunks = chunks
@@ -501,7 +501,7 @@ class LayerStore:
         self.stored = Stored(len(self._chunks) * size, self._finish() * size)
 
 
-def layers_of(places: Sequence[Place]) -> list[_Layer]:
+def layers_of(places: Sequence[SequencePages]) -> list[_Layer]:
     """Every layer of the model, in its order, with the pages of that layer alone."""
     layers = [
         _Layer(number, group, place, entry.pages.layer(place))

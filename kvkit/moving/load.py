@@ -13,9 +13,9 @@ from kvkit.kernels import launch
 from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts
 from kvkit.moving.plan import RetrievePlan
-from kvkit.moving.reads import PlanReads, Shelf
-from kvkit.moving.sequence import Chunks, Hit, Loaded, Place
-from kvkit.moving.tier_set import Access
+from kvkit.moving.reads import PlanReads, Prefetched
+from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages
+from kvkit.moving.tier_set import TierSet
 from kvkit.moving.write_backs import WriteBacks
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
@@ -25,8 +25,8 @@ Use = Callable[[str, int, Sequence[Lease]], None]
 
 
 def fetch(
-    access: Access,
-    shelf: Shelf,
+    access: TierSet,
+    shelf: Prefetched,
     chunks: Chunks,
     plan: RetrievePlan,
     use: Use,
@@ -94,10 +94,10 @@ def fetch(
 
 
 def load(
-    access: Access,
-    shelf: Shelf,
+    access: TierSet,
+    shelf: Prefetched,
     hit: Hit,
-    places: Sequence[Place],
+    places: Sequence[SequencePages],
     rotate: Rotation | None,
     transfer: Transfer[Loaded],
 ) -> Loaded:
@@ -116,7 +116,7 @@ def load(
     return loaded
 
 
-def count_loaded(access: Access, chunks: Chunks, loaded: Loaded) -> None:
+def count_loaded(access: TierSet, chunks: Chunks, loaded: Loaded) -> None:
     """Count what a load put into the engine."""
 
     def note(counts: Counts) -> None:
@@ -128,7 +128,7 @@ def count_loaded(access: Access, chunks: Chunks, loaded: Loaded) -> None:
     access.count(note)
 
 
-def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hit]) -> Hit:
+def prefetch(access: TierSet, shelf: Prefetched, chunks: Chunks, transfer: Transfer[Hit]) -> Hit:
     """Bring what tiers further away hold into the tiers that the policy writes back to, or onto the shelf.
 
     What lies near before that, or behind it, is left as it is.
@@ -160,7 +160,7 @@ def prefetch(access: Access, shelf: Shelf, chunks: Chunks, transfer: Transfer[Hi
 
 
 def get(
-    access: Access, shelf: Shelf, chunks: Chunks, chunk: int, transfer: Transfer[list[Lease]]
+    access: TierSet, shelf: Prefetched, chunks: Chunks, chunk: int, transfer: Transfer[list[Lease]]
 ) -> list[Lease]:
     """The verified records of one chunk, a lease per layer group; empty if no tier has them.
 
@@ -189,7 +189,7 @@ def get(
     return []
 
 
-def _continued(access: Access, chunks: Chunks, chunk: int) -> list[str]:
+def _continued(access: TierSet, chunks: Chunks, chunk: int) -> list[str]:
     """The tiers to write back to that hold the chunk before this one."""
     if chunk == 0:
         return list(access.policy.write_back_to)

@@ -13,7 +13,7 @@ from itertools import islice
 from kvkit.format import record
 from kvkit.moving.plan import Segment
 from kvkit.moving.sequence import Chunks
-from kvkit.moving.tier_set import Access
+from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject
 from kvkit.workers import Stopped
@@ -45,10 +45,10 @@ class PlanReads:
 
     def __init__(
         self,
-        access: Access,
+        access: TierSet,
         chunks: Chunks,
         segments: Sequence[Segment],
-        shelf: Shelf,
+        shelf: Prefetched,
         modest: bool = False,
     ) -> None:
         self._access = access
@@ -126,7 +126,7 @@ class SegmentReads:
         failed: the record that did so, None where no record is to blame.
     """
 
-    def __init__(self, access: Access, chunks: Chunks, segment: Segment, shelf: Shelf) -> None:
+    def __init__(self, access: TierSet, chunks: Chunks, segment: Segment, shelf: Prefetched) -> None:
         self.tier = segment.tier
         self._access = access
         self._chunks = chunks
@@ -305,7 +305,7 @@ class SegmentReads:
         return False, None, None
 
 
-class Shelf:
+class Prefetched:
     """Records that prefetches left in their slots, for the loads that follow. Thread-safe.
 
     It holds at most `slots`, and gives any up when somebody waits for a slot. A prefetch displaces what

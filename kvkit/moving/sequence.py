@@ -35,7 +35,7 @@ class UnknownModel(CacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SequencePages:
     """Where the KV of one sequence lies in an engine, for one layer group.
 
     Args:
@@ -168,14 +168,14 @@ class Loaded:
 
 
 def check_places(
-    place: Place | Sequence[Place], chunks: Chunks, count: int, layout: KVLayout
-) -> Sequence[Place]:
+    place: SequencePages | Sequence[SequencePages], chunks: Chunks, count: int, layout: KVLayout
+) -> Sequence[SequencePages]:
     """A place per layer group, long enough for the first `count` of `chunks`.
 
     Raises:
         CacheError: it is not.
     """
-    places = [place] if isinstance(place, Place) else list(place)
+    places = [place] if isinstance(place, SequencePages) else list(place)
     if len(places) != len(layout.groups):
         raise CacheError(f"place: {len(places)} given, the layout has {len(layout.groups)} groups")
     for g, (p, form) in enumerate(zip(places, chunks.formats, strict=True)):

@@ -16,8 +16,8 @@ from kvkit.moving.plan import Segment, StorePlan
 from kvkit.moving.policy import Policy
 from kvkit.moving.promises import Promise
 from kvkit.moving.reads import MAX_IN_FLIGHT, keep_whole
-from kvkit.moving.sequence import Chunks, Place, clear_gaps
-from kvkit.moving.tier_set import Access, OnPut
+from kvkit.moving.sequence import Chunks, SequencePages, clear_gaps
+from kvkit.moving.tier_set import OnPut, TierSet
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
@@ -35,9 +35,9 @@ class Stored:
 
 
 def store(
-    access: Access,
+    access: TierSet,
     chunks: Chunks,
-    places: Sequence[Place],
+    places: Sequence[SequencePages],
     targets: Sequence[str],
     on_stored: OnStored | None,
     copy_first: bool,
@@ -90,7 +90,7 @@ def store(
         promise.give_up(chunks.names)
 
 
-def plan_missing(access: Access, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
+def plan_missing(access: TierSet, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
     """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
     resident = {
         t: access.ask(t, chunks.names, to_put=True) // chunks.groups for t in targets if access.usable(t)
@@ -118,7 +118,7 @@ def _whole_chunks(chunks: Chunks, on_stored: OnStored) -> OnPut:
     return on_put
 
 
-def _pack(chunks: Chunks, places: Sequence[Place], first: int, leases: Sequence[Lease]) -> None:
+def _pack(chunks: Chunks, places: Sequence[SequencePages], first: int, leases: Sequence[Lease]) -> None:
     """Fill slots with the sealed records of chunks `first` on, groups side by side."""
     groups = chunks.groups
     count = len(leases) // groups

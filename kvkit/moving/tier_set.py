@@ -42,7 +42,7 @@ MAX_DESCRIBED = 4096
 """Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
 
 
-class Access:
+class TierSet:
     """What loads and stores share. Thread-safe.
 
     Args:
@@ -167,7 +167,9 @@ class Access:
         held = 0
         try:
             if sound:
-                held = self.bounded(tier, lambda asked: asked.unwanted(sound) if to_put else asked.run(sound))
+                held = self.bounded(
+                    tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.count_leading(sound)
+                )
             self.health[tier].answered(time.monotonic())
             return held
         except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from kvkit.moving.sequence import Chunks
-from kvkit.moving.tier_set import Access
+from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, release_all
 
 
@@ -19,7 +19,7 @@ class WriteBacks:
     puts start earlier where anybody waits for one.
     """
 
-    def __init__(self, access: Access, chunks: Chunks) -> None:
+    def __init__(self, access: TierSet, chunks: Chunks) -> None:
         self._access = access
         self._chunks = chunks
         self._held: deque[tuple[str, int, list[Lease]]] = deque()

@@ -92,12 +92,12 @@ class Tier(ABC):
         self.largest = slot_bytes
 
     @abstractmethod
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, are held without a gap. Reads no payload."""
 
-    def unwanted(self, names: Sequence[str]) -> int:
+    def count_unneeded(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, need not be put: as many as it holds, by default."""
-        return self.run(names)
+        return self.count_leading(names)
 
     @abstractmethod
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:

@@ -55,7 +55,7 @@ class MemoryTier(Tier):
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         with self._lock:
             held = self._leases
             count = 0

@@ -147,7 +147,7 @@ class MooncakeTier(Tier):
         if self._options.global_segment_size:  # others wait for it; a client can wait for its first record
             self._workers.start(self._join)
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _NAMES):
             with self._client() as store:
                 found = store.batch_is_exist([_key(name) for name in names[first : first + _NAMES]])

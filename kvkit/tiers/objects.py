@@ -135,7 +135,7 @@ class ObjectTier(ThreadedTier):
         except OSError as error:
             log.warning("tier %r: %s cannot be listed: %s", name, ", ".join(map(shown, urls)), error)
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         count, looks = 0, 1
         while True:
             with self._lock:

@@ -89,7 +89,7 @@ class RedisTier(ThreadedTier):
         )
         self._client = Redis(connection_pool=self._pool)
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _BATCH):
             with self._failing(f"{len(names)} records", "cannot be looked up"):
                 pipe = self._client.pipeline(transaction=False)

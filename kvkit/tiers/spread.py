@@ -50,10 +50,10 @@ class SpreadTier(Tier):
         for path in self._paths:
             path.limit(slot_bytes)
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         held = len(names)
         for path, mine in self._shares(names).items():
-            answer = self._try(path, methodcaller("run", [names[i] for i in mine]), 0)
+            answer = self._try(path, methodcaller("count_leading", [names[i] for i in mine]), 0)
             if answer < len(mine):
                 held = min(held, mine[answer])
         return held

@@ -129,8 +129,8 @@ class TierContract:
 
     def test_starts_empty(self, tier: Tier, staging: Staging) -> None:
         names = record_names(2)
-        assert tier.run(names) == 0
-        assert tier.run([]) == 0
+        assert tier.count_leading(names) == 0
+        assert tier.count_leading([]) == 0
         assert tier.size(names[0]) is None
         assert tier.borrow(names[0]) is None
         assert list(tier.scan()) == []
@@ -160,12 +160,12 @@ class TierContract:
     def test_run_ends_at_the_first_gap(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
         put(tier, staging, names[:3] + names[4:6])
-        assert tier.run(names) == 3
-        assert tier.run(names[3:]) == 0
-        assert tier.run(names[4:]) == 2
+        assert tier.count_leading(names) == 3
+        assert tier.count_leading(names[3:]) == 0
+        assert tier.count_leading(names[4:]) == 2
         put(tier, staging, [names[3]])
-        assert tier.run(names) == 6
-        assert tier.run(names[:2]) == 2
+        assert tier.count_leading(names) == 6
+        assert tier.count_leading(names[:2]) == 2
         self.finish(tier, staging)
 
     def test_a_missing_object_completes_with_an_error(self, tier: Tier, staging: Staging) -> None:
@@ -207,13 +207,13 @@ class TierContract:
         put(tier, staging, names)
         tier.delete([names[1], record_names(9)[8]])
         tier.delete([names[1]])
-        assert tier.run(names) == 1
+        assert tier.count_leading(names) == 1
         assert tier.size(names[1]) is None
         assert tier.borrow(names[1]) is None
         assert isinstance(get(tier, staging, [names[1]])[0], FileNotFoundError)
         assert sorted(name for name, _ in tier.scan()) == [names[0], names[2]]
         assert put(tier, staging, [names[1]]) == [None]
-        assert tier.run(names) == 3
+        assert tier.count_leading(names) == 3
         self.finish(tier, staging)
 
     def test_borrow_agrees_with_get(self, tier: Tier, staging: Staging) -> None:
@@ -290,7 +290,7 @@ class TierContract:
         tier.get(names, leases, on_complete)
         assert len(done.wait(8)) == 8
         release_all(leases)
-        assert tier.run(names) == 4
+        assert tier.count_leading(names) == 4
         self.finish(tier, staging)
 
     def test_threads_put_the_same_names(self, tier: Tier, staging: Staging) -> None:
@@ -359,11 +359,11 @@ class Wrapper(Tier):
         super().limit(slot_bytes)
         self.inner.limit(slot_bytes)
 
-    def run(self, names: Sequence[str]) -> int:
-        return self.inner.run(names)
+    def count_leading(self, names: Sequence[str]) -> int:
+        return self.inner.count_leading(names)
 
-    def unwanted(self, names: Sequence[str]) -> int:
-        return self.inner.unwanted(names)
+    def count_unneeded(self, names: Sequence[str]) -> int:
+        return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self.inner.get(names, leases, on_complete)
@@ -412,13 +412,13 @@ class LatencyTier(Wrapper):
         self._lock = threading.Lock()
         self._delayed: set[threading.Thread] = set()
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         self._closing.wait(self._run_s)
-        return self.inner.run(names)
+        return self.inner.count_leading(names)
 
-    def unwanted(self, names: Sequence[str]) -> int:
+    def count_unneeded(self, names: Sequence[str]) -> int:
         self._closing.wait(self._run_s)
-        return self.inner.unwanted(names)
+        return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self._later(self._get_s, self.inner.get, names, leases, on_complete)
@@ -475,7 +475,7 @@ class Fault(StrEnum):
 Plan = Callable[[str, str], Fault | None]
 """(operation, object name) -> the fault, or None. Asked from any thread.
 
-Operations: "run" (what a tier holds, or does not want; named by its first object), "get", "put", "delete",
+Operations: "count" (what a tier holds, or does not want; named by its first object), "get", "put", "delete",
 "size".
 """
 
@@ -523,15 +523,15 @@ class FaultyTier(Wrapper):
         with self._lock:
             return len(self._hanging)
 
-    def run(self, names: Sequence[str]) -> int:
+    def count_leading(self, names: Sequence[str]) -> int:
         if names:
-            self._meet("run", names[0])
-        return self.inner.run(names)
+            self._meet("count", names[0])
+        return self.inner.count_leading(names)
 
-    def unwanted(self, names: Sequence[str]) -> int:
+    def count_unneeded(self, names: Sequence[str]) -> int:
         if names:
-            self._meet("run", names[0])
-        return self.inner.unwanted(names)
+            self._meet("count", names[0])
+        return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         for name, lease in zip(names, leases, strict=True):

@@ -17,7 +17,7 @@ MAX_BODY_BYTES = 4 << 20
 MAX_FIRST_BODY_BYTES = 1 << 10
 """The largest body of a frame from a peer that has not proved itself."""
 
-Place = Callable[[bytes], memoryview | None]
+Sink = Callable[[bytes], memoryview | None]
 """Where the payload that follows this body goes: a view of just its size, or None to drop it."""
 
 
@@ -86,7 +86,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def receive(self, place: Place, wait_s: float) -> bytes:
+    def receive(self, place: Sink, wait_s: float) -> bytes:
         """The body of the next frame, its payload received into what `place` says.
 
         Raises:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.handoff.transport import tcp
-from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Place
+from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Sink
 from kvkit.handoff.transport.stream import HEADER, SHARED, Stream, StreamChannel
 from kvkit.staging import Staging
 
@@ -225,7 +225,7 @@ class NixlChannel(StreamChannel):
                 self._closed = True
                 give_back(self._agent)
 
-    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
         if payload_bytes != SHARED:
             return super()._complete(body, payload_bytes, place, deadline)
         if not self._takes_arena or self._target is not None or len(body) < _ARENA.size:

@@ -21,7 +21,7 @@ from kvkit.handoff.transport.channel import (
     ChannelTimeout,
     FrameError,
     Listener,
-    Place,
+    Sink,
 )
 from kvkit.staging import Staging
 
@@ -190,7 +190,7 @@ class StreamChannel(Channel):
         finally:
             self._sending.release()
 
-    def receive(self, place: Place, wait_s: float) -> bytes:
+    def receive(self, place: Sink, wait_s: float) -> bytes:
         until = time.monotonic() + wait_s
         with self._receiving:
             while True:
@@ -198,7 +198,7 @@ class StreamChannel(Channel):
                 if body is not None:
                     return body
 
-    def _receive(self, place: Place, until: float) -> bytes | None:
+    def _receive(self, place: Sink, until: float) -> bytes | None:
         """The body of the next frame; None if it is not for the protocol."""
         if self._out_of_step:
             raise ChannelClosed(f"{self.peer}: the channel was shut down")
@@ -231,7 +231,7 @@ class StreamChannel(Channel):
             self.shutdown()
             raise
 
-    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
         """Receive the payload."""
         if payload_bytes:
             target = place(body)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Place
+from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Sink
 from kvkit.handoff.transport.stream import (
     HEADER,
     SHARED,
@@ -194,7 +194,7 @@ class LocalChannel(StreamChannel):
             payload = None
         super().send(body, payload, more=more)
 
-    def _complete(self, body: bytes, payload_bytes: int, place: Place, deadline: float) -> bytes | None:
+    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
         if payload_bytes == SHARED:
             self._map(body)
             return None
