@@ -21,7 +21,7 @@ def _demo(found: dict[str, Any], path: Path) -> None:
 
 
 def _pd(found: dict[str, Any], path: Path) -> None:
-    pd.draw([pd.Turn(**turn) for turn in found["turns"]], path)
+    pd.draw([pd.PdTurn(**turn) for turn in found["turns"]], path)
 
 
 def _resident(found: dict[str, Any], path: Path) -> None:

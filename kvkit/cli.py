@@ -233,7 +233,7 @@ def bench_serve(
     Times to the first token, hit tokens, throughput, and what a cache costs where nothing is reused. vLLM's
     own prefix cache is off unless --vllm has it on.
     """
-    from kvkit.bench.serve import Load, ServeError, run
+    from kvkit.bench.serve import ServeError, Traffic, run
     from kvkit.bench.systems import SYSTEMS
     from kvkit.bench.workloads import WORKLOADS
 
@@ -246,7 +246,7 @@ def bench_serve(
         _fail(f"vllm = {vllm!r}: {error}")
     try:
         results = run(
-            Load(
+            Traffic(
                 names(workloads) or tuple(WORKLOADS),
                 requests,
                 words,

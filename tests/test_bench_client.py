@@ -9,8 +9,8 @@ import pytest
 from completions import Completions
 from servers import free_ports
 
-from kvkit.bench.client import Answer, ClientError, Server, connect, counted_hits, drive
-from kvkit.bench.workloads import Request, chat
+from kvkit.bench.client import ClientError, Completion, Target, connect, counted_hits, drive
+from kvkit.bench.workloads import CompletionRequest, chat
 from kvkit.tiers.testing import DEADLINE_S
 
 SHORT_S = 0.3
@@ -23,14 +23,14 @@ def server() -> Iterator[Completions]:
         yield served
 
 
-def answers(server: Server, *requests: Request, concurrency: int = 1) -> list[Answer]:
+def answers(server: Target, *requests: CompletionRequest, concurrency: int = 1) -> list[Completion]:
     return drive(server, requests, concurrency, DEADLINE_S)[0]
 
 
 def test_an_answer_is_timed_and_counted(server: Completions) -> None:
     found = connect("s", server.url("good"))
-    assert found == Server("s", server.url("good"), "first", ignores_eos=False)
-    requests = Request(0, "one two three", False, 5), Request(1, "one two four", True, 1)
+    assert found == Target("s", server.url("good"), "first", ignores_eos=False)
+    requests = CompletionRequest(0, "one two three", False, 5), CompletionRequest(1, "one two four", True, 1)
     first, second = answers(found, *requests)
     assert (first.text, first.error, first.again) == (" w0 w1 w2 w3 w4", None, False)
     assert (first.prompt_tokens, first.output_tokens, first.cached_tokens) == (3, 5, 0)
@@ -49,7 +49,9 @@ def test_an_answer_is_timed_and_counted(server: Completions) -> None:
 
 
 def test_vllm_is_told_to_give_all_tokens(server: Completions) -> None:
-    (answer,) = answers(connect("s", server.url("counting") + "/v1/", "first"), Request(0, "a", False))
+    (answer,) = answers(
+        connect("s", server.url("counting") + "/v1/", "first"), CompletionRequest(0, "a", False)
+    )
     assert answer.error is None
     assert server.bodies[0]["ignore_eos"] is True
 
@@ -57,7 +59,7 @@ def test_vllm_is_told_to_give_all_tokens(server: Completions) -> None:
 def test_hits_are_read_from_metrics(server: Completions) -> None:
     found = connect("s", server.url("counting"))
     assert counted_hits(found) == 0
-    told = answers(found, Request(0, "one two", False), Request(1, "one two", True))
+    told = answers(found, CompletionRequest(0, "one two", False), CompletionRequest(1, "one two", True))
     assert [answer.cached_tokens for answer in told] == [None, None]
     assert counted_hits(found) == 2
     assert counted_hits(connect("s", server.url("mute"))) is None
@@ -78,7 +80,7 @@ def test_a_turn_follows_the_last_ones_answer(server: Completions) -> None:
 
 
 def test_requests_are_under_way_together_as_many_as_allowed(server: Completions) -> None:
-    requests = [Request(i, f"{i}", False) for i in range(6)]
+    requests = [CompletionRequest(i, f"{i}", False) for i in range(6)]
     found = answers(connect("s", server.url("pairs")), *requests, concurrency=2)
     assert [answer.error for answer in found] == [None] * 6
     assert [answer.prompt_tokens for answer in found] == [1] * 6
@@ -86,7 +88,7 @@ def test_requests_are_under_way_together_as_many_as_allowed(server: Completions)
 
 
 def test_requests_are_sent_as_they_arrive(server: Completions) -> None:
-    requests = [Request(i, f"{i}", False, arrival_s=(4 - i) * 0.02) for i in range(5)]
+    requests = [CompletionRequest(i, f"{i}", False, arrival_s=(4 - i) * 0.02) for i in range(5)]
     found = answers(connect("s", server.url("good")), *requests)
     assert server.prompts == ["4", "3", "2", "1", "0"]
     assert [answer.error for answer in found] == [None] * 5
@@ -102,7 +104,11 @@ def test_requests_are_sent_as_they_arrive(server: Completions) -> None:
     ],
 )
 def test_a_failure_is_an_answer_and_ends_its_session(server: Completions, way: str, words: str) -> None:
-    requests = Request(0, "a", False), Request(0, "b", True), Request(1, "c", False)
+    requests = (
+        CompletionRequest(0, "a", False),
+        CompletionRequest(0, "b", True),
+        CompletionRequest(1, "c", False),
+    )
     first, following, other = answers(connect("s", server.url(way)), *requests)
     for answer in (first, other):
         assert answer.error is not None
@@ -114,7 +120,7 @@ def test_a_failure_is_an_answer_and_ends_its_session(server: Completions, way: s
 
 @pytest.mark.parametrize("way", ["hanging", "trickling"])
 def test_no_request_is_waited_for_longer_than_said(server: Completions, way: str) -> None:
-    requests = [Request(i, "a", False) for i in range(3)]
+    requests = [CompletionRequest(i, "a", False) for i in range(3)]
     found, _ = drive(connect("s", server.url(way)), requests, 2, SHORT_S)
     assert [answer.error for answer in found] == [f"not answered within {SHORT_S} s"] * 3
 
@@ -122,11 +128,11 @@ def test_no_request_is_waited_for_longer_than_said(server: Completions, way: str
 def test_a_server_that_is_gone(server: Completions) -> None:
     found = connect("s", server.url("good"))
     (port,) = free_ports(1)
-    gone = Server("s", f"http://127.0.0.1:{port}", "first", False)
-    (answer,) = answers(gone, Request(0, "a", False))
+    gone = Target("s", f"http://127.0.0.1:{port}", "first", False)
+    (answer,) = answers(gone, CompletionRequest(0, "a", False))
     assert "Connection refused" in (answer.error or "")
     assert counted_hits(gone) is None
-    assert answers(found, Request(0, "a", False))[0].error is None
+    assert answers(found, CompletionRequest(0, "a", False))[0].error is None
 
 
 @pytest.mark.parametrize(

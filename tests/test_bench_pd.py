@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvkit.bench import pd
 from kvkit.bench.client import ClientError, connect, loaded_tokens
-from kvkit.bench.pd import FLOWS, TURNS, Flow, PdError, Turn
+from kvkit.bench.pd import FLOWS, TURNS, Flow, PdError, PdTurn
 from kvkit.bench.systems import routed
 from kvkit.cli import app
 from kvkit.config import load_config
@@ -65,7 +65,7 @@ def test_each_engine_has_cores_of_its_own(cores: list[int], halves: tuple[tuple[
 def test_the_table() -> None:
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(pd.table([Turn(900, {}, {"shared": 768, "memory": 1}, 0.5, 1.25, True)]))
+        console.print(pd.table([PdTurn(900, {}, {"shared": 768, "memory": 1}, 0.5, 1.25, True)]))
     (row,) = (line for line in captured.get().splitlines() if "900 tokens" in line)
     assert [cell.strip() for cell in row.split("│")[1:-1]] == [
         "1",
@@ -80,8 +80,10 @@ def test_the_table() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     turns = [
-        Turn(900, {}, {"handoff": 768}, 0.5, 1.25, True),
-        Turn(1200, {"pool": 768, "decode": 128}, {"memory": 896, "handoff": 256, "pool": 1}, 0.5, 1.25, True),
+        PdTurn(900, {}, {"handoff": 768}, 0.5, 1.25, True),
+        PdTurn(
+            1200, {"pool": 768, "decode": 128}, {"memory": 896, "handoff": 256, "pool": 1}, 0.5, 1.25, True
+        ),
     ]
     assert pd._ways(turns[0]) == [("D", "handoff", 768)]
     assert pd._ways(turns[1]) == [

@@ -13,7 +13,7 @@ from completions import Completions
 from rich.console import Console
 from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
-from kvkit.bench.client import Answer
+from kvkit.bench.client import Completion
 from kvkit.bench.report import Measured, overheads, summarise, tables
 from kvkit.bench.systems import SYSTEMS
 from kvkit.bench.workloads import CONTROL, WORKLOADS
@@ -25,8 +25,8 @@ def servers() -> Iterator[tuple[Completions, Completions]]:
         yield one, other
 
 
-def good(ttft_s: float, again: bool = True, **fields: Any) -> Answer:
-    return Answer(again, "x", ttft_s, **{"prompt_tokens": 10, "output_tokens": 2, **fields})
+def good(ttft_s: float, again: bool = True, **fields: Any) -> Completion:
+    return Completion(again, "x", ttft_s, **{"prompt_tokens": 10, "output_tokens": 2, **fields})
 
 
 def test_two_servers_side_by_side(servers: tuple[Completions, Completions], tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_impossible_numbers(option: str) -> None:
 
 def test_a_summary_is_of_good_answers_by_kind() -> None:
     answers = [good(float(i), gaps_s=(i / 100,)) for i in range(1, 101)]
-    answers += [good(500.0, again=False), Answer(True, error="late", total_s=9.0)]
+    answers += [good(500.0, again=False), Completion(True, error="late", total_s=9.0)]
     found = summarise(Measured("s", "chat", tuple(answers), 10.0, 40))
     assert found["ttft_s"] == {"mean": 50.5, "p50": 50.0, "p99": 99.0}
     assert found["first_ttft_s"] == {"mean": 500.0, "p50": 500.0, "p99": 500.0}
@@ -199,7 +199,7 @@ def test_overheads_are_ratios_request_by_request() -> None:
         return Measured(system, CONTROL, tuple(good(t, again=False) for t in ttft_s), 1.0, 0)
 
     plain = control("plain", 1.0, 2.0, 4.0, 8.0)
-    failing = Measured("x", CONTROL, (Answer(False, error="e"), *plain.answers[1:]), 1.0, 0)
+    failing = Measured("x", CONTROL, (Completion(False, error="e"), *plain.answers[1:]), 1.0, 0)
     chat = Measured("kvkit", "chat", (good(9.0),), 1.0, 0)
     found = overheads([chat, plain, control("kvkit", 1.1, 2.0, 6.0, 24.0), failing])
     assert found["kvkit"]["median"] == pytest.approx(1.3)

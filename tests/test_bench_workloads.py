@@ -10,7 +10,7 @@ from completions import common
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkit.bench.workloads import CONTROL, QUESTION_WORDS, WORDS, WORKLOADS, Request, arriving
+from kvkit.bench.workloads import CONTROL, QUESTION_WORDS, WORDS, WORKLOADS, CompletionRequest, arriving
 
 SEEDS = st.integers(0, 2**32)
 REQUESTS = st.integers(2, 20)
@@ -19,7 +19,7 @@ FEW = 8
 """Words that two random texts have in common at most: eight in a row by chance are one in 10 to the 17."""
 
 
-def made(name: str, seed: int, requests: int, words: int) -> list[Request]:
+def made(name: str, seed: int, requests: int, words: int) -> list[CompletionRequest]:
     return WORKLOADS[name](seed, requests, words)
 
 

@@ -22,7 +22,7 @@ from routers import Command, Routed, ask, fetch, stream, text_of
 from waiting import wait_for
 
 from kvkit.router import answers, engines, openai
-from kvkit.router.routing import Candidate, Limits, choose_decode
+from kvkit.router.routing import Candidate, RoutingLimits, choose_decode
 from kvkit.tiers.testing import DEADLINE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -184,7 +184,9 @@ class Ring:
 def _chosen(user: str) -> str:
     body = json.dumps(completion(user=user)).encode()
     session = openai.session_of(openai.parse("completions", body), None)
-    return choose_decode([Candidate("g"), Candidate("d0")], session=session, last=None, limits=Limits()).name
+    return choose_decode(
+        [Candidate("g"), Candidate("d0")], session=session, last=None, limits=RoutingLimits()
+    ).name
 
 
 @pytest.fixture(scope="module")

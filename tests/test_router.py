@@ -23,7 +23,7 @@ from servers import free_ports
 from waiting import wait_for
 
 from kvkit.observe.http import Server
-from kvkit.router.engines import Engine, Query
+from kvkit.router.engines import Engine, LookupQuery
 from kvkit.tiers.testing import DEADLINE_S
 
 Body = dict[str, Any]
@@ -598,7 +598,7 @@ def test_kvkits_endpoint_is_understood(start: Start, token_file: Path) -> None:
 def test_who_holds_what_can_be_asked_of_something_else(start: Start) -> None:
     engines = start()
 
-    async def everything(engine: Engine, query: Query) -> int | None:
+    async def everything(engine: Engine, query: LookupQuery) -> int | None:
         return len(query.tokens)
 
     with Routed(everything, **engines.settings()) as router:

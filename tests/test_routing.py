@@ -13,16 +13,16 @@ from kvkit.router.routing import (
     MIN_SAMPLE_TOKENS,
     Candidate,
     Decision,
-    Limits,
-    Reason,
-    Speed,
+    MeasuredSpeed,
+    RouteReason,
+    RoutingLimits,
     decide,
     direct_seconds,
     prefill_seconds,
 )
 
 TOKENS = st.integers(1, 100_000)
-SPEEDS = st.builds(Speed, st.none() | st.floats(1.0, 1e6))
+SPEEDS = st.builds(MeasuredSpeed, st.none() | st.floats(1.0, 1e6))
 
 
 def candidates(role: str, least: int) -> st.SearchStrategy[list[Candidate]]:
@@ -39,7 +39,7 @@ def candidates(role: str, least: int) -> st.SearchStrategy[list[Candidate]]:
 
 
 LIMITS = st.builds(
-    Limits,
+    RoutingLimits,
     direct_tokens=st.integers(0, 5000),
     direct_share=st.floats(0, 1),
     max_slowdown=st.floats(0.1, 10),
@@ -63,7 +63,7 @@ def named(engines: list[Candidate], name: str | None) -> Candidate:
     return found
 
 
-def little(decode: Candidate, tokens: int, limits: Limits) -> bool:
+def little(decode: Candidate, tokens: int, limits: RoutingLimits) -> bool:
     new = max(0, tokens - (decode.held_tokens or 0))
     return new <= limits.direct_tokens or new <= limits.direct_share * tokens
 
@@ -77,7 +77,7 @@ def chosen(**changed: Any) -> Decision:
         "session": "s",
         "last": None,
         "suitable": True,
-        "limits": Limits(),
+        "limits": RoutingLimits(),
     }
     return decide(**(request | changed))
 
@@ -96,20 +96,20 @@ def test_the_reason_holds(request: dict[str, Any]) -> None:
     tokens, limits = request["prompt_tokens"], request["limits"]
     found = decide(**request)
     decode = named(request["decodes"], found.decode)
-    assert (found.prefill is not None) == (found.reason is Reason.MUCH_NEW)
-    assert (found.reason is Reason.UNSUITABLE) == (not request["suitable"])
+    assert (found.prefill is not None) == (found.reason is RouteReason.MUCH_NEW)
+    assert (found.reason is RouteReason.UNSUITABLE) == (not request["suitable"])
     if not request["suitable"]:
         return
-    assert (found.reason is Reason.LITTLE_NEW) == little(decode, tokens, limits)
+    assert (found.reason is RouteReason.LITTLE_NEW) == little(decode, tokens, limits)
     if little(decode, tokens, limits):
         return
-    assert (found.reason is Reason.NO_PREFILL) == (not request["prefills"])
+    assert (found.reason is RouteReason.NO_PREFILL) == (not request["prefills"])
     if found.prefill is not None:
         prefill = named(request["prefills"], found.prefill)
         assert found.new_tokens == max(0, tokens - (prefill.held_tokens or 0))
         alone, over = direct_seconds(decode, tokens), prefill_seconds(prefill, decode, tokens)
         assert alone is None or over is None or over <= limits.max_slowdown * alone
-    elif found.reason is Reason.SLOW_PREFILL:
+    elif found.reason is RouteReason.SLOW_PREFILL:
         alone = direct_seconds(decode, tokens)
         assert alone is not None
         waits = [
@@ -143,7 +143,7 @@ def test_a_conversation_stays_unless_there_is_a_reason(request: dict[str, Any]) 
 def test_holding_more_never_sends_a_request_over_p(request: dict[str, Any], more: int) -> None:
     found = decide(**request)
     assume(found.prefill is None)
-    assume(found.reason is not Reason.SLOW_PREFILL)  # how slow the way is depends on what is new
+    assume(found.reason is not RouteReason.SLOW_PREFILL)  # how slow the way is depends on what is new
     request["decodes"] = [
         replace(d, held_tokens=(d.held_tokens or 0) + more) if d.name == found.decode else d
         for d in request["decodes"]
@@ -173,27 +173,27 @@ def test_conversations_spread_over_equal_engines() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"prompt_tokens": 256}, (None, Reason.LITTLE_NEW)),
-        ({"prompt_tokens": 257}, ("p", Reason.MUCH_NEW)),
-        ({"decodes": [Candidate("d0", held_tokens=9000)]}, (None, Reason.LITTLE_NEW)),
-        ({"decodes": [Candidate("d0", held_tokens=8999)]}, ("p", Reason.MUCH_NEW)),
-        ({"prefills": []}, (None, Reason.NO_PREFILL)),
-        ({"suitable": False}, (None, Reason.UNSUITABLE)),
+        ({"prompt_tokens": 256}, (None, RouteReason.LITTLE_NEW)),
+        ({"prompt_tokens": 257}, ("p", RouteReason.MUCH_NEW)),
+        ({"decodes": [Candidate("d0", held_tokens=9000)]}, (None, RouteReason.LITTLE_NEW)),
+        ({"decodes": [Candidate("d0", held_tokens=8999)]}, ("p", RouteReason.MUCH_NEW)),
+        ({"prefills": []}, (None, RouteReason.NO_PREFILL)),
+        ({"suitable": False}, (None, RouteReason.UNSUITABLE)),
     ],
 )
-def test_limits(changed: dict[str, Any], expected: tuple[str | None, Reason]) -> None:
+def test_limits(changed: dict[str, Any], expected: tuple[str | None, RouteReason]) -> None:
     found = chosen(**changed)
     assert (found.prefill and found.prefill[0], found.reason) == expected
 
 
 def test_a_p_with_a_long_queue_is_passed_over() -> None:
-    decodes = [Candidate("d0", prefill=Speed(1000.0), handoff=Speed(10_000.0))]
-    busy = Candidate("p0", waiting_tokens=9_000, prefill=Speed(1000.0))
+    decodes = [Candidate("d0", prefill=MeasuredSpeed(1000.0), handoff=MeasuredSpeed(10_000.0))]
+    busy = Candidate("p0", waiting_tokens=9_000, prefill=MeasuredSpeed(1000.0))
     assert chosen(decodes=decodes, prefills=[busy]).prefill == "p0"  # 19 + 1 s against 10 s
     busier = replace(busy, waiting_tokens=9_001)
-    assert chosen(decodes=decodes, prefills=[busier]).reason is Reason.SLOW_PREFILL
+    assert chosen(decodes=decodes, prefills=[busier]).reason is RouteReason.SLOW_PREFILL
     assert chosen(decodes=decodes, prefills=[busier, replace(busy, name="p1")]).prefill == "p1"
-    faster = replace(busier, name="p2", prefill=Speed(2000.0))
+    faster = replace(busier, name="p2", prefill=MeasuredSpeed(2000.0))
     assert chosen(decodes=decodes, prefills=[busy, faster]).prefill == "p2"
 
 
@@ -214,12 +214,12 @@ def test_without_a_decode_there_is_no_decision() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e3)), min_size=1))
 def test_a_speed_lies_between_its_samples(samples: list[tuple[int, float]]) -> None:
-    speed = Speed()
+    speed = MeasuredSpeed()
     for tokens, seconds in samples:
         speed = speed.after(tokens, seconds)
     counted = [tokens / seconds for tokens, seconds in samples if tokens >= MIN_SAMPLE_TOKENS]
     if not counted:
-        assert speed == Speed()
+        assert speed == MeasuredSpeed()
     else:
         assert speed.tokens_per_s is not None
         assert min(counted) * 0.999 <= speed.tokens_per_s <= max(counted) * 1.001

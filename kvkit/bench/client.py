@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkit.bench.workloads import Request
+from kvkit.bench.workloads import CompletionRequest
 from kvkit.format.urls import shown
 from kvkit.workers import Workers
 
@@ -35,7 +35,7 @@ class ClientError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class Target:
     """A server that answered.
 
     Attributes:
@@ -50,7 +50,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """What came of one request. Times are in seconds.
 
     Attributes:
@@ -74,7 +74,7 @@ class Answer:
     error: str | None = None
 
 
-def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30.0) -> Server:
+def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30.0) -> Target:
     """Ask a server for its models, and take the first if `model` is None.
 
     Raises:
@@ -92,12 +92,12 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
     chosen = model or next(iter(known), None)
     if chosen is None or chosen not in known:
         raise ClientError(f"model = {chosen!r}: {url} has {', '.join(known) or 'none'}")
-    return Server(name, base, chosen, ignores_eos=known[chosen].get("owned_by") == "vllm")
+    return Target(name, base, chosen, ignores_eos=known[chosen].get("owned_by") == "vllm")
 
 
 def drive(
-    server: Server, requests: Sequence[Request], concurrency: int, timeout_s: float
-) -> tuple[list[Answer], float]:
+    server: Target, requests: Sequence[CompletionRequest], concurrency: int, timeout_s: float
+) -> tuple[list[Completion], float]:
     """Send every request when its time has come, its session's last one is answered, and fewer than
     `concurrency` are under way.
 
@@ -109,9 +109,9 @@ def drive(
         sessions[request.session].append(index)
     ready = [(requests[queue[0]].arrival_s, queue.popleft()) for queue in sessions.values()]
     heapify(ready)
-    answers = [Answer(request.again, error="an earlier turn failed") for request in requests]
+    answers = [Completion(request.again, error="an earlier turn failed") for request in requests]
     history: dict[int, str] = defaultdict(str)
-    running: dict[Future[Answer], int] = {}
+    running: dict[Future[Completion], int] = {}
     workers = Workers(concurrency, "client")
     start = time.perf_counter()
     while ready or running:
@@ -140,7 +140,7 @@ def drive(
     return answers, time.perf_counter() - start
 
 
-def ask(server: Server, request: Request, prompt: str, timeout_s: float) -> Answer:
+def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: float) -> Completion:
     """Stream one greedy completion; never raises for what the server or the network does."""
     body: dict[str, Any] = {
         "model": server.model,
@@ -175,9 +175,9 @@ def ask(server: Server, request: Request, prompt: str, timeout_s: float) -> Answ
     if error is not None:
         if end - start >= timeout_s:
             error = f"not answered within {timeout_s:g} s"
-        return Answer(request.again, total_s=end - start, error=error)
+        return Completion(request.again, total_s=end - start, error=error)
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(
+    return Completion(
         request.again,
         "".join(pieces),
         times[0] - start,
@@ -189,7 +189,7 @@ def ask(server: Server, request: Request, prompt: str, timeout_s: float) -> Answ
     )
 
 
-def counted_hits(server: Server) -> int | None:
+def counted_hits(server: Target) -> int | None:
     """Prompt tokens that a vLLM server did not compute since it was started, by its metrics; else None."""
     try:
         text = _get(f"{server.url}/metrics", _METRICS_S).decode()
@@ -200,7 +200,7 @@ def counted_hits(server: Server) -> int | None:
     return int(sum(samples)) if samples else None
 
 
-def loaded_tokens(server: Server) -> dict[str, int]:
+def loaded_tokens(server: Target) -> dict[str, int]:
     """Tokens that a vLLM server with kvkit's connector has loaded so far, by tier.
 
     Raises:

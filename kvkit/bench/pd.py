@@ -24,7 +24,7 @@ from rich.table import Table
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
-from kvkit.bench.client import Answer, Server, ask, connect, loaded_tokens
+from kvkit.bench.client import Completion, Target, ask, connect, loaded_tokens
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.bench.workloads import chat
 from kvkit.environment import describe
@@ -47,7 +47,7 @@ class PdError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PdTurn:
     """One turn over both engines.
 
     Attributes:
@@ -72,7 +72,7 @@ def run(
     json_path: Path,
     png_path: Path,
     console: Console,
-) -> list[Turn]:
+) -> list[PdTurn]:
     """Have the conversation twice, print it as a table, write its figures and draw it; returns its turns.
 
     Args:
@@ -114,7 +114,7 @@ def run(
             status.update("the conversation")
             pd = converse(connect("router", router), [connect("P", prefill), connect("D", decode)])
     turns = [
-        Turn(a.prompt_tokens, of_p, of_d, a.ttft_s, p.ttft_s, a.text == p.text)
+        PdTurn(a.prompt_tokens, of_p, of_d, a.ttft_s, p.ttft_s, a.text == p.text)
         for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
     ]
     console.print(table(turns))
@@ -170,7 +170,7 @@ def _policy(retrieve_from: list[str], store_to: list[str]) -> str:
     return f"[policy]\n{lists}\nwrite_back_to = []\n"
 
 
-def converse(server: Server, engines: Sequence[Server]) -> list[tuple[Answer, list[dict[str, int]]]]:
+def converse(server: Target, engines: Sequence[Target]) -> list[tuple[Completion, list[dict[str, int]]]]:
     """The answer to each turn, and what each of `engines` loaded meanwhile, by tier.
 
     Raises:
@@ -196,7 +196,7 @@ def converse(server: Server, engines: Sequence[Server]) -> list[tuple[Answer, li
     return found
 
 
-def table(turns: Sequence[Turn]) -> Table:
+def table(turns: Sequence[PdTurn]) -> Table:
     """The turns as a table."""
     columns = ("turn", "prompt", "P loaded", "D loaded", "TTFT", "plain vLLM", "same text")
     shown = Table(*columns, caption="what is loaded comes in whole records")
@@ -213,7 +213,7 @@ def table(turns: Sequence[Turn]) -> Table:
     return shown
 
 
-def draw(turns: Sequence[Turn], path: Path) -> None:
+def draw(turns: Sequence[PdTurn], path: Path) -> None:
     """Draw a panel per turn: P, D and what is between them, an arrow for the tokens that came each way.
 
     Raises:
@@ -259,7 +259,7 @@ _FROM = {"pool": "pool", "decode": "D", "handoff": "P"}
 """Where a tier's KV comes from."""
 
 
-def _ways(turn: Turn) -> list[tuple[str, str, int]]:
+def _ways(turn: PdTurn) -> list[tuple[str, str, int]]:
     """(engine, tier, tokens) of what came to an engine from elsewhere; D's own memory is not elsewhere."""
     both = [("P", turn.prefill_hits), ("D", turn.decode_received)]
     return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvkit.bench.client import Answer
+from kvkit.bench.client import Completion
 from kvkit.bench.workloads import CONTROL
 from kvkit.simulate.report import summary
 
@@ -27,7 +27,7 @@ class Measured:
 
     system: str
     workload: str
-    answers: tuple[Answer, ...]
+    answers: tuple[Completion, ...]
     wall_s: float
     hit_tokens: int | None
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
-from kvkit.bench.client import ClientError, Server, connect, counted_hits, drive
+from kvkit.bench.client import ClientError, Target, connect, counted_hits, drive
 from kvkit.bench.memory import MemoryTooSmall
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import (
@@ -29,7 +29,7 @@ from kvkit.bench.systems import (
     missing,
     started,
 )
-from kvkit.bench.workloads import WORKLOADS, Request, arriving, document_qa
+from kvkit.bench.workloads import WORKLOADS, CompletionRequest, arriving, document_qa
 from kvkit.config import Config, load_config
 from kvkit.environment import describe
 from kvkit.settings import ConfigError
@@ -42,7 +42,7 @@ class ServeError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Traffic:
     """What every server is sent.
 
     Attributes:
@@ -66,7 +66,7 @@ class Load:
     seed: int
     timeout_s: float
 
-    def round(self, workload: str, number: int) -> list[Request]:
+    def round(self, workload: str, number: int) -> list[CompletionRequest]:
         """The requests of one round. Pure."""
         seed = self.seed + number
         made = WORKLOADS[workload](seed, self.requests, self.words)
@@ -75,7 +75,7 @@ class Load:
 
 
 def run(
-    load: Load,
+    load: Traffic,
     *,
     systems: Sequence[str],
     urls: Sequence[str],
@@ -152,7 +152,7 @@ def run(
     return results
 
 
-def measure(servers: Sequence[Server], load: Load, lost: dict[str, str], say: Say) -> Iterator[Measured]:
+def measure(servers: Sequence[Target], load: Traffic, lost: dict[str, str], say: Say) -> Iterator[Measured]:
     """Every round of every workload on each server; who comes first changes with the round.
 
     Mutates `lost`: a server that does not answer is left out, and named there with the reason.
@@ -181,7 +181,7 @@ def measure(servers: Sequence[Server], load: Load, lost: dict[str, str], say: Sa
                 yield measured
 
 
-def _warm_up(server: Server, load: Load) -> str | None:
+def _warm_up(server: Target, load: Traffic) -> str | None:
     """Have it compile and open what the first requests need; what was wrong.
 
     Two of a kind, so that what is compiled or opened at a first hit is, too.
@@ -191,7 +191,7 @@ def _warm_up(server: Server, load: Load) -> str | None:
     return next((error for error in errors if error is not None), None)
 
 
-def _measure(server: Server, workload: str, requests: Sequence[Request], load: Load) -> Measured:
+def _measure(server: Target, workload: str, requests: Sequence[CompletionRequest], load: Traffic) -> Measured:
     before = counted_hits(server)
     answers, wall_s = drive(server, requests, load.concurrency, load.timeout_s)
     after = counted_hits(server)
@@ -201,7 +201,7 @@ def _measure(server: Server, workload: str, requests: Sequence[Request], load: L
 
 
 def _check(
-    load: Load, systems: Sequence[str], json_path: Path, png_path: Path | None, config: Path | None
+    load: Traffic, systems: Sequence[str], json_path: Path, png_path: Path | None, config: Path | None
 ) -> Config | None:
     """kvkit's configuration, if there is a file.
 
@@ -228,7 +228,7 @@ def _check(
         raise ServeError(str(error)) from error
 
 
-def _command(load: Load) -> str:
+def _command(load: Traffic) -> str:
     """What sends the same, as far as it is not for one place alone."""
     sizes = f"--requests {load.requests} --words {load.words} --max-tokens {load.max_tokens}"
     times = f"--concurrency {load.concurrency} --rounds {load.rounds} --seed {load.seed}"
@@ -237,8 +237,8 @@ def _command(load: Load) -> str:
 
 
 def _groups(
-    systems: Sequence[str], running: Sequence[Server], interleave: bool
-) -> Iterator[list[str | Server]]:
+    systems: Sequence[str], running: Sequence[Target], interleave: bool
+) -> Iterator[list[str | Target]]:
     """What takes turns with each other."""
     if interleave:
         yield [*systems, *running]
@@ -267,12 +267,12 @@ def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interlea
 
 
 def _start_all(
-    servers: Sequence[str | Server], setup: Setup, stack: ExitStack, lost: dict[str, str], say: Say
-) -> list[Server]:
+    servers: Sequence[str | Target], setup: Setup, stack: ExitStack, lost: dict[str, str], say: Say
+) -> list[Target]:
     """Those that run, and those that start. Mutates `lost`: the others, with the reason."""
     ready = []
     for server in servers:
-        if isinstance(server, Server):
+        if isinstance(server, Target):
             ready.append(server)
             continue
         say(f"{server}: starting")

@@ -38,7 +38,7 @@ QUESTION_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompletionRequest:
     """One request.
 
     Attributes:
@@ -56,7 +56,7 @@ class Request:
     arrival_s: float = 0.0
 
 
-def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[Request]:
+def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[CompletionRequest]:
     """Documents of `words` words, `asked` questions on each. First every document once, then the others."""
     rng = _rng(seed, "document-qa")
     documents = [_text(rng, words) for _ in range(-(-requests // asked))]
@@ -64,12 +64,12 @@ def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[Re
     later = [int(d) for d in rng.permutation(np.repeat(first, asked - 1))]
     order = (first + later)[:requests]
     return [
-        Request(i, f"{documents[d]}\n\n{_question(rng)}", again=i >= len(documents))
+        CompletionRequest(i, f"{documents[d]}\n\n{_question(rng)}", again=i >= len(documents))
         for i, d in enumerate(order)
     ]
 
 
-def document_permutation(seed: int, requests: int, words: int, documents: int = 4) -> list[Request]:
+def document_permutation(seed: int, requests: int, words: int, documents: int = 4) -> list[CompletionRequest]:
     """The same `documents`, `words` words in all, in random orders. Prefixes are common as far as these."""
     rng = _rng(seed, "document-permutation")
     texts = [_text(rng, max(1, words // documents)) for _ in range(documents)]
@@ -77,35 +77,37 @@ def document_permutation(seed: int, requests: int, words: int, documents: int = 
     for i in range(requests):
         order = [int(d) for d in rng.permutation(documents)]
         text = "\n\n".join([*(texts[d] for d in order), _question(rng)])
-        made.append(Request(i, text, again=order[0] in seen))
+        made.append(CompletionRequest(i, text, again=order[0] in seen))
         seen.add(order[0])
     return made
 
 
-def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[Request]:
+def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[CompletionRequest]:
     """Conversations of `turns` turns that take turns, `words` words from the user in each."""
     rng = _rng(seed, "chat")
     sessions = -(-requests // turns)
     return [
-        Request(i % sessions, f"\n\nUser: {_text(rng, words // turns)}\n\nAssistant:", again=i >= sessions)
+        CompletionRequest(
+            i % sessions, f"\n\nUser: {_text(rng, words // turns)}\n\nAssistant:", again=i >= sessions
+        )
         for i in range(requests)
     ]
 
 
-def system_prompt(seed: int, requests: int, words: int) -> list[Request]:
+def system_prompt(seed: int, requests: int, words: int) -> list[CompletionRequest]:
     """A system prompt of `words` words in front of every question."""
     rng = _rng(seed, "system-prompt")
     shared = _text(rng, words)
-    return [Request(i, f"{shared}\n\n{_question(rng)}", again=i > 0) for i in range(requests)]
+    return [CompletionRequest(i, f"{shared}\n\n{_question(rng)}", again=i > 0) for i in range(requests)]
 
 
-def random_prefill(seed: int, requests: int, words: int) -> list[Request]:
+def random_prefill(seed: int, requests: int, words: int) -> list[CompletionRequest]:
     """Prompts of `words` words that have nothing in common."""
     rng = _rng(seed, CONTROL)
-    return [Request(i, _text(rng, words), again=False) for i in range(requests)]
+    return [CompletionRequest(i, _text(rng, words), again=False) for i in range(requests)]
 
 
-Workload: TypeAlias = Callable[[int, int, int], list[Request]]
+Workload: TypeAlias = Callable[[int, int, int], list[CompletionRequest]]
 """(seed, requests, words) -> requests in the order of their arrival. Equal arguments give equal requests."""
 
 WORKLOADS: dict[str, Workload] = {
@@ -117,7 +119,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def arriving(requests: Sequence[Request], per_second: float, seed: int) -> list[Request]:
+def arriving(requests: Sequence[CompletionRequest], per_second: float, seed: int) -> list[CompletionRequest]:
     """The same requests, `per_second` of them on average, at times of a Poisson process."""
     gaps = _rng(seed, "arrivals").exponential(1 / per_second, len(requests))
     times = np.cumsum(gaps) - gaps[:1]

@@ -116,7 +116,7 @@ class Room:
         self._clients.pop(connection, None)
 
 
-class Listener(uvicorn.Server):
+class HttpListener(uvicorn.Server):
     """uvicorn's server, but that it accepts one connection at a time, and only as many as `Room` has.
 
     asyncio's own loop accepts a whole backlog before the first of them is heard of.

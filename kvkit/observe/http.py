@@ -68,7 +68,7 @@ class ServerError(ValueError):
     """The endpoint cannot be opened. The message names the setting; it never holds the token."""
 
 
-class Found(Protocol):
+class QueryResult(Protocol):
     """What a lookup says."""
 
     @property
@@ -87,7 +87,7 @@ class Managed(metrics.Observed, Protocol):
     def space_of(self) -> Callable[[str | None, str], Namespace]:
         """What is stored for a model (None: the base model) and a cache salt; raises `UnknownModel`."""
 
-    def query(self, tokens: Any, namespace: Namespace, /) -> Found:
+    def query(self, tokens: Any, namespace: Namespace, /) -> QueryResult:
         """How long a leading run of `tokens` can be had, and where."""
 
     def clear(self, tier: str, /) -> int:
@@ -124,7 +124,7 @@ class Server:
             import starlette  # noqa: F401 - here, so that a missing package is known before a port is taken
             import uvicorn
 
-            from kvkit.observe.connections import Listener
+            from kvkit.observe.connections import HttpListener
         except ImportError as error:
             raise ServerError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
         try:
@@ -153,7 +153,7 @@ class Server:
             proxy_headers=False,
             timeout_graceful_shutdown=_CLOSE_S,
         )
-        self._server = Listener(settings)
+        self._server = HttpListener(settings)
         self._thread = threading.Thread(target=self._run, name="kvkit-http", daemon=True)
         self._thread.start()
 
@@ -285,17 +285,17 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
-class _Lookup(_Body):
+class _LookupBody(_Body):
     tokens: list[_TokenId]
     model: str | None = None
     cache_salt: str = ""
 
 
-class _Clear(_Body):
+class _ClearBody(_Body):
     tier: str
 
 
-class _Pin(_Lookup):
+class _PinBody(_LookupBody):
     seconds: float = Field(gt=0, le=86400, allow_inf_nan=False)
 
 
@@ -336,18 +336,18 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
         ]
         return JSONResponse(shown)
 
-    def space(body: _Lookup) -> Namespace:
+    def space(body: _LookupBody) -> Namespace:
         try:
             return cache.space_of(body.model, body.cache_salt)
         except UnknownModel as error:
             raise HTTPException(404, str(error)) from None
 
-    def lookup(body: _Lookup) -> dict[str, Any]:
+    def lookup(body: _LookupBody) -> dict[str, Any]:
         hit = cache.query(body.tokens, space(body))
         found = {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
         return found | {"engine": _ENGINE}
 
-    def clear(body: _Clear) -> dict[str, Any]:
+    def clear(body: _ClearBody) -> dict[str, Any]:
         if body.tier not in cache.tiers:
             choices = ", ".join(cache.tiers)
             raise HTTPException(404, f"tier = {body.tier!r}: no such tier; the tiers are {choices}")
@@ -356,7 +356,7 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
         except TimeoutError as error:
             raise HTTPException(504, str(error)) from None
 
-    def pin(body: _Pin) -> dict[str, Any]:
+    def pin(body: _PinBody) -> dict[str, Any]:
         return {"pinned_tokens": cache.pin(body.tokens, body.seconds, space(body))}
 
     def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers) -> Route:
@@ -392,9 +392,9 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
         Route("/metrics", show_metrics),
         Route("/health", health),
         Route("/tiers", tiers),
-        post("/lookup", _Lookup, lookup, workers),
-        post("/clear", _Clear, clear, clearing),
-        post("/pin", _Pin, pin, workers),
+        post("/lookup", _LookupBody, lookup, workers),
+        post("/clear", _ClearBody, clear, clearing),
+        post("/pin", _PinBody, pin, workers),
     ]
     # each kind by name: a handler of Exception itself would have the server log a second traceback
     kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)

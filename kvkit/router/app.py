@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from kvkit.observe.http import is_loopback
 from kvkit.router import openai
 from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft
-from kvkit.router.dispatch import Dispatcher, Failed, Job
+from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
 from kvkit.router.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused, Said
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Kind
@@ -125,7 +125,7 @@ class Router:
                 asked = openai.parse(kind, await client.read())
                 session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
                 return await self._dispatcher.answer(
-                    Job(client, asked, headers[_REQUEST_HEADER], session, headers)
+                    RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers)
                 )
         except openai.BadRequest as error:
             return await client.fail(error.status, str(error))

@@ -17,7 +17,16 @@ from aiohttp import web
 from kvkit.router import openai
 from kvkit.router.answers import Answer, CannotContinue
 from kvkit.router.clients import Client
-from kvkit.router.engines import RETRIED, Engine, EngineFailed, Lookup, Query, Refused, Said, Work
+from kvkit.router.engines import (
+    RETRIED,
+    Engine,
+    EngineFailed,
+    EngineShare,
+    Lookup,
+    LookupQuery,
+    Refused,
+    Said,
+)
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Asked
 from kvkit.router.routing import Decision, decide
@@ -43,7 +52,7 @@ class Failed(Exception):
 
 
 @dataclass(slots=True)
-class Job:
+class RoutedRequest:
     """One request on its way.
 
     Attributes:
@@ -93,72 +102,72 @@ class Dispatcher:
         self._lookup = lookup
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
-    async def answer(self, job: Job) -> web.StreamResponse:
-        """Answer a request. Mutates `job`.
+    async def answer(self, routed: RoutedRequest) -> web.StreamResponse:
+        """Answer a request. Mutates `routed`.
 
         Raises:
             Failed: no engine can.
             Refused: an engine says that the request is wrong.
             ClientLeft: there is nobody to answer.
         """
-        await self._look_up(job)
+        await self._look_up(routed)
         try:
-            return await self._rounds(job)
+            return await self._rounds(routed)
         except Failed:
-            if job.client.began:
+            if routed.client.began:
                 self._metrics.takeovers.labels("failed").inc()
             raise
 
-    async def _rounds(self, job: Job) -> web.StreamResponse:
+    async def _rounds(self, routed: RoutedRequest) -> web.StreamResponse:
         """One attempt after the other, each without the engines that failed before."""
-        asked, answer = job.asked, Answer(job.asked)
+        asked, answer = routed.asked, Answer(routed.asked)
         failure: EngineFailed | None = None
         while True:
-            decision = self._decide(job, asked, failure)
+            decision = self._decide(routed, asked, failure)
             try:
-                response = await self._attempt(job, asked, answer, decision)
+                response = await self._attempt(routed, asked, answer, decision)
                 if answer.took_over:
                     self._metrics.takeovers.labels("continued").inc()
                 return response
             except EngineFailed as error:
                 failure = error
-            log.warning("%s: %s", job.id, failure)
+            log.warning("%s: %s", routed.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
             if (
                 decision.prefill is not None
                 and failure.cause == "error"
-                and self._is_last(job, failure.engine)
+                and self._is_last(routed, failure.engine)
             ):
-                job.hands_over = False  # what it was handed may be the trouble: it is asked again, without
+                routed.hands_over = False  # what it was handed may be the trouble: it is asked again, without
             else:
-                job.failed.add(failure.engine.name)
-            if not job.client.began:
-                answer = Answer(job.asked)  # nobody has any of the one that was begun
+                routed.failed.add(failure.engine.name)
+            if not routed.client.began:
+                answer = Answer(routed.asked)  # nobody has any of the one that was begun
             elif failure.engine.role == "decode":
                 if answer.finished:
                     owed = answer.last_event()
                     last = b"" if owed is None else openai.event_bytes(owed)
-                    return await job.client.send(last + openai.DONE_EVENT)
+                    return await routed.client.send(last + openai.DONE_EVENT)
                 try:
                     asked = answer.resume()
                 except CannotContinue as error:
                     raise Failed(502, f"{failure}; {error}") from failure
 
-    def _is_last(self, job: Job, engine: Engine) -> bool:
+    def _is_last(self, routed: RoutedRequest, engine: Engine) -> bool:
         """Whether `engine` is the only D left for a request."""
-        return [e for e in self._decodes if e.up and e.name not in job.failed] == [engine]
+        return [e for e in self._decodes if e.up and e.name not in routed.failed] == [engine]
 
-    async def _look_up(self, job: Job) -> None:
-        """Ask the engines what they hold of the prompt. Mutates `job`: nothing is known of who is late."""
-        if self._lookup is None or not job.hands_over:
+    async def _look_up(self, routed: RoutedRequest) -> None:
+        """Ask the engines what they hold of the prompt. Mutates `routed`: nothing is known of who is late."""
+        if self._lookup is None or not routed.hands_over:
             return
         with self._metrics.seconds.labels("lookup").time():
-            tokens = await self._tokens(job)
+            tokens = await self._tokens(routed)
             if tokens is None:
                 return
-            job.prompt_tokens = len(tokens)
+            routed.prompt_tokens = len(tokens)
             up = [engine for engine in (*self._prefills, *self._decodes) if engine.up]
-            query = Query(tokens, job.asked.model, job.asked.salt)
+            query = LookupQuery(tokens, routed.asked.model, routed.asked.salt)
             asking = {asyncio.ensure_future(self._lookup(engine, query)): engine.name for engine in up}
             if not asking:
                 return
@@ -169,33 +178,33 @@ class Dispatcher:
                     task.cancel()
             for task, name in asking.items():
                 if task.done() and not task.cancelled():
-                    job.held[name] = _result(task, name)
+                    routed.held[name] = _result(task, name)
 
-    async def _tokens(self, job: Job) -> tuple[int, ...] | None:
+    async def _tokens(self, routed: RoutedRequest) -> tuple[int, ...] | None:
         """The prompt's tokens; None where no engine says so in time."""
-        if job.asked.prompt_ids is not None:
-            return job.asked.prompt_ids
+        if routed.asked.prompt_ids is not None:
+            return routed.asked.prompt_ids
         up = [engine for engine in self._decodes if engine.up]
         if not up:
             return None
         engine = min(up, key=lambda e: e.requests)
         try:
-            return tuple(await engine.tokenize(openai.tokenize_body(job.asked), job.headers))
+            return tuple(await engine.tokenize(openai.tokenize_body(routed.asked), routed.headers))
         except (EngineFailed, Refused) as error:
             log.warning("no lookup: %s", error)
             return None
 
-    def _decide(self, job: Job, asked: Asked, failure: EngineFailed | None) -> Decision:
+    def _decide(self, routed: RoutedRequest, asked: Asked, failure: EngineFailed | None) -> Decision:
         """Where the next attempt goes.
 
         Raises:
             Failed: no D is left.
         """
         prefills, decodes = (
-            [e.candidate(job.held.get(e.name)) for e in engines if e.up and e.name not in job.failed]
+            [e.candidate(routed.held.get(e.name)) for e in engines if e.up and e.name not in routed.failed]
             for engines in (self._prefills, self._decodes)
         )
-        prompt_tokens = _prompt_tokens(job, asked)
+        prompt_tokens = _prompt_tokens(routed, asked)
         if not decodes:
             raise Failed(
                 503 if failure is None else 502,
@@ -206,14 +215,14 @@ class Dispatcher:
             prompt_tokens,
             prefills,
             decodes,
-            session=job.session,
-            last=self._sessions.get(job.session),
-            suitable=job.hands_over,
+            session=routed.session,
+            last=self._sessions.get(routed.session),
+            suitable=routed.hands_over,
             limits=self._config.limits,
         )
         log.info(
             "%s: %s%s, %s: %d new of %d tokens",
-            job.id,
+            routed.id,
             f"{decision.prefill} -> " if decision.prefill else "",
             decision.decode,
             decision.reason,
@@ -228,7 +237,7 @@ class Dispatcher:
         return decision
 
     async def _attempt(
-        self, job: Job, asked: Asked, answer: Answer, decision: Decision
+        self, routed: RoutedRequest, asked: Asked, answer: Answer, decision: Decision
     ) -> web.StreamResponse:
         """Prefill and decode where it was decided.
 
@@ -239,45 +248,45 @@ class Dispatcher:
         prefill = next((e for e in self._prefills if e.name == decision.prefill), None)
         params: Mapping[str, Any] | None = None
         # D counts it from now on, or all that P is at work on would go to the same D
-        with decode.working(decision.new_tokens if prefill is None else 0) as work:
+        with decode.working(decision.new_tokens if prefill is None else 0) as share:
             if prefill is not None:
                 try:
-                    params = await self._prefill(job, asked, prefill, decode, decision.new_tokens)
+                    params = await self._prefill(routed, asked, prefill, decode, decision.new_tokens)
                 except Refused as refusal:  # whether the client hears of it is for D to say
                     log.warning("prefill engine %s refuses: %s", prefill.name, refusal)
-                    job.hands_over = False
+                    routed.hands_over = False
             if asked.streams:
-                return await self._stream(job, asked, params, answer, decode, work)
-            return await self._whole(job, asked, params, decode)
+                return await self._stream(routed, asked, params, answer, decode, share)
+            return await self._whole(routed, asked, params, decode)
 
     async def _stream(
         self,
-        job: Job,
+        routed: RoutedRequest,
         asked: Asked,
         params: Mapping[str, Any] | None,
         answer: Answer,
         decode: Engine,
-        work: Work,
+        share: EngineShare,
     ) -> web.StreamResponse:
         """An answer that is a stream, or what is left of it."""
         start, began = _now(), False
         body, limit_s = openai.decode_body(asked, params), self._config.first_token_timeout_s
-        async with decode.post(asked.path, body, job.headers, limit_s) as (response, deadline):
+        async with decode.post(asked.path, body, routed.headers, limit_s) as (response, deadline):
             async for event in _events(decode, asked, response):
                 if not began:
                     began = True
-                    work.computed()
-                    self._remember(job, decode)
-                    self._learn(job, asked, decode, params is not None, _now() - start)
+                    share.computed()
+                    self._remember(routed, decode)
+                    self._learn(routed, asked, decode, params is not None, _now() - start)
                 deadline.reschedule(None)  # how long the client takes is not the engine's doing
-                await self._hand_on(job, answer, decode, event)
+                await self._hand_on(routed, answer, decode, event)
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
         if not answer.finished:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
-        return await job.client.send(openai.DONE_EVENT)
+        return await routed.client.send(openai.DONE_EVENT)
 
     async def _prefill(
-        self, job: Job, asked: Asked, prefill: Engine, decode: Engine, new_tokens: int
+        self, routed: RoutedRequest, asked: Asked, prefill: Engine, decode: Engine, new_tokens: int
     ) -> Mapping[str, Any] | None:
         """Have P compute the prompt; what D is to be told about its KV. None: P kept it, and D computes."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": uuid.uuid4().hex}
@@ -286,7 +295,7 @@ class Dispatcher:
         body = openai.prefill_body(asked, params)
         start = _now()
         with prefill.working(new_tokens), self._metrics.seconds.labels("prefill").time():
-            async with prefill.post(asked.path, body, job.headers, self._config.prefill_timeout_s) as (
+            async with prefill.post(asked.path, body, routed.headers, self._config.prefill_timeout_s) as (
                 response,
                 _,
             ):
@@ -304,7 +313,7 @@ class Dispatcher:
         if not given:
             log.warning(
                 "%s: prefill engine %s handed nothing off to %s, which computes the prompt, too; %s",
-                job.id,
+                routed.id,
                 prefill.name,
                 decode.name,
                 "its log says why" if decode.config.handoff else f"decode.{decode.name}.handoff is not given",
@@ -312,18 +321,22 @@ class Dispatcher:
             self._metrics.failures.labels(prefill.name, "kept").inc()
         return given or None
 
-    def _learn(self, job: Job, asked: Asked, decode: Engine, handed: bool, seconds: float) -> None:
+    def _learn(
+        self, routed: RoutedRequest, asked: Asked, decode: Engine, handed: bool, seconds: float
+    ) -> None:
         """Note how fast D was, where it is known how much was new for it. Mutates `decode`."""
         self._metrics.seconds.labels("first_event").observe(seconds)
-        if job.held.get(decode.name) is None:
+        if routed.held.get(decode.name) is None:
             return
-        new = decode.candidate(job.held[decode.name]).new_tokens(_prompt_tokens(job, asked))
+        new = decode.candidate(routed.held[decode.name]).new_tokens(_prompt_tokens(routed, asked))
         if handed:
             decode.handoff = decode.handoff.after(new, seconds)
         else:
             decode.prefill = decode.prefill.after(new, seconds)
 
-    async def _hand_on(self, job: Job, answer: Answer, decode: Engine, event: openai.Body) -> None:
+    async def _hand_on(
+        self, routed: RoutedRequest, answer: Answer, decode: Engine, event: openai.Body
+    ) -> None:
         """Give the client what it is to have of an event.
 
         Raises:
@@ -343,31 +356,31 @@ class Dispatcher:
         except CannotContinue as departed:
             raise Failed(502, f"decode engine {decode.name}: {departed}") from departed
         if shown is not None:
-            await job.client.send(openai.event_bytes(shown))
+            await routed.client.send(openai.event_bytes(shown))
 
     async def _whole(
-        self, job: Job, asked: Asked, params: Mapping[str, Any] | None, decode: Engine
+        self, routed: RoutedRequest, asked: Asked, params: Mapping[str, Any] | None, decode: Engine
     ) -> web.StreamResponse:
         """An answer that is no stream."""
         body, limit_s = openai.decode_body(asked, params), self._config.request_timeout_s
-        async with decode.post(asked.path, body, job.headers, limit_s) as (response, _):
+        async with decode.post(asked.path, body, routed.headers, limit_s) as (response, _):
             raw = await decode.read(response)
         reply = _understood(decode, openai.read_answer, asked, raw)
         if openai.aborted(reply):
             raise EngineFailed(decode, "aborted", "it gave the request up")
-        self._remember(job, decode)
+        self._remember(routed, decode)
         reply.pop("kv_transfer_params", None)
         return web.json_response(reply)
 
-    def _remember(self, job: Job, decode: Engine) -> None:
-        self._sessions[job.session] = decode.name
-        self._sessions.move_to_end(job.session)
+    def _remember(self, routed: RoutedRequest, decode: Engine) -> None:
+        self._sessions[routed.session] = decode.name
+        self._sessions.move_to_end(routed.session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
 
-def _prompt_tokens(job: Job, asked: Asked) -> int:
-    return job.prompt_tokens if asked.token_ids is None else len(asked.token_ids)
+def _prompt_tokens(routed: RoutedRequest, asked: Asked) -> int:
+    return routed.prompt_tokens if asked.token_ids is None else len(asked.token_ids)
 
 
 def _understood(

@@ -15,12 +15,12 @@ import aiohttp
 from kvkit.observe.http import ServerError
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
-from kvkit.router.routing import Candidate, Speed
+from kvkit.router.routing import Candidate, MeasuredSpeed
 from kvkit.router.settings import EngineConfig, RouterConfig
 
 log = logging.getLogger(__name__)
 
-Role = Literal["prefill", "decode"]
+EngineRole = Literal["prefill", "decode"]
 Cause = Literal["unreachable", "error", "timeout", "cut", "aborted"]
 RETRIED = (408, 429)
 """HTTP statuses below 500 that say nothing against the request: another engine may take it."""
@@ -64,7 +64,7 @@ class Refused(RuntimeError):
         self.answer = status, body
 
 
-class Work:
+class EngineShare:
     """One request's share of an engine's load. `computed` mutates it and the engine."""
 
     def __init__(self, engine: Engine, tokens: int) -> None:
@@ -91,7 +91,7 @@ class Engine:
     def __init__(
         self,
         name: str,
-        role: Role,
+        role: EngineRole,
         config: EngineConfig,
         settings: RouterConfig,
         session: aiohttp.ClientSession,
@@ -102,8 +102,8 @@ class Engine:
         self.up = False
         self.requests = 0
         self.waiting_tokens = 0
-        self.prefill = Speed()
-        self.handoff = Speed()
+        self.prefill = MeasuredSpeed()
+        self.handoff = MeasuredSpeed()
         self._settings = settings
         self._session = session
         self._suspected = asyncio.Event()
@@ -118,16 +118,16 @@ class Engine:
         )
 
     @contextmanager
-    def working(self, tokens: int) -> Iterator[Work]:
+    def working(self, tokens: int) -> Iterator[EngineShare]:
         """Count a request whose prompt has `tokens` to compute. Mutates."""
-        work = Work(self, tokens)
+        share = EngineShare(self, tokens)
         self.requests += 1
         self.waiting_tokens += tokens
         try:
-            yield work
+            yield share
         finally:
             self.requests -= 1
-            work.computed()
+            share.computed()
 
     @asynccontextmanager
     async def request(
@@ -288,7 +288,7 @@ def _start(raw: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class LookupQuery:
     """What an engine is asked about: a prompt's tokens, and the `model` and cache salt of its request."""
 
     tokens: Sequence[int]
@@ -296,7 +296,7 @@ class Query:
     salt: str = ""
 
 
-Lookup = Callable[[Engine, Query], Awaitable[int | None]]
+Lookup = Callable[[Engine, LookupQuery], Awaitable[int | None]]
 """How many tokens of a prompt, from its beginning, an engine can have without computing; None: not known."""
 
 
@@ -307,7 +307,7 @@ class CacheLookup:
         self._session = session
         self._tokens: dict[str, str] = {}
 
-    async def __call__(self, engine: Engine, query: Query) -> int | None:
+    async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
         url = engine.config.cache
         if url is None:
             return None

@@ -16,7 +16,7 @@ MIN_SAMPLE_TOKENS = 64
 _NEWEST = 0.2
 
 
-class Reason(StrEnum):
+class RouteReason(StrEnum):
     """Why a request goes over P, or does not."""
 
     MUCH_NEW = "much-new"
@@ -32,7 +32,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class MeasuredSpeed:
     """A measured speed, the newest samples weighing most.
 
     Attributes:
@@ -41,14 +41,14 @@ class Speed:
 
     tokens_per_s: float | None = None
 
-    def after(self, tokens: int, seconds: float) -> Speed:
+    def after(self, tokens: int, seconds: float) -> MeasuredSpeed:
         """With one more sample, unless it is too small to count."""
         if tokens < MIN_SAMPLE_TOKENS or seconds <= 0:
             return self
         seen = tokens / seconds
         if self.tokens_per_s is None:
-            return Speed(seen)
-        return Speed(self.tokens_per_s + _NEWEST * (seen - self.tokens_per_s))
+            return MeasuredSpeed(seen)
+        return MeasuredSpeed(self.tokens_per_s + _NEWEST * (seen - self.tokens_per_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Candidate:
     requests: int = 0
     waiting_tokens: int = 0
     held_tokens: int | None = None
-    prefill: Speed = Speed()
-    handoff: Speed = Speed()
+    prefill: MeasuredSpeed = MeasuredSpeed()
+    handoff: MeasuredSpeed = MeasuredSpeed()
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """Tokens of the prompt that it would have to compute."""
@@ -76,7 +76,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RoutingLimits:
     """When the way over P is not worth it, and how even the load must be.
 
     Attributes:
@@ -103,7 +103,7 @@ class Decision:
 
     decode: str
     prefill: str | None
-    reason: Reason
+    reason: RouteReason
     new_tokens: int
 
 
@@ -115,7 +115,7 @@ def decide(
     session: str,
     last: str | None,
     suitable: bool,
-    limits: Limits,
+    limits: RoutingLimits,
 ) -> Decision:
     """Choose engines for one request.
 
@@ -134,23 +134,23 @@ def decide(
         raise ValueError("decodes: none given, want at least one")
     decode = choose_decode(decodes, session=session, last=last, limits=limits)
     new = decode.new_tokens(prompt_tokens)
-    direct = Decision(decode.name, None, Reason.UNSUITABLE, new)
+    direct = Decision(decode.name, None, RouteReason.UNSUITABLE, new)
     if not suitable:
         return direct
     if new <= max(limits.direct_tokens, limits.direct_share * prompt_tokens):
-        return Decision(decode.name, None, Reason.LITTLE_NEW, new)
+        return Decision(decode.name, None, RouteReason.LITTLE_NEW, new)
     if not prefills:
-        return Decision(decode.name, None, Reason.NO_PREFILL, new)
+        return Decision(decode.name, None, RouteReason.NO_PREFILL, new)
     prefill = choose_prefill(prefills, prompt_tokens, session=session)
     alone_s = direct_seconds(decode, prompt_tokens)
     over_s = prefill_seconds(prefill, decode, prompt_tokens)
     if alone_s is not None and over_s is not None and over_s > limits.max_slowdown * alone_s:
-        return Decision(decode.name, None, Reason.SLOW_PREFILL, new)
-    return Decision(decode.name, prefill.name, Reason.MUCH_NEW, prefill.new_tokens(prompt_tokens))
+        return Decision(decode.name, None, RouteReason.SLOW_PREFILL, new)
+    return Decision(decode.name, prefill.name, RouteReason.MUCH_NEW, prefill.new_tokens(prompt_tokens))
 
 
 def choose_decode(
-    decodes: Sequence[Candidate], *, session: str, last: str | None, limits: Limits
+    decodes: Sequence[Candidate], *, session: str, last: str | None, limits: RoutingLimits
 ) -> Candidate:
     """The D for a conversation: where it was before, unless that one is busier than `limits.spread` allows or
     another holds over `limits.direct_tokens` more of it; a new one goes where most of it is, then where the

@@ -25,11 +25,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvkit.handoff.settings import HandoffConfig
 from kvkit.handoff.transport import addresses
-from kvkit.router.routing import Limits
+from kvkit.router.routing import RoutingLimits
 from kvkit.settings import ConfigError
 
 DEFAULT_PORT = 8000
-_LIMITS = Limits()
+_LIMITS = RoutingLimits()
 
 
 def _base_url(url: str) -> str:
@@ -52,7 +52,7 @@ def _handoff_address(address: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(_base_url)]
-Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 class EngineConfig(BaseModel):
@@ -103,16 +103,18 @@ class RouterConfig(BaseModel):
         description="a conversation stays where it is up to so many requests more than the least loaded has",
         ge=0,
     )
-    connect_timeout_s: Seconds = Field(default=5.0, description="to reach an engine")
-    lookup_timeout_s: Seconds = Field(default=1.0, description="to ask the engines what they hold")
-    prefill_timeout_s: Seconds = Field(default=120.0, description="for a prompt on a prefill engine")
-    first_token_timeout_s: Seconds = Field(default=300.0, description="until a stream's first event")
-    idle_timeout_s: Seconds = Field(
+    connect_timeout_s: PositiveSeconds = Field(default=5.0, description="to reach an engine")
+    lookup_timeout_s: PositiveSeconds = Field(default=1.0, description="to ask the engines what they hold")
+    prefill_timeout_s: PositiveSeconds = Field(default=120.0, description="for a prompt on a prefill engine")
+    first_token_timeout_s: PositiveSeconds = Field(default=300.0, description="until a stream's first event")
+    idle_timeout_s: PositiveSeconds = Field(
         default=60.0, description="between a stream's events, and for a client to take one"
     )
-    request_timeout_s: Seconds = Field(default=3600.0, description="for a whole request")
-    health_interval_s: Seconds = Field(default=2.0, description="between questions for an engine's health")
-    health_timeout_s: Seconds = Field(
+    request_timeout_s: PositiveSeconds = Field(default=3600.0, description="for a whole request")
+    health_interval_s: PositiveSeconds = Field(
+        default=2.0, description="between questions for an engine's health"
+    )
+    health_timeout_s: PositiveSeconds = Field(
         default=5.0, description="for the answer; three that are missing in a row: the engine is down"
     )
 
@@ -142,8 +144,8 @@ class RouterConfig(BaseModel):
         ]
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.direct_tokens, self.direct_share, self.max_slowdown, self.spread)
+    def limits(self) -> RoutingLimits:
+        return RoutingLimits(self.direct_tokens, self.direct_share, self.max_slowdown, self.spread)
 
 
 def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfig:
