@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
+import kvkit
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
@@ -114,6 +115,7 @@ def render(page: str) -> str:
     """
     tables: dict[str, Callable[[], str]] = {
         **{marker: partial(settings, model) for marker, model in SETTINGS.items()},
+        "face": face,
         "names": names,
         "commands": commands,
         "metrics": lambda: documented_metrics(metrics.__doc__ or ""),
@@ -134,6 +136,15 @@ def settings(model: type[BaseModel]) -> str:
         if not is_section(field):
             cells = (f"`{name}`", _values(field), _default(field), field.description or "")
             rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def face() -> str:
+    """A table of what `kvkit` itself gives, with the module where each is made."""
+    rows = ["| name | of | what it is |", "|---|---|---|"]
+    for name in kvkit.__all__:
+        thing = getattr(kvkit, name)
+        rows.append(f"| `{name}` | `{thing.__module__}` | {_first_sentence_of(inspect.getdoc(thing))} |")
     return "\n".join(rows)
 
 
@@ -160,7 +171,11 @@ def source_of(module: str) -> Path:
 
 
 def _first_sentence(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
-    text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    return _first_sentence_of(ast.get_docstring(node))
+
+
+def _first_sentence_of(docstring: str | None) -> str:
+    text = " ".join((docstring or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[a-z)`\]])\. ", text)[0].rstrip(".").replace("|", "\\|")
 
 
