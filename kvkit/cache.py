@@ -1,9 +1,9 @@
 """The cache: look up, load and store a token sequence's KV. Start reading here.
 
     hit = cache.lookup(tokens)         # how much is there, and where: moves nothing
-    loaded = cache.load(hit, place)    # into the engine's pages; may be less than the hit, and says so
+    loaded = cache.load(hit, pages)    # into the engine's pages; may be less than the hit, and says so
     ...                                # the engine computes the rest
-    cache.store(tokens, place)         # whole chunks; returns when the pages may be reused
+    cache.store(tokens, pages)         # whole chunks; returns when the pages may be reused
 
 Each has a twin that returns at once with a future: `lookup_async`, `load_async`, `store_async`; `prefetch`
 brings records nearer before they are asked for. `Cache` carries out what the pure modules decide: `chunks`
@@ -42,7 +42,7 @@ from kvkit.moving.sequence import (
     Loaded,
     SequencePages,
     UnknownModel,
-    check_places,
+    check_pages,
     formats_of,
 )
 from kvkit.moving.store import Stored
@@ -178,7 +178,7 @@ class Cache:
         Raises:
             PolicyError: `retrieve_from` names a tier that does not exist.
         """
-        chunks = self._chunks(tokens, namespace)
+        chunks = self.chunks(tokens, namespace)
         self._check("retrieve_from", retrieve_from or ())
         found = self._access.find_promised(chunks, wait_s, retrieve_from)
         plan = found
@@ -223,25 +223,27 @@ class Cache:
 
     def query(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
         """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query."""
-        chunks = self._chunks(tokens, namespace)
+        chunks = self.chunks(tokens, namespace)
         hit = Hit(chunks, self._access.find_promised(chunks, 0.0))
         self._access.count(Counts.note_query)
         return hit
 
-    def held_async(
-        self, tokens: Any, tiers: Sequence[str], namespace: Namespace | None = None
-    ) -> Transfer[int]:
-        """How many leading chunks of `tokens` these tiers hold, in the background. Is no lookup: not counted.
+    def chunks(self, tokens: Any, namespace: Namespace | None = None) -> Chunks:
+        """The whole chunks of `tokens` (int32 [T]), hashed once, for who stores them part by part."""
+        self._opener.check()
+        return Chunks.of(tokens, self.layout, namespace or self.namespace)
+
+    def held_async(self, chunks: Chunks, tiers: Sequence[str]) -> Transfer[int]:
+        """How many of `chunks`, from the first on, these tiers hold, in the background; counts as no lookup.
 
         Raises:
             PolicyError: `tiers` names one that does not exist.
         """
         self._check("tiers", tiers)
-        chunks = self._chunks(tokens, namespace)
         return Transfer.start(self._looking, lambda _: self._access.find_promised(chunks, 0.0, tiers).chunks)
 
     def load(
-        self, hit: Hit, place: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
+        self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
     ) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
 
@@ -250,46 +252,46 @@ class Cache:
         written back to nearer tiers.
 
         Args:
-            place: where to put it, one per layer group (a single one for a layout of one group).
+            pages: where to put it, one per layer group (a single one for a layout of one group).
             rotate: by how many positions keys move on the way, for every chunk of the hit (blending). What is
                 written back to other tiers stays as it was computed.
 
         Raises:
-            CacheError: a place does not match the layout or is too short for the hit.
+            CacheError: `pages` do not match the layout or are too short for the hit.
             RopeError: `rotate` has deltas for another number of chunks.
         """
-        return self._load(hit, place, rotate)(Transfer())
+        return self._load(hit, pages, rotate)(Transfer())
 
     def load_async(
-        self, hit: Hit, place: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
+        self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
     ) -> Transfer[Loaded]:
         """`load` in the background: the pages are in use until the future is done, cancelled or not.
 
         Raises:
             CacheError, RopeError: as `load`.
         """
-        return Transfer.start(self._loading, self._load(hit, place, rotate), urgent=True)
+        return Transfer.start(self._loading, self._load(hit, pages, rotate), urgent=True)
 
-    def load_layers(self, hit: Hit, place: SequencePages | Sequence[SequencePages]) -> LayerLoad:
+    def load_layers(self, hit: Hit, pages: SequencePages | Sequence[SequencePages]) -> LayerLoad:
         """`load` one layer at a time: an iterator over the layers, in model order, as they arrive.
 
         Raises:
             CacheError: as `load`.
         """
-        places = check_places(place, hit.chunks, hit.plan.chunks, self.layout)
-        return LayerLoad(self._access, self._reading, hit, places)
+        pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
+        return LayerLoad(self._access, self._reading, hit, pages)
 
     def store_layers(
-        self, tokens: Any, place: SequencePages | Sequence[SequencePages], namespace: Namespace | None = None
+        self, tokens: Any, pages: SequencePages | Sequence[SequencePages], namespace: Namespace | None = None
     ) -> LayerStore:
         """`store` one layer at a time, as the engine completes them.
 
         Raises:
             CacheError: as `store`.
         """
-        chunks = self._chunks(tokens, namespace)
-        places = check_places(place, chunks, len(chunks), self.layout)
-        return LayerStore(self._access, chunks, places, self.policy.store_to)
+        chunks = self.chunks(tokens, namespace)
+        pages = check_pages(pages, chunks, len(chunks), self.layout)
+        return LayerStore(self._access, chunks, pages, self.policy.store_to)
 
     @property
     def prefetch_chunks(self) -> int:
@@ -316,8 +318,7 @@ class Cache:
         Raises:
             CacheError: the tokens have fewer than `first` whole chunks.
         """
-        chunks = self._chunks(tokens, namespace)
-        chunks = chunks.part(first, len(chunks))
+        chunks = self._part(tokens, namespace, first)
         return Transfer.start(
             self._prefetching, lambda transfer: loads.prefetch(self._access, self._shelf, chunks, transfer)
         )
@@ -332,7 +333,7 @@ class Cache:
         Raises:
             CacheError: `tokens` have no such whole chunk.
         """
-        chunks = self._chunks(tokens, namespace)
+        chunks = self.chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
         return Transfer.start(self._loading, partial(loads.get, self._access, self._shelf, chunks, chunk))
@@ -340,7 +341,7 @@ class Cache:
     def store(
         self,
         tokens: Any,
-        place: SequencePages | Sequence[SequencePages],
+        pages: SequencePages | Sequence[SequencePages],
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
@@ -353,37 +354,56 @@ class Cache:
 
         Args:
             to: tiers, instead of the policy's `store_to`.
-            first: the chunk to begin with: those before it are not stored, and `place` begins there.
+            first: the chunk to begin with: those before it are not stored, and `pages` begin there.
 
         Raises:
-            CacheError: a place does not match the layout or is too short for the tokens, or the tokens have
+            CacheError: `pages` do not match the layout or are too short for the tokens, or the tokens have
                 fewer than `first` whole chunks.
             PolicyError: `to` names a tier that does not exist.
         """
-        move, _ = self._store(tokens, place, namespace, to, first)
+        move, _ = self._store(self._part(tokens, namespace, first), pages, to)
         return move(Transfer())
 
     def store_async(
         self,
         tokens: Any,
-        place: SequencePages | Sequence[SequencePages],
+        pages: SequencePages | Sequence[SequencePages],
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
         first: int = 0,
-        ready: Callable[[], object] | None = None,
-        on_stored: Callable[[str, int], None] | None = None,
-        on_settled: Callable[[], object] = lambda: None,
-        on_done: Callable[[], object] = lambda: None,
-        copy_first: bool = False,
+        ready: Callable[[], object] = lambda: None,
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
 
         Args:
             ready: called first, in the background; returns when the pages hold what is to be stored (a CUDA
                 event's `synchronize`).
-            on_stored: called with the name of a tier and the number of a chunk, counted from `first`, when
-                that tier has it completely; from any thread, and often after the future is done.
+
+        Raises:
+            CacheError, PolicyError: as `store`.
+        """
+        return self.store_chunks(self._part(tokens, namespace, first), pages, to=to, ready=ready)
+
+    def store_chunks(
+        self,
+        chunks: Chunks,
+        pages: SequencePages | Sequence[SequencePages],
+        *,
+        to: Sequence[str] | None = None,
+        ready: Callable[[], object] = lambda: None,
+        on_stored: Callable[[str, int], None] | None = None,
+        on_settled: Callable[[], object] = lambda: None,
+        on_done: Callable[[], object] = lambda: None,
+        copy_first: bool = False,
+    ) -> Transfer[Stored]:
+        """`store_async` of chunks, or a part of some (`Chunks.part`), that tells how it goes on.
+
+        Args:
+            pages: of these chunks alone.
+            to, ready: as in `store` and `store_async`.
+            on_stored: called with the name of a tier and the number of a chunk among `chunks` when that tier
+                has it completely; from any thread, and often after the future is done.
             on_settled: called once, when each record is in one of the tiers or will be in none; likewise. A
                 tier that hangs may delay it without end.
             on_done: called once, when no tier is to get any of them any more; likewise.
@@ -393,13 +413,10 @@ class Cache:
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move, promise = self._store(
-            tokens, place, namespace, to, first, on_stored, on_settled, on_done, copy_first
-        )
+        move, promise = self._store(chunks, pages, to, on_stored, on_settled, on_done, copy_first)
 
         def store(transfer: Transfer[Stored]) -> Stored:
-            if ready is not None:
-                ready()
+            ready()
             return move(transfer)
 
         transfer = Transfer.start(self._storing, store)
@@ -410,7 +427,7 @@ class Cache:
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
-        chunks = self._chunks(tokens, namespace)
+        chunks = self.chunks(tokens, namespace)
         held = [self._access.pin(tier, chunks.names, seconds) for tier in self.tiers]
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
 
@@ -505,8 +522,10 @@ class Cache:
             raise UnknownModel(f"model = {model!r}: not known here; known is {self.namespace.model!r}")
         return replace(self.namespace, salt=salt) if salt else self.namespace
 
-    def _chunks(self, tokens: Any, namespace: Namespace | None) -> Chunks:
-        return Chunks.of(tokens, self.layout, namespace or self.namespace)
+    def _part(self, tokens: Any, namespace: Namespace | None, first: int) -> Chunks:
+        """The whole chunks of `tokens` from chunk `first` on."""
+        chunks = self.chunks(tokens, namespace)
+        return chunks.part(first, len(chunks))
 
     def _check(self, argument: str, tiers: Sequence[str]) -> None:
         for name in tiers:
@@ -514,33 +533,28 @@ class Cache:
                 raise PolicyError(f"{argument}={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
 
     def _load(
-        self, hit: Hit, place: SequencePages | Sequence[SequencePages], rotate: Rotation | None
+        self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None
     ) -> Callable[[Transfer[Loaded]], Loaded]:
-        places = check_places(place, hit.chunks, hit.plan.chunks, self.layout)
+        pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        return partial(loads.load, self._access, self._shelf, hit, places, rotate)
+        return partial(loads.load, self._access, self._shelf, hit, pages, rotate)
 
     def _store(
         self,
-        tokens: Any,
-        place: SequencePages | Sequence[SequencePages],
-        namespace: Namespace | None,
+        chunks: Chunks,
+        pages: SequencePages | Sequence[SequencePages],
         to: Sequence[str] | None,
-        first: int,
         on_stored: Callable[[str, int], None] | None = None,
         on_settled: Callable[[], object] = lambda: None,
         on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> tuple[Callable[[Transfer[Stored]], Stored], Promise]:
-        chunks = self._chunks(tokens, namespace)
-        if first:
-            chunks = chunks.part(first, len(chunks))
-        places = check_places(place, chunks, len(chunks), self.layout)
+        pages = check_pages(pages, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
         self._check("to", targets)
         promise = self._access.promises.make(chunks.names, on_settled, on_done)
-        move = partial(stores.store, self._access, chunks, places, targets, on_stored, copy_first, promise)
+        move = partial(stores.store, self._access, chunks, pages, targets, on_stored, copy_first, promise)
         return move, promise
 
 

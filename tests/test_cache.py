@@ -232,7 +232,7 @@ def test_place_errors_name_the_argument(tmp_path: Path) -> None:
     with open_cache(engine, tmp_path) as cache:
         store(cache, engine, tokens)
         hit = cache.lookup(tokens)
-        with pytest.raises(CacheError, match=r"place\[0\].blocks: 3 entries, 2 chunks take 4"):
+        with pytest.raises(CacheError, match=r"pages\[0\].blocks: 3 entries, 2 chunks take 4"):
             cache.load(hit, engine.places([1, 2, 3]))
         with pytest.raises(CacheError, match="blocks or slots"):
             cache.load(hit, SequencePages(engine.pages[0]))

@@ -129,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _store(self, chunks: list[int]) -> None:
         engine, tokens, table = self._sequence(chunks)
         engine.compute(tokens, table)
-        names = self.cache._chunks(tokens, None).names
+        names = self.cache.chunks(tokens).names
         payloads = engine.read(tokens, table, len(chunks))
         for i, name in enumerate(names):
             self.stored[name] = payloads[i % self.groups][i // self.groups]
@@ -181,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
     def get(self, chunks: list[int], which: int) -> None:
         engine, tokens, _ = self._sequence(chunks)
         chunk = which % len(chunks)
-        names = self.cache._chunks(tokens, None).records(chunk, chunk + 1)
+        names = self.cache.chunks(tokens).records(chunk, chunk + 1)
         future = self.cache.get_non_blocking(tokens, chunk)
 
         def check(result: list[Lease] | None) -> None:
@@ -262,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _compare(self, engine: Engine, tokens: Tokens, table: list[int], chunks: int) -> None:
         """The first `chunks` chunks are what was stored, and no other page was written."""
-        names = self.cache._chunks(tokens, None).records(0, chunks)
+        names = self.cache.chunks(tokens).records(0, chunks)
         expected = [
             [self.stored[name] for name in names[group :: self.groups]] for group in range(self.groups)
         ]

@@ -71,7 +71,8 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
     arguments: dict[str, tuple[Any, ...]] = {
         "lookup": (TOKENS,),
         "lookup_async": (TOKENS,),
-        "held_async": (TOKENS, ["disk"]),
+        "chunks": (TOKENS,),
+        "held_async": (hit.chunks, ["disk"]),
         "load": (hit, PLACES),
         "load_async": (hit, PLACES),
         "load_layers": (hit, PLACES),
@@ -80,6 +81,7 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "get_non_blocking": (TOKENS, 0),
         "store": (TOKENS, PLACES),
         "store_async": (TOKENS, PLACES),
+        "store_chunks": (hit.chunks, PLACES),
         "pin": (TOKENS, 1.0),
         "query": (TOKENS,),
         "note_blend": (0, 0, 0),

@@ -134,7 +134,7 @@ def test_the_example_of_the_page_runs(engine: Engine, prefill: Cache, decode: Ca
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
     given: dict[str, Any] = {"prefill": prefill, "decode": decode, "tokens": TOKENS}
-    given |= {"names": names(engine), "address": address(decode), "place": engine.places(table)}
+    given |= {"names": names(engine), "address": address(decode), "pages": engine.places(table)}
     exec(code, given)
     assert given["hit"].by_tier == {"handoff": len(TOKENS)}
     assert receiver(decode).arena.free == receiver(decode).arena.slots

@@ -108,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stored.tokens == len(tokens)
         self.engine.wipe()  # the pages may be reused at once
         self.cache.flush()
-        names = set(self.cache._chunks(tokens, None).names)
+        names = set(self.cache.chunks(tokens).names)
         self.held["remote"] |= names
         if not self.faults.keys() & {"put", "count"} and self.cache._access.usable("disk"):
             self.held["disk"] |= names

@@ -97,10 +97,9 @@ def test_a_chunk_is_stored_when_all_its_records_are(groups: int, tmp_path: Path)
     with open_cache(engine, tmp_path, slots=24, memory_slots=10) as cache:
         cache.store(TOKENS[:CHUNK], engine.places(table))
         cache.flush()
-        transfer = cache.store_async(
-            TOKENS,
+        transfer = cache.store_chunks(
+            cache.chunks(TOKENS).part(1, CHUNKS),
             engine.places(table[PER_CHUNK:]),
-            first=1,
             on_stored=lambda tier, chunk: told.append((tier, chunk)),
         )
         transfer.result(30.0)

@@ -114,8 +114,8 @@ def test_a_store_tells_once_when_no_put_of_it_is_under_way(put: Fault, tmp_path:
     settled: list[int] = []
     with held.cache as cache:
         places = held.engine.places(held.engine.table(len(tokens)))
-        transfer = cache.store_async(
-            tokens, places, on_settled=lambda: settled.append(cache.puts_under_way())
+        transfer = cache.store_chunks(
+            cache.chunks(tokens), places, on_settled=lambda: settled.append(cache.puts_under_way())
         )
         assert transfer.result(DEADLINE_S).new_tokens == len(tokens)
         if put is Fault.HANG:
@@ -140,7 +140,7 @@ def test_a_store_that_never_began_promises_nothing(ready: Callable[[], None] | N
             cache.store_async(sequence(2, seed=seed), places, ready=lambda: gate.wait(DEADLINE_S))
             for seed in (7, 8)
         ]
-        store = cache.store_async(tokens, places, ready=ready)
+        store = cache.store_async(tokens, places, ready=ready or (lambda: None))
         assert promised(cache, tokens)
         assert store.cancel() or ready is not None
         gate.set()
@@ -167,8 +167,8 @@ def test_copies_come_before_questions(tmp_path: Path) -> None:
         cache.flush()
         hangs.set()
         told: list[tuple[str, int]] = []
-        transfer = cache.store_async(
-            tokens,
+        transfer = cache.store_chunks(
+            cache.chunks(tokens),
             engine.places(table),
             copy_first=True,
             on_stored=lambda tier, chunk: told.append((tier, chunk)),
@@ -191,7 +191,7 @@ def test_a_tier_that_never_answers_keeps_no_slots(tmp_path: Path) -> None:
     tier = FaultyTier(ObjectTier(str(tmp_path)), lambda operation, _: Fault.HANG)
     with open_cache(engine, None, memory_slots=0, extra=[tier], timeout_s=0.2) as cache:
         for _ in range(2):
-            cache.store_async(tokens, engine.places(table), copy_first=True).result(DEADLINE_S)
+            cache.store_chunks(cache.chunks(tokens), engine.places(table), copy_first=True).result(DEADLINE_S)
         cache.flush(DEADLINE_S)
         assert cache.staging.free == cache.staging.slots
         assert cache.counts().stored_records == {}

@@ -296,7 +296,7 @@ def test_a_callback_that_fails_keeps_no_flush_waiting(tmp_path: Path) -> None:
         raise RuntimeError("on purpose")
 
     with new_cache(engine, staging, tiers) as cache:
-        cache.store_async(tokens, engine.places(table), on_stored=fail).result(DEADLINE_S)
+        cache.store_chunks(cache.chunks(tokens), engine.places(table), on_stored=fail).result(DEADLINE_S)
         cache.flush(DEADLINE_S / 4)
         assert cache.puts_under_way() == 0
         assert cache.counts().stored_records == {"memory": 3, "disk": 3}

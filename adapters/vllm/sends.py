@@ -196,7 +196,7 @@ class Sends:
         tail = None if rest is None else Chunks.of(rest[0], self._cache.layout, rest[1])
         shared = None
         if self._shared and len(chunks):
-            shared = self._cache.held_async(send.sequence.tokens, self._shared, space)
+            shared = self._cache.held_async(chunks, self._shared)
             shared.add_done_callback(self._wake)
         sent = _Sent(send, time.monotonic(), chunks, tail, shared)
         if shared is None:
@@ -239,21 +239,18 @@ class Sends:
     def _pack(self, sent: _Sent, send: Send, ready: Callable[[], object] | None) -> None:
         size = sent.chunks.chunk_tokens
         whole = min(send.stop, len(sent.chunks) * size)
-        space = sent.chunks.formats[0].namespace
         if whole > send.first:
-            tokens, first = sent.chunks.tokens[:whole], send.first // size
-            self._store(sent, tokens, self._places(send, send.first, whole), space, first, ready)
+            part = sent.chunks.part(send.first // size, whole // size)
+            self._store(sent, part, self._places(send, send.first, whole), ready)
         if send.stop > whole and sent.tail is not None:
-            space, stop = sent.tail.formats[0].namespace, whole + len(sent.tail.tokens)
-            self._store(sent, sent.tail.tokens, self._places(send, whole, stop), space, 0, ready)
+            stop = whole + len(sent.tail.tokens)
+            self._store(sent, sent.tail, self._places(send, whole, stop), ready)
 
     def _store(
         self,
         sent: _Sent,
-        tokens: object,
+        chunks: Chunks,
         places: list[SequencePages],
-        space: Namespace,
-        first: int,
         ready: Callable[[], object] | None,
     ) -> None:
         number = len(sent.stores)
@@ -264,8 +261,8 @@ class Sends:
             self._finish(sent)
             self._wake(number)
 
-        store = self._cache.store_async(
-            tokens, places, space, to=(TARGET,), first=first, ready=ready, on_settled=settled
+        store = self._cache.store_chunks(
+            chunks, places, to=(TARGET,), ready=ready or (lambda: None), on_settled=settled
         )
         store.add_done_callback(self._wake)
         sent.stores.append(store)

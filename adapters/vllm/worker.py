@@ -495,13 +495,12 @@ class Worker:
         if not self._save_to or space is None or not tokens:
             return
         self._tally.begin(save.request)
-        transfer = self.cache.store_async(
-            sequence.tokens[: first + tokens],
+        chunks = self.cache.chunks(sequence.tokens[: first + tokens], space)
+        transfer = self.cache.store_chunks(
+            chunks.part(save.first, len(chunks)),
             [group.place(save.blocks[group.table], tokens) for group in self._groups],
-            space,
             to=self._save_to,
-            first=save.first,
-            ready=ready,
+            ready=ready or (lambda: None),
             on_stored=self._note_stored(save),
             on_done=lambda: self._tally.done(save.request),
             copy_first=True,

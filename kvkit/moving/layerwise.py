@@ -1,8 +1,8 @@
 """Loads and stores one layer at a time, so that an engine's layers compute while others are on their way.
 
-    for layer in cache.load_layers(hit, place):   # layer's KV is in its pages, the next ones are being read
+    for layer in cache.load_layers(hit, pages):   # layer's KV is in its pages, the next ones are being read
         ...                                       # run that layer
-    with cache.store_layers(tokens, place) as store:
+    with cache.store_layers(tokens, pages) as store:
         ...                                       # run a layer
         store.layer(0)                            # its pages are packed, and may change again
     store.stored                                  # how much that was
@@ -135,12 +135,12 @@ class LayerLoad:
     """
 
     def __init__(
-        self, access: TierSet, readers: Mapping[str, Workers], hit: Hit, places: Sequence[SequencePages]
+        self, access: TierSet, readers: Mapping[str, Workers], hit: Hit, pages: Sequence[SequencePages]
     ) -> None:
         self._access = access
         self._readers = readers
         self._chunks = hit.chunks
-        self._places = places
+        self._pages = pages
         plan = access.nearest(hit.chunks, hit.plan)
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
         self._count = plan.chunks
@@ -148,7 +148,7 @@ class LayerLoad:
         self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots, by chunk and group
         self._coming: dict[tuple[int, int], Future[None]] = {}  # those of them that are being read
         self._kept = _Kept(access.staging)
-        self._layers = layers_of(places)
+        self._layers = layers_of(pages)
         self._iterator = self._run()
 
     @property
@@ -399,7 +399,7 @@ class LayerLoad:
             self._access.worked(tier)
         if self._count:
             form = self._chunks.formats[layer.group]
-            rows = self._places[layer.group].rows(form, 0, self._count)
+            rows = self._pages[layer.group].rows(form, 0, self._count)
             launch.unpack(layer.pages, started.pieces[: self._count], **rows)
 
     def _write_back(self) -> None:
@@ -433,13 +433,13 @@ class LayerStore:
     """
 
     def __init__(
-        self, access: TierSet, chunks: Chunks, places: Sequence[SequencePages], targets: Sequence[str]
+        self, access: TierSet, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
     ) -> None:
         self._access = access
         self._chunks = chunks
-        self._places = places
+        self._pages = pages
         self._targets = targets
-        self._layers = {layer.number: layer for layer in layers_of(places)}
+        self._layers = {layer.number: layer for layer in layers_of(pages)}
         self.stored = Stored(0, 0)
         self._plan = StorePlan()
         self._packed: set[int] = set()
@@ -458,7 +458,7 @@ class LayerStore:
             form = self._chunks.formats[layer.group]
             offset, size = record.layer_range(form, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
-            rows = self._places[layer.group].rows(form, self._plan.start, len(leases))
+            rows = self._pages[layer.group].rows(form, self._plan.start, len(leases))
             clear_gaps(rows, pieces)
             launch.pack(layer.pages, pieces, **rows)
 
@@ -501,11 +501,11 @@ class LayerStore:
         self.stored = Stored(len(self._chunks) * size, self._finish() * size)
 
 
-def layers_of(places: Sequence[SequencePages]) -> list[_Layer]:
+def layers_of(pages: Sequence[SequencePages]) -> list[_Layer]:
     """Every layer of the model, in its order, with the pages of that layer alone."""
     layers = [
         _Layer(number, group, place, entry.pages.layer(place))
-        for group, entry in enumerate(places)
+        for group, entry in enumerate(pages)
         for place, number in enumerate(entry.pages.group.layers)
     ]
     return sorted(layers, key=lambda layer: layer.number)

@@ -97,7 +97,7 @@ def load(
     access: TierSet,
     shelf: Prefetched,
     hit: Hit,
-    places: Sequence[SequencePages],
+    pages: Sequence[SequencePages],
     rotate: Rotation | None,
     transfer: Transfer[Loaded],
 ) -> Loaded:
@@ -106,10 +106,10 @@ def load(
 
     def use(tier: str, first: int, leases: Sequence[Lease]) -> None:
         count = len(leases) // chunks.groups
-        for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
+        for g, (form, group) in enumerate(zip(chunks.formats, pages, strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
             part = None if rotate is None else Rotation(rotate.rope, rotate.delta[first : first + count])
-            launch.unpack(place.pages, payloads, **place.rows(form, first, count), rotate=part)
+            launch.unpack(group.pages, payloads, **group.rows(form, first, count), rotate=part)
 
     loaded = fetch(access, shelf, chunks, hit.plan, use, transfer)
     count_loaded(access, chunks, loaded)

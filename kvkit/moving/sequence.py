@@ -16,14 +16,14 @@ from kvkit.format.record import RecordFormat
 from kvkit.kernels.launch import Pages
 from kvkit.moving.plan import RetrievePlan, cut
 
-Ids = npt.NDArray[np.int64]
+TableIds = npt.NDArray[np.int64]
 
 
-class Rows(TypedDict, total=False):
+class ChunkRows(TypedDict, total=False):
     """Where some chunks lie, as `kvkit.kernels.launch` takes it: one of the two, a row per chunk."""
 
-    blocks: Ids
-    slots: Ids
+    blocks: TableIds
+    slots: TableIds
 
 
 class CacheError(RuntimeError):
@@ -47,10 +47,10 @@ class SequencePages:
     """
 
     pages: Pages
-    blocks: Ids | None = None
-    slots: Ids | None = None
+    blocks: TableIds | None = None
+    slots: TableIds | None = None
 
-    def rows(self, form: RecordFormat, first: int, count: int) -> Rows:
+    def rows(self, form: RecordFormat, first: int, count: int) -> ChunkRows:
         """The block ids or the slots of chunks [first, first + count)."""
         size = form.namespace.chunk_tokens
         if self.blocks is not None:
@@ -150,7 +150,7 @@ class Hit:
     def part(self, start: int, stop: int) -> Hit:
         """Chunks [start, stop) of the hit as a hit of its own: for an engine that has those before.
 
-        Its places begin at chunk `start`. Where the hit ends before `stop`, so does the part.
+        Its pages begin at chunk `start`. Where the hit ends before `stop`, so does the part.
 
         Raises:
             CacheError: `start` lies behind the hit, or `stop` before it.
@@ -167,26 +167,26 @@ class Loaded:
     by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
-def check_places(
-    place: SequencePages | Sequence[SequencePages], chunks: Chunks, count: int, layout: KVLayout
+def check_pages(
+    pages: SequencePages | Sequence[SequencePages], chunks: Chunks, count: int, layout: KVLayout
 ) -> Sequence[SequencePages]:
-    """A place per layer group, long enough for the first `count` of `chunks`.
+    """Pages per layer group, enough for the first `count` of `chunks`.
 
     Raises:
-        CacheError: it is not.
+        CacheError: they are not.
     """
-    places = [place] if isinstance(place, SequencePages) else list(place)
-    if len(places) != len(layout.groups):
-        raise CacheError(f"place: {len(places)} given, the layout has {len(layout.groups)} groups")
-    for g, (p, form) in enumerate(zip(places, chunks.formats, strict=True)):
+    groups = [pages] if isinstance(pages, SequencePages) else list(pages)
+    if len(groups) != len(layout.groups):
+        raise CacheError(f"pages: {len(groups)} given, the layout has {len(layout.groups)} groups")
+    for g, (p, form) in enumerate(zip(groups, chunks.formats, strict=True)):
         if (p.blocks is None) == (p.slots is None):
-            raise CacheError(f"place[{g}]: give blocks or slots, one of the two")
+            raise CacheError(f"pages[{g}]: give blocks or slots, one of the two")
         kind, rows = ("blocks", p.blocks) if p.blocks is not None else ("slots", p.slots)
         per_chunk = chunks.chunk_tokens // (form.group.block_tokens if kind == "blocks" else 1)
         have = 0 if rows is None else len(rows)
         if have < count * per_chunk:
-            raise CacheError(f"place[{g}].{kind}: {have} entries, {count} chunks take {count * per_chunk}")
-    return places
+            raise CacheError(f"pages[{g}].{kind}: {have} entries, {count} chunks take {count * per_chunk}")
+    return groups
 
 
 @functools.lru_cache(maxsize=1024)
@@ -195,7 +195,7 @@ def formats_of(layout: KVLayout, namespace: Namespace) -> tuple[RecordFormat, ..
     return tuple(RecordFormat.of(layout, group, namespace) for group in range(len(layout.groups)))
 
 
-def clear_gaps(rows: Rows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
+def clear_gaps(rows: ChunkRows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
     """Zero the pieces whose chunk has blocks or slots that are not there. Mutates them.
 
     A slot of the staging memory holds what was last in it, which may be another tenant's.
@@ -206,5 +206,5 @@ def clear_gaps(rows: Rows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
             piece[:] = 0
 
 
-def _cut(ids: Ids, per_chunk: int, first: int, count: int) -> Ids:
+def _cut(ids: TableIds, per_chunk: int, first: int, count: int) -> TableIds:
     return ids[first * per_chunk : (first + count) * per_chunk].reshape(count, per_chunk)

@@ -37,7 +37,7 @@ class Stored:
 def store(
     access: TierSet,
     chunks: Chunks,
-    places: Sequence[SequencePages],
+    pages: Sequence[SequencePages],
     targets: Sequence[str],
     on_stored: OnStored | None,
     copy_first: bool,
@@ -76,7 +76,7 @@ def store(
                 with transfer.pages:  # after all that waiting the engine may want its pages back
                     if transfer.stopped:
                         break
-                    _pack(chunks, places, position, leases)
+                    _pack(chunks, pages, position, leases)
                 stored |= access.put(plan.segments, chunks, position, leases, on_put=on_put, promise=promise)
                 for tier in later:
                     stored |= access.offer(tier, chunks, position, leases, on_put, promise)
@@ -118,16 +118,16 @@ def _whole_chunks(chunks: Chunks, on_stored: OnStored) -> OnPut:
     return on_put
 
 
-def _pack(chunks: Chunks, places: Sequence[SequencePages], first: int, leases: Sequence[Lease]) -> None:
+def _pack(chunks: Chunks, pages: Sequence[SequencePages], first: int, leases: Sequence[Lease]) -> None:
     """Fill slots with the sealed records of chunks `first` on, groups side by side."""
     groups = chunks.groups
     count = len(leases) // groups
-    for g, (form, place) in enumerate(zip(chunks.formats, places, strict=True)):
+    for g, (form, group) in enumerate(zip(chunks.formats, pages, strict=True)):
         mine = leases[g::groups]
         payloads = [record.payload(form, lease.array) for lease in mine]
-        rows = place.rows(form, first, count)
+        rows = group.rows(form, first, count)
         clear_gaps(rows, payloads)
-        launch.pack(place.pages, payloads, **rows)
+        launch.pack(group.pages, payloads, **rows)
         for i, lease in enumerate(mine):
             record.seal(form, lease.buffer, *chunks.identity(first + i))
             lease.used = form.record_bytes
