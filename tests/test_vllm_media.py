@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import QWEN, save
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
@@ -33,13 +33,15 @@ from vllm_engine import BLOCK, connector
 from kvkit.adapters.vllm import media as module
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.media import Media, identity
+from kvkit.format.keys import chunk_keys
+from kvkit.settings import ConfigError
 
 Medium = tuple[str, int, int]
 media = st.lists(
-    st.tuples(st.sampled_from(["cat", "dog"]), st.integers(0, 12), st.integers(0, 8)), max_size=2
+    st.tuples(st.sampled_from(["cat", "dog"]), st.integers(0, 80), st.integers(0, 40)), max_size=2
 )
 CAT, DOG = torch.ones(4, 6), torch.zeros(4, 6)
-PLACEHOLDER = 9
+PLACEHOLDER, CHUNK = 9, 16
 
 
 def item(pixels: Any, **more: Any) -> MultiModalKwargsItem:
@@ -67,12 +69,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(model: Path) -> KVKitConnector:
-    """The scheduler's side of kvkit."""
-    transfer = KVTransferConfig(**connector({"tiers": {"memory": {"capacity": "1MiB"}}}))
+    return scheduler_of(model)
+
+
+def scheduler_of(
+    model: Path, tokens: int = BLOCK, multimodal: MultiModalConfig | None = None
+) -> KVKitConnector:
+    """The scheduler's side of kvkit, with chunks and blocks of so many tokens."""
+    settings = {"tiers": {"memory": {"capacity": "1MiB"}}, "chunk_tokens": tokens}
+    transfer = KVTransferConfig(**connector(settings))
     config = EngineArgs(
         model=str(model), skip_tokenizer_init=True, max_model_len=1024, kv_transfer_config=transfer
     ).create_engine_config()
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    config.model_config.multimodal_config = multimodal
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(
         num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)]
     )
@@ -100,7 +110,7 @@ def test_media_count_by_what_they_hold_not_by_their_name(served: KVKitConnector)
     others = [request(DOG, "dog"), request(CAT.to(torch.bfloat16), "half"), request(CAT.T, "turned")]
     found = [asked(served, other) for other in others]
     assert len({tuple(ids) for ids in (cat, *found) if ids is not None}) == 4
-    assert all(ids is not None and ids[23:] == [PLACEHOLDER] * len(ids[23:]) for ids in found)
+    assert all(ids is not None and ids[BLOCK:] == [PLACEHOLDER] * len(ids[BLOCK:]) for ids in found)
 
 
 def test_any_value_of_a_medium_counts(served: KVKitConnector) -> None:
@@ -161,42 +171,64 @@ def test_a_session_that_gets_more_media_is_asked_about_them() -> None:
     assert (found[:1], len(found)) == (first, 2)
 
 
-@given(st.lists(st.integers(0, 1000), max_size=16), media)
-def test_tokens_outside_of_media_stand_for_themselves(tokens: list[int], media: list[Medium]) -> None:
-    ids = identity(tokens, media)
-    inside = {i for _, offset, length in media for i in range(offset, offset + length)}
+@given(st.lists(st.integers(0, 1000), max_size=5 * CHUNK), media)
+def test_chunks_without_media_stand_for_themselves(tokens: list[int], media: list[Medium]) -> None:
+    ids = identity(tokens, media, chunk_tokens=CHUNK)
+    inside = {
+        i // CHUNK for _, offset, length in media for i in range(offset, min(offset + length, len(ids)))
+    }
     for i, token in enumerate(tokens):
-        assert ids[i] < 0 if i in inside else ids[i] == token
+        assert ids[i] < 0 if i // CHUNK in inside else ids[i] == token
 
 
-@given(st.integers(1, 16), st.integers(0, 16), st.integers(1, 8))
-def test_a_prefix_has_the_ids_of_the_whole(cut: int, offset: int, length: int) -> None:
-    tokens = list(range(24))
-    whole = identity(tokens, [("cat", offset, length)])
-    assert identity(tokens[:cut], [("cat", offset, length)]).tolist() == whole[:cut].tolist()
+@given(st.integers(1, 5), st.integers(0, 5 * CHUNK), st.integers(1, 2 * CHUNK))
+def test_whole_chunks_of_a_prefix_have_the_ids_of_the_whole(cut: int, offset: int, length: int) -> None:
+    tokens, places = list(range(5 * CHUNK)), [("cat", offset, length)]
+    whole, part = (identity(tokens[:stop], places, chunk_tokens=CHUNK) for stop in (None, cut * CHUNK))
+    assert part.tolist() == whole[: cut * CHUNK].tolist()
+
+
+COLLIDING = ("67997", "73157"), ("52838", "81052"), ("52279", "92582")
+"""Digests whose SHAKE-128 begin with the same 31 bits."""
+
+
+@pytest.mark.parametrize("offset", [0, 7, CHUNK - 1])
+def test_media_are_told_apart_by_all_ids_of_a_chunk(offset: int) -> None:
+    """However little of them lies there: 31 bits, which one id holds, soon agree."""
+    for names in COLLIDING:
+        one, two = (identity([9] * CHUNK, [(name, offset, 1)], chunk_tokens=CHUNK) for name in names)
+        assert (one != two).all()
+        assert chunk_keys(one, CHUNK, bytes(16)) != chunk_keys(two, CHUNK, bytes(16))
+
+
+def test_where_a_medium_lies_counts() -> None:
+    tokens = [PLACEHOLDER] * 2 * CHUNK
+    places = [(0, 4), (1, 4), (0, 5), (CHUNK - 1, 4), (CHUNK, 4), (CHUNK - 4, 4)]
+    found = [identity(tokens, [("cat", *place)], chunk_tokens=CHUNK).tobytes() for place in places]
+    assert len(set(found)) == len(places)
 
 
 def test_media_at_the_same_place_all_count() -> None:
     """As the pictures and the sound of a film."""
-    tokens = [PLACEHOLDER] * 8
-    places = [
-        [("cat", 0, 8)],
-        [("cat", 0, 8), ("dog", 0, 8)],
-        [("dog", 0, 8)],
-        [("dog", 0, 8), ("mew", 0, 8)],
-    ]
-    found = [identity(tokens, place).tolist() for place in places]
-    assert all(not set(one) & set(two) for i, one in enumerate(found) for two in found[:i])
+    cat, dog, mew = ((name, 0, 8) for name in ("cat", "dog", "mew"))
+    places = [[cat], [cat, dog], [dog], [dog, mew]]
+    found = [set(identity([PLACEHOLDER] * 8, place, chunk_tokens=CHUNK).tolist()) for place in places]
+    assert all(not one & two for i, one in enumerate(found) for two in found[:i])
 
 
 def test_the_tokens_among_media_count() -> None:
     """Such as the times of a film's frames."""
-    one, two = (identity([token] * 8, [("cat", 0, 8)]) for token in (1, 2))
+    one, two = (identity([token] * 8, [("cat", 0, 8)], chunk_tokens=CHUNK) for token in (1, 2))
     assert not set(one.tolist()) & set(two.tolist())
 
 
 def test_ids_stay_what_they_are() -> None:
     """Other processes and machines must come to the same: the bytes are defined, not just equal here."""
-    ids = identity([0, 0, 0, 5], [("cat", 0, 4)])
+    ids = identity([0, 0, 0, 5], [("cat", 0, 4)], chunk_tokens=CHUNK)
     assert ids.dtype == np.int32
-    assert ids.tolist() == [-1153993923, -642916710, -395137554, -419016296]
+    assert ids.tolist() == [-1430456424, -1438545972, -485772448, -1274929120]
+
+
+def test_chunks_too_small_for_a_digest_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens = 8: want at least 16 for a model that takes images"):
+        scheduler_of(model, tokens=8, multimodal=MultiModalConfig())

@@ -30,7 +30,7 @@ from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.identity import model_identity
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
 from kvkit.adapters.vllm.params import Receiving, Sending
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
 from kvkit.adapters.vllm.settings import read_settings
@@ -79,6 +79,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         blocks = pages.check_chunks(self._config.chunk_tokens, specs)
         parallel = vllm_config.parallel_config
         _check(self._settings.load, len(specs), parallel)
+        if vllm_config.model_config.multimodal_config is not None:
+            _check_media(self._config.chunk_tokens)
         kv_role, load = self._kv_transfer_config.kv_role, self._settings.load
         _check_role(kv_role, self._config.handoff, load)
         if load == "async" and vllm_config.max_concurrent_batches > 1:
@@ -303,7 +305,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if told is not None:
             fused, anew = told.is_3d_lora_weight, told.load_inplace
             lora = Lora(told.lora_int_id, told.lora_path, told.lora_name, fused, anew)
-        return Sequence(identity(request.all_token_ids[:tokens], media), lora, request.cache_salt or "")
+        ids = identity(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
+        return Sequence(ids, lora, request.cache_salt or "")
 
     def _watch_loras(self) -> Loras | None:
         settings = self._vllm_config.lora_config
@@ -342,6 +345,18 @@ def _check(load: str, tables: int, parallel: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+
+
+def _check_media(chunk_tokens: int) -> None:
+    """
+    Raises:
+        ConfigError: a chunk's ids could not tell media apart.
+    """
+    if chunk_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"chunk_tokens = {chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes images or "
+            "other media: their digests have no room in fewer ids"
+        )
 
 
 def _check_role(role: str, handoff: HandoffConfig | None, load: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -17,30 +18,40 @@ from kvkit.format.keys import as_tokens
 
 log = logging.getLogger(__name__)
 
+LEAST_TOKENS = 16
+"""Tokens of a chunk whose ids can stand for media: in 496 bits."""
 KEPT = 65_536
 """Identifiers of media that are remembered with what they stood for; the oldest give way."""
 
 
-def identity(tokens: Sequence[int], media: Iterable[tuple[str, int, int]] = ()) -> TokenIds:
+def identity(
+    tokens: Sequence[int], media: Iterable[tuple[str, int, int]] = (), *, chunk_tokens: int
+) -> TokenIds:
     """The ids that stand for `tokens` in keys: int32 [T]. Mutates nothing.
 
-    The placeholders of an image (or other media) are alike whatever it shows. In their place come negative
-    ids, which no token has, made from the token and from all media that lie there.
+    The placeholders of an image (or other media) are alike whatever it shows. So each chunk in which a medium
+    lies, the unfilled last one included, has negative ids, which no token has: 31 bits each of one digest
+    (SHAKE-128) of the chunk's tokens and of all media in it. However little of a medium lies in a chunk, all
+    of the chunk's ids tell it from another one.
 
     Args:
         tokens: token ids [T].
-        media: (digest, offset, length) of each medium; those behind T do not count.
+        media: (digest, offset, length) of each medium; those after T do not count.
+        chunk_tokens: tokens of a chunk, at least `LEAST_TOKENS`.
     """
     ids = as_tokens(tokens)
-    inside = [(name, offset, min(offset + length, len(ids))) for name, offset, length in media]
-    if not any(offset < stop for _, offset, stop in inside):
-        return ids
-    mixed, covered = ids.astype(np.int64), np.zeros(len(ids), bool)
-    for name, offset, stop in inside:
-        if offset < stop:
-            mixed[offset:stop] += _noise(name, stop - offset)
-            covered[offset:stop] = True
-    return np.where(covered, -1 - (mixed & 0x7FFFFFFF), ids).astype(np.int32)
+    inside: dict[int, list[tuple[str, int, int]]] = {}
+    for name, offset, length in sorted(media):
+        stop = min(offset + length, len(ids))
+        for chunk in range(offset // chunk_tokens, -(-stop // chunk_tokens)) if offset < stop else ():
+            inside.setdefault(chunk, []).append((name, offset - chunk * chunk_tokens, length))
+    mixed = ids.copy() if inside else ids
+    for chunk, found in inside.items():
+        part = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
+        told = json.dumps(found).encode() + ids[part].tobytes()
+        made = hashlib.shake_128(told).digest(ids[part].nbytes)
+        mixed[part] = np.frombuffer(made, "<i4") | np.int32(-(2**31))
+    return mixed
 
 
 class Media:
@@ -93,9 +104,3 @@ def _digest(feature: Any) -> str | None:
         return None
     digest: str = MultiModalHasher.hash_kwargs("blake3", modality=feature.modality, data=data)
     return digest
-
-
-def _noise(digest: str, count: int) -> np.ndarray:
-    """`count` numbers below 2**31, int64, that differ wherever digests differ; a prefix of any longer run."""
-    made = hashlib.shake_128(digest.encode()).digest(4 * count)
-    return (np.frombuffer(made, "<u4") & 0x7FFFFFFF).astype(np.int64)
