@@ -1,13 +1,18 @@
-"""The floors of the house: which room may import which."""
+"""The floors of the house: which room may import which, and how large rooms, files and functions may be."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "kvkit"
+HOUSE = Path(__file__).parent.parent
+ROOT = HOUSE / "kvkit"
 # lowest first; rooms of one floor do not import each other
 FLOORS = (
     ("format", "workers", "environment"),
@@ -56,6 +61,79 @@ IMPURE = {
     "time",
 }
 HEAVY = {"jax", "triton", "vllm", "transformers"}
+FLOORS_AT_MOST, ENTRIES_AT_MOST, LINES_AT_MOST, PARAMETERS_AT_MOST = 10, 20, 600, 8
+KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
+"""What decorates a function that Triton or numba compiles: its parameters are registers and pointers."""
+LAZY = ("kernels.launch",)
+"""Still in a circle by what its functions import."""
+LONG = (
+    "adapters/vllm/worker.py",
+    "kernels/attention/triton.py",
+    "kernels/jax.py",
+    "kernels/launch.py",
+    "kernels/tuning/problems.py",
+    "kvkit/tiers/objects.py",
+    "kvkit/tiers/testing.py",
+    "tests/test_channels.py",
+    "tests/test_config.py",
+    "tests/test_handoff.py",
+    "tests/test_http.py",
+    "tests/test_jax.py",
+    "tests/test_load.py",
+    "tests/test_pages_numba.py",
+    "tests/test_router.py",
+    "tests/test_vllm_worker.py",
+)
+"""Files still to be divided."""
+WIDE = (
+    "__init__",
+    "_attend",
+    "_attention",
+    "_blend_attention",
+    "_check_scatter",
+    "_fixed",
+    "_query_scores",
+    "_rope_scatter",
+    "attention",
+    "bench_serve",
+    "blend_attention",
+    "convert",
+    "move",
+    "query_scores",
+    "rope_scatter",
+    "run",
+    "scatter",
+    "scores",
+    "simulate",
+)
+"""Functions that still take more."""
+TWICE = (
+    "Admit",
+    "Answer",
+    "Attention",
+    "Bucket",
+    "Config",
+    "Endpoint",
+    "Factory",
+    "Job",
+    "Move",
+    "Pages",
+    "Policy",
+    "PolicyConfig",
+    "Refuse",
+    "Report",
+    "Role",
+    "Run",
+    "Send",
+    "Sending",
+    "State",
+    "Step",
+    "TierConfig",
+    "Transfer",
+    "_Item",
+    "_Request",
+)
+"""Names that still mean two things."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 
@@ -80,6 +158,52 @@ def imports(module: str, top_level_only: bool = False) -> set[str]:
     return found
 
 
+def graph() -> dict[str, set[str]]:
+    """By module of kvkit, the others that it imports, within functions too."""
+    every, found = set(modules()), {}
+    for module in every:
+        names = {n.removeprefix("kvkit.") for n in imports(module, top_level_only=module in LAZY)}
+        found[module] = (names | {name.rpartition(".")[0] for name in names}) & every - {module}
+    return found
+
+
+def files(*folders: str) -> list[Path]:
+    """The Python files of some folders of the repository."""
+    return sorted(
+        path
+        for folder in folders
+        for path in (HOUSE / folder).rglob("*.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    )
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of a file but for compiled kernels."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+            KERNELS.match(ast.unparse(decorator)) for decorator in node.decorator_list
+        ):
+            yield node
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """What a caller gives: all but `self` and `cls`."""
+    given = function.args
+    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def class_names(path: Path) -> Iterator[str]:
+    """Names of a file's classes and of other names for types: CamelCase, at the top level."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name))
+
+
 def floor_of(dotted: str) -> int | None:
     parts = dotted.split(".")
     return FLOOR[parts[1]] if parts[0] == "kvkit" and len(parts) > 1 and parts[1] in FLOOR else None
@@ -87,6 +211,46 @@ def floor_of(dotted: str) -> int | None:
 
 def test_every_module_has_a_floor() -> None:
     assert {m.split(".")[0] for m in modules()} == set(FLOOR)
+    assert len(FLOORS) <= FLOORS_AT_MOST
+
+
+def test_the_root_of_kvkit_holds_few_entries() -> None:
+    entries = [path.name for path in ROOT.iterdir() if not path.name.startswith((".", "__pycache__"))]
+    assert len(entries) <= ENTRIES_AT_MOST, sorted(entries)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_no_file_is_longer_than_a_reader_holds() -> None:
+    lengths = {
+        str(path.relative_to(HOUSE)): len(path.read_text().splitlines())
+        for path in files("kvkit", "kernels", "adapters", "tests", "benchmarks", "docs", "examples", "paper")
+    }
+    long = {name: lines for name, lines in lengths.items() if lines > LINES_AT_MOST and name not in LONG}
+    assert long == {}
+
+
+def test_no_function_takes_more_than_a_reader_holds() -> None:
+    many = {
+        f"{path.relative_to(HOUSE)}: {function.name}": len(parameters(function))
+        for path in files("kvkit", "kernels", "adapters")
+        for function in functions(path)
+        if function.name not in WIDE and len(parameters(function)) > PARAMETERS_AT_MOST
+    }
+    assert many == {}
+
+
+def test_each_class_name_is_defined_once() -> None:
+    homes = defaultdict(list)
+    for path in files("kvkit", "kernels", "adapters"):
+        for name in class_names(path):
+            homes[name].append(str(path.relative_to(HOUSE)))
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in TWICE} == {}
 
 
 @pytest.mark.parametrize("module", modules())
