@@ -393,7 +393,6 @@ class Cache:
         to: Sequence[str] | None = None,
         ready: Callable[[], object] = lambda: None,
         on_stored: Callable[[str, int], None] | None = None,
-        on_settled: Callable[[], object] = lambda: None,
         on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> Transfer[Stored]:
@@ -404,16 +403,15 @@ class Cache:
             to, ready: as in `store` and `store_async`.
             on_stored: called with the name of a tier and the number of a chunk among `chunks` when that tier
                 has it completely; from any thread, and often after the future is done.
-            on_settled: called once, when each record is in one of the tiers or will be in none; likewise. A
-                tier that hangs may delay it without end.
-            on_done: called once, when no tier is to get any of them any more; likewise.
+            on_done: called once, when no tier is to get any of them any more; likewise. A tier that hangs may
+                delay it without end.
             copy_first: whether chunks are copied before tiers outside this process are asked what they lack.
                 The pages come free without waiting for them, and what they have was copied for nothing.
 
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move, promise = self._store(chunks, pages, to, on_stored, on_settled, on_done, copy_first)
+        move, promise = self._store(chunks, pages, to, on_stored, on_done, copy_first)
 
         def store(transfer: Transfer[Stored]) -> Stored:
             ready()
@@ -546,14 +544,13 @@ class Cache:
         pages: SequencePages | Sequence[SequencePages],
         to: Sequence[str] | None,
         on_stored: Callable[[str, int], None] | None = None,
-        on_settled: Callable[[], object] = lambda: None,
         on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> tuple[Callable[[Transfer[Stored]], Stored], Promise]:
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         targets = self.policy.store_to if to is None else tuple(to)
         self._check("to", targets)
-        promise = self._access.promises.make(chunks.names, on_settled, on_done)
+        promise = self._access.promises.make(chunks.names, on_done)
         move = partial(stores.store, self._access, chunks, pages, targets, on_stored, copy_first, promise)
         return move, promise
 

@@ -26,9 +26,8 @@ NAMES = "abc"
 @given(st.lists(st.tuples(st.sampled_from(["attempt", "kept", "give_up"]), st.sampled_from(NAMES))))
 def test_a_record_is_promised_until_kept_or_given_up_by_all(moves: list[tuple[str, str]]) -> None:
     promises = Promises()
-    over: list[None] = []
     done: list[None] = []
-    promise = promises.make(NAMES, lambda: over.append(None), lambda: done.append(None))
+    promise = promises.make(NAMES, lambda: done.append(None))
     other = promises.make("c")
     attempts = dict.fromkeys(NAMES, 1)
     left = [len(NAMES)]
@@ -41,10 +40,9 @@ def test_a_record_is_promised_until_kept_or_given_up_by_all(moves: list[tuple[st
         elif attempts[name]:
             attempts[name] += 1 if move == "attempt" else -1
         assert promises.among(NAMES) == {n for n in NAMES if attempts[n]} | {"c"}
-        assert over == [None] * (not any(attempts.values()))
     promise.withdraw()
     assert promises.among(NAMES) == {"c"}
-    assert over == done == [None]
+    assert done == [None]
     assert promises.wait("ab", 0.0)
     assert not promises.wait("bc", 0.0)
     other.withdraw()
@@ -111,19 +109,19 @@ def test_what_a_tier_does_not_take_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("put", [Fault.HANG, Fault.FAIL, Fault.DROP])
 def test_a_store_tells_once_when_no_put_of_it_is_under_way(put: Fault, tmp_path: Path) -> None:
     held, tokens = Held(make_engine(2), tmp_path, put), sequence(4)
-    settled: list[int] = []
+    over: list[int] = []
     with held.cache as cache:
         places = held.engine.places(held.engine.table(len(tokens)))
         transfer = cache.store_chunks(
-            cache.chunks(tokens), places, on_settled=lambda: settled.append(cache.puts_under_way())
+            cache.chunks(tokens), places, on_done=lambda: over.append(cache.puts_under_way())
         )
         assert transfer.result(DEADLINE_S).new_tokens == len(tokens)
         if put is Fault.HANG:
-            assert settled == []
+            assert over == []
             held.tier.release()
         cache.flush()
-    assert len(settled) == 1
-    assert settled[0] <= 2, "but the last record, and zarr.json"
+    assert len(over) == 1
+    assert over[0] <= 2, "but the last record, and zarr.json"
 
 
 def failing() -> None:

@@ -636,23 +636,16 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
     pair.close()
 
 
-def test_a_transfer_is_not_over_before_its_last_record_was_put(pair: Pair) -> None:
-    """Puts wait for each other: those of a long prompt go on when all of it has been copied."""
-    handoff = pair.prefill.wrap("handoff", lambda operation, _: Fault.HANG if operation == "put" else None)
-    pair.prefill.step(sends=[pair.send()])
-    sends = pair.prefill.worker._sends
-    assert sends is not None
-    (sent,) = sends._sent.values()
-    while not sent.stores:
-        pair.prefill.step(idle=True)
-    assert sent.stores[0].result(DEADLINE_S).tokens == len(IDS)
-    _, _, freed = pair.prefill.step(("a",))
-    assert freed == {"a"}, "its pages have been copied"
-    assert pair.receiver.transfers() == {"t": Phase.RECEIVING}
-    handoff.release()
+def test_a_prompt_of_more_records_than_are_put_at_a_time_arrives_whole(pair: Pair) -> None:
+    """What is still on its way when the last page has been copied comes, too."""
+    chunks = pair.receiver.arena.slots
+    tokens = np.arange(chunks * CHUNK, dtype=np.int32)
+    table = (TABLE * chunks)[: chunks * CHUNK // BLOCK]
+    send = Send("a", "t", pair.address, Sequence(tokens), 0, len(tokens), (table,), last=True)
+    pair.finish(*pair.prefill.step(("a",), sends=[send]))
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
-    assert (status.phase, status.held) == (Phase.COMMITTED, 3)
+    assert (status.phase, status.held) == (Phase.COMMITTED, chunks)
 
 
 def test_what_cannot_be_put_is_missing_and_the_rest_arrives(pair: Pair) -> None:

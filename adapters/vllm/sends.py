@@ -59,7 +59,6 @@ class _Sent:
         asked: when, on the monotonic clock.
         pieces: what waits for room at the receiver.
         stores: they read the pages until they are done.
-        unsettled: numbers of those whose puts are under way; taken out by other threads.
         over: nothing more is read for it.
     """
 
@@ -71,7 +70,6 @@ class _Sent:
     handle: Sending | None = None
     pieces: list[tuple[Send, Callable[[], object] | None]] = field(default_factory=list)
     stores: list[Transfer[Stored]] = field(default_factory=list)
-    unsettled: set[int] = field(default_factory=set)
     told_last: bool = False
     over: bool = False
 
@@ -209,13 +207,12 @@ class Sends:
         left = names[min(skip * sent.chunks.groups, len(names) - 1) :]
         try:
             address = of_rank(sent.first.address, self._rank)
-            sent.handle = self._sender.open(sent.first.transfer, address, left, self._allocation_s)
+            sent.handle = self._sender.open(
+                sent.first.transfer, address, left, self._allocation_s, on_change=lambda: self._wake(sent)
+            )
         except (HandoffError, ValueError) as error:
             log.warning("%s: nothing is handed off: %s", sent.first.request, error)
             self._end(sent)
-            return
-        sent.handle.admitted.add_done_callback(self._wake)
-        sent.handle.done.add_done_callback(self._wake)
 
     def _go_on(self, sent: _Sent) -> None:
         if sent.handle is None:
@@ -234,7 +231,7 @@ class Sends:
         sent.pieces.clear()
         if sent.told_last and all(store.done() for store in sent.stores):
             sent.over = True
-            self._finish(sent)
+            self._sender.finish(sent.first.transfer)  # what could not be put is missing
 
     def _pack(self, sent: _Sent, send: Send, ready: Callable[[], object] | None) -> None:
         size = sent.chunks.chunk_tokens
@@ -253,24 +250,9 @@ class Sends:
         places: list[SequencePages],
         ready: Callable[[], object] | None,
     ) -> None:
-        number = len(sent.stores)
-        sent.unsettled.add(number)
-
-        def settled() -> None:
-            sent.unsettled.discard(number)
-            self._finish(sent)
-            self._wake(number)
-
-        store = self._cache.store_chunks(
-            chunks, places, to=(TARGET,), ready=ready or (lambda: None), on_settled=settled
-        )
+        store = self._cache.store_chunks(chunks, places, to=(TARGET,), ready=ready or (lambda: None))
         store.add_done_callback(self._wake)
         sent.stores.append(store)
-
-    def _finish(self, sent: _Sent) -> None:
-        """Commit a transfer of which everything was put. What is put later would be missing."""
-        if sent.over and not sent.unsettled:
-            self._sender.finish(sent.first.transfer)
 
     def _end(self, sent: _Sent) -> None:
         sent.over = True
@@ -283,7 +265,7 @@ class Sends:
             return not sent.over and time.monotonic() < sent.asked + ROOM_S
         if sent.handle.done.done():
             return False
-        if sent.over or sent.unsettled:
+        if sent.over or sent.handle.queued or any(not store.done() for store in sent.stores):
             return True
         admitted = sent.handle.admitted.done()
         return bool(sent.pieces) and (admitted or time.monotonic() < sent.asked + ROOM_S)

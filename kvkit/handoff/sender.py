@@ -58,11 +58,14 @@ class Sending:
         admitted: done when the receiver has room; the number of records that it lacks. Only then are records
             taken from `Sender.put`.
         done: done when the receiver has everything; the number of records that were never put.
+        queued: records that were put and are not on their way yet.
     """
 
     id: str
+    on_change: Callable[[], object]
     admitted: Future[int] = field(default_factory=_running)
     done: Future[int] = field(default_factory=_running)
+    queued: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -102,8 +105,19 @@ class Sender:
         self._clock = threading.Thread(target=self._watch, name="kvkit-handoff-overdue", daemon=True)
         self._clock.start()
 
-    def open(self, transfer: str, address: str, names: Sequence[str], deadline_s: float) -> Sending:
+    def open(
+        self,
+        transfer: str,
+        address: str,
+        names: Sequence[str],
+        deadline_s: float,
+        on_change: Callable[[], object] = lambda: None,
+    ) -> Sending:
         """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
+
+        Args:
+            on_change: called when a future of the transfer is done, or nothing of it is queued any more; from
+                any thread.
 
         Raises:
             HandoffError: there is a transfer of that name, the sender is closed, no thread can be started, or
@@ -127,10 +141,13 @@ class Sender:
             except ChannelError as error:
                 raise HandoffError(f"transfer {transfer}: {error}") from error
             state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
-            self._open[transfer] = _Open(Sending(transfer), state, link)
+            handle = Sending(transfer, on_change)
+            for future in (handle.admitted, handle.done):
+                future.add_done_callback(lambda _: on_change())
+            self._open[transfer] = _Open(handle, state, link)
             link.say(Reserve(transfer, tuple(names), deadline_s))
             self._changed.notify_all()
-            return self._open[transfer].handle
+            return handle
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, no transfer waits for."""
@@ -145,11 +162,11 @@ class Sender:
         transfer arrived as a whole, its `done` says. One that nobody waits for completes at once.
         """
         for name, lease in zip(names, leases, strict=True):
-            whole = _Parts(name, lease.share(), on_complete)
+            record = _Put(name, lease.share(), on_complete)
             with self._changed:
                 for entry in list(self._open.values()):
-                    self._step(entry, outgoing.put(entry.state, name, time.monotonic()), whole)
-            whole.finish(None)
+                    self._step(entry, outgoing.put(entry.state, name, time.monotonic()), record)
+            record.finish(None)
         self._settle()
 
     def finish(self, transfer: str) -> None:
@@ -245,12 +262,12 @@ class Sender:
         self._settle()
         return True
 
-    def _step(self, entry: _Open, outcome: Sent, parts: _Parts | None = None) -> None:
+    def _step(self, entry: _Open, outcome: Sent, record: _Put | None = None) -> None:
         """Take over a new state and carry out its steps. The lock is held."""
         before = entry.state.stage
         entry.state, steps = outcome
         for step in steps:
-            self._say(entry, step, parts)
+            self._say(entry, step, record)
         if entry.state.stage is before:
             return
         handle, stage = entry.handle, entry.state.stage
@@ -278,23 +295,33 @@ class Sender:
                 return
             settle()
 
-    def _say(self, entry: _Open, step: Step, parts: _Parts | None) -> None:
+    def _say(self, entry: _Open, step: Step, record: _Put | None) -> None:
         transfer = entry.handle.id
         if isinstance(step, Send):
-            assert parts is not None
-            parts.begin()
-            data = Data(transfer, step.index, parts.lease.used)
+            assert record is not None
+            record.begin()
+            entry.handle.queued += 1
+            data = Data(transfer, step.index, record.lease.used)
             entry.link.send(
                 data,
-                parts.lease,
+                record.lease,
                 step.slot,
                 lambda: entry.state.stage is not Stage.ENDED,
-                parts.finish,
+                partial(self._sent, entry.handle, record),
             )
         elif isinstance(step, outgoing.SendCommit):
             entry.link.say(Commit(transfer, step.missing))
         else:
             entry.link.say(Cancel(transfer))
+
+    def _sent(self, handle: Sending, record: _Put, error: BaseException | None) -> None:
+        """A record is on its way to a transfer, or its link failed: then the transfer ends."""
+        record.finish(error)
+        with self._changed:
+            handle.queued -= 1
+            idle = handle.queued == 0
+        if idle and error is None:
+            handle.on_change()
 
     def _watch(self) -> None:
         """End what is past its deadline."""
@@ -311,7 +338,7 @@ class Sender:
                 self._changed.wait(None if deadline is None else max(0.0, deadline - now))
 
 
-class _Parts:
+class _Put:
     """One record on its way to several transfers: completes when it was sent to the last. Thread-safe."""
 
     def __init__(self, name: str, lease: Lease, on_complete: OnComplete) -> None:

@@ -14,21 +14,15 @@ class Promises:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
 
-    def make(
-        self,
-        names: Collection[str],
-        on_over: Callable[[], object] = lambda: None,
-        on_done: Callable[[], object] = lambda: None,
-    ) -> Promise:
+    def make(self, names: Collection[str], on_done: Callable[[], object] = lambda: None) -> Promise:
         """Promise records; whoever makes them must `give_up` once, when it has begun all that it will.
 
         Args:
-            on_over: called once, from any thread, when none of them is promised by this promise any more.
-            on_done: likewise, when every attempt has ended: a tier may have a record before others do.
+            on_done: called once, from any thread, when every attempt has ended.
         """
         with self._changed:
             self._makers.update(names)
-        return Promise(self, names, on_over, on_done)
+        return Promise(self, names, on_done)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -56,17 +50,10 @@ class Promise:
     Thread-safe. The store itself counts as one attempt, until it has begun all others.
     """
 
-    def __init__(
-        self,
-        promises: Promises,
-        names: Collection[str],
-        on_over: Callable[[], object],
-        on_done: Callable[[], object],
-    ) -> None:
+    def __init__(self, promises: Promises, names: Collection[str], on_done: Callable[[], object]) -> None:
         self._promises = promises
         self._attempts = dict.fromkeys(names, 1)
         self._under_way = len(self._attempts)
-        self._on_over: Callable[[], object] | None = on_over
         self._on_done: Callable[[], object] | None = on_done
         self._lock = threading.Lock()
 
@@ -110,13 +97,8 @@ class Promise:
     def _end(self, names: Collection[str]) -> None:
         self._promises.end(names)
         with self._lock:
-            tell = None if self._attempts else self._on_over
-            if tell is not None:
-                self._on_over = None
             last = None if self._under_way > 0 else self._on_done
             if last is not None:
                 self._on_done = None
-        if tell is not None:
-            tell()
         if last is not None:
             last()
