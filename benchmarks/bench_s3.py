@@ -19,6 +19,7 @@ from batch import Batch
 from kvkit.tiers.base import Tier, default_threads
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import PREFIX, RedisTier
+from kvkit.tiers.stores import StoreSettings
 from tests.servers import RedisServer, S3Server, data_folder
 from timing import interleaved, ratio
 
@@ -71,7 +72,7 @@ def compare(benchmark: Any, ours: Callable[[], object], other: Callable[[], obje
 
 def s3_tier(server: S3Server, prefix: str) -> ObjectTier:
     url = f"s3://{server.BUCKET}/{prefix}"
-    return ObjectTier(url, options=server.options, threads=THREADS, timeout_s=60)
+    return ObjectTier(url, StoreSettings(options=server.options, timeout_s=60), threads=THREADS)
 
 
 def bare_store(server: S3Server, prefix: str) -> S3Store:

@@ -81,8 +81,8 @@ class Recorder:
 class RecordedTier(ObjectTier):
     """An object tier that records when its threads read and write, not how long that waited for a thread."""
 
-    def __init__(self, recorder: Recorder, url: str, **settings: Any) -> None:
-        super().__init__(url, **settings)
+    def __init__(self, recorder: Recorder, *where: Any, **settings: Any) -> None:
+        super().__init__(*where, **settings)
         self._recorder = recorder
 
     def read(self, name: str, buffer: memoryview) -> int:

@@ -29,7 +29,7 @@ from kvkit.router import metrics as router_metrics
 from kvkit.router.settings import EngineConfig, RouterConfig
 from kvkit.simulate import config as simulate
 from kvkit.tiers.mooncake import MooncakeOptions
-from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.settings import TierConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -47,6 +47,7 @@ API = (
     "moving.store",
     "config",
     "settings",
+    "tiers.settings",
     "tiers.registry",
     "format.layout",
     "moving.policy",

@@ -94,7 +94,7 @@ from kvkit.observe.http import (
 from kvkit.settings import ConfigError, explain
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
-from kvkit.tiers.registry import TierConfig, open_tier
+from kvkit.tiers.settings import TierConfig, open_tier
 
 _PREFIX = "KVKIT_"
 _ENVIRONMENT = "environment"

@@ -22,7 +22,7 @@ from kvkit.settings import ConfigError
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import RedisTier
-from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.settings import TierConfig
 
 EVERYTHING = """
 chunk_tokens = 128
@@ -443,13 +443,15 @@ def test_an_error_names_the_setting_the_value_and_the_choices(
         ({"url": "redis://h", "password": 3}, ["tiers.far.password:", "string"]),
         ({"url": "s3://b", "options": "hush"}, ["tiers.far.options:", "dictionary"]),
         ({"url": "redis://me:hush@h"}, ["tiers.far:", "url", "password"]),
-        ({"url": "file:///d", "keep_s": 1}, ["tiers.far:", "keep_s: only a tier in memory"]),
+        ({"url": "file:///d", "keep_s": 1}, ["tiers.far:", "keep_s = 1.0: only a tier in memory"]),
         ({"url": "s3://b", "password": "hush"}, ["tiers.far:", "password: only a tier on Redis"]),
         ({"url": "redis://h", "options": {"a": "hush"}}, ["tiers.far:", "options: no tier on Redis"]),
         ({"url": "redis://h", "capacity": "1GiB"}, ["tiers.far:", "capacity:", "maxmemory"]),
-        ({"url": "redis://h", "codec": "zstd"}, ["tiers.far:", "codec: no tier on Redis"]),
-        ({"url": "mooncake://h", "password": "hush"}, ["tiers.far:", "password: no tier on Mooncake"]),
+        ({"url": "redis://h", "codec": "zstd"}, ["tiers.far:", "codec = 'zstd': no tier on Redis"]),
+        ({"url": "mooncake://h", "password": "hush"}, ["tiers.far:", "password: only a tier on Redis"]),
         ({"url": "mooncake://h", "capacity": "1GiB"}, ["tiers.far:", "options.global_segment_size"]),
+        ({"url": "mooncake://h", "fsync": True}, ["tiers.far:", "fsync = True: no tier on Mooncake"]),
+        ({"capacity": "1GiB", "codec": "zstd"}, ["tiers.far:", "codec = 'zstd': no tier in memory"]),
         ({"url": ("mooncake://h", "mooncake://i")}, ["tiers.far:", "url: a tier on Mooncake has one"]),
         ({"url": "s3://b", "timeout_s": 0}, ["tiers.far.timeout_s = 0", "greater than 0"]),
     ],

@@ -32,7 +32,7 @@ from kvkit.observe import http, metrics
 from kvkit.observe.http import DEFAULT_PORT
 from kvkit.router import metrics as router_metrics
 from kvkit.tiers import health
-from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.settings import TierConfig
 
 SITE = [page for page in pages.PAGES if page.startswith("docs/")]
 

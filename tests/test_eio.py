@@ -30,6 +30,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.folder import TEMPORARY
 from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.stores import StoreSettings
 from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 Run = Callable[..., None]
@@ -53,7 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def disks(folder: Path) -> list[ObjectTier]:
-    return [ObjectTier(str(folder / name), name=name, fsync=True) for name in ("broken", "sound")]
+    return [
+        ObjectTier(str(folder / name), StoreSettings(fsync=True), name=name) for name in ("broken", "sound")
+    ]
 
 
 @contextmanager
@@ -76,7 +79,7 @@ def test_a_put_that_fails_says_so_once(call: str, after: int, run: Run, tmp_path
 
 def puts_that_fail(call: str, after: int, folder: Path) -> None:
     names, staging = record_names(8), Staging(SLOT_BYTES, SLOTS)
-    tier = ObjectTier(str(folder), fsync=True)
+    tier = ObjectTier(str(folder), StoreSettings(fsync=True))
     with failing(call, folder, after):
         errors = put(tier, staging, names)
     assert {(error.errno, error.filename) for error in errors if error is not None} <= {

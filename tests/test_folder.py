@@ -21,6 +21,7 @@ from kvkit.tiers import folder as files
 from kvkit.tiers.base import TierError
 from kvkit.tiers.folder import ASIDE, TEMPORARY, Access, Folder
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.stores import StoreSettings
 from kvkit.tiers.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 NAMES = record_names(4)
@@ -488,7 +489,7 @@ def test_a_store_is_for_whom_it_says_whatever_the_umask(
     root = tmp_path / "store"
     old = os.umask(umask)
     try:
-        tier = ObjectTier(str(root), access=access)
+        tier = ObjectTier(str(root), StoreSettings(access=access))
         assert put(tier, staging, NAMES[:1]) == [None]
         tier.describe(ARRAY, b"{}")
         tier.close()
@@ -513,9 +514,9 @@ def test_folders_above_a_store_obey_the_umask(tmp_path: Path) -> None:
 def test_an_open_store_is_told_of_and_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "store"
     Folder(str(root), access="all").write(NAMES[0], memoryview(b"x"))
-    ObjectTier(str(root), access="all").close()
+    ObjectTier(str(root), StoreSettings(access="all")).close()
     assert not caplog.records
-    ObjectTier(str(root), access="group").close()
+    ObjectTier(str(root), StoreSettings(access="group")).close()
     assert f"chmod -R o= {root}" in caplog.text
     caplog.clear()
     ObjectTier(str(root)).close()

@@ -20,7 +20,7 @@ from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
 from kvkit.config import load_config, open_cache
 from kvkit.format.record import Damage, RecordFormat
 from kvkit.observe.inspect import ArrayListing, list_store, list_tier
-from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.settings import TierConfig
 
 CHUNK = 8
 

@@ -15,6 +15,7 @@ import pytest
 
 from kvkit.staging import Staging
 from kvkit.tiers.mooncake import MooncakeTier
+from kvkit.tiers.settings import TierConfig, open_tier
 
 LIBRARY = "libibverbs.so.1"
 TOOLS = ("ip", "unshare")
@@ -92,5 +93,5 @@ def test_the_package_is_missing(staging: Staging, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         ValueError, match=r"tier 'far': mooncake.store is missing: pip install 'kvkit\[mooncake\]'"
     ):
-        MooncakeTier("mooncake://h", staging, name="far")
+        open_tier("far", TierConfig(url="mooncake://h"), staging)
     staging.close()

@@ -21,6 +21,7 @@ from kvkit.tiers.base import DamagedObject, Tier, TierFull
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.spread import SpreadTier
+from kvkit.tiers.stores import StoreSettings
 from kvkit.tiers.testing import (
     DEADLINE_S,
     RECORDS,
@@ -61,14 +62,17 @@ class TestFileUrlFullyUsed(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return ObjectTier(
-            f"file://{tmp_path}/store", threads=1, fsync=True, capacity_bytes=RECORDS * SLOT_BYTES
+            f"file://{tmp_path}/store",
+            StoreSettings(fsync=True),
+            threads=1,
+            capacity_bytes=RECORDS * SLOT_BYTES,
         )
 
 
 class TestMemoryUrl(TierContract):
     @pytest.fixture
     def tier(self) -> Tier:
-        return ObjectTier(memory_url(), scope="shared")
+        return ObjectTier(memory_url(), StoreSettings(scope="shared"))
 
 
 class TestStoreWithoutAtomicPut(TierContract):
@@ -290,8 +294,8 @@ def test_settings_are_checked(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"url": "nosuch://x"}, "'d'.*url='nosuch://x'.*file.*memory"),
         ({"codec": "lz4"}, "'d'.*codec='lz4'.*none, zstd"),
-        ({"scope": "planet"}, "'d'.*scope='planet'.*node, shared"),
-        ({"access": "0640"}, "'d'.*access='0640'.*user, group, all"),
+        ({"store": StoreSettings(scope="planet")}, "'d'.*scope='planet'.*node, shared"),
+        ({"store": StoreSettings(access="0640")}, "'d'.*access='0640'.*user, group, all"),
         ({"url": f"simplecache::file://{tmp_path}"}, "'d'.*want the folder itself"),
         ({"threads": 0}, "'d'.*threads=0"),
         ({"capacity_bytes": 0}, "'d'.*capacity_bytes=0"),
@@ -305,7 +309,9 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 def test_copies_of_a_far_store_are_their_users_alone(nested: bool, tmp_path: Path, staging: Staging) -> None:
     copies = tmp_path / "copies"
     options: dict[str, Any] = {"cache_storage": str(copies)}
-    tier = ObjectTier(f"simplecache::{memory_url()}", options={"simplecache": options} if nested else options)
+    tier = ObjectTier(
+        f"simplecache::{memory_url()}", StoreSettings(options={"simplecache": options} if nested else options)
+    )
     names = record_names(1)
     assert put(tier, staging, names) == [None]
     assert isinstance(get(tier, staging, names)[0], np.ndarray)

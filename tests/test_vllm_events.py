@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvkit.adapters.vllm.events import KEPT, Events
-from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.settings import TierConfig
 
 TIERS = {
     "memory": TierConfig(capacity=1 << 20),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvkit.tiers.registry import TierConfig
+from kvkit.tiers.settings import TierConfig
 
 KEPT = 16_384
 """Chunks that are remembered while their records are on the way; the oldest give way."""

@@ -19,8 +19,8 @@ from kvkit.format.urls import shown
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, Ranges, Store
 from kvkit.tiers.folder import METADATA, Folder
-from kvkit.tiers.objects import open_store
-from kvkit.tiers.registry import TierConfig, open_tier, tier_at
+from kvkit.tiers.settings import TierConfig, open_tier, tier_at
+from kvkit.tiers.stores import StoreSettings, open_store
 from kvkit.tiers.striped import StripedStore
 
 
@@ -90,9 +90,9 @@ def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, boo
 @contextmanager
 def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
     """The stores of a tier, as the configuration opens them, but that nothing is cleaned."""
-    if config.kind is None and config.server is None:
-        if not config.urls:
-            raise ValueError(f"tier {name!r} keeps its records in the memory of its process")
+    if config.in_memory:
+        raise ValueError(f"tier {name!r} keeps its records in the memory of its process")
+    if config.in_stores:
         stores = [_store(name, url, config) for url in config.urls]
         if config.spread == "stripe":
             stores = [StripedStore(name, stores)]
@@ -110,8 +110,7 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
 
 
 def _store(name: str, url: str, config: TierConfig) -> Store:
-    options = config.plain_options()
-    store = open_store(name, url, config.fsync, config.access, options, config.timeout_s)
+    store = open_store(name, url, StoreSettings.of(config))
     if isinstance(store, Folder) and not os.path.isdir(store.root):
         raise FileNotFoundError(f"{shown(url)}: no such store")
     return store

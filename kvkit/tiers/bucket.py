@@ -17,9 +17,6 @@ from kvkit.format.urls import hide, shown
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
 from kvkit.tiers.folder import check_name, is_record
 
-SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
-"""Schemes of the URLs that a `Bucket` opens."""
-
 THREADS = 16
 """Requests at a time: they wait for the network, not for a disk."""
 
@@ -31,7 +28,7 @@ _OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
 
 
 class Bucket:
-    """Objects below the prefix that `url` names, as `kvkit.tiers.objects.Store` says. Thread-safe.
+    """Objects below the prefix that `url` names, as `kvkit.tiers.base.Store` says. Thread-safe.
 
     Args:
         url: s3://<bucket>/<prefix>, gs://<bucket>/<prefix>, az://<container>/<prefix>.

@@ -80,7 +80,7 @@ class State:
     """
 
     capacity_bytes: int | None
-    policy: Policy = "lru"
+    policy: str = "lru"
     quota_bytes: int | None = None
     used_bytes: int = 0
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -287,7 +287,7 @@ def _excess(state: State, scope: str, size: int) -> int:
     return held + size - state.quota_bytes
 
 
-def _rank(policy: Policy, entry: Entry) -> int:
+def _rank(policy: str, entry: Entry) -> int:
     """Lower is let go sooner."""
     if policy in ("lru", "arc"):
         return entry.last

@@ -10,6 +10,7 @@ from kvkit.format.record import parent_name
 from kvkit.staging import Lease, Staging
 from kvkit.tiers import eviction
 from kvkit.tiers.base import OnComplete, Tier, TierError, TierFull, complete, get_by_copy, owner_of
+from kvkit.tiers.settings import TierConfig
 
 
 class MemoryTier(Tier):
@@ -36,7 +37,7 @@ class MemoryTier(Tier):
         capacity_bytes: int,
         name: str = "memory",
         *,
-        policy: eviction.Policy = "lru",
+        policy: str = "lru",
         quota_bytes: int | None = None,
         keep_s: float = 0.0,
     ) -> None:
@@ -54,6 +55,18 @@ class MemoryTier(Tier):
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
         self._closed = False
+
+    @classmethod
+    def open(cls, name: str, config: TierConfig, staging: Staging) -> MemoryTier:
+        """One in slots of `staging`."""
+        return cls(
+            staging,
+            config.capacities[0] or 0,
+            name=name,
+            policy=config.eviction,
+            quota_bytes=config.quota,
+            keep_s=config.keep_s,
+        )
 
     def count_leading(self, names: Sequence[str]) -> int:
         with self._lock:

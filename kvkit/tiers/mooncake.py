@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -28,14 +28,23 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 from kvkit.format.record import Damage
 from kvkit.format.urls import shown
 from kvkit.staging import Lease, Staging
-from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Scope, Tier, TierError, TierFull, start_moves
+from kvkit.tiers.base import (
+    DamagedObject,
+    OnComplete,
+    Ranges,
+    Scope,
+    Tier,
+    TierError,
+    TierFull,
+    check_scope,
+    start_moves,
+)
 from kvkit.tiers.folder import check_name, is_record
+from kvkit.tiers.registry import TIERS
+from kvkit.tiers.settings import TierConfig
 from kvkit.workers import Workers
 
 log = logging.getLogger(__name__)
-
-SCHEMES = ("mooncake",)
-"""Schemes of the URLs that a `MooncakeTier` opens."""
 
 PREFIX = "kvkit:"
 """Of every key, so that a pool can be shared with others."""
@@ -97,8 +106,9 @@ class MooncakeTier(Tier):
             seconds; beyond 30 it counts as 30.
 
     Raises:
-        ValueError: a setting is not what it may be, and the message names the choices; or the package
-            mooncake, or what it needs of the system, is missing.
+        ValueError: a setting is not what it may be, and the message names the choices; or what the package
+            mooncake needs of the system is missing.
+        ModuleNotFoundError: that package is missing.
     """
 
     def __init__(
@@ -112,8 +122,7 @@ class MooncakeTier(Tier):
         timeout_s: float = 10.0,
         scope: Scope = "shared",
     ) -> None:
-        if scope not in get_args(Scope):
-            raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
+        check_scope(name, scope)
         threads = THREADS if threads is None else threads
         if threads < 1:
             raise ValueError(f"tier {name!r}: threads={threads}, want at least 1")
@@ -122,10 +131,8 @@ class MooncakeTier(Tier):
         _bound_waits(timeout_s)
         try:
             from mooncake.store import MooncakeDistributedStore
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"tier {name!r}: {error.name} is missing: pip install 'kvkit[mooncake]'"
-            ) from error
+        except ModuleNotFoundError:
+            raise
         except ImportError as error:  # a library of the system
             raise ValueError(f"tier {name!r}: {error}: apt-get install libibverbs1") from error
 
@@ -146,6 +153,19 @@ class MooncakeTier(Tier):
         self._workers = Workers(threads, f"kvkit-{name}")
         if self._options.global_segment_size:  # others wait for it; a client can wait for its first record
             self._workers.start(self._join)
+
+    @classmethod
+    def open(cls, name: str, config: TierConfig, staging: Staging) -> MooncakeTier:
+        """One in the pool of `config`, between slots of `staging`."""
+        return cls(
+            config.urls[0],
+            staging,
+            name=name,
+            options=config.plain_options(),
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+            scope=config.scope,
+        )
 
     def count_leading(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _NAMES):
@@ -370,7 +390,9 @@ def _parse(tier: str, url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port or _PORT
-        wrong = parts.scheme not in SCHEMES or not parts.hostname or parts.username is not None
+        wrong = (
+            parts.scheme not in TIERS["mooncake"].schemes or not parts.hostname or parts.username is not None
+        )
         wrong = bool(wrong or parts.path.strip("/") or parts.query or parts.fragment)
     except ValueError:
         wrong = True
@@ -393,8 +415,8 @@ def _options(tier: str, given: dict[str, Any]) -> MooncakeOptions:
         where = ".".join(str(part) for part in first["loc"])
         known = ", ".join(MooncakeOptions.model_fields)
         what = f"unknown; want {known}" if first["type"] == "extra_forbidden" else first["msg"]
-        shown = "" if first["type"] == "extra_forbidden" else f" = {first['input']!r}"
-        raise ValueError(f"tier {tier!r}: options.{where}{shown}: {what}") from None
+        value = "" if first["type"] == "extra_forbidden" else f" = {first['input']!r}"
+        raise ValueError(f"tier {tier!r}: options.{where}{value}: {what}") from None
     if 0 < options.global_segment_size < _MIN_SEGMENT:
         raise ValueError(
             f"tier {tier!r}: options.global_segment_size = {int(options.global_segment_size)}: "

@@ -1,27 +1,15 @@
-"""The tier of objects behind a URL: a folder, a bucket, or any other store that fsspec knows."""
+"""The tier of objects in stores: a folder, a bucket, or what else `kvkit.tiers.stores` opens."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
-import os
-import posixpath
-import secrets
 import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, get_args
-
-import fsspec
-import fsspec.core
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import get_protocol
 
 from kvkit.format import arrays
 from kvkit.format.codecs import compress, decompress
@@ -35,30 +23,29 @@ from kvkit.format.record import (
     parent_name,
     read_header,
 )
-from kvkit.format.urls import hide, shown
-from kvkit.staging import Lease
+from kvkit.format.urls import shown
+from kvkit.staging import Lease, Staging
 from kvkit.tiers import bucket, eviction
 from kvkit.tiers.base import (
     DamagedObject,
     Ranges,
-    Scope,
     Store,
     ThreadedTier,
     TierError,
     TierFull,
     UnreadableObject,
+    check_scope,
     copy_ranges,
     default_threads,
     owner_of,
 )
-from kvkit.tiers.folder import METADATA, TEMPORARY, Access, Folder, check_name, is_record
+from kvkit.tiers.folder import METADATA, Access, Folder
+from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.stores import StoreSettings, open_store
 from kvkit.tiers.striped import StripedStore
 from kvkit.workers import Closed
 
 log = logging.getLogger(__name__)
-
-_ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs"}
-"""Protocols whose single put is visible when complete, or never."""
 
 
 class ObjectTier(ThreadedTier):
@@ -71,18 +58,13 @@ class ObjectTier(ThreadedTier):
     Args:
         url: a path, file://...; s3://..., gs://..., az://...; memory://..., or what fsspec knows else.
             Several of them: each record is striped over all (`kvkit.tiers.striped`).
+        store: how what is behind it is used.
         capacity_bytes: records that this process knows of are deleted beyond this, as `policy` says; None for
             no limit.
         threads: reads and writes at a time; None for what keeps a disk, or a network, busy.
-        fsync: for folders, whether a put completes only when it would survive a power failure.
         codec: how the records in it are compressed, one of `kvkit.format.record.CODECS`.
         policy: one of `eviction.POLICIES`.
         quota_bytes: what one namespace may hold; None for no limit.
-        access: for folders, which users of the host may read and write what this makes
-            (`kvkit.tiers.folder.Access`).
-        options: for buckets, settings as in `kvkit.tiers.bucket.Bucket`, such as endpoint and access_key_id;
-            for other stores, by the names of their fsspec class. They are never shown.
-        timeout_s: for buckets, how long one request may take, in seconds, with its retries.
 
     Raises:
         ValueError: a setting is not what it may be; the message names the choices.
@@ -91,37 +73,32 @@ class ObjectTier(ThreadedTier):
     def __init__(
         self,
         url: str | Sequence[str],
+        store: StoreSettings = StoreSettings(),  # noqa: B008 - frozen
         *,
         name: str = "disk",
         capacity_bytes: int | None = None,
         threads: int | None = None,
-        fsync: bool = False,
         codec: str = "none",
-        scope: Scope = "node",
-        policy: eviction.Policy = "lru",
+        policy: str = "lru",
         quota_bytes: int | None = None,
-        access: Access = "user",
-        options: Mapping[str, Any] | None = None,
-        timeout_s: float = 10.0,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ValueError(f"tier {name!r}: capacity_bytes={capacity_bytes}, want at least 1, or None")
         if codec not in CODECS:
             raise ValueError(f"tier {name!r}: codec={codec!r}, want one of {', '.join(CODECS)}")
-        if scope not in get_args(Scope):
-            raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
+        check_scope(name, store.scope)
         urls = [url] if isinstance(url, str) else list(url)
-        stores = [open_store(name, one, fsync, access, options or {}, timeout_s) for one in urls]
-        for store in stores:
-            if isinstance(store, Folder):
-                _tidy(name, store, access)
+        stores = [open_store(name, one, store) for one in urls]
+        for opened in stores:
+            if isinstance(opened, Folder):
+                _tidy(name, opened, store.access)
         self._store: Store = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
         if threads is None:
             threads = (default_threads() if local else bucket.THREADS) * len(stores)
         self._looks = 1 if local else threads
         super().__init__(name, threads)
-        self.scope = scope
+        self.scope = store.scope
         self.codec = codec
         self.reads_parts = codec == "none"
         self._compressed: set[str] = set()  # those found in a tier without a codec
@@ -134,6 +111,21 @@ class ObjectTier(ThreadedTier):
                 self._note(record, size)
         except OSError as error:
             log.warning("tier %r: %s cannot be listed: %s", name, ", ".join(map(shown, urls)), error)
+
+    @classmethod
+    def open(cls, name: str, config: TierConfig, staging: Staging) -> ObjectTier:
+        """One in the store of `config`, or striped over its stores, each of which limits the whole."""
+        limits = [capacity for capacity in config.capacities if capacity is not None]
+        return cls(
+            config.urls,
+            StoreSettings.of(config),
+            name=name,
+            capacity_bytes=min(limits) * len(config.urls) if limits else None,
+            threads=config.threads,
+            codec=config.codec,
+            policy=config.eviction,
+            quota_bytes=config.quota,
+        )
 
     def count_leading(self, names: Sequence[str]) -> int:
         count, looks = 0, 1
@@ -388,81 +380,6 @@ class ObjectTier(ThreadedTier):
             eviction.remove(self._index, name)
 
 
-class _Remote:
-    """Objects of any fsspec file system. Each read and write is one call, and one copy.
-
-    Args:
-        hide: takes the secrets out of the text of an error.
-    """
-
-    def __init__(self, files: Any, root: str, hide: Callable[[str], str]) -> None:
-        self._files: Any = _OnlyOSErrors(files, hide)
-        self._root = root.rstrip("/")
-        protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
-        self._atomic = bool(protocols & _ATOMIC)
-
-    def size(self, name: str) -> int | None:
-        try:
-            with _blaming(name):
-                found = self._files.info(self._path(name))
-        except FileNotFoundError:
-            return None
-        return None if found.get("type") == "directory" else int(found["size"])
-
-    def read(self, name: str, buffer: memoryview) -> int:
-        with _blaming(name):  # no more than one byte that does not fit, whatever lies there
-            data = self._files.cat_file(self._path(name), start=0, end=len(buffer) + 1)
-        if len(data) > len(buffer):
-            raise DamagedObject(f"{name}: it does not fit the slot's {len(buffer)} bytes", Damage.OVERSIZE)
-        buffer[: len(data)] = data
-        return len(data)
-
-    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        starts, ends = [offset for offset, _ in ranges], [offset + size for offset, size in ranges]
-        with _blaming(name):
-            parts = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
-        for part, (offset, size), buffer in zip(parts, ranges, buffers, strict=True):
-            if len(part) < size:
-                raise DamagedObject(
-                    f"{name}: {len(part)} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
-                )
-            buffer[:size] = part
-
-    def write(self, name: str, data: memoryview) -> None:
-        path = self._path(name)
-        if self._atomic:
-            self._files.pipe_file(path, bytes(data))
-            return
-        folder = posixpath.dirname(path)
-        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
-        self._files.makedirs(folder, exist_ok=True)
-        try:
-            self._files.pipe_file(temporary, bytes(data))
-            self._files.mv(temporary, path)
-        except BaseException:
-            with suppress(Exception):
-                self._files.rm_file(temporary)
-            raise
-
-    def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm_file(self._path(name))
-
-    def scan(self) -> Iterator[tuple[str, int]]:
-        try:
-            found = self._files.find(self._root, detail=True)
-        except FileNotFoundError:
-            return
-        for path, info in found.items():
-            name = path[len(self._root) :].lstrip("/")
-            if is_record(name):
-                yield name, int(info["size"])
-
-    def _path(self, name: str) -> str:
-        check_name(name)
-        return f"{self._root}/{name}"
-
-
 def _packed_bytes(size: int) -> int:
     """Bytes that a record of `size` may take compressed: what does not compress grows a little."""
     return size + size // 8 + (1 << 20)
@@ -470,140 +387,6 @@ def _packed_bytes(size: int) -> int:
 
 def _is_compressed(record: memoryview) -> bool:
     return len(record) >= HEADER.size and record[: len(MAGIC)] == MAGIC and record[CODEC_OFFSET] != 0
-
-
-@contextmanager
-def _blaming(name: str) -> Iterator[None]:
-    """Tell the errors of one object from those of its store, as far as fsspec's libraries do.
-
-    Raises:
-        DamagedObject: it ends before a range does, or is no file; or it is unreadable, if it alone is so.
-    """
-    try:
-        yield
-    except IsADirectoryError as error:
-        raise DamagedObject(f"{name}: {error}", Damage.FOREIGN) from error
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # what fsspec makes of "416 Range Not Satisfiable"
-            raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
-        if isinstance(error, PermissionError) or error.errno == errno.EIO:
-            raise UnreadableObject(f"{name}: {error}", name) from error
-        raise
-
-
-class _OnlyOSErrors:
-    """An fsspec file system whose calls raise no errors but OSErrors, without a secret in them.
-
-    Each library behind fsspec has errors of its own, which may quote the URL, as may what caused them: they
-    are raised anew, alone.
-    """
-
-    def __init__(self, files: Any, hide: Callable[[str], str]) -> None:
-        self._files = files
-        self._hide = hide
-
-    def __getattr__(self, method: str) -> Any:
-        call = getattr(self._files, method)
-
-        def checked(*args: Any, **settings: Any) -> Any:
-            try:
-                return call(*args, **settings)
-            except OSError as error:
-                kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
-                told: OSError = kind(self._hide(str(error)))
-                told.errno = error.errno
-            except Exception as error:
-                told = TierError(self._hide(f"{method}: {error or type(error).__name__}"))
-            raise told
-
-        return checked
-
-
-def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """What s3fs calls the options of an S3 bucket, with one try per request and a limit to each wait.
-
-    Raises:
-        ValueError: s3fs has none of a name.
-    """
-    names = {
-        "endpoint": "endpoint_url",
-        "access_key_id": "key",
-        "secret_access_key": "secret",
-        "session_token": "token",
-        "region": "region",
-    }
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise ValueError(f"options: {unknown[0]!r} needs obstore; s3fs takes {', '.join(names)}")
-    settings = {names[name]: value for name, value in options.items()}
-    region = settings.pop("region", None)
-    return settings | {
-        "client_kwargs": {"region_name": region} if region else {},
-        "config_kwargs": {
-            "connect_timeout": timeout_s,
-            "read_timeout": timeout_s,
-            "retries": {"total_max_attempts": 1},
-        },
-        "skip_instance_cache": True,
-    }
-
-
-def is_folder(url: str) -> bool:
-    """Whether `url` is of a local folder."""
-    return get_protocol(url) in LocalFileSystem.protocol
-
-
-def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:
-    """The folders in which fsspec is told to keep copies of records (simplecache::, filecache::)."""
-    for value in options.values():
-        if isinstance(value, Mapping):
-            yield from _cache_folders(value)
-    given = options.get("cache_storage", ())
-    yield from (folder for folder in ([given] if isinstance(given, str) else given) if folder != "TMP")
-
-
-def open_store(
-    tier: str, url: str, fsync: bool, access: Access, options: Mapping[str, Any], timeout_s: float
-) -> Store:
-    """The store behind `url`, in which this changes nothing.
-
-    Raises:
-        ValueError: it is not a URL that obstore or fsspec opens here, an option is unknown, or `access` is.
-    """
-    scheme, separator, _ = url.partition("://")
-    if separator and scheme in bucket.SCHEMES and find_spec("obstore") is not None:
-        try:
-            return bucket.Bucket(url, options, timeout_s)
-        except ValueError as error:
-            raise ValueError(f"tier {tier!r}: {error}") from None
-    if "::" in url and is_folder(url.rpartition("::")[2]):
-        raise ValueError(
-            f"tier {tier!r}: url={shown(url)!r}: a folder behind another store; want the folder itself"
-        )
-    settings = dict(options)
-    if scheme in ("s3", "s3a"):
-        settings = _s3fs_options(options, timeout_s)
-    try:
-        for copies in _cache_folders(options):
-            os.makedirs(copies, mode=0o700, exist_ok=True)
-        files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **settings)
-    except Exception as error:  # each protocol has its own
-        known = ", ".join(fsspec.available_protocols())
-        package = "pip install 'kvkit[s3]', or " if scheme in bucket.SCHEMES else ""
-        raise ValueError(
-            f"tier {tier!r}: url={shown(url)!r}: {hide(str(error), url, options=options)}; {package}want a "
-            f"folder, or <protocol>://... with one of {known}"
-        ) from None
-    if isinstance(files, LocalFileSystem):
-        if options:
-            raise ValueError(f"tier {tier!r}: options: {', '.join(options)}: a folder has none")
-        try:
-            return Folder(root, fsync, access)
-        except ValueError as error:
-            raise ValueError(f"tier {tier!r}: {error}") from None
-    if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
-        files.retries = 1
-    return _Remote(files, root, partial(hide, url=url, options=options))
 
 
 def _tidy(tier: str, folder: Folder, access: Access) -> None:

@@ -10,18 +10,27 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvkit.format.record import Damage
-from kvkit.tiers.base import DamagedObject, Ranges, Scope, ThreadedTier, TierError, TierFull, default_threads
+from kvkit.staging import Staging
+from kvkit.tiers.base import (
+    DamagedObject,
+    Ranges,
+    Scope,
+    ThreadedTier,
+    TierError,
+    TierFull,
+    check_scope,
+    default_threads,
+)
 from kvkit.tiers.folder import check_name, is_record
+from kvkit.tiers.registry import TIERS
+from kvkit.tiers.settings import TierConfig
 
 if TYPE_CHECKING:
     from redis import Connection
-
-SCHEMES = ("redis", "rediss")
-"""Schemes of the URLs that a `RedisTier` opens; rediss is TLS."""
 
 PREFIX = "kvkit:"
 """Of every key, so that a server can be shared: what it needs of an ACL is
@@ -46,8 +55,8 @@ class RedisTier(ThreadedTier):
         timeout_s: how long one operation may take, in seconds.
 
     Raises:
-        ValueError: a setting is not what it may be, and the message names the choices; or the package redis
-            is missing.
+        ValueError: a setting is not what it may be, and the message names the choices.
+        ModuleNotFoundError: the package redis is missing.
     """
 
     def __init__(
@@ -61,16 +70,12 @@ class RedisTier(ThreadedTier):
         timeout_s: float = 10.0,
         scope: Scope = "node",
     ) -> None:
-        if scope not in get_args(Scope):
-            raise ValueError(f"tier {name!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
+        check_scope(name, scope)
         where = _parse(name, url)
-        try:
-            from redis import ConnectionPool, Redis
-            from redis.backoff import NoBackoff
-            from redis.connection import Connection, SSLConnection
-            from redis.retry import Retry
-        except ModuleNotFoundError as error:
-            raise ValueError(f"tier {name!r}: {error.name} is missing: pip install 'kvkit[redis]'") from error
+        from redis import ConnectionPool, Redis
+        from redis.backoff import NoBackoff
+        from redis.connection import Connection, SSLConnection
+        from redis.retry import Retry
 
         super().__init__(name, default_threads() if threads is None else threads)
         self.scope = scope
@@ -88,6 +93,19 @@ class RedisTier(ThreadedTier):
             protocol=2,  # no messages between replies: payloads are read from the socket
         )
         self._client = Redis(connection_pool=self._pool)
+
+    @classmethod
+    def open(cls, name: str, config: TierConfig, staging: Staging) -> RedisTier:
+        """One on the server of `config`."""
+        return cls(
+            config.urls[0],
+            name=name,
+            username=config.username,
+            password=config.plain_password(),
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+            scope=config.scope,
+        )
 
     def count_leading(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _BATCH):
@@ -320,7 +338,11 @@ def _parse(tier: str, url: str) -> dict[str, Any]:
         parts = urlsplit(url)
         port = parts.port or 6379
         named = parts.username or parts.password
-        wrong = parts.scheme not in SCHEMES or not parts.hostname or bool(parts.query or parts.fragment)
+        wrong = (
+            parts.scheme not in TIERS["redis"].schemes
+            or not parts.hostname
+            or bool(parts.query or parts.fragment)
+        )
     except ValueError:
         named, wrong = None, True
     if named:

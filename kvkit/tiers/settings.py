@@ -1,0 +1,208 @@
+"""Tiers by what a configuration says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    Secret,
+    SecretStr,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from kvkit.format.record import CODECS
+from kvkit.format.urls import has_password, shown
+from kvkit.settings import ConfigError, explain
+from kvkit.staging import Staging
+from kvkit.tiers.base import Scope, Tier
+from kvkit.tiers.eviction import POLICIES
+from kvkit.tiers.folder import Access
+from kvkit.tiers.plugins import check_kind, open_plugin
+from kvkit.tiers.registry import TierKind, check_settings, kind_of
+from kvkit.tiers.spread import SpreadTier
+
+if TYPE_CHECKING:
+    CodecName = str
+    PolicyName = str
+else:
+    CodecName = Literal[tuple(CODECS)]
+    PolicyName = Literal[tuple(POLICIES)]
+
+PositiveBytes = Annotated[ByteSize, Field(gt=0)]
+
+
+class TierConfig(BaseModel):
+    """One tier. See `kvkit.config`. Its repr and its JSON show URLs without their secrets."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    url: str | tuple[str, ...] | None = Field(
+        None,
+        description="where records are: a folder, s3://, redis://, mooncake://, any fsspec URL; none: memory",
+    )
+    kind: str | None = Field(None, description="a tier of another package, which the other settings are for")
+    spread: Literal["by_key", "by_rank", "stripe"] = Field(
+        "by_key", description="of several urls: records over them, one for each rank, or parts of each record"
+    )
+    eviction: PolicyName = Field("lru", description="which records are let go beyond the capacity")
+    quota: ByteSize | None = Field(
+        None, description="bytes that one model and cache salt may have, none: no limit", gt=0
+    )
+    keep_s: float = Field(
+        0.0, description="memory lets nothing go that came in so few seconds ago", ge=0, le=86400
+    )
+    capacity: PositiveBytes | tuple[PositiveBytes, ...] | None = Field(
+        None, description="bytes kept, or a value per url; none: no limit"
+    )
+    codec: CodecName = Field("none", description="compression of records")
+    threads: int | None = Field(None, description="parallel reads and writes", ge=1, le=256)
+    fsync: bool = Field(False, description="a put completes only when it would survive a power cut")
+    access: Access = Field(
+        "user", description="of a folder: which users of the host may read and write what is made in it"
+    )
+    scope: Scope = Field("node", description="whether other hosts use it too")
+    timeout_s: float = Field(10.0, description="longest request to a server, in seconds", gt=0, le=3600)
+    username: str | None = Field(None, description="of a Redis server's user")
+    password: SecretStr | None = Field(None, description="of that user, or of the server")
+    options: dict[str, Secret[Any]] = Field(
+        default_factory=dict, description="settings of a store's client, such as endpoint and access_key_id"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_a_kind_needs_is_its_own(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("kind") is None:
+            return values
+        known = {name: value for name, value in values.items() if name in cls.model_fields}
+        free = {name: value for name, value in values.items() if name not in cls.model_fields}
+        return known | {"options": known.get("options", {}) | free}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_its_kind(cls, values: Any) -> Any:
+        url = values.get("url") if isinstance(values, dict) else None
+        return {**kind_of(url).defaults, **values} if isinstance(url, str) else values
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> TierConfig:
+        if self.kind is not None:
+            check_kind(self.kind)
+            return self
+        if isinstance(self.capacity, tuple) and len(self.capacity) != len(self.urls):
+            raise ValueError(f"capacity: {len(self.capacity)} values for {len(self.urls)} urls")
+        check_settings(self.kinds, {name: getattr(self, name) for name in self.model_fields_set})
+        if self.url is None and self.capacity is None:
+            raise ValueError("a tier without a url is kept in memory and needs a capacity")
+        if any(map(has_password, self.urls)):
+            raise ValueError("url: it has a password; want it as a setting of its own, or among the options")
+        if "spread" in self.model_fields_set and len(self.urls) < 2:
+            raise ValueError(f"spread = {self.spread!r}: {len(self.urls)} url, want at least 2")
+        for kind in self.kinds:
+            if len(self.urls) > 1 and "spread" not in kind.settings:
+                raise ValueError(f"url: a tier {kind.where} has one")
+        return self
+
+    @field_serializer("url", when_used="json")
+    def _shown(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        return shown(url) if isinstance(url, str) else url and tuple(map(shown, url))
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, self._shown(value) if name == "url" else value
+
+    @property
+    def in_memory(self) -> bool:
+        return self.url is None and self.kind is None
+
+    @property
+    def in_stores(self) -> bool:
+        """Whether each URL is that of a `kvkit.tiers.base.Store`."""
+        return self.kind is None and all("spread" in kind.settings for kind in self.kinds)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
+    @property
+    def kinds(self) -> tuple[TierKind, ...]:
+        """Of each url; of the memory, where there is none."""
+        return tuple(map(kind_of, self.urls or (None,)))
+
+    @property
+    def capacities(self) -> tuple[int | None, ...]:
+        """Of each url; of the memory, where there is none."""
+        if isinstance(self.capacity, tuple):
+            return tuple(int(size) for size in self.capacity)
+        return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))
+
+    def path(self, index: int) -> TierConfig:
+        """The tier at one of several URLs."""
+        capacity = self.capacities[index]
+        size = None if capacity is None else ByteSize(capacity)
+        return self.model_copy(update={"url": self.urls[index], "capacity": size})
+
+    def all_set(self) -> dict[str, Any]:
+        """What was given, for the factory of another package's tier. Secrets are plain."""
+        given = self.model_dump(exclude_unset=True, exclude={"kind", "password", "options"})
+        if self.password is not None:
+            given["password"] = self.plain_password()
+        return given | self.plain_options()
+
+    def plain_password(self) -> str | None:
+        return None if self.password is None else self.password.get_secret_value()
+
+    def plain_options(self) -> dict[str, Any]:
+        return {name: value.get_secret_value() for name, value in self.options.items()}
+
+
+def tier_at(url: str) -> TierConfig:
+    """The tier at `url`, with no other setting.
+
+    Raises:
+        ConfigError: a tier cannot be there, such as for a password in the URL.
+    """
+    try:
+        return TierConfig.model_validate({"url": url})
+    except ValidationError as error:
+        raise ConfigError(
+            "\n".join(explain(e, list(TierConfig.model_fields)) for e in error.errors())
+        ) from None
+
+
+def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) -> Tier:
+    """One tier of a configuration.
+
+    Raises:
+        ValueError: a setting is not what it may be, or a package is missing.
+        OSError: it cannot be opened.
+    """
+    if config.kind is not None:
+        return open_plugin(config.kind, name, staging, config.all_set())
+    count = len(config.urls)
+    if count < 2 or config.spread == "stripe":
+        return _open(name, config, staging)
+    if config.spread == "by_rank":
+        return _open(name, config.path(rank % count), staging)
+    with ExitStack() as opened:
+        paths: list[Tier] = []
+        for i in range(count):
+            paths.append(_open(f"{name}[{i}]", config.path(i), staging))
+            opened.callback(paths[-1].close)
+        opened.pop_all()
+        return SpreadTier(name, paths)
+
+
+def _open(name: str, config: TierConfig, staging: Staging) -> Tier:
+    kind = config.kinds[0]
+    try:
+        tier: Tier = kind.load().open(name, config, staging)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"tier {name!r}: {error.name} is missing: {kind.install}") from error
+    return tier
