@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvkit.format.keys import JIT_CHUNKS, chunk_keys
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.rope import Rotation
 from kvkit.kernels import launch
@@ -562,4 +561,3 @@ def _warm_up() -> None:
     block = np.zeros((1, 1), np.int64)
     launch.pack(pages, [np.zeros(1, np.uint8)], blocks=block)
     launch.unpack(pages, [np.zeros(1, np.uint8)], blocks=block)
-    chunk_keys(np.zeros(JIT_CHUNKS, np.int32), 1, bytes(16))

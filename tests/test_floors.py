@@ -33,7 +33,6 @@ PURE = (
     "format.layout",
     "format.record",
     "format.rope",
-    "format.xxh3",
     "blend.plan",
     "tiers.eviction",
     "moving.counts",

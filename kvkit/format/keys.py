@@ -17,7 +17,6 @@ import hashlib
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -28,9 +27,6 @@ from kvkit.format.layout import Namespace
 
 DIGEST_BYTES: Mapping[str, int] = {"xxh3_128": 16, "blake3": 32, "sha256": 32}
 TOKEN = np.dtype("<i4")
-# From here on one call into numba is twice as fast as a loop in Python, whatever a chunk's size. They break
-# even near 16 chunks, but below 64 all of it is a few microseconds: who only appends never waits for the JIT.
-JIT_CHUNKS = 64
 
 
 class ChunkError(ValueError):
@@ -44,35 +40,6 @@ class SupportsArray(Protocol):
 
 
 Tokens: TypeAlias = SupportsArray | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Where a chain of keys stands. It is a value: extending it makes another one.
-
-    To go on from a known key, construct one with that key as `parent`.
-
-    Args:
-        algorithm: a name in `DIGEST_BYTES`.
-        chunk_tokens: tokens per chunk.
-        parent: the last key, or the namespace digest before the first chunk.
-        tail: tokens since the last whole chunk, fewer than one chunk, as little-endian int32.
-        chunks: whole chunks so far.
-
-    Raises:
-        ChunkError: an unknown or missing algorithm, or sizes that do not fit together.
-    """
-
-    algorithm: str
-    chunk_tokens: int
-    parent: bytes
-    tail: bytes = b""
-    chunks: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self.algorithm, self.chunk_tokens, self.parent)
-        if len(self.tail) % TOKEN.itemsize or len(self.tail) >= self.chunk_tokens * TOKEN.itemsize:
-            raise ChunkError(f"tail has {len(self.tail)} bytes: want int32s, fewer than {self.chunk_tokens}")
 
 
 def namespace_digest(namespace: Namespace) -> bytes:
@@ -99,53 +66,20 @@ def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str 
     Raises:
         ChunkError: see `as_tokens`; an unknown or missing algorithm; a parent that is no digest of it.
     """
-    _check(algorithm, chunk_tokens, parent)
+    digest = _digest(algorithm)
+    if chunk_tokens < 1:
+        raise ChunkError(f"chunk_tokens={chunk_tokens}: want at least 1")
+    if len(parent) != DIGEST_BYTES[algorithm]:
+        raise ChunkError(
+            f"parent has {len(parent)} bytes: want {DIGEST_BYTES[algorithm]}, a digest of {algorithm}"
+        )
     ids = as_tokens(tokens)
-    if algorithm == "xxh3_128" and ids.size >= JIT_CHUNKS * chunk_tokens:
-        from kvkit.format import xxh3  # numba takes half a second to import
-
-        keys: list[bytes] = xxh3.chain(ids, chunk_tokens, parent).view("V16")[:, 0].tolist()
-        return keys
-    return _loop(ids.view(np.uint8).data, chunk_tokens, parent, algorithm)
-
-
-def start(namespace: Namespace) -> Chain:
-    """The chain of a namespace before any token.
-
-    Raises:
-        ChunkError: an unknown or missing algorithm.
-    """
-    return Chain(namespace.hash, namespace.chunk_tokens, namespace_digest(namespace))
-
-
-def extend(chain: Chain, tokens: Tokens) -> tuple[list[bytes], Chain]:
-    """The keys of the chunks that `tokens` complete, and the chain after them.
-
-    Only the tail and `tokens` are hashed: the cost does not depend on how long the chain is.
-
-    Args:
-        chain: where to go on; unchanged.
-        tokens: token ids [T] that follow, see `as_tokens`.
-
-    Raises:
-        ChunkError: see `as_tokens`.
-    """
-    ids = as_tokens(tokens)
-    keys: list[bytes] = []
-    if chain.tail:
-        wanted = chain.chunk_tokens - len(chain.tail) // TOKEN.itemsize
-        if ids.size < wanted:
-            return keys, replace(chain, tail=chain.tail + ids.tobytes())
-        whole = memoryview(chain.tail + ids[:wanted].tobytes())
-        keys = _loop(whole, chain.chunk_tokens, chain.parent, chain.algorithm)
-        ids = ids[wanted:]
-    keys += chunk_keys(ids, chain.chunk_tokens, keys[-1] if keys else chain.parent, chain.algorithm)
-    return keys, replace(
-        chain,
-        parent=keys[-1] if keys else chain.parent,
-        tail=ids[ids.size - ids.size % chain.chunk_tokens :].tobytes(),
-        chunks=chain.chunks + len(keys),
-    )
+    count = ids.size // chunk_tokens
+    if not count:
+        return []
+    # half the time of slicing a memoryview; numpy's bytes, unlike its strings, keep zeros at the end
+    pieces = ids[: count * chunk_tokens].view(f"V{chunk_tokens * TOKEN.itemsize}").tolist()
+    return [parent := digest(parent + piece) for piece in pieces]
 
 
 def as_tokens(tokens: Tokens) -> NDArray[np.int32]:
@@ -193,26 +127,6 @@ def _from_sequence(tokens: Any) -> NDArray[np.int32]:
 
 def _fits(value: int) -> bool:
     return -(2**31) <= value < 2**31
-
-
-def _loop(data: memoryview, chunk_tokens: int, parent: bytes, algorithm: str) -> list[bytes]:
-    digest = _digest(algorithm)
-    size = chunk_tokens * TOKEN.itemsize
-    keys = []
-    for at in range(0, len(data) - size + 1, size):
-        parent = digest(parent + data[at : at + size])
-        keys.append(parent)
-    return keys
-
-
-def _check(algorithm: str, chunk_tokens: int, parent: bytes) -> None:
-    _digest(algorithm)
-    if chunk_tokens < 1:
-        raise ChunkError(f"chunk_tokens={chunk_tokens}: want at least 1")
-    if len(parent) != DIGEST_BYTES[algorithm]:
-        raise ChunkError(
-            f"parent has {len(parent)} bytes: want {DIGEST_BYTES[algorithm]}, a digest of {algorithm}"
-        )
 
 
 def _digest(algorithm: str) -> Callable[[bytes], bytes]:
