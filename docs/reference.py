@@ -55,6 +55,7 @@ API = (
     "format.keys",
     "format.record",
     "blend.plan",
+    "blend.gate",
     "format.rope",
     "observe.metrics",
     "observe.inspect",

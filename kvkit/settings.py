@@ -1,10 +1,13 @@
-"""What is wrong with a setting, said once for all files, environments and command lines."""
+"""What all files, environments and command lines of settings share: errors in words, options in groups."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, get_type_hints
 
 from kvkit.format.urls import shown
 
@@ -27,3 +30,29 @@ def explain(entry: Any, known: Sequence[str]) -> str:
     value = "" if secret or isinstance(entry["input"], dict) else f" = {shown(repr(entry['input']))}"
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
     return f"{where}{value}: {entry['msg'].removeprefix('Value error, ')}{hint}"
+
+
+def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as typer takes it: of each parameter that is a dataclass, the fields are options."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)
+    }
+    flat: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        kind = groups.get(parameter.name)
+        hints = get_type_hints(kind, include_extras=True) if kind else {}
+        flat += [
+            parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
+            for field in (fields(kind) if kind else ())
+        ] or [parameter]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    run.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run

@@ -14,17 +14,16 @@ import pytest
 import torch
 import transformers
 
-from kvkit.adapters.huggingface import blended as adapter
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import (
     BlendedModel,
     HuggingFaceDecoder,
     document_namespace,
-    gate_path,
     paged,
 )
-from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, probe_layout
-from kvkit.blend.plan import METHODS, BlendError, Selection, Span, count_of, plan_blend
+from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
+from kvkit.blend import gate
+from kvkit.blend.plan import METHODS, BlendError, Selection, Span, count_of, plan_blend, split
 from kvkit.blend.run import PagedKV, blend
 from kvkit.config import load_config
 from kvkit.kernels import reference
@@ -295,7 +294,7 @@ def test_documents_behind_a_shared_prefix(blended: BlendedModel) -> None:
 def test_without_documents_the_prompt_is_split_by_content(blended: BlendedModel) -> None:
     rng = np.random.default_rng(1)
     text = rng.integers(5, 290, 600, np.int32)
-    cuts = adapter.split(text).tolist()
+    cuts = split(text).tolist()
     assert len(cuts) > 3
     flushed(blended, *(text[a:b] for a, b in itertools.pairwise(cuts)))
     moved = np.concatenate([rng.integers(5, 290, 77, np.int32), text, rng.integers(5, 290, 80, np.int32)])
@@ -409,6 +408,7 @@ def test_models_of_another_kind_are_refused_by_name(kind: str) -> None:
 def test_a_model_is_blended_only_after_it_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = random_model("gqa")
+    weights = model_fingerprint(model)
     config = load_config(chunk_tokens=8, staging="8MiB", tiers={"memory": {"capacity": "4MiB"}})
 
     def opens() -> None:
@@ -416,18 +416,18 @@ def test_a_model_is_blended_only_after_it_passed(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(BlendError, match=r"has not been measured.*kvkit doctor --blend"):
         opens()
-    adapter.write_gate(model, Selection(), False, {"kl": 1.0})
+    gate.keep(weights, Selection(), {"passed": False, "kl": 1.0})
     with pytest.raises(BlendError, match="too much"):
         opens()
-    adapter.write_gate(model, Selection(ratio=0.9), True, {})
+    gate.keep(weights, Selection(ratio=0.9), {"passed": True})
     with pytest.raises(BlendError, match=r"measured with.*0\.9"):
         opens()
-    gate_path(model).write_text("[]")
+    gate.path_of(weights).write_text("[]")
     with pytest.raises(BlendError, match="has not been measured"):
         opens()
-    adapter.write_gate(model, Selection(), True, {"kl": 0.01})
+    gate.keep(weights, Selection(), {"passed": True, "kl": 0.01})
     opens()
-    assert gate_path(random_model("gqa", 1)) != gate_path(model)
+    assert gate.path_of(model_fingerprint(random_model("gqa", 1))) != gate.path_of(weights)
 
 
 def test_a_cache_is_needed() -> None:

@@ -17,6 +17,7 @@ from test_inspect import fill, form_of, records
 from typer.testing import CliRunner, Result
 
 from kvkit import cli
+from kvkit.bench import doctor
 from kvkit.environment import version_of
 
 
@@ -81,7 +82,7 @@ def test_doctor_lists_versions() -> None:
     result = run("doctor")
     assert result.exit_code == 0
     assert f"kvkit {version_of('kvkit')}" in result.stdout
-    for packages, purpose, _ in cli.FEATURES:
+    for packages, purpose, _ in doctor.FEATURES:
         (line,) = (line for line in result.stdout.splitlines() if purpose in line)
         names = packages.split(" or ")
         package = next(filter(version_of, names), names[0])
@@ -91,7 +92,7 @@ def test_doctor_lists_versions() -> None:
 
 def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = (("no-such-package", "nothing", "kvkit[demo]"), ("nor-this-one", "all", "torch for CUDA"))
-    monkeypatch.setattr(cli, "FEATURES", absent)
+    monkeypatch.setattr(doctor, "FEATURES", absent)
     result = run("doctor")
     assert result.exit_code == 0
     assert "missing: pip install 'kvkit[demo]'" in result.stdout
@@ -101,13 +102,13 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
 def test_every_extra_that_brings_a_feature_is_told_of() -> None:
     path = Path(__file__).parent.parent / "pyproject.toml"
     extras = set(tomllib.loads(path.read_text())["project"]["optional-dependencies"])
-    told = {extra for *_, source in cli.FEATURES for extra in re.findall(r"\[(\w+)\]", source)}
+    told = {extra for *_, source in doctor.FEATURES for extra in re.findall(r"\[(\w+)\]", source)}
     assert extras - told == {"dev", "paper", "simulate"}, "matplotlib and typst, and what contributors need"
 
 
 def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
     extras = metadata("kvkit").get_all("Provides-Extra") or []
-    for package, _, source in cli.FEATURES:
+    for package, _, source in doctor.FEATURES:
         extra = re.fullmatch(r"kvkit\[(\w+)\]", source)
         assert extra is None or extra[1] in extras, package
 

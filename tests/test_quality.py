@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
-from kvkit.adapters.huggingface.blended import BlendedModel, check_gate
+from kvkit.adapters.huggingface.blended import BlendedModel
+from kvkit.adapters.huggingface.cached import model_fingerprint
 from kvkit.bench import quality
 from kvkit.bench.quality import METHODS, SETS, Judge, Method, Sample, bootstrap, samples
+from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
 
@@ -212,15 +214,15 @@ def test_the_gate_decides_by_both_limits(
     kl: float, of_naive: float, passes: bool, judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(quality, "GATE_KL", kl)
-    monkeypatch.setattr(quality, "GATE_OF_NAIVE", of_naive)
-    found = quality.gate(judge, encode, tokens=512, count=1)
+    monkeypatch.setattr(gate, "MAX_KL", kl)
+    monkeypatch.setattr(gate, "MAX_OF_NAIVE", of_naive)
+    found = quality.measure_gate(judge, encode, tokens=512, count=1)
     assert found["passed"] is passes
     assert found["kl_interval"][0] <= found["kl"] <= found["kl_interval"][1]
     assert Path(found["path"]).is_relative_to(tmp_path)
     config = load_config(chunk_tokens=8, staging="8MiB", tiers={"memory": {"capacity": "4MiB"}})
     if passes:
-        check_gate(judge.model, Selection())
+        gate.check(model_fingerprint(judge.model), Selection())
         BlendedModel.open(judge.model, config).close()
     else:
         with pytest.raises(BlendError, match="too much"):
@@ -283,12 +285,12 @@ def test_doctor_says_whether_a_model_may_be_blended(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(quality, "GATE_SAMPLES", 1)
-    monkeypatch.setattr(quality, "GATE_KL", 1e9)
-    monkeypatch.setattr(quality, "GATE_OF_NAIVE", 1e9)
+    monkeypatch.setattr(gate, "MAX_KL", 1e9)
+    monkeypatch.setattr(gate, "MAX_OF_NAIVE", 1e9)
     result = run("doctor", "--blend", folder)
     assert result.exit_code == 0, result.output
     assert "this model may be blended" in result.output
-    monkeypatch.setattr(quality, "GATE_KL", 0.0)
+    monkeypatch.setattr(gate, "MAX_KL", 0.0)
     result = run("doctor", "--blend", folder)
     assert result.exit_code == 1
     assert "must not be blended" in result.output

@@ -281,7 +281,7 @@ def test_each_gpu_has_its_own_file(tmp_path: Path) -> None:
 def test_killed_in_the_middle_it_keeps_what_was_done(tmp_path: Path) -> None:
     """kill -9 after the second bucket: a whole table of two."""
     script = (
-        "import sys; from pathlib import Path; import test_tuning as t\n"
+        "import sys; from pathlib import Path; import test_search as t\n"
         "for step in t.tune(t.PROBLEMS[:2], Path(sys.argv[1]), t.tools()): print(step.state, flush=True)\n"
         "print('waits', flush=True); sys.stdin.read()"
     )

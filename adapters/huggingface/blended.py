@@ -8,11 +8,8 @@ blended.prefill(prompt, documents=[(start, stop), ...])    # behind any other te
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
+from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend, split
 from kvkit.blend.run import Attention, PagedKV, blend, recompute
 from kvkit.cache import SequencePages, Stored
@@ -197,7 +195,7 @@ class BlendedModel:
             raise BlendError("cached: has no cache to take documents from")
         self.selection = selection or Selection()
         if not unchecked:
-            check_gate(cached.model, self.selection)
+            gate.check(model_fingerprint(cached.model), self.selection)
         self.cached = cached
         self.cache = cached.cache
         self.decoder = HuggingFaceDecoder(cached.model)
@@ -350,40 +348,6 @@ def document_namespace(namespace: Namespace) -> Namespace:
 def paged(kv: GrowingCache) -> PagedKV:
     """The cache as pages: one block that is the whole room, a slot is a position."""
     return PagedKV([(layer.room_k, layer.room_v) for layer in kv.layers], np.zeros(1, np.int64))
-
-
-def gate_path(model: Any) -> Path:
-    """Where `kvkit doctor --blend` keeps what it measured: below XDG_CACHE_HOME or ~/.cache, by model."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "kvkit" / "blend" / f"{model_fingerprint(model)}.json"
-
-
-def write_gate(model: Any, selection: Selection, passed: bool, measured: dict[str, Any]) -> Path:
-    """Keep a measurement, for `check_gate`; returns where."""
-    path = gate_path(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"passed": passed, "selection": asdict(selection), "measured": measured}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
-
-
-def check_gate(model: Any, selection: Selection) -> None:
-    """Refuse a model that has not been found fit for blending with this selection.
-
-    Raises:
-        BlendError: it was not measured, was measured with another selection, or failed.
-    """
-    path = gate_path(model)
-    advice = "run `kvkit doctor --blend MODEL`, or pass unchecked=True"
-    try:
-        gate = json.loads(path.read_text())
-        passed, measured_with = gate["passed"], gate["selection"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BlendError(f"blending has not been measured with these weights ({path}): {advice}") from None
-    if measured_with != asdict(selection):
-        raise BlendError(f"blending was measured with {measured_with}, not {asdict(selection)}: {advice}")
-    if passed is not True:
-        raise BlendError(f"blending changes what these weights say too much ({path}); or pass unchecked=True")
 
 
 def _forward(model: Any, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:

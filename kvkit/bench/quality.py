@@ -24,11 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from rich.table import Table
 
-from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged, write_gate
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
 from kvkit.adapters.huggingface.cached import GrowingCache, model_fingerprint, probe_layout
-from kvkit.blend.plan import BlendPlan, Selection, Span, plan_blend
+from kvkit.blend import gate
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
 from kvkit.blend.run import Attention, Blended, Positions, Sees, blend, recompute
 from kvkit.environment import describe
 from kvkit.kernels import reference
@@ -46,10 +49,10 @@ RESAMPLES = 2000
 
 GATE_SAMPLES = 4
 GATE_METHODS = ("naive", "default .15")
-GATE_KL = 0.1
-"""Blending is not enabled above this KL divergence, in nats a token, ..."""
-GATE_OF_NAIVE = 0.5
-"""... or above this share of the KL divergence of reuse without recomputing anything."""
+
+
+class QualityError(RuntimeError):
+    """A model cannot be measured. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -360,6 +363,32 @@ class _BlockMask:
         return self.decoder.logits(h)
 
 
+def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]:
+    """A model (None: SmolLM2-135M) ready to be measured, its tokenizer as a function, and its name.
+
+    Raises:
+        QualityError: a package is missing, the model cannot be loaded, or it cannot be blended.
+    """
+    try:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        with console.status("loading the model"):
+            folder = model or str(smollm2.fetch())
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            judge = Judge(loaded)
+    except ImportError as error:
+        raise QualityError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
+    except (OSError, smollm2.ModelError, BlendError) as error:
+        raise QualityError(str(error)) from error
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return judge, encode, model or smollm2.NAME
+
+
 def run(
     judge: Judge,
     encode: Encode,
@@ -465,36 +494,26 @@ def bootstrap(
     return float(low), float(high)
 
 
-def gate(judge: Judge, encode: Encode, tokens: int = 768, count: int | None = None) -> dict[str, Any]:
-    """Measure the default selection on a few samples of every set, decide, and keep it for `check_gate`.
-
-    Blending may be enabled if its KL divergence, averaged over all samples, is at most `GATE_KL` nats and at
-    most `GATE_OF_NAIVE` of that of reuse without recomputing.
+def measure_gate(
+    judge: Judge, encode: Encode, tokens: int = 768, count: int = GATE_SAMPLES
+) -> dict[str, Any]:
+    """Measure the default selection on a few samples of every set, and keep what `gate.decide` says of it.
 
     Returns:
-        passed, kl, kl_interval, naive_kl, of_naive, of_naive_interval, samples, path.
+        What `gate.decide` gives, with kl_interval, of_naive_interval, samples, path.
     """
     chosen = {name: METHODS[name] for name in GATE_METHODS}
-    kl: dict[str, list[float]] = {name: [] for name in chosen}
-    for kind in SETS:
-        for sample in samples(kind, encode, count or GATE_SAMPLES, tokens):
-            measured = judge.measure(sample, chosen)
-            for name in chosen:
-                kl[name].append(measured[name]["kl"])
-    naive, ours = (np.array(kl[name]) for name in GATE_METHODS)
-    of_naive = float(ours.mean() / naive.mean())
-    result: dict[str, Any] = {
-        "passed": bool(ours.mean() <= GATE_KL and of_naive <= GATE_OF_NAIVE),
-        "kl": float(ours.mean()),
+    found = [
+        judge.measure(sample, chosen) for kind in SETS for sample in samples(kind, encode, count, tokens)
+    ]
+    naive, ours = (np.array([measured[name]["kl"] for measured in found]) for name in GATE_METHODS)
+    result = gate.decide(float(ours.mean()), float(naive.mean())) | {
         "kl_interval": list(bootstrap(ours)),
-        "naive_kl": float(naive.mean()),
-        "of_naive": of_naive,
         "of_naive_interval": list(bootstrap(ours, naive)),
         "samples": len(ours),
-        "kl_limit": GATE_KL,
-        "of_naive_limit": GATE_OF_NAIVE,
     }
-    return result | {"path": str(write_gate(judge.model, Selection(), result["passed"], result))}
+    path = gate.keep(model_fingerprint(judge.model), Selection(), result)
+    return result | {"path": str(path)}
 
 
 def write(path: Path, summary: Mapping[str, Any], **settings: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.client import ClientError, Target, connect, counted_hits, drive
 from kvkit.bench.memory import MemoryTooSmall
+from kvkit.bench.options import Targets, Traffic
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import (
     CHUNK_TOKENS,
@@ -41,66 +43,19 @@ class ServeError(RuntimeError):
     """Nothing could be measured. The message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What every server is sent.
-
-    Attributes:
-        workloads: names.
-        requests, words: of each workload; the words of its longest prompt, about.
-        max_tokens: of an answer.
-        concurrency: requests under way at a time.
-        rate: requests per second on average; None: each as soon as there is room.
-        rounds: times that each workload is run, with other text.
-        seed: of the first round; later ones count on.
-        timeout_s: the longest that a request may take.
-    """
-
-    workloads: tuple[str, ...]
-    requests: int
-    words: int
-    max_tokens: int
-    concurrency: int
-    rate: float | None
-    rounds: int
-    seed: int
-    timeout_s: float
-
-    def round(self, workload: str, number: int) -> list[CompletionRequest]:
-        """The requests of one round. Pure."""
-        seed = self.seed + number
-        made = WORKLOADS[workload](seed, self.requests, self.words)
-        made = [replace(request, max_tokens=self.max_tokens) for request in made]
-        return made if self.rate is None else arriving(made, self.rate, seed)
-
-
 def run(
-    load: Traffic,
-    *,
-    systems: Sequence[str],
-    urls: Sequence[str],
-    model: str | None,
-    memory_gib: int,
-    config: Path | None,
-    vllm_options: Sequence[str],
-    interleave: bool,
-    json_path: Path,
-    png_path: Path | None,
-    console: Console,
+    traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | None, console: Console
 ) -> list[Measured]:
-    """Measure, print tables, write figures and picture.
-
-    Args:
-        systems: to start: names of `SYSTEMS`. One that is not installed is left out, with a line.
-        urls: servers that run, as URL or NAME=URL.
-        model: hub id or folder; None: SmolLM2 for systems, a server's first one for URLs.
-        interleave: start all systems at once and let them take turns, round by round.
+    """Measure, print tables, write figures and picture. A system that is not installed is left out.
 
     Raises:
         ServeError: a setting is wrong, nothing is left to measure, or a file cannot be written. A system did
             not start or answer: what the others did is printed and written by then.
     """
-    settings = _check(load, systems, json_path, png_path, config)
+    workloads = _chosen("workloads", traffic.workloads, tuple(WORKLOADS)) or tuple(WORKLOADS)
+    urls = targets.url or []
+    systems = _chosen("systems", targets.systems, SYSTEMS) or (() if urls else SYSTEMS)
+    settings, options = _check(targets, json_path, png_path)
     chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
 
     def say(text: str) -> None:
@@ -117,33 +72,39 @@ def run(
     found: dict[tuple[str, str], Measured] = {}
     lost: dict[str, str] = {}
     try:
-        running = [connect(*_named(url), model) for url in urls]
+        running = [connect(*_named(url), targets.model) for url in urls]
         names = [*chosen, *(server.name for server in running)]
         if len(set(names)) < len(names):
             raise ServeError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
         with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
-            name = _model(model, say) if chosen else ""
-            setup = Setup(name, memory_gib, config, tuple(vllm_options), Path(folder), chunk_tokens)
+            name = _model(targets.model, say) if chosen else ""
+            setup = Setup(name, targets.memory_gib, targets.config, options, Path(folder), chunk_tokens)
             if chosen:
-                setup = _sized(setup, settings, chosen, interleave)
+                setup = _sized(setup, settings, chosen, targets.interleave)
                 say(setup.memory)
-            for servers in _groups(chosen, running, interleave):
+            for servers in _groups(chosen, running, targets.interleave):
                 with ExitStack() as stack:
                     ready = _start_all(servers, setup, stack, lost, say)
-                    for measured in measure(ready, load, lost, say):
+                    for measured in measure(ready, workloads, traffic, lost, say):
                         key = measured.workload, measured.system
                         found[key] = found[key] + measured if key in found else measured
     except (ClientError, MemoryTooSmall, smollm2.ModelError) as error:
         raise ServeError(str(error)) from error
-    keys = [(workload, name) for workload in load.workloads for name in names]
+    keys = [(workload, name) for workload in workloads for name in names]
     results = [found[key] for key in keys if key in found]
     if not results:
         raise ServeError("\n".join(lost.values()))
     for table in tables(results):
         console.print(table)
+    model = targets.model
     shown = Path(model).name if model and Path(model).is_dir() else model
-    document = describe() | {"command": _command(load), "model": shown, "load": asdict(load)}
-    document |= {"interleave": interleave, "memory_gib": memory_gib, "vllm_options": list(vllm_options)}
+    load = asdict(traffic) | {"workloads": workloads}
+    document = describe() | {"command": _command(workloads, traffic), "model": shown, "load": load}
+    document |= {
+        "interleave": targets.interleave,
+        "memory_gib": targets.memory_gib,
+        "vllm_options": list(options),
+    }
     document |= {"chunk_tokens": chunk_tokens, "memory": setup.memory, "left_out": lost}
     _write(document | as_json(results), results, json_path, png_path)
     say(f"figures: {json_path}")
@@ -152,7 +113,9 @@ def run(
     return results
 
 
-def measure(servers: Sequence[Target], load: Traffic, lost: dict[str, str], say: Say) -> Iterator[Measured]:
+def measure(
+    servers: Sequence[Target], workloads: Sequence[str], traffic: Traffic, lost: dict[str, str], say: Say
+) -> Iterator[Measured]:
     """Every round of every workload on each server; who comes first changes with the round.
 
     Mutates `lost`: a server that does not answer is left out, and named there with the reason.
@@ -160,7 +123,7 @@ def measure(servers: Sequence[Target], load: Traffic, lost: dict[str, str], say:
     ready = []
     for server in servers:
         kills = memory.kills()
-        if (error := _warm_up(server, load)) is None:
+        if (error := _warm_up(server, traffic)) is None:
             ready.append(server)
         else:
             why = memory.killed(kills)
@@ -168,72 +131,88 @@ def measure(servers: Sequence[Target], load: Traffic, lost: dict[str, str], say:
                 f"{server.name}: {server.url} does not answer: {error}{(why and f' ({why})') or ''}"
             )
             say(f"{server.name}: left out, it does not answer")
-    for number in range(load.rounds if ready else 0):
+    for number in range(traffic.rounds if ready else 0):
         turn = number % len(ready)
-        for workload in load.workloads:
-            requests = load.round(workload, number)
+        for workload in workloads:
+            requests = _round(workload, traffic, number)
             for server in [*ready[turn:], *ready[:turn]]:
-                say(f"round {number + 1} of {load.rounds}: {workload} on {server.name}")
+                say(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
                 kills = memory.kills()
-                measured = _measure(server, workload, requests, load)
+                measured = _measure(server, workload, requests, traffic)
                 if any(answer.error for answer in measured.answers) and (why := memory.killed(kills)):
                     lost[server.name] = f"{server.name}: {why} during {workload}"
                 yield measured
 
 
-def _warm_up(server: Target, load: Traffic) -> str | None:
+def _round(workload: str, traffic: Traffic, number: int) -> list[CompletionRequest]:
+    """The requests of one round: rounds count on from the seed."""
+    seed = traffic.seed + number
+    made = WORKLOADS[workload](seed, traffic.requests, traffic.words)
+    made = [replace(request, max_tokens=traffic.max_tokens) for request in made]
+    return made if traffic.rate is None else arriving(made, traffic.rate, seed)
+
+
+def _warm_up(server: Target, traffic: Traffic) -> str | None:
     """Have it compile and open what the first requests need; what was wrong.
 
     Two of a kind, so that what is compiled or opened at a first hit is, too.
     """
-    warm = document_qa(load.seed + load.rounds, 2, load.words, asked=2)
-    errors = (answer.error for answer in drive(server, warm, 1, load.timeout_s)[0])
+    warm = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, asked=2)
+    errors = (answer.error for answer in drive(server, warm, 1, traffic.timeout_s)[0])
     return next((error for error in errors if error is not None), None)
 
 
-def _measure(server: Target, workload: str, requests: Sequence[CompletionRequest], load: Traffic) -> Measured:
+def _measure(
+    server: Target, workload: str, requests: Sequence[CompletionRequest], traffic: Traffic
+) -> Measured:
     before = counted_hits(server)
-    answers, wall_s = drive(server, requests, load.concurrency, load.timeout_s)
+    answers, wall_s = drive(server, requests, traffic.concurrency, traffic.timeout_s)
     after = counted_hits(server)
     told = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     counted = after - before if before is not None and after is not None else None
     return Measured(server.name, workload, tuple(answers), wall_s, sum(told) if told else counted)
 
 
-def _check(
-    load: Traffic, systems: Sequence[str], json_path: Path, png_path: Path | None, config: Path | None
-) -> Config | None:
-    """kvkit's configuration, if there is a file.
+def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Names separated by commas.
+
+    Raises:
+        ServeError: one is not known, or there twice.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in known:
+            raise ServeError(f"{setting} = {name!r}: want some of {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise ServeError(f"{setting} = {','.join(names)!r}: want each once")
+    return names
+
+
+def _check(targets: Targets, json_path: Path, png_path: Path | None) -> tuple[Config | None, tuple[str, ...]]:
+    """kvkit's configuration, if there is a file, and vLLM's options.
 
     Raises:
         ServeError: a setting is wrong.
     """
-    for setting, names, known in (
-        ("workloads", load.workloads, tuple(WORKLOADS)),
-        ("systems", systems, SYSTEMS),
-    ):
-        for name in names:
-            if name not in known:
-                raise ServeError(f"{setting} = {name!r}: want some of {', '.join(known)}")
-        if len(set(names)) < len(names):
-            raise ServeError(f"{setting} = {','.join(names)!r}: want each once")
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ServeError(f"{path}: there is no folder {path.parent}")
-    if config is None:
-        return None
     try:
-        return load_config(config)
+        options = tuple(shlex.split(targets.vllm))
+    except ValueError as error:
+        raise ServeError(f"vllm = {targets.vllm!r}: {error}") from error
+    try:
+        return (None if targets.config is None else load_config(targets.config)), options
     except ConfigError as error:
         raise ServeError(str(error)) from error
 
 
-def _command(load: Traffic) -> str:
+def _command(workloads: Sequence[str], traffic: Traffic) -> str:
     """What sends the same, as far as it is not for one place alone."""
-    sizes = f"--requests {load.requests} --words {load.words} --max-tokens {load.max_tokens}"
-    times = f"--concurrency {load.concurrency} --rounds {load.rounds} --seed {load.seed}"
-    rate = "" if load.rate is None else f" --rate {load.rate}"
-    return f"kvkit bench serve --workloads {','.join(load.workloads)} {sizes} {times}{rate}"
+    sizes = f"--requests {traffic.requests} --words {traffic.words} --max-tokens {traffic.max_tokens}"
+    times = f"--concurrency {traffic.concurrency} --rounds {traffic.rounds} --seed {traffic.seed}"
+    rate = "" if traffic.rate is None else f" --rate {traffic.rate}"
+    return f"kvkit bench serve --workloads {','.join(workloads)} {sizes} {times}{rate}"
 
 
 def _groups(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
-from rich.console import Console
 from rich.table import Table
 
-from kvkit.simulate.config import SimulationConfig, load_simulation
+from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.errors import SimulationError
 from kvkit.simulate.model import Report, simulate
-from kvkit.simulate.traces import GENERATORS, Trace, read_trace, write_trace
+from kvkit.simulate.traces import Trace
 from kvkit.tiers.eviction import POLICIES
 
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
@@ -34,53 +32,6 @@ class Run:
     policy: str | None
     capacity_bytes: int | None
     report: Report
-
-
-def run(
-    trace: str,
-    config_path: Path | None,
-    policies: Sequence[str],
-    sweep_text: str,
-    json_path: Path | None,
-    png_path: Path | None,
-    requests: int,
-    seed: int,
-    trace_path: Path | None,
-    console: Console,
-) -> list[Run]:
-    """`kvkit simulate`: read or generate the trace, compare, print a table, write what was asked for.
-
-    A picture needs capacities: without a sweep, those of `default_sweep`.
-
-    Raises:
-        SimulationError: a trace or a setting is not what it must be, or a file cannot be written.
-    """
-    config = load_simulation(config_path) if config_path else SimulationConfig()
-    sweep = parse_sweep(sweep_text) if sweep_text else default_sweep(config) if png_path else None
-    if trace in GENERATORS and not Path(trace).exists():
-        requested = GENERATORS[trace](requests, seed)
-    else:
-        requested = read_trace(trace)
-    if trace_path:
-        write_trace(requested, trace_path)
-    runs = compare(requested, config, policies, sweep)
-    console.print(table(runs, config, sweep[0] if sweep else None))
-    if json_path:
-        document = {
-            "trace": trace,
-            "generated": {"requests": requests, "seed": seed} if trace in GENERATORS else None,
-            "block_tokens": requested.block_tokens,
-            "config": config.model_dump(mode="json"),
-            "swept": sweep[0] if sweep else None,
-            "runs": [as_json(run) for run in runs],
-        }
-        try:
-            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SimulationError(f"{json_path}: {error}") from error
-    if png_path and sweep:
-        plot(runs, sweep[0], png_path)
-    return runs
 
 
 def compare(

@@ -1,0 +1,41 @@
+"""The command `kvkit router`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def router(
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(help="a prefill engine: [NAME=]URL[,cache=URL][,token_file=PATH]; can be repeated"),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(help="a decode engine, as --prefill; with ,handoff=ADDRESS where it takes in KV"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file with these and all other settings")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on; default: 127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="default: 8000")] = None,
+) -> None:
+    """Serve OpenAI's API from vLLM engines that prefill and vLLM engines that decode."""
+    from kvkit.settings import ConfigError
+
+    try:
+        from kvkit.router.app import serve
+        from kvkit.router.settings import engines, read_router_config
+    except ImportError as error:
+        sys.exit(f"{error.name} is missing: pip install 'kvkit[router]'")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        given: dict[str, Any] = {"host": host, "port": port}
+        given |= {"prefill": engines(prefill or [], "prefill"), "decode": engines(decode or [], "decode")}
+        given = {name: value for name, value in given.items() if value not in (None, {})}
+        serve(read_router_config(config, **given))
+    except ConfigError as error:
+        sys.exit(str(error))

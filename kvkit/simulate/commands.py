@@ -1,0 +1,70 @@
+"""The command `kvkit simulate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkit.settings import grouped_options
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The size and the seed of a trace that is generated."""
+
+    requests: Annotated[int, typer.Option(help="of a generated trace", min=1, max=10**7)] = 2000
+    seed: Annotated[int, typer.Option(help="of a generated trace")] = 0
+
+
+@grouped_options
+def simulate(
+    trace: Annotated[
+        str, typer.Argument(help="a trace (JSON lines), or chat, rag, agents or mixed to generate one")
+    ],
+    config: Annotated[Path | None, typer.Option(help="nodes, tiers, speeds: a TOML file")] = None,
+    compare: Annotated[str, typer.Option(help="eviction policies side by side, such as lru,s3fifo")] = "",
+    sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,
+    png_path: Annotated[Path | None, typer.Option("--png", help="where to plot hits by capacity")] = None,
+    *,
+    generated: Generated,
+    save: Annotated[Path | None, typer.Option(help="where to write the trace")] = None,
+) -> None:
+    """Take a trace of requests through nodes and tiers: hits, bytes, times to the first token, cost."""
+    from rich.console import Console
+
+    from kvkit.simulate import report
+    from kvkit.simulate.config import SimulationConfig, load_simulation
+    from kvkit.simulate.errors import SimulationError
+    from kvkit.simulate.traces import GENERATORS, read_trace, write_trace
+
+    try:
+        setup = load_simulation(config) if config else SimulationConfig()
+        # a picture needs capacities
+        swept = report.parse_sweep(sweep) if sweep else report.default_sweep(setup) if png_path else None
+        made = trace in GENERATORS and not Path(trace).exists()
+        requested = GENERATORS[trace](generated.requests, generated.seed) if made else read_trace(trace)
+        if save:
+            write_trace(requested, save)
+        policies = [name.strip() for name in compare.split(",") if name.strip()]
+        runs = report.compare(requested, setup, policies, swept)
+        Console().print(report.table(runs, setup, swept[0] if swept else None))
+        if json_path:
+            document = {
+                "trace": trace,
+                "generated": asdict(generated) if trace in GENERATORS else None,
+                "block_tokens": requested.block_tokens,
+                "config": setup.model_dump(mode="json"),
+                "swept": swept[0] if swept else None,
+                "runs": [report.as_json(run) for run in runs],
+            }
+            json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if png_path and swept:
+            report.plot(runs, swept[0], png_path)
+    except (SimulationError, OSError) as error:
+        sys.exit(str(error))
