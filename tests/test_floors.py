@@ -94,16 +94,13 @@ WIDE = (
     "_query_scores",
     "_rope_scatter",
     "attention",
-    "bench_serve",
     "blend_attention",
     "convert",
     "move",
     "query_scores",
     "rope_scatter",
-    "run",
     "scatter",
     "scores",
-    "simulate",
 )
 """Functions that still take more."""
 TWICE = (
