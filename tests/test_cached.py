@@ -16,6 +16,7 @@ from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.cached import CachedModel, model_fingerprint, probe_layout
 from kvkit.config import Config, load_config
 from kvkit.format.layout import LayoutError
+from kvkit.settings import ConfigError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
 CONFIGS: dict[str, Any] = {
@@ -151,6 +152,26 @@ def test_a_config_counts_where_the_weights_are_the_same() -> None:
     before = model_fingerprint(model)
     model.config.rms_norm_eps *= 2
     assert model_fingerprint(model) != before
+
+
+def test_a_config_may_have_keys_of_any_type() -> None:
+    model = random_model("gqa")
+    found = set()
+    for factors in ({1: 0.5, "1": 2.0}, {1: 2.0, "1": 0.5}, {None: 0.5, (1, 2): 2.0}, {2: 1, 10: 2}):
+        model.config.factors = factors
+        found.add(model_fingerprint(model))
+        model.config.factors = dict(reversed(factors.items()))
+        found.add(model_fingerprint(model))
+    assert len(found) == 4
+
+
+def test_adapters_of_peft_are_refused_as_their_scales_are_not_known() -> None:
+    """They are in no parameter and not in the config."""
+    model = random_model("gqa")
+    adapted = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    model.model.layers[1].self_attn.q_proj = adapted(64, 96, bias=False)
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj is a Linear of PEFT"):
+        model_fingerprint(model)
 
 
 def test_a_folder_is_its_last_part(tmp_path: Path) -> None:

@@ -172,6 +172,41 @@ def test_a_file_that_another_process_reads_is_waited_for(settled: Path, memory: 
     assert found == [OTHER]
 
 
+def test_a_process_that_gets_no_further_is_not_waited_for(
+    settled: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a stopped one: the log says that it is waited for, and that it no longer is."""
+    monkeypatch.setattr(contents, "STALLED_S", 0.1)
+    (digest,) = digests([settled], memory)
+    claim(entry_of(memory), OTHER)
+    with open(entry_of(memory), "r+") as entry, caplog.at_level("INFO"):
+        fcntl.flock(entry, fcntl.LOCK_EX)
+        assert digests([settled], memory) == [digest]
+    waits, gave_up = caplog.messages
+    assert waits == f"fingerprint: another process reads {settled}, and is waited for"
+    assert gave_up == f"fingerprint: another process got no further with {settled} in 0.1 s"
+
+
+def test_entries_of_files_that_are_gone_or_changed_go_when_another_is_written(
+    tmp_path: Path, memory: Path
+) -> None:
+    files = {name: write(tmp_path / name) for name in ("kept", "gone", "changed", "read", "new")}
+    wait_for(lambda: all(Stamp.of(file).settled for file in files.values()))
+    entries = {}
+    for name in ("kept", "gone", "changed", "read"):
+        before = set(memory.iterdir()) if entries else set()
+        digests([files[name]], memory)
+        (entries[name],) = set(memory.iterdir()) - before
+    for name in ("gone", "read"):
+        files[name].rename(files[name].with_suffix(".old"))
+    flip(files["changed"], 0)
+    with open(entries["read"]) as entry:  # by another process
+        fcntl.flock(entry, fcntl.LOCK_EX)
+        digests([files["new"]], memory)
+    assert {name for name, entry in entries.items() if entry.exists()} == {"kept", "read"}
+    assert len(list(memory.iterdir())) == 3
+
+
 def waiting_for(entry: Path) -> bool:
     """Whether this process has a file open twice."""
     opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]

@@ -264,6 +264,28 @@ def test_what_vllm_has_itself_is_not_brought_near() -> None:
     assert (told.request, told.computed) == ("a", 8)
 
 
+def test_what_there_is_nothing_to_bring_near_for_is_looked_at_once_until_it_is_admitted() -> None:
+    """Although vLLM asks about it in each step."""
+    looked: list[str] = []
+
+    def has(view: RequestView) -> int:
+        looked.append(view.request_id)
+        return 16
+
+    sizes = Sizes(CHUNK, (BLOCK,), BLOCK)
+    scheduler = Scheduler(sizes, tokens_of, ranks=1, waits=False, save_generated=True, clock=Clock(), has=has)
+    view = request(20)
+    scheduler.arrive(view)
+    for _ in range(3):
+        scheduler.match(view, 16)
+        step(scheduler)
+    assert looked == ["a"]
+    scheduler.admit(view, ([1, 2, 3, 4, 5],), 0)
+    scheduler.match(view, 16)
+    step(scheduler)
+    assert looked == ["a", "a"]
+
+
 def test_what_is_not_looked_up_is_not_brought_near() -> None:
     unread = request(20)
     unread.skip_reading_prefix_cache = True

@@ -27,6 +27,7 @@ from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.moving.sequence import UnknownModel
 from kvkit.tiers.testing import Fault, FaultyTier, Plan, record_names
+from kvkit.workers import Transfer
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16
 SPECS = [
@@ -290,6 +291,18 @@ def test_the_log_has_a_line_of_each_request_when_its_last_put_is_over(
     assert caplog.messages[2:] == ["a: of 60 prompt tokens hit 48 (memory); stored none"]
 
 
+def test_what_is_loaded_again_after_a_preemption_is_no_second_hit(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvkit.adapters.vllm.tally")
+    rank.save()
+    for _ in range(2):
+        assert rank.found() == len(IDS)
+        assert rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    rank.step(("a",), ended={"a": 60})
+    assert caplog.messages == ["a: of 60 prompt tokens hit 48 (memory); stored 48 (memory), 48 (disk)"]
+
+
 def test_the_line_waits_for_a_load_that_its_request_calls_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -397,6 +410,19 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path) -> None:
     wait_for(lambda: near()["c"] == 3)
     rank.worker.close()
     assert rank.worker.cache.counts().loaded_tokens == {}
+
+
+def test_a_failed_prefetch_gives_its_room_to_the_next(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetches, cache = rank.worker._prefetches, rank.worker.cache
+    room = cache.prefetch_chunks
+    failed: Transfer[Any] = Transfer()
+    failed.set_exception(OSError("no more threads"))
+    monkeypatch.setattr(cache, "prefetch", lambda *_, **__: failed)
+    started = [np.full(room * CHUNK, i, np.int32) for i in range(3)]
+    for i, tokens in enumerate(started):
+        prefetches.add(str(i), tokens, rank.worker._namespace, 0)
+    prefetches.go_on()
+    assert all(wanted.move is failed for wanted in prefetches._wanted.values())
 
 
 def test_a_later_epoch_calls_prefetches_off(hasty: Rank) -> None:

@@ -21,12 +21,13 @@ import transformers
 import xxhash
 from transformers.cache_utils import DynamicLayer
 
-from kvkit.adapters.huggingface.configs import described
+from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.cache import Cache, SequencePages, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import KVLayout, LayoutError, layer_windows
 from kvkit.kernels.launch import Pages
+from kvkit.settings import ConfigError
 
 ROUND_TOKENS = 256
 """Room for KV is made in steps of this many tokens."""
@@ -291,7 +292,16 @@ def model_fingerprint(model: Any) -> str:
 
     It is made at the speed of memory; what is on a GPU comes over in pieces. XXH3 tells changes apart, but
     not what an attacker built to be alike.
+
+    Raises:
+        ConfigError: PEFT's adapters are in the model: which of them count, and how much, is in neither.
     """
+    for name, module in model.named_modules():
+        if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+            raise ConfigError(
+                f"model: {name or 'it'} is a {type(module).__name__} of PEFT: which adapters are active, and "
+                "how much, shows in no parameter; want them merged (merge_and_unload), or unloaded"
+            )
     digest = hashlib.blake2b(digest_size=16)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
@@ -300,7 +310,7 @@ def model_fingerprint(model: Any) -> str:
             held.update(piece.contiguous().cpu().view(torch.uint8).numpy())
         told = [name, list(tensor.shape), str(tensor.dtype), held.hexdigest()]
         digest.update(json.dumps(told).encode())
-    digest.update(json.dumps(described(model.config), sort_keys=True, default=str).encode())
+    digest.update(stable_json(described(model.config)))
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 _NOT_KV = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
@@ -11,3 +12,16 @@ _NOT_KV = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "to
 def described(config: Any) -> dict[str, Any]:
     """The entries that may decide KV, with what was overridden (RoPE scaling, windows)."""
     return {name: value for name, value in config.to_dict().items() if name not in _NOT_KV}
+
+
+def stable_json(value: Any) -> bytes:
+    """JSON with sorted keys, of any type and of mixed ones; what JSON has no form for is its `str`."""
+    return json.dumps(_sorted(value), default=str).encode()
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        named = {key if isinstance(key, (str, int, float)) else str(key): value[key] for key in value}
+        names = sorted(named, key=lambda name: (type(name).__name__, name))
+        return {name: _sorted(named[name]) for name in names}
+    return [_sorted(held) for held in value] if isinstance(value, (list, tuple)) else value

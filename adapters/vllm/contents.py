@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import random
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -27,11 +28,14 @@ SETTLED_S = 2.0
 """A file that changed later than this before it was read is not remembered: file systems count time in ticks,
 and the next change may bear the same time."""
 PROGRESS_S = 10.0
-LOCK_S = 600.0
-"""How long to wait for another process that reads the same file, before it is read here, too."""
+STALLED_S = 60.0
+"""How long to wait for another process that reads the same file after it last got further: it may have been
+stopped. Then the file is read here, too."""
 MAX_ENTRY_BYTES = 4096
 REMEMBERED_BYTES = 1 << 20
 """Smaller files are read again."""
+PRUNED = 64
+"""Entries that are looked at when one is written: those of files that are gone or have changed go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
     with open(path, "rb") as file:
         descriptor = file.fileno()
         stamp = Stamp.of(descriptor)
-        with _entry(stamp, folder if stamp.settled else None) as entry:
+        with _entry(path, stamp, folder if stamp.settled else None) as entry:
             known = None if entry is None else _recall(entry, stamp)
             if known is not None:
                 progress.add(stamp.size)
@@ -120,12 +124,15 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
             starts = range(0, stamp.size, PIECE_BYTES)
             for start, piece in zip(starts, pool.map(partial(_piece, descriptor), starts), strict=True):
                 whole.update(piece)
+                if entry is not None:
+                    os.utime(entry)  # who waits for the lock sees that this goes on
                 progress.add(min(PIECE_BYTES, stamp.size - start))
             if Stamp.of(descriptor) != stamp:
                 raise OSError(f"{path} was written to while it was read")
             digest: str = whole.hexdigest()
-            if entry is not None:
-                _remember(entry, stamp, digest)
+            if entry is not None and folder is not None:
+                _remember(entry, path, stamp, digest)
+                _prune(folder)
             return digest
 
 
@@ -141,7 +148,7 @@ def _piece(descriptor: int, start: int) -> bytes:
 
 
 @contextmanager
-def _entry(stamp: Stamp, folder: Path | None) -> Iterator[int | None]:
+def _entry(path: Path, stamp: Stamp, folder: Path | None) -> Iterator[int | None]:
     """The file that remembers a digest, locked; None where there cannot be one, or it is not this user's."""
     descriptor = None
     try:
@@ -150,7 +157,8 @@ def _entry(stamp: Stamp, folder: Path | None) -> Iterator[int | None]:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 descriptor = os.open(folder / f"{stamp.device:x}-{stamp.inode:x}", flags, 0o600)
-        yield descriptor if descriptor is not None and _is_private(descriptor) and _lock(descriptor) else None
+        mine = descriptor is not None and _is_private(descriptor) and _lock(descriptor, path)
+        yield descriptor if mine else None
     finally:
         if descriptor is not None:
             os.close(descriptor)  # and so unlocks it
@@ -161,17 +169,26 @@ def _is_private(descriptor: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def _lock(descriptor: int) -> bool:
-    until = time.monotonic() + LOCK_S
-    while time.monotonic() < until:
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether this process has the entry for itself; waits for one that reads the file, while it gets on."""
+    seen, until, told = 0, 0.0, False
+    while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            time.sleep(0.05)
+            touched, now = os.fstat(descriptor).st_mtime_ns, time.monotonic()
         except OSError:  # a file system without locks
             return False
-    return False
+        if touched != seen:
+            seen, until = touched, now + STALLED_S
+        if now >= until:
+            log.warning("fingerprint: another process got no further with %s in %s s", path, STALLED_S)
+            return False
+        if not told:
+            log.info("fingerprint: another process reads %s, and is waited for", path)
+            told = True
+        time.sleep(0.05)
 
 
 def _recall(entry: int, stamp: Stamp) -> str | None:
@@ -186,11 +203,34 @@ def _recall(entry: int, stamp: Stamp) -> str | None:
     return None
 
 
-def _remember(entry: int, stamp: Stamp, digest: str) -> None:
-    told = {"stamp": asdict(stamp), "digest": digest}
+def _remember(entry: int, path: Path, stamp: Stamp, digest: str) -> None:
+    told = {"stamp": asdict(stamp), "digest": digest, "path": os.path.abspath(path)}
     with suppress(OSError):  # a full disk: the check tells what was cut off
         os.ftruncate(entry, 0)
         os.pwrite(entry, json.dumps({"told": told, "check": _check(told)}).encode(), 0)
+
+
+def _prune(folder: Path) -> None:
+    """Delete what some entries, picked at random, remember in vain; none that a process has locked."""
+    names = os.listdir(folder)
+    for name in random.sample(names, min(PRUNED, len(names))):
+        with suppress(OSError):
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_in_use(descriptor):
+                    os.unlink(folder / name)
+            finally:
+                os.close(descriptor)
+
+
+def _is_in_use(entry: int) -> bool:
+    """Whether the file that an entry is of is as it was."""
+    try:
+        told = json.loads(os.pread(entry, MAX_ENTRY_BYTES, 0))["told"]
+        return bool(told["stamp"] == asdict(Stamp.of(Path(told["path"]))))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def _check(told: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkit.adapters.huggingface.configs import described
+from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.adapters.vllm.contents import default_folder, digests
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def model_identity(vllm_config: Any, contents: Digests = contents) -> tuple[str,
         # its layers' KV lies beside the model's
         parts += [draft.method, described(draft.draft_model_config.hf_config)]
         parts += _weights(draft.draft_model_config, draft.draft_load_config or load, contents)
-    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8)
+    digest = hashlib.blake2b(stable_json(parts), digest_size=8)
     return name, f"{weights}+{digest.hexdigest()}"
 
 

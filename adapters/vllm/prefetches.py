@@ -23,10 +23,10 @@ class _Wanted:
 
     @property
     def chunks(self) -> int:
-        """How many it takes room for: in the end, those that were found."""
-        if self.move is not None and self.move.done() and self.move.exception() is None:
-            return self.move.result().plan.chunks
-        return self.last - self.first
+        """How many it takes room for: in the end, those that were found; none where it failed."""
+        if self.move is None or not self.move.done():
+            return self.last - self.first
+        return 0 if self.move.exception() is not None else self.move.result().plan.chunks
 
 
 class Prefetches:

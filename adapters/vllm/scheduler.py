@@ -73,6 +73,7 @@ class _Request:
     Attributes:
         handoff: with whom its KV is exchanged.
         sent: tokens of its prompt that were told to be sent; None before the first.
+        passed_over: there is nothing to bring near for it, until it is admitted.
     """
 
     view: RequestView
@@ -83,6 +84,7 @@ class _Request:
     start: int = 0
     saved: int | None = None
     barred: bool = False
+    passed_over: bool = False
 
 
 class Scheduler:
@@ -146,7 +148,8 @@ class Scheduler:
         None: not known yet. Notes a question where there is none; asked again, it says the same.
         """
         request = self._request(view)
-        self._queue.setdefault(view.request_id)  # a preempted one is queued again
+        if not request.passed_over:
+            self._queue.setdefault(view.request_id)  # a preempted one is queued again
         receiving = request.handoff if isinstance(request.handoff, Receiving) else None
         asked, most = self._asked(view, receiving)
         wanted = -(-asked // self._sizes.chunk_tokens)
@@ -172,7 +175,7 @@ class Scheduler:
         """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
         request = self._request(view)
         self._leave(view.request_id)
-        request.saved = None
+        request.saved, request.passed_over = None, False
         question, request.question = request.question, None
         if not tokens or question is None:
             if isinstance(request.handoff, Receiving):
@@ -313,7 +316,8 @@ class Scheduler:
             if name in self._ahead or (request.question is not None and request.question.known_at is None):
                 continue  # once there is an answer, it may be admitted
             prefetch = self._prefetch(request)
-            if prefetch is None:  # nor is it looked at again in each step
+            if prefetch is None:  # it is not looked at again in each step
+                request.passed_over = True
                 del self._queue[name]
             else:
                 self._ahead.add(name)

@@ -16,12 +16,12 @@ class _Request:
     """What is known of one.
 
     Attributes:
-        hit, stored: tokens by tier.
+        hit, stored: tokens by tier; hit: None before its first load is over.
         under_way: loads and saves that are not over.
         prompt_tokens: None until the request is over.
     """
 
-    hit: Counter[str] = field(default_factory=Counter)
+    hit: Mapping[str, int] | None = None
     stored: Counter[str] = field(default_factory=Counter)
     under_way: int = 0
     prompt_tokens: int | None = None
@@ -45,9 +45,10 @@ class Tally:
             self._requests.setdefault(request, _Request()).under_way += 1
 
     def hit(self, request: str, tokens: Mapping[str, int]) -> None:
-        """Count what a load brought, by tier."""
+        """Note what a request's first load brought, by tier; what is loaded after a preemption was there."""
         with self._lock:
-            self._requests[request].hit.update(tokens)
+            found = self._requests[request]
+            found.hit = tokens if found.hit is None else found.hit
 
     def stored(self, request: str, tier: str, tokens: int) -> None:
         """Count what a tier has completely."""
@@ -80,7 +81,7 @@ class Tally:
 
     def _tell(self, name: str, request: _Request | None) -> None:
         if request is not None and self._tells:
-            hit, stored = _shown(request.hit), _shown(request.stored)
+            hit, stored = _shown(request.hit or {}), _shown(request.stored)
             log.info("%s: of %d prompt tokens hit %s; stored %s", name, request.prompt_tokens, hit, stored)
 
 
