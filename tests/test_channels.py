@@ -25,7 +25,7 @@ import pytest
 import trustme
 
 from kvkit.handoff.transport import nixl, unix
-from kvkit.handoff.transport.addresses import connect, listen, parse
+from kvkit.handoff.transport.addresses import connect, listen, of_rank, parse
 from kvkit.handoff.transport.channel import (
     MAX_BODY_BYTES,
     MAX_FIRST_BODY_BYTES,
@@ -740,3 +740,9 @@ def test_an_arena_that_cannot_be_shared(tmp_path: Path) -> None:
         pair.server.share(private)
     private.close()
     pair.close()
+
+
+def test_every_rank_has_an_address() -> None:
+    assert of_rank("unix:///run/kvkit/d-{rank}.sock", 1) == "unix:///run/kvkit/d-1.sock"
+    assert of_rank("tcp://[::1]:700{rank}", 0) == "tcp://[::1]:7000"
+    assert of_rank("tcp://[::1]:7000", 3) == "tcp://[::1]:7000"

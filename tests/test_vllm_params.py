@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvkit.adapters.vllm.params import Receiving, Sending, answer, of_rank, read
+from kvkit.adapters.vllm.params import Receiving, Sending, answer, read
 from kvkit.settings import ConfigError
 
 PEERS = {"d0": "tcp://127.0.0.1:7000", "d1": "unix:///run/d1"}
@@ -55,9 +55,3 @@ def test_what_is_answered_is_what_the_other_engine_reads() -> None:
 def test_what_is_wrong_is_named(params: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         read(params, PEERS)
-
-
-def test_every_rank_has_an_address() -> None:
-    assert of_rank("unix:///run/kvkit/d-{rank}.sock", 1) == "unix:///run/kvkit/d-1.sock"
-    assert of_rank("tcp://[::1]:700{rank}", 0) == "tcp://[::1]:7000"
-    assert of_rank("tcp://[::1]:7000", 3) == "tcp://[::1]:7000"

@@ -699,7 +699,7 @@ def piece(pair: Pair, request: str, tokens: TokenIds, first: int, stop: int) -> 
 def test_a_step_that_waits_returns_when_all_it_computed_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkit.adapters.vllm.sends.ROOM_S", DEADLINE_S)
+    monkeypatch.setattr("kvkit.handoff.prompt.ROOM_S", DEADLINE_S)
     pair = Pair(tmp_path, send="sync")
     pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
     assert pair.prefill.stored("handoff") == 1
@@ -716,9 +716,9 @@ def test_a_step_that_waits_does_not_wait_for_room_that_its_own_requests_take(
     pair = Pair(tmp_path, send="sync", handoff_timeout_s=600.0)
     others = record_names(pair.receiver.arena.slots - 5)
     assert pair.prefill.sender.open("others", pair.address, others, DEADLINE_S).admitted.result(DEADLINE_S)
-    monkeypatch.setattr("kvkit.adapters.vllm.sends.ROOM_S", DEADLINE_S)
+    monkeypatch.setattr("kvkit.handoff.prompt.ROOM_S", DEADLINE_S)
     pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
-    monkeypatch.setattr("kvkit.adapters.vllm.sends.ROOM_S", 0.0)
+    monkeypatch.setattr("kvkit.handoff.prompt.ROOM_S", 0.0)
     pair.prefill.step(sends=[piece(pair, "b", IDS + 1000, 0, CHUNK)])
     pair.prefill.step(sends=[piece(pair, "a", IDS, CHUNK, len(IDS))])
     assert pair.receiver.transfers()["of-a"] is Phase.COMMITTED

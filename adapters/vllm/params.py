@@ -76,11 +76,6 @@ def answer(sending: Sending, tokens: int) -> dict[str, Any]:
     }
 
 
-def of_rank(address: str, rank: int) -> str:
-    """Where a rank listens: `{rank}` in an address stands for its number."""
-    return address.replace("{rank}", str(rank))
-
-
 def _address(given: object, peers: Mapping[str, str]) -> str:
     choices = ", ".join(peers) or "none"
     if given is None:

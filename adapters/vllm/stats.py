@@ -25,8 +25,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvkit.adapters.vllm.sends import TARGET
 from kvkit.cache import Cache, Loaded, Stored
+from kvkit.handoff.tier import HANDOFF
 from kvkit.moving.counts import BYTES_PER_SECOND, Counts
 from kvkit.moving.sequence import formats_of
 
@@ -176,4 +176,4 @@ class Recorder:
     def _stored_tokens(self, counts: Counts) -> Counter[str]:
         """By tier, of all records so far: of an interval's alone, the rest of a chunk would be lost."""
         each = self._tokens_per_record
-        return Counter({t: round(n * each) for t, n in counts.stored_records.items() if t != TARGET})
+        return Counter({t: round(n * each) for t, n in counts.stored_records.items() if t != HANDOFF})

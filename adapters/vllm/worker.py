@@ -17,7 +17,6 @@ import torch
 from kvkit.adapters.vllm import pages, stats
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.prefetches import Prefetches
-from kvkit.adapters.vllm.sends import ROOM_S, TARGET, Sends, tail_of
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
 from kvkit.adapters.vllm.step import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
@@ -25,9 +24,11 @@ from kvkit.adapters.vllm.tally import Tally
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
+from kvkit.handoff.prompt import PromptPiece, Prompts, tail_of
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
-from kvkit.handoff.tier import HandoffTier
+from kvkit.handoff.tier import HANDOFF, HandoffTier
+from kvkit.handoff.transport.addresses import of_rank
 from kvkit.moving.layerwise import LayerLoad
 from kvkit.moving.sequence import Hit, SequencePages, UnknownModel
 from kvkit.workers import Transfer
@@ -143,7 +144,7 @@ class Worker:
         self._namespace_of = namespace
         self._tells_stores = tells_stores
         self._served = served
-        self._prompts: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
+        self._lengths: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
         self._adapters: dict[str, str] = {}  # what they hold, by the name that requests have for them
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
@@ -161,7 +162,7 @@ class Worker:
         self._handed_off: set[str] = set()
         self._windows = pages.has_windows(specs)
         self._receiver: Receiver | None = None
-        self._sends: Sends | None = None
+        self._prompts: Prompts | None = None
         self._block = math.lcm(*(next(iter(group.values())).block_size for group in specs))
         self._began = time.monotonic()
         self._invalid: set[int] = set()
@@ -185,10 +186,10 @@ class Worker:
         self._tally = Tally(tells=self._namespace.rank == 0)
         self._prefetches = Prefetches(self.cache)
         self._speed = Speed(self._namespace.chunk_tokens)
-        self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != TARGET)
-        handoff = self.cache.tiers.get(TARGET)
+        self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != HANDOFF)
+        handoff = self.cache.tiers.get(HANDOFF)
         if isinstance(handoff, HandoffTier):
-            self._receiver, self._sends = handoff.receiver, self._open_sends(handoff)
+            self._receiver, self._prompts = handoff.receiver, self._open_prompts(handoff)
             if self._receiver is not None:
                 self._receiver.watch(self._wake)
         self._number = {
@@ -235,8 +236,8 @@ class Worker:
     def vacate(self) -> None:
         """See to it that nothing reads the pages any more, what is handed off included."""
         self.settle()
-        if self._sends is not None:
-            self._sends.give_up()
+        if self._prompts is not None:
+            self._prompts.release_pages()
 
     def begin(self, step: Step) -> None:
         """Start the lookups and prefetches of a step, and ask for room for what it will send."""
@@ -246,7 +247,7 @@ class Worker:
             self.settle()
         if step.epoch != self._epoch:
             self._forget(step.epoch)
-        self._prompts.update(step.ended)
+        self._lengths.update(step.ended)
         if self._receiver is not None:
             for transfer in step.unwanted:
                 self._receiver.release(transfer, "not wanted")
@@ -264,9 +265,10 @@ class Worker:
             if space is not None:
                 self._prefetches.add(queued.request, queued.sequence.tokens, space, queued.computed)
         self._prefetches.go_on()
-        if self._sends is not None:
+        if self._prompts is not None:
             for send in step.sends:
-                self._sends.expect(send, self._space(send.sequence))
+                address, tokens = of_rank(send.address, self._namespace.rank), send.sequence.tokens
+                self._prompts.begin(send.request, send.transfer, address, tokens, self._space(send.sequence))
         self._began = time.monotonic()
 
     def start_loads(self, step: Step) -> None:
@@ -322,16 +324,16 @@ class Worker:
             self._speed.note(step.computed, time.monotonic() - self._began)
         for save in step.saves:
             self._save(save, ready)
-        if self._sends is not None:
+        if self._prompts is not None:
             for send in step.sends:
                 if self._complete(send, send.first, send.stop) == send.stop - send.first:
-                    self._sends.send(send, ready)
+                    self._prompts.send(send.request, self._piece(send, ready))
                 else:
-                    self._sends.refuse(send)
+                    self._prompts.cancel(send.request, send.last)
             if self._settings.send == "sync" and step.sends:
-                self._send_all()
+                self._prompts.wait(self._settings.handoff_timeout_s)
             else:
-                self._sends.go_on()
+                self._prompts.go_on()
         if step.idle:
             self._rest()
 
@@ -349,12 +351,12 @@ class Worker:
                 self._loading[name].cancel()
             else:
                 self._release(name)
-            if name in self._prompts:  # what was to be begun for it has been
-                self._tally.over(name, self._prompts.pop(name))
+            if name in self._lengths:  # what was to be begun for it has been
+                self._tally.over(name, self._lengths.pop(name))
         done = {name for name, loading in self._loading.items() if loading.done}
-        if self._sends is not None:
-            self._sends.go_on()
-            for name in self._sends.done(requests):
+        if self._prompts is not None:
+            self._prompts.go_on()
+            for name in self._prompts.done(requests):
                 self._handed_off.add(name)
         sent = {name for name in self._sent | self._handed_off if self._may_free(name)}
         self._sent -= sent
@@ -426,10 +428,9 @@ class Worker:
             return Answer(ask.request, ask.number, rank, 0, ())
         tail = None
         if ask.request in self._received and len(hit.chunks) == hit.plan.chunks:
-            key = hit.chunks.keys[-1] if hit.chunks.keys else hit.chunks.parent
-            rest = tail_of(ask.sequence.tokens[hit.tokens :], space, key, self._block)
+            rest = tail_of(hit.chunks, ask.sequence.tokens, self._block)
             if rest is not None:
-                tail = self.cache.lookup(*rest, retrieve_from=(TARGET,))
+                tail = self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
         self._hits[ask.request] = _Found(ask.number, hit, tail)
         found = [part for part in (hit, tail) if part is not None]
         segments = tuple(segment for part in found for segment in _segments(part))
@@ -445,7 +446,7 @@ class Worker:
     def _may_free(self, request: str) -> bool:
         """Whether no save and no transfer of a finished request reads its pages."""
         saved = request not in self._kept
-        return saved and (self._sends is None or request not in self._sends)
+        return saved and (self._prompts is None or request not in self._prompts)
 
     def _places(self, blocks: Tables, start: int, stop: int) -> list[SequencePages]:
         """Where tokens [start, stop) lie, counted from the first of `blocks`."""
@@ -455,17 +456,21 @@ class Worker:
             places.append(group.place(blocks[group.table][first:last], stop - start))
         return places
 
-    def _open_sends(self, handoff: HandoffTier) -> Sends | None:
+    def _piece(self, send: Send, ready: Callable[[], object] | None) -> PromptPiece:
+        def pages(start: int, stop: int) -> list[SequencePages]:
+            return self._places(send.blocks, start - send.first, stop - send.first)
+
+        return PromptPiece(send.first, send.stop, pages, ready or (lambda: None), send.last)
+
+    def _open_prompts(self, handoff: HandoffTier) -> Prompts | None:
         if handoff.sender is None:
             return None
         tiers = self.cache.tiers
-        return Sends(
+        return Prompts(
             self.cache,
             handoff.sender,
             shared=tuple(name for name in self.cache.policy.retrieve_from if tiers[name].scope == "shared"),
-            places=lambda send, start, stop: self._places(send.blocks, start - send.first, stop - send.first),
             block_tokens=self._block,
-            rank=self._namespace.rank,
             allocation_s=self._settings.handoff_timeout_s,
             wake=self._wake,
         )
@@ -561,17 +566,6 @@ class Worker:
 
         return wait_for_it
 
-    def _send_all(self) -> None:
-        """Return when what was computed has arrived, or cannot for now."""
-        assert self._sends is not None
-        until = time.monotonic() + self._settings.handoff_timeout_s
-        seen = self._wakes
-        self._sends.go_on()
-        while self._sends.behind and time.monotonic() < until:
-            self._wait_for_news(seen, ROOM_S)
-            seen = self._wakes
-            self._sends.go_on()
-
     def _rest(self) -> None:
         """Wait a little for a transfer, a lookup or a load: step after step would keep a core they need.
 
@@ -580,7 +574,7 @@ class Worker:
 
         def something() -> bool:
             lookups = [lookup.hit for lookup in self._lookups.values()]
-            transfers = bool(self._awaited) or (self._sends is not None and self._sends.under_way)
+            transfers = bool(self._awaited) or (self._prompts is not None and self._prompts.under_way)
             under_way = bool(lookups) or bool(self._loading) or transfers
             some = any(lookup.done() for lookup in lookups) or any(x.done for x in self._loading.values())
             came = transfers and self._wakes != self._seen
@@ -594,11 +588,6 @@ class Worker:
             if awaited:
                 self._receive()
             came_last = len(self._awaited) < awaited
-
-    def _wait_for_news(self, seen: int, timeout_s: float) -> None:
-        """Return when something has changed since there were `seen` changes, or after so long."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._wakes != seen, timeout_s)
 
     def _wake(self, _: object) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvkit.handoff.protocol import outgoing
 from kvkit.handoff.protocol.messages import (
@@ -62,7 +63,7 @@ class Sending:
     """
 
     id: str
-    on_change: Callable[[], object]
+    on_change: Callable[[Any], object]
     admitted: Future[int] = field(default_factory=_running)
     done: Future[int] = field(default_factory=_running)
     queued: int = 0
@@ -111,13 +112,13 @@ class Sender:
         address: str,
         names: Sequence[str],
         deadline_s: float,
-        on_change: Callable[[], object] = lambda: None,
+        on_change: Callable[[Any], object] = lambda _: None,
     ) -> Sending:
         """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
 
         Args:
-            on_change: called when a future of the transfer is done, or nothing of it is queued any more; from
-                any thread.
+            on_change: called when a future of the transfer is done (it is the argument), or nothing is queued
+                any more (the transfer is); from any thread.
 
         Raises:
             HandoffError: there is a transfer of that name, the sender is closed, no thread can be started, or
@@ -143,7 +144,7 @@ class Sender:
             state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
             handle = Sending(transfer, on_change)
             for future in (handle.admitted, handle.done):
-                future.add_done_callback(lambda _: on_change())
+                future.add_done_callback(on_change)
             self._open[transfer] = _Open(handle, state, link)
             link.say(Reserve(transfer, tuple(names), deadline_s))
             self._changed.notify_all()
@@ -321,7 +322,7 @@ class Sender:
             handle.queued -= 1
             idle = handle.queued == 0
         if idle and error is None:
-            handle.on_change()
+            handle.on_change(handle)
 
     def _watch(self) -> None:
         """End what is past its deadline."""

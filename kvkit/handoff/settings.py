@@ -20,7 +20,7 @@ from kvkit.handoff.protocol.messages import MAX_LABEL, peer_name
 from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.tier import NAME, HandoffTier
+from kvkit.handoff.tier import HANDOFF, HandoffTier
 from kvkit.handoff.transport import addresses, tls
 from kvkit.handoff.transport.link import Identity
 from kvkit.moving.policy import Policy, Role, for_role
@@ -90,7 +90,7 @@ class HandoffConfig(BaseModel):
         given += [(f"peers.{name}", address) for name, address in self.peers.items()]
         for setting, address in given:
             try:
-                addresses.check_secret(self.at(address, 0), secret)
+                addresses.check_secret(addresses.of_rank(address, 0), secret)
             except ValueError as error:
                 raise ValueError(f"{setting}: {error}") from None
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -105,19 +105,14 @@ class HandoffConfig(BaseModel):
     def sends(self) -> bool:
         return self.role != "decode"
 
-    @staticmethod
-    def at(address: str, rank: int) -> str:
-        """`address` of one rank."""
-        return address.replace("{rank}", str(rank))
-
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers that these settings make."""
-        return (NAME, *self.peers)
+        return (HANDOFF, *self.peers)
 
     def default_policy(self, tiers: Iterable[str]) -> Policy:
         """The default policy of the role, with these other tiers."""
-        return for_role(self.role, tuple(tiers), NAME, tuple(self.peers))
+        return for_role(self.role, tuple(tiers), HANDOFF, tuple(self.peers))
 
     def check_tiers(self, tiers: Iterable[str]) -> None:
         """Refuse names of other tiers that peers cannot be told.
@@ -137,12 +132,12 @@ class HandoffConfig(BaseModel):
         Raises:
             ValueError: it does. The message names the setting, the tier and the choices.
         """
-        sent = [] if self.role == "decode" else [NAME]
-        received = [] if self.role == "prefill" else [NAME]
+        sent = [] if self.role == "decode" else [HANDOFF]
+        received = [] if self.role == "prefill" else [HANDOFF]
         wrong = {
-            "retrieve_from": {} if received else {NAME: "role = 'prefill' receives nothing"},
-            "store_to": {} if sent else {NAME: "role = 'decode' sends nothing"},
-            "write_back_to": {NAME: "what is written back is for this node"},
+            "retrieve_from": {} if received else {HANDOFF: "role = 'prefill' receives nothing"},
+            "store_to": {} if sent else {HANDOFF: "role = 'decode' sends nothing"},
+            "write_back_to": {HANDOFF: "what is written back is for this node"},
         }
         choices = {
             "retrieve_from": [*received, *tiers, *self.peers],
@@ -240,7 +235,7 @@ def open_handoff(
     if config.sends:
         sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
     peers = [
-        PeerTier(name, config.at(address, namespace.rank), identity, timeout_s=timeout_s, tls=client)
+        PeerTier(name, addresses.of_rank(address, namespace.rank), identity, timeout_s=timeout_s, tls=client)
         for name, address in config.peers.items()
     ]
     return [HandoffTier(receiver, sender, shutdown_s=config.shutdown_timeout_s), *peers]
@@ -265,13 +260,13 @@ def listen(
     if config.tls_certificate is not None and config.tls_key is not None:
         server = tls.server_context(config.tls_certificate, config.tls_key, config.tls_ca)
     near = {tier.name: tier for tier in tiers if tier.near}
-    handoff = near[NAME]
+    handoff = near[HANDOFF]
     assert isinstance(handoff, HandoffTier)
     handoff.endpoint = Endpoint(
         handoff.receiver,
         near,
         identify(layout, namespace, secret),
-        [config.at(address, namespace.rank) for address in config.listen],
+        [addresses.of_rank(address, namespace.rank) for address in config.listen],
         timeout_s=timeout_s,
         pin_s=config.allocation_timeout_s,
         tls=server,

@@ -10,7 +10,7 @@ from kvkit.handoff.sender import Sender
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete, Tier, complete, get_by_copy
 
-NAME = "handoff"
+HANDOFF = "handoff"
 
 
 class HandoffTier(Tier):
@@ -29,7 +29,12 @@ class HandoffTier(Tier):
     transient = True
 
     def __init__(
-        self, receiver: Receiver | None, sender: Sender | None, *, name: str = NAME, shutdown_s: float = 10.0
+        self,
+        receiver: Receiver | None,
+        sender: Sender | None,
+        *,
+        name: str = HANDOFF,
+        shutdown_s: float = 10.0,
     ) -> None:
         self.name = name
         self.receiver = receiver

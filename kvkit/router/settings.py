@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvkit.handoff.settings import HandoffConfig
 from kvkit.handoff.transport import addresses
 from kvkit.router.routing import RoutingLimits
 from kvkit.settings import ConfigError
@@ -47,7 +46,7 @@ def _base_url(url: str) -> str:
 def _handoff_address(address: str) -> str:
     """`address`, or the name that prefill engines have for it in `peers`."""
     if "/" in address or ":" in address:
-        addresses.parse(HandoffConfig.at(address, 0))
+        addresses.parse(addresses.of_rank(address, 0))
     return address
 
 

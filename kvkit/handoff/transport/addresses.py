@@ -64,6 +64,11 @@ def check_secret(address: str, secret: bool) -> None:
         )
 
 
+def of_rank(address: str, rank: int) -> str:
+    """Where a rank listens: `{rank}` in an address stands for its number."""
+    return address.replace("{rank}", str(rank))
+
+
 def parse(address: str) -> Path | tuple[str, int]:
     """The path of a unix address, (host, port) of another one.
 
