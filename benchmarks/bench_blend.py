@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvkit.format.rope import Rope
+from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.launch import blend_attention, query_scores, rope_scatter
 from timing import interleaved, ratio
 
 THREADS = 2

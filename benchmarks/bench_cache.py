@@ -14,7 +14,7 @@ import pytest
 from kvkit.cache import Cache, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels import launch
+from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 
@@ -40,7 +40,7 @@ def test_pinned_pages(benchmark: Any, way: str) -> None:
     pages = Pages.of(LLAMA, LLAMA.pages(blocks.size, fill_byte=1, device="cuda"))
     pinned = torch.ones(CHUNKS * size, dtype=torch.uint8).pin_memory()
     device = torch.ones(CHUNKS * size, dtype=torch.uint8, device="cuda")
-    move = launch.pack if way == "pack" else launch.unpack
+    move = pack if way == "pack" else unpack
 
     def ours() -> None:
         move(pages, records, blocks=blocks)
@@ -190,7 +190,7 @@ def test_blend_attention(benchmark: Any, name: str) -> None:
     ordered = q.transpose(0, 1)[None].contiguous()  # [1, Hq, M, D]
 
     def ours() -> torch.Tensor:
-        return launch.blend_attention(q, k, v, rows, scale)[0]
+        return blend_attention(q, k, v, rows, scale)[0]
 
     def masked() -> torch.Tensor:
         o = torch.nn.functional.scaled_dot_product_attention(
@@ -246,10 +246,10 @@ def test_rope_scatter_and_scores(benchmark: Any) -> None:
     lse = torch.zeros(64, heads, device="cuda")
 
     def scatter() -> None:
-        launch.rope_scatter(q, k, v, cos_sin, rows.slots, k_pages, v_pages, rope)
+        rope_scatter(q, k, v, cos_sin, rows.slots, k_pages, v_pages, rope)
 
     def scores() -> None:
-        launch.query_scores(q[-64:], k_pages, v_pages, question, size**-0.5, lse=lse)
+        query_scores(q[-64:], k_pages, v_pages, question, size**-0.5, lse=lse)
 
     benchmark.pedantic(scatter, rounds=1)
     source, target = (torch.ones(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from kvkit.format.layout import LayerGroup
-from kvkit.kernels import jax as kernels
-from kvkit.kernels import launch
+from kvkit.kernels.attention import api as attention
+from kvkit.kernels.attention import jax as attention_jax
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages import api
+from kvkit.kernels.pages import jax as pages_jax
+from kvkit.kernels.pages.api import Pages
 from timing import interleaved, ratio
 
 SMOLLM2 = LayerGroup(
@@ -47,11 +49,11 @@ def test_pages(benchmark: Any, way: str) -> None:
     for i, tensor in enumerate(tensors):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + i)
     host, records = Pages.of(group, tensors), np.zeros((chunks, group.chunk_bytes(chunk_tokens)), np.uint8)
-    launch.pack(host, list(records), blocks=blocks)
+    api.pack(host, list(records), blocks=blocks)
     copied = np.zeros_like(records)
-    pages: list[kernels.Pages] = [[jnp.asarray(t.numpy()) for t in tensors]]
-    pack = jax.jit(partial(kernels.pack, group))
-    unpack = jax.jit(partial(kernels.unpack, group), donate_argnums=0)
+    pages: list[pages_jax.Pages] = [[jnp.asarray(t.numpy()) for t in tensors]]
+    pack = jax.jit(partial(pages_jax.pack, group))
+    unpack = jax.jit(partial(pages_jax.unpack, group), donate_argnums=0)
     on_device = jnp.asarray(blocks, jnp.int32)
     packed = pack(pages[0], blocks=on_device)
     np.testing.assert_array_equal(np.asarray(packed).reshape(chunks, -1).view(np.uint8), records)
@@ -62,7 +64,7 @@ def test_pages(benchmark: Any, way: str) -> None:
         else:
             pages[0] = jax.block_until_ready(unpack(pages[0], packed, blocks=on_device))
 
-    move = launch.pack if way == "pack" else launch.unpack
+    move = api.pack if way == "pack" else api.unpack
     functions = {
         "XLA": ours,
         "numba": lambda: move(host, list(records), blocks=blocks),
@@ -89,12 +91,12 @@ def test_attention(benchmark: Any) -> None:
     starts, lengths = np.array([0, len(positions)]), np.array([keys])
     rows = Rows.of(positions, starts, lengths, table[None], tokens)
     request = [jnp.asarray(x, jnp.int32) for x in (table[None], positions, starts, lengths)]
-    host = partial(launch.blend_attention, *tensors, rows, size**-0.5)
+    host = partial(attention.blend_attention, *tensors, rows, size**-0.5)
 
     def ours() -> None:
-        jax.block_until_ready(kernels.blend_attention(*arrays, *request, size**-0.5))
+        jax.block_until_ready(attention_jax.blend_attention(*arrays, *request, size**-0.5))
 
-    o, _ = kernels.blend_attention(*arrays, *request, size**-0.5)
+    o, _ = attention_jax.blend_attention(*arrays, *request, size**-0.5)
     np.testing.assert_allclose(o, host()[0].numpy(), atol=1e-4)
     benchmark(ours)
     compare(benchmark, {"XLA": ours, "host": host}, "host")

@@ -22,8 +22,9 @@ import torch
 
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels import reference
-from kvkit.kernels.launch import Pages, Quantised, pack, unpack
+from kvkit.kernels.pages import reference
+from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.reference import Quantised
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 

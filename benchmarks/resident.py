@@ -18,7 +18,7 @@ from kvkit.cache import Cache, SequencePages
 from kvkit.environment import describe, slug
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier

@@ -119,7 +119,7 @@ def record_load(
     with ExitStack() as patched:
         for module, function, kind in (
             (load.record, "verify", "verify"),
-            (load.launch, "unpack", "unpack"),
+            (load, "unpack", "unpack"),
         ):
             recorded = recorder.wrap(kind, getattr(module, function))
             patched.enter_context(mock.patch.object(module, function, recorded))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvkit.cache import Cache, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier

@@ -24,8 +24,7 @@ import numpy as np
 
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.rope import Rotation
-from kvkit.kernels import launch
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.moving import load as loads
 from kvkit.moving import store as stores
 from kvkit.moving.counts import Counts
@@ -559,5 +558,5 @@ def _warm_up() -> None:
     group = LayerGroup(layers=(0,), kv_heads=1, k_size=1, v_size=0, dtype="uint8", block_tokens=1)
     pages = Pages.of(group, group.pages(1))
     block = np.zeros((1, 1), np.int64)
-    launch.pack(pages, [np.zeros(1, np.uint8)], blocks=block)
-    launch.unpack(pages, [np.zeros(1, np.uint8)], blocks=block)
+    pack(pages, [np.zeros(1, np.uint8)], blocks=block)
+    unpack(pages, [np.zeros(1, np.uint8)], blocks=block)

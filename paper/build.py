@@ -21,7 +21,7 @@ from kvkit.bench import demo
 from kvkit.blend import plan
 from kvkit.format import record
 from kvkit.format.layout import ORDERS
-from kvkit.kernels.reference import LARGEST
+from kvkit.kernels.pages.reference import LARGEST
 from kvkit.moving import reads
 from kvkit.tiers import health
 

@@ -11,8 +11,8 @@ import torch
 from kvkit.cache import SequencePages
 from kvkit.format.keys import chunk_keys, namespace_digest
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
-from kvkit.kernels import reference
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages import reference
+from kvkit.kernels.pages.api import Pages
 
 POISON = 0xA5
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
-from kvkit.kernels import reference
-from kvkit.kernels.attention import torch_cpu
+from kvkit.kernels.attention import reference, torch_cpu
+from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
 from kvkit.kernels.attention.rows import Rows, RowsError
-from kvkit.kernels.launch import LaunchError, blend_attention, query_scores, rope_scatter, token_deviation
+from kvkit.kernels.checks import LaunchError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # what an output may differ by: float32's sums, or half a unit in the last place of each part and of the whole

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from test_attention import DTYPES, ROPES, TOLERANCES, Problem, oracle
 
 from kvkit.format.rope import Rope
-from kvkit.kernels import reference
-from kvkit.kernels.attention import triton
+from kvkit.kernels.attention import reference, triton
 from kvkit.kernels.tuning.configs import Config, Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, in the interpreter

@@ -26,7 +26,7 @@ from kvkit.blend import gate
 from kvkit.blend.plan import METHODS, BlendError, Selection, Span, count_of, plan_blend, split
 from kvkit.blend.run import PagedKV, blend
 from kvkit.config import load_config
-from kvkit.kernels import reference
+from kvkit.kernels.pages import reference
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}

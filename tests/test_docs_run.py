@@ -23,7 +23,7 @@ from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is 
 from benchmarks.tables import ROOT
 from kvkit import Cache, SequencePages, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.observe.http import DEFAULT_PORT
 from kvkit.router.settings import read_router_config
 

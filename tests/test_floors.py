@@ -63,13 +63,9 @@ HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOORS_AT_MOST, ENTRIES_AT_MOST, LINES_AT_MOST, PARAMETERS_AT_MOST = 10, 20, 600, 8
 KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers."""
-LAZY = ("kernels.launch",)
-"""Still in a circle by what its functions import."""
 LONG = (
     "adapters/vllm/worker.py",
     "kernels/attention/triton.py",
-    "kernels/jax.py",
-    "kernels/launch.py",
     "kernels/tuning/problems.py",
     "kvkit/tiers/objects.py",
     "kvkit/tiers/testing.py",
@@ -89,7 +85,7 @@ WIDE = (
     "_attend",
     "_attention",
     "_blend_attention",
-    "_check_scatter",
+    "check_scatter",
     "_fixed",
     "_query_scores",
     "_rope_scatter",
@@ -158,7 +154,7 @@ def graph() -> dict[str, set[str]]:
     """By module of kvkit, the others that it imports, within functions too."""
     every, found = set(modules()), {}
     for module in every:
-        names = {n.removeprefix("kvkit.") for n in imports(module, top_level_only=module in LAZY)}
+        names = {n.removeprefix("kvkit.") for n in imports(module)}
         found[module] = (names | {name.rpartition(".")[0] for name in names}) & every - {module}
     return found
 

@@ -15,8 +15,8 @@ from test_cached import config, prompt, random_model
 from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels import launch
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.attention import api as attention
+from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")
@@ -44,13 +44,13 @@ def test_gpu_pages_move_like_cpu_pages(group: LayerGroup) -> None:
     for source, target in zip(host, device, strict=True):
         target.view(torch.uint8).copy_(source.view(torch.uint8))
     records = [np.full(group.chunk_bytes(tokens), 0xA5, np.uint8) for _ in range(4)]
-    launch.pack(Pages.of(group, host), records[:2], blocks=table)
-    launch.pack(Pages.of(group, device), records[2:], blocks=table)
+    pack(Pages.of(group, host), records[:2], blocks=table)
+    pack(Pages.of(group, device), records[2:], blocks=table)
     assert all(np.array_equal(a, b) for a, b in zip(records[:2], records[2:], strict=True))
     for pages in (*host, *device):
         pages.view(torch.uint8).fill_(0xA5)
-    launch.unpack(Pages.of(group, host), records[:2], blocks=table)
-    launch.unpack(Pages.of(group, device), records[2:], blocks=table)
+    unpack(Pages.of(group, host), records[:2], blocks=table)
+    unpack(Pages.of(group, device), records[2:], blocks=table)
     for source, target in zip(host, device, strict=True):
         assert torch.equal(source.view(torch.uint8), target.view(torch.uint8).cpu())
 
@@ -82,14 +82,14 @@ def test_gpu_converts_like_the_cpu(quantised: Any, dtype: str, interleaved: bool
     device = [tensor.cuda() for tensor in host]
     size = (group.quantised() if quantised else group).chunk_bytes(12)
     records, wanted = device_records(2, size, memory), [np.full(size, 0xA5, np.uint8) for _ in range(2)]
-    launch.pack(Pages.of(group, device), records, slots=slots, quantised=quantised)
-    launch.pack(Pages.of(group, host), wanted, slots=slots, quantised=quantised)
+    pack(Pages.of(group, device), records, slots=slots, quantised=quantised)
+    pack(Pages.of(group, host), wanted, slots=slots, quantised=quantised)
     for found, want in zip(records, wanted, strict=True):
         np.testing.assert_array_equal(found.cpu().numpy() if memory == "cuda" else found, want)
     for pages in (*host, *device):
         pages.view(torch.uint8).fill_(0xA5)
-    launch.unpack(Pages.of(group, device), records, blocks=table, rotate=rotation, quantised=quantised)
-    launch.unpack(Pages.of(group, host), wanted, blocks=table, rotate=rotation, quantised=quantised)
+    unpack(Pages.of(group, device), records, blocks=table, rotate=rotation, quantised=quantised)
+    unpack(Pages.of(group, host), wanted, blocks=table, rotate=rotation, quantised=quantised)
     rounding = torch.finfo(host[0].dtype).eps
     for source, target in zip(host, device, strict=True):
         torch.testing.assert_close(target.cpu(), source, rtol=2 * rounding, atol=1e-6)
@@ -104,7 +104,7 @@ def test_gpu_records_may_be_reused_at_once() -> None:
     for memory in ("pinned", "cuda"):
         pages = group.pages(64, device="cuda")
         records = device_records(1, group.chunk_bytes(1024), memory)
-        launch.unpack(Pages.of(group, pages), records, blocks=blocks)
+        unpack(Pages.of(group, pages), records, blocks=blocks)
         records[0][:] = 0
         assert all((tensor.view(torch.uint8) == 0xA5).all() for tensor in pages)
 
@@ -144,23 +144,25 @@ def blend_problem(dtype: torch.dtype, window: int | None, softcap: float | None,
 @pytest.mark.parametrize("window", [None, 500])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu_attention(dtype: torch.dtype, window: int | None, softcap: float | None, heads: int) -> None:
-    """`launch.blend_attention` and `launch.query_scores`, against float64."""
+    """`blend_attention` and `query_scores`, against float64."""
     problem = blend_problem(dtype, window, softcap, heads)
     q, k, v = problem.tensors()
     on_gpu = [x.cuda() for x in (q, k, v)]
     options = {"window": window, "softcap": softcap}
-    o, lse = launch.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
+    o, lse = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
     wanted, wanted_lse = oracle(problem, q, k, v, problem.plan())
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(o.cpu().double(), wanted, **close)
     torch.testing.assert_close(lse.cpu(), wanted_lse, atol=1e-3, rtol=1e-3)
-    again, _ = launch.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
+    again, _ = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
     assert torch.equal(o, again)
 
     one = replace(problem, rows=problem.rows[:1])
     q, k, v = one.tensors()
     scores = [
-        launch.query_scores(q.to(device), k.to(device), v.to(device), one.plan(device), one.scale, **options)
+        attention.query_scores(
+            q.to(device), k.to(device), v.to(device), one.plan(device), one.scale, **options
+        )
         for device in ("cpu", "cuda", "cuda")
     ]
     torch.testing.assert_close(scores[1].cpu(), scores[0], atol=1e-3, rtol=1e-2)
@@ -169,7 +171,7 @@ def test_gpu_attention(dtype: torch.dtype, window: int | None, softcap: float | 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu_scatter(dtype: torch.dtype) -> None:
-    """`launch.rope_scatter` and `launch.token_deviation` write and say what they do on a CPU."""
+    """`rope_scatter` and `token_deviation` write and say what they do on a CPU."""
     rope = Rope(tuple((10000.0 ** -(np.arange(64) / 64)).tolist()))
     cos_sin = torch.from_numpy(rope.table(np.arange(100) * 37))
     fused = torch.randn(100, 32 + 8 + 8, 128).to(dtype)
@@ -180,10 +182,10 @@ def test_gpu_scatter(dtype: torch.dtype) -> None:
         q, k, v = fused.to(device).split([32, 8, 8], 1)
         k_pages, v_pages = torch.zeros(2, 10, 8, 16, 128, dtype=dtype, device=device)
         moved = torch.empty(100, device=device)
-        turned = launch.rope_scatter(
+        turned = attention.rope_scatter(
             q, k, v, cos_sin.to(device), slots.to(device), k_pages, v_pages, rope, moved
         )
-        distance = launch.token_deviation(k, v)
+        distance = attention.token_deviation(k, v)
         found.append([x.cpu() for x in (turned, k_pages, v_pages, moved, distance)])
     for ours, wanted in zip(found[1], found[0], strict=True):
         eps = torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""kvkit.kernels.jax: what XLA computes is what the reference says, compiled once for equal shapes."""
+"""Kernels for JAX arrays: what XLA computes is what the reference says, compiled once for equal shapes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import ITEM_BYTES, LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels import jax as kernels
-from kvkit.kernels import launch, reference
+from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
-from kvkit.kernels.launch import LaunchError, Quantised
+from kvkit.kernels.attention import reference as meaning
+from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.pages import api, reference
+from kvkit.kernels.pages import jax as kernels
+from kvkit.kernels.pages.reference import Quantised
 
 POISON = 0xA5
 FLOATS = ["float32", "float16", "bfloat16"]
@@ -42,7 +45,7 @@ ROPES = {
 }
 # the two forms of attention: XLA's, which a CPU takes, and a GPU's in Pallas' interpreter
 PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=(7, 8, 9))
-FORMS = {"xla": kernels.blend_attention, "pallas": PALLAS}
+FORMS = {"xla": attention.blend_attention, "pallas": PALLAS}
 TRITON_CALL = "__gpu$xla.gpu.triton"
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
@@ -122,7 +125,7 @@ def check_moves(
     row_bytes = group.channels * group.item_bytes
     shape = (len(group.layers), group.kv_heads, tokens, row_bytes)
     records = [np.full(np.prod(shape), POISON, np.uint8) for _ in range(chunks)]
-    reference.pack(launch.Pages.of(group, tensors).parts, records, slots, shape)
+    reference.pack(api.Pages.of(group, tensors).parts, records, slots, shape)
     poisoned = np.full((chunks, *shape), POISON, np.uint8).view(NUMPY[group.dtype])
     pack = maybe_jit(lambda p, r: kernels.pack(group, p, records=r, **ids), compiled)
     packed = pack(as_jax(tensors), jnp.asarray(poisoned))
@@ -131,7 +134,7 @@ def check_moves(
     others = pools(group, total, apart, None, n)
     unpack = maybe_jit(lambda p, r: kernels.unpack(group, p, r, **ids), compiled)
     filled = unpack(as_jax(others), packed)
-    reference.unpack(launch.Pages.of(group, others).parts, records, slots, shape)
+    reference.unpack(api.Pages.of(group, others).parts, records, slots, shape)
     for mine, wanted in zip(flat(filled), flat(others), strict=True):
         np.testing.assert_array_equal(bits(mine), bits(wanted))
 
@@ -372,7 +375,7 @@ def attention_case(
     lengths, starts, positions = random_rows(np.random.default_rng(seed), requests, m, per * n)
     q = torch.randn(m, heads * group, size).to(k.dtype)
     rows = int(starts[-1])
-    wanted, sums = reference.blend_attention(
+    wanted, sums = meaning.blend_attention(
         q[:rows], k, v, tables, positions[:rows], starts, lengths, size**-0.5, window, softcap
     )
     tables = spoil(k, v, tables, lengths)
@@ -398,10 +401,10 @@ def attention_case(
 @contextmanager
 def tiles(rows: int, keys: int) -> Iterator[None]:
     """Small problems of many tiles."""
-    compiled = kernels._blend_attention, kernels._query_scores, PALLAS
+    compiled = attention._blend_attention, attention._query_scores, PALLAS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "ROW_TILE", rows)
-        patch.setattr(kernels, "KEY_TILE", keys)
+        patch.setattr(attention, "ROW_TILE", rows)
+        patch.setattr(attention, "KEY_TILE", keys)
         patch.setattr(pallas, "_tile", lambda *_: (16, 16, 4, 1))
         for function in compiled:
             function.clear_cache()
@@ -484,17 +487,17 @@ def check_scores(seed: int, window: int | None, softcap: float | None, with_v: b
     lengths, _, positions = random_rows(np.random.default_rng(seed), 1, 19, 44)
     q, length = torch.randn(19, 6, 8), int(lengths[0])
     rest = (0.35, window, softcap)
-    wanted = reference.query_scores(q, k, v if with_v else None, tables[0], positions, length, *rest)
+    wanted = meaning.query_scores(q, k, v if with_v else None, tables[0], positions, length, *rest)
     tables = spoil(k, v, tables, lengths)
     jq, jk, jv = map(to_jax, (q, k, v))
     at = int32(tables[0]), int32(positions), jnp.int32(length)
-    found = kernels.query_scores(jq, jk, jv if with_v else None, *at, *rest)
+    found = attention.query_scores(jq, jk, jv if with_v else None, *at, *rest)
     assert found.shape == (6, 44)
     torch.testing.assert_close(to_torch(found)[:, :length], wanted, atol=1e-5, rtol=1e-5)
     assert not np.asarray(found)[:, length:].any()
     request = int32(tables), int32(positions), jnp.array([0, 19]), int32(lengths)
-    _, lse = kernels.blend_attention(jq, jk, jv, *request, *rest)
-    again = kernels.query_scores(jq, jk, jv if with_v else None, *at, *rest, lse=lse)
+    _, lse = attention.blend_attention(jq, jk, jv, *request, *rest)
+    again = attention.query_scores(jq, jk, jv if with_v else None, *at, *rest, lse=lse)
     np.testing.assert_allclose(found, again, atol=1e-5, rtol=1e-5)
 
 
@@ -510,7 +513,7 @@ def test_every_row_pays_one_per_head() -> None:
     k, _, tables = paged(1, 2, 16, (16, 16), "bfloat16", 70, 0)
     q, positions = torch.randn(150, 4, 16).bfloat16(), torch.arange(150) * 7
     at = int32(tables[0]), int32(positions), 1000
-    found = kernels.query_scores(to_jax(q), to_jax(k), None, *at, 0.25)
+    found = attention.query_scores(to_jax(q), to_jax(k), None, *at, 0.25)
     np.testing.assert_allclose(found.sum(1), [150] * 4, rtol=1e-4)
 
 
@@ -525,12 +528,12 @@ def test_rope_scatter(name: str, dtype: str, compiled: bool) -> None:
     slots = torch.randperm(20)[:m]
     slots[[2, 7]] = torch.tensor([-1, -9])
     cos_sin = rope.table(np.arange(m) * 31 + 1)
-    scatter = maybe_jit(lambda *x: kernels.rope_scatter(*x, rope, True), compiled)
+    scatter = maybe_jit(lambda *x: attention.rope_scatter(*x, rope, True), compiled)
     made = scatter(*map(to_jax, (q, k, v)), cos_sin, int32(slots), to_jax(k_pages), to_jax(v_pages))
     deviation = torch.full((m,), torch.nan)
     k_wanted, v_wanted = k_pages.clone(), v_pages.clone()
     table = torch.from_numpy(cos_sin)
-    turned = reference.rope_scatter(q, k, v, table, slots, k_wanted, v_wanted, rope, deviation)
+    turned = meaning.rope_scatter(q, k, v, table, slots, k_wanted, v_wanted, rope, deviation)
     close(made.q, turned, q, rope)
     np.testing.assert_array_equal(bits(made.v_pages), bits(v_wanted))
     got = to_torch(made.k_pages)
@@ -548,7 +551,9 @@ def test_rope_scatter_without_deviation() -> None:
     pages = jnp.zeros((1, 1, 4, 8))
     row = jnp.ones((2, 1, 8))
     rope = ROPES["half"]
-    made = kernels.rope_scatter(row, row, row, rope.table(np.arange(2)), np.array([0, 2]), pages, pages, rope)
+    made = attention.rope_scatter(
+        row, row, row, rope.table(np.arange(2)), np.array([0, 2]), pages, pages, rope
+    )
     assert made.deviation is None
     np.testing.assert_array_equal(made.k_pages[0, 0, 0], row[0, 0])
 
@@ -556,8 +561,8 @@ def test_rope_scatter_without_deviation() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_token_deviation(dtype: str) -> None:
     new, old = (torch.randn(9, 3, 5).to(getattr(torch, dtype)) for _ in range(2))
-    found = kernels.token_deviation(to_jax(new), to_jax(old))
-    torch.testing.assert_close(to_torch(found), reference.token_deviation(new, old), rtol=1e-5, atol=0)
+    found = attention.token_deviation(to_jax(new), to_jax(old))
+    torch.testing.assert_close(to_torch(found), meaning.token_deviation(new, old), rtol=1e-5, atol=0)
 
 
 @contextmanager
@@ -591,12 +596,12 @@ def all_calls(seed: int) -> None:
     lengths, starts, positions = random_rows(random, 2, 7, 12)
     q = to_jax(torch.randn(7, 4, 8))
     rows = int32(tables), int32(positions), int32(starts), int32(lengths)
-    kernels.blend_attention(q, to_jax(k), to_jax(v), *rows, 0.3)
-    kernels.query_scores(q, to_jax(k), None, rows[0][0], rows[1], int(lengths[0]), 0.3)
+    attention.blend_attention(q, to_jax(k), to_jax(v), *rows, 0.3)
+    attention.query_scores(q, to_jax(k), None, rows[0][0], rows[1], int(lengths[0]), 0.3)
     new, old = (to_jax(x) for x in torch.randn(2, 7, 2, 8))
-    kernels.token_deviation(new, old)
+    attention.token_deviation(new, old)
     to = random.permutation(20)[:7]
-    kernels.rope_scatter(q, new, new, rope.table(positions.numpy()), to, to_jax(k), to_jax(k), rope, True)
+    attention.rope_scatter(q, new, new, rope.table(positions.numpy()), to, to_jax(k), to_jax(k), rope, True)
 
 
 def test_equal_shapes_are_traced_once() -> None:
@@ -605,7 +610,7 @@ def test_equal_shapes_are_traced_once() -> None:
         all_calls(1)
     assert seen == []
     with traces() as seen:
-        kernels.token_deviation(jnp.zeros((77, 1, 1)), jnp.zeros((77, 1, 1)))
+        attention.token_deviation(jnp.zeros((77, 1, 1)), jnp.zeros((77, 1, 1)))
     assert "token_deviation" in seen  # the counter counts
 
 
@@ -623,9 +628,9 @@ def test_attention_needs_no_matrix_of_scores() -> None:
     """4,096 rows and 32,768 keys: working memory below a hundredth of it."""
     specs = attention_specs(4096, 8, 2, 2048, 16, "float32")
     matrix_bytes = 4 * 8 * 4096 * 32768
-    attend = jax.jit(partial(kernels.blend_attention, scale=0.125))
+    attend = jax.jit(partial(attention.blend_attention, scale=0.125))
     assert attend.lower(*specs).compile().memory_analysis().temp_size_in_bytes < matrix_bytes / 100
-    scores = jax.jit(partial(kernels.query_scores, scale=0.125))
+    scores = jax.jit(partial(attention.query_scores, scale=0.125))
     q, k, v, tables, positions, _, _ = specs
     of_one = spec(tables.shape[1:], "int32"), positions, spec((), "int32")
     assert scores.lower(q, k, v, *of_one).compile().memory_analysis().temp_size_in_bytes < matrix_bytes / 100
@@ -687,10 +692,10 @@ def test_lowers_for(platform: str) -> None:
     one = spec(tables.shape[1:], "int32"), positions, spec((), "int32")
     for function, arguments, attends in (
         (move, (pages, slots, turns), False),
-        (partial(kernels.blend_attention, scale=0.125, window=77, softcap=30.0), specs, True),
-        (partial(kernels.query_scores, scale=0.125), (q, k, v, *one), True),
+        (partial(attention.blend_attention, scale=0.125, window=77, softcap=30.0), specs, True),
+        (partial(attention.query_scores, scale=0.125), (q, k, v, *one), True),
         (
-            partial(kernels.rope_scatter, rope=rope, deviation=True),
+            partial(attention.rope_scatter, rope=rope, deviation=True),
             (q, row, row, cos_sin, positions, k, v),
             False,
         ),
@@ -704,7 +709,7 @@ def test_one_function_serves_both_platforms() -> None:
     """Lowered for CUDA it holds the kernel; called here it runs, also under `jax.vmap`."""
     k, v, tables = paged(1, 2, 4, (8, 8), "float32", 6, 0)
     rows = int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24])
-    attend = jax.jit(partial(kernels.blend_attention, scale=0.3))
+    attend = jax.jit(partial(attention.blend_attention, scale=0.3))
     q = to_jax(torch.randn(2, 3, 4, 8))
     arguments = q[0], to_jax(k), to_jax(v), *rows
     assert TRITON_CALL in attend.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -715,8 +720,9 @@ def test_one_function_serves_both_platforms() -> None:
 
 def test_nothing_else_imports_jax() -> None:
     code = (
-        "import sys, kvkit.cache, kvkit.kernels.launch, kvkit.kernels.pages.numba, kvkit.kernels.reference;"
-        "print('jax' in sys.modules); import kvkit.kernels.jax, jax; print('site-packages' in jax.__file__)"
+        "import sys, kvkit.cache, kvkit.kernels.attention.api, kvkit.kernels.pages.numba;"
+        "print('jax' in sys.modules);"
+        "import kvkit.kernels.attention.jax, jax; print('site-packages' in jax.__file__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
@@ -821,7 +827,7 @@ ROWS = {
 )
 def test_attention_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        kernels.blend_attention(**{"q": Q, "k_pages": K, "v_pages": K, "scale": 1.0} | ROWS | change)
+        attention.blend_attention(**{"q": Q, "k_pages": K, "v_pages": K, "scale": 1.0} | ROWS | change)
 
 
 @pytest.mark.parametrize(
@@ -837,7 +843,7 @@ def test_attention_refuses(change: dict[str, Any], message: str) -> None:
 def test_query_scores_refuses(change: dict[str, Any], message: str) -> None:
     arguments = {"q": Q, "k_pages": K, "v_pages": None, "table": ROWS["tables"][0], "length": 3, "scale": 1.0}
     with pytest.raises(LaunchError, match=message):
-        kernels.query_scores(**arguments | {"positions": ROWS["positions"]} | change)
+        attention.query_scores(**arguments | {"positions": ROWS["positions"]} | change)
 
 
 @pytest.mark.parametrize(
@@ -867,4 +873,4 @@ def test_rope_scatter_refuses(change: dict[str, Any], message: str) -> None:
         "rope": ROPES["half"],
     }
     with pytest.raises(LaunchError, match=message):
-        kernels.rope_scatter(**arguments | change)
+        attention.rope_scatter(**arguments | change)

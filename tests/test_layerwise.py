@@ -16,7 +16,7 @@ from waiting import wait_for
 from kvkit.cache import READING_THREADS, Cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.format.record import layer_range, verify
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.moving.layerwise import LayerStore
 from kvkit.moving.policy import Policy
 from kvkit.staging import Lease, release_all

@@ -81,7 +81,8 @@ def test_the_installed_wheel_works_away_from_the_tree(built: Path, tmp_path: Pat
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     script = (
-        "import kvkit.cache, kvkit.kernels.launch, kvkit.adapters.huggingface.smollm2 as s; print(s.__file__)"
+        "import kvkit.cache, kvkit.kernels.pages.api;"
+        "import kvkit.adapters.huggingface.smollm2 as s; print(s.__file__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -97,7 +98,7 @@ def test_the_installed_wheel_works_away_from_the_tree(built: Path, tmp_path: Pat
 @pytest.mark.parametrize("folder", [".", "kvkit"])
 def test_hugging_face_kernels_imports_beside_kvkit(folder: str) -> None:
     script = (
-        "import kvkit.kernels.launch, kernels, transformers;"
+        "import kvkit.kernels.pages.api, kernels, transformers;"
         "assert 'site-packages' in kernels.__file__, kernels.__file__; print('beside')"
     )
     done = subprocess.run(

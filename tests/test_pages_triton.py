@@ -24,9 +24,9 @@ from test_pages_numba import (
 
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels import launch
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages import api
 from kvkit.kernels.pages import triton as kernels
+from kvkit.kernels.pages.api import Pages
 from kvkit.kernels.tuning.configs import Config, Launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu runs it compiled")
@@ -40,10 +40,10 @@ def by_triton(
     rotation: Rotation | None = None,
     quantised: Any = None,
 ) -> None:
-    """What `launch` does for pages on a GPU."""
+    """What `pack` and `unpack` do for pages on a GPU."""
     blocks, slots = (job.ids, None) if job.granular == "blocks" else (None, job.ids)
     turns = None if rotation is None else rotation.resolve(*job.slots.shape)
-    launch._on_device(pages, records, blocks, slots, rotation, turns, quantised, to_records)
+    api._on_device(pages, records, blocks, slots, rotation, turns, quantised, to_records)
 
 
 @settings(max_examples=20, deadline=None)

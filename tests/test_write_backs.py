@@ -197,7 +197,7 @@ def test_what_was_used_is_written_back_however_the_load_ends(
             loaded.cancel()
             assert loaded.result(DEADLINE_S).tokens == 3 * CHUNK
         else:
-            monkeypatch.setattr(loads.launch, "unpack", None)
+            monkeypatch.setattr(loads, "unpack", None)
             faulty.release()
             assert isinstance(loaded.exception(DEADLINE_S), TypeError)
         cache.flush()

@@ -25,7 +25,7 @@ from kvkit.config import Config
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels.launch import LaunchError
+from kvkit.kernels.checks import LaunchError
 
 FOLLOWS_LENGTH = ("dynamic", "longrope")
 """Rope scalings whose frequencies change with the prompt's length: a stored key cannot be moved."""

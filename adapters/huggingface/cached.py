@@ -26,7 +26,7 @@ from kvkit.cache import Cache, SequencePages, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import KVLayout, LayoutError, layer_windows
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.settings import ConfigError
 
 ROUND_TOKENS = 256

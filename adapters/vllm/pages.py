@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvkit.format.layout import KVLayout, LayerGroup
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.moving.sequence import SequencePages
 from kvkit.settings import ConfigError
 

@@ -50,7 +50,7 @@ def blend_attention(
     softcap: float | None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`kvkit.kernels.jax.blend_attention`, to be traced for CUDA; checks nothing.
+    """`kvkit.kernels.attention.jax.blend_attention`, to be traced for CUDA; checks nothing.
 
     Whatever tables and lengths hold, nothing outside the pages is read.
 

@@ -1,11 +1,11 @@
 """Sparse blend attention in Triton, and what goes with it: rotate and scatter, deviation, scores of keys.
 
-What the kernels compute is `kvkit.kernels.reference`; each function here gives the launches that compute it,
-in order, and starts nothing. Attention is FlashAttention's (https://arxiv.org/abs/2205.14135), over tiles of
-`Rows.tiles`: the query heads of a KV head times some rows are the rows of one matrix product; keys that all
-rows see are taken without a mask, those that none sees are not touched; long tiles are split among several
-programs where there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a fixed order:
-equal inputs give equal bits.
+What the kernels compute is the `reference` beside this; each function here gives the launches that compute
+it, in order, and starts nothing. Attention is FlashAttention's (https://arxiv.org/abs/2205.14135), over
+tiles of `Rows.tiles`: the query heads of a KV head times some rows are the rows of one matrix product; keys
+that all rows see are taken without a mask, those that none sees are not touched; long tiles are split among
+several programs where there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a fixed
+order: equal inputs give equal bits.
 
 Scores are kept in units of log2: exp2 is what the hardware has.
 """
@@ -111,7 +111,7 @@ def attention(
     lse: torch.Tensor,
     config: Config | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `launch.blend_attention` into `out` and `lse`, both contiguous; checks nothing.
+    """What computes `api.blend_attention` into `out` and `lse`, both contiguous; checks nothing.
 
     Without `v_pages` and `out`, only the logsumexp. `config` None means the best known one.
     """
@@ -173,7 +173,7 @@ def scores(
     out: torch.Tensor,
     config: Config | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `launch.query_scores` into `out`, float32 [Hq, length]; checks nothing."""
+    """What computes `api.query_scores` into `out`, float32 [Hq, length]; checks nothing."""
     length = int(rows.lengths[0])
     if not length:
         return ()
@@ -206,7 +206,7 @@ def scatter(
     out: torch.Tensor,
     config: Config | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `launch.rope_scatter`, the rotated q into `out`, contiguous; checks nothing."""
+    """What computes `api.rope_scatter`, the rotated q into `out`, contiguous; checks nothing."""
     count, query_heads, size = q.shape
     if not count:
         return ()
@@ -255,7 +255,7 @@ def scatter(
 def deviation(
     new: torch.Tensor, old: torch.Tensor, out: torch.Tensor, config: Config | None = None
 ) -> tuple[Launch, ...]:
-    """What computes `launch.token_deviation` into `out`, float32 [T]; checks nothing."""
+    """What computes `api.token_deviation` into `out`, float32 [T]; checks nothing."""
     count, heads, size = new.shape
     if not count:
         return ()

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.reference import SMALLEST_AMAX
+from kvkit.kernels.pages.reference import SMALLEST_AMAX
 
 DTYPES = ("float32", "float16", "bfloat16")
 FORMS = (None, "fp8", "int8")
@@ -45,7 +45,7 @@ def move(
     threads: int,
     owners: object,
 ) -> None:
-    """Pack (`to_records`) or unpack, as `kvkit.kernels.reference` says. Checks nothing; writes where told.
+    """Pack (`to_records`) or unpack, as the `reference` beside this says. Checks nothing; writes where told.
 
     Args:
         parts: [P, 7], `Pages.table`.

@@ -2,7 +2,7 @@
 
 Each of three kernels finds its memory through a table of addresses: `copy_rows` moves bytes; `decode_rows`
 unpacks records whose keys are rotated, that are quantised, or both; `encode_rows` packs and quantises. What
-they compute is `kvkit.kernels.reference`. Neighbouring lanes take neighbouring words, of 16 bytes where all
+they compute is the `reference` beside this. Neighbouring lanes take neighbouring words, of 16 bytes where all
 addresses and strides allow it.
 
 Letters are those of `kvkit.format.layout`. A row is one head of one token; P is the number of parts, rows of
@@ -24,12 +24,12 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime.jit import JITFunction
 
-from kvkit.kernels.reference import LARGEST, SMALLEST_AMAX
+from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.tuning.configs import Bucket, Config, Launch, best
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
-    from kvkit.kernels.launch import Pages
+    from kvkit.kernels.pages.memory import Pages
 
 VECTOR_BYTES = 16
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -74,7 +74,7 @@ def move(
 ) -> Launch:
     """The launch that packs (`to_records`) or unpacks. Copies its small arrays to the pages' device.
 
-    Checks nothing (`kvkit.kernels.launch` does) and starts nothing. Whoever runs it keeps pages and records
+    Checks nothing (`api` does) and starts nothing. Whoever runs it keeps pages and records
     alive until the device is done.
 
     Args:

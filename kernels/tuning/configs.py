@@ -46,7 +46,7 @@ class Bucket:
     """Problems that share a configuration.
 
     Args:
-        op: operation: the name of its function in `kvkit.kernels.launch`, or of one of its kernels.
+        op: operation: the name of its function in an `api`, or of one of its kernels.
         form: what is compiled differently, as text: dtype, head sizes, alignment, flags.
         sizes: what is not, rounded up to powers of two.
     """

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels import reference
+from kvkit.kernels.attention import reference as attention_reference
 from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.pages import reference as pages_reference
 from kvkit.kernels.tuning.configs import Bucket, Config, Launch
 
 
@@ -38,7 +39,7 @@ class Case:
     Args:
         launches: the kernels of a configuration (None: the best that is known), in order, over these tensors.
         poison: overwrites whatever the kernels write.
-        fault: compares what they wrote with `kvkit.kernels.reference`: where it differs, "" if nowhere.
+        fault: compares what they wrote with the operation's `reference`: where it differs, "" if nowhere.
     """
 
     launches: Callable[[Config | None], tuple[Launch, ...]]
@@ -181,8 +182,8 @@ def _move_problem(move: Move) -> Problem:
 
 
 def _move_case(move: Move, device: torch.device, filled: bool) -> Case:
-    from kvkit.kernels.launch import Pages
     from kvkit.kernels.pages import triton as pages
+    from kvkit.kernels.pages.api import Pages
 
     group, random = move.group, np.random.default_rng(0)
     record = group.quantised() if move.quantised else group
@@ -210,7 +211,7 @@ def _move_case(move: Move, device: torch.device, filled: bool) -> Case:
             values = torch.empty(group.record_shape(CHUNK_TOKENS), dtype=pool[0].dtype, device=device)
             _fill(values)
             if move.quantised:
-                values = reference.quantise(values, group.k_size, move.quantised)
+                values = pages_reference.quantise(values, group.k_size, move.quantised)
             chunk.copy_(values.view(torch.uint8).reshape(-1))
 
     def launches(config: Config | None) -> tuple[Launch, ...]:
@@ -241,16 +242,16 @@ def _move_case(move: Move, device: torch.device, filled: bool) -> Case:
         shape = len(group.layers), engine.heads, CHUNK_TOKENS, engine.row_bytes
         if move.to_records:
             if move.quantised:
-                reference.encode(group, engine.parts, host, slots, move.quantised)
+                pages_reference.encode(group, engine.parts, host, slots, move.quantised)
             else:
-                reference.pack(engine.parts, host, slots, shape)
+                pages_reference.pack(engine.parts, host, slots, shape)
             return [torch.from_numpy(np.stack(host)).to(device)]
         fresh = group.pages(blocks, POISON, str(device))
         parts = Pages.of(group, fresh).parts
         if move.quantised or rotation:
-            reference.decode(group, parts, host, slots, rotation, move.quantised)
+            pages_reference.decode(group, parts, host, slots, rotation, move.quantised)
         else:
-            reference.unpack(parts, host, slots, shape)
+            pages_reference.unpack(parts, host, slots, shape)
         return fresh
 
     def fault() -> str:
@@ -403,7 +404,7 @@ def _attention_case(spec: Attention, device: torch.device, filled: bool) -> Case
         """Of the question's rows, which `query_scores` is given."""
         if not filled:
             return lse
-        return reference.blend_attention(
+        return attention_reference.blend_attention(
             q, k_pages, v_pages, *_plan(rows, slice(None)), scale, spec.window, spec.softcap
         )[1]
 
@@ -425,14 +426,14 @@ def _attention_case(spec: Attention, device: torch.device, filled: bool) -> Case
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor]:
         some = torch.from_numpy(sample).to(device)
-        return reference.blend_attention(
+        return attention_reference.blend_attention(
             q[some], k_pages, v_pages, *_plan(rows, sample), scale, spec.window, spec.softcap
         )
 
     def fault() -> str:
         tables, positions, _, _ = _plan(rows, slice(None))
         if spec.kernel == "weigh":
-            want = reference.query_scores(
+            want = attention_reference.query_scores(
                 q, k_pages, scored, tables[0], positions, spec.length, scale, spec.window, spec.softcap
             )
             return _far("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
@@ -549,7 +550,9 @@ def _scatter_case(spec: Scatter, device: torch.device, filled: bool) -> Case:
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         want, moved = before.clone(), None if deviation is None else torch.empty_like(deviation)
-        turned = reference.rope_scatter(q, k, v, cos_sin, slots, *_split(want, heads.size), spec.rope, moved)
+        turned = attention_reference.rope_scatter(
+            q, k, v, cos_sin, slots, *_split(want, heads.size), spec.rope, moved
+        )
         return want, turned, moved
 
     def fault() -> str:
@@ -574,7 +577,7 @@ def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> P
             old.copy_(new.flip(0))
 
         def fault() -> str:
-            return _far("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
+            return _far("deviation", out, attention_reference.token_deviation(new, old), 1e-4, 1e-4)
 
         return Case(
             lambda config: triton.deviation(new, old, out, config), lambda: _poison_with_nan(out), fault

@@ -34,7 +34,7 @@ from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
 from kvkit.blend.run import Attention, Blended, Positions, Sees, blend, recompute
 from kvkit.environment import describe
-from kvkit.kernels import reference
+from kvkit.kernels.pages import reference
 
 Encode = Callable[[str], Sequence[int]]
 Measures = dict[str, float]

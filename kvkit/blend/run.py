@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, by_place, count_of, select_tokens
 from kvkit.format.rope import Rope
-from kvkit.kernels import launch
+from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
 from kvkit.kernels.attention.rows import Rows
 
 Positions = NDArray[np.int32]
@@ -212,9 +212,7 @@ class _Run:
             form = self.decoder.attention(layer)
             k, v = self.kv.layers[layer]
             values = v if selection.value_norm else None
-            paid = launch.query_scores(
-                q[which], k, values, asked, form.scale, form.window, form.softcap, lse[which]
-            )
+            paid = query_scores(q[which], k, values, asked, form.scale, form.window, form.softcap, lse[which])
             total.add_(paid.amax(0))
 
         self.layers(rows, self._embed(rows), range(layers), look)
@@ -231,10 +229,10 @@ class _Run:
         changed = torch.empty(len(every), device=self.decoder.device)
         if method == "v_deviation":
             tokens = v_pages.shape[2]
-            changed = launch.token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
+            changed = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
         rope = self.decoder.attention(1).rope
         k_changed = changed if method == "k_deviation" else None
-        launch.rope_scatter(q, k, v, self._cos_sin(rope, every), slots, k_pages, v_pages, rope, k_changed)
+        rope_scatter(q, k, v, self._cos_sin(rope, every), slots, k_pages, v_pages, rope, k_changed)
         scores = np.zeros(self.plan.tokens, np.float32)
         scores[every] = changed.cpu().numpy()
         return h, scores
@@ -267,11 +265,11 @@ class _Run:
             q, k, v = self.decoder.qkv(layer, h)
             if form.rope not in turns:
                 turns[form.rope] = self._cos_sin(form.rope, positions)
-            q = launch.rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages, form.rope)
+            q = rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages, form.rope)
             self.row_layers += len(positions)
             if layer == self.decoder.layers - 1:  # only the last token's logits are wanted
                 q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
-            o, lse = launch.blend_attention(q, k_pages, v_pages, rows, form.scale, form.window, form.softcap)
+            o, lse = blend_attention(q, k_pages, v_pages, rows, form.scale, form.window, form.softcap)
             if look is not None:
                 look(layer, q, lse)
             h = self.decoder.post(layer, h, o)

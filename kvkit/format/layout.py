@@ -109,8 +109,8 @@ class LayerGroup:
         """The form of these layers' records when K and V are quantised to 8 bits, scales per token and head.
 
         A row [C] becomes C codes and a float32 scale for K and one for V
-        (`kvkit.kernels.reference.quantise`), uint8 [C + 4 or 8]: records, keys and stores need to know no
-        more.
+        (`kvkit.kernels.pages.reference.quantise`), uint8 [C + 4 or 8]: records, keys and stores need to know
+        no more.
 
         Raises:
             LayoutError: the layers hold no floats of 16 or 32 bits, or opaque pages.

@@ -28,8 +28,7 @@ import numpy.typing as npt
 
 from kvkit.format import record
 from kvkit.format.record import Damage
-from kvkit.kernels import launch
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.moving.load import count_loaded
 from kvkit.moving.plan import StorePlan
 from kvkit.moving.reads import keep_whole
@@ -400,7 +399,7 @@ class LayerLoad:
         if self._count:
             form = self._chunks.formats[layer.group]
             rows = self._pages[layer.group].rows(form, 0, self._count)
-            launch.unpack(layer.pages, started.pieces[: self._count], **rows)
+            unpack(layer.pages, started.pieces[: self._count], **rows)
 
     def _write_back(self) -> None:
         """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
@@ -460,7 +459,7 @@ class LayerStore:
             pieces = [lease.array[offset : offset + size] for lease in leases]
             rows = self._pages[layer.group].rows(form, self._plan.start, len(leases))
             clear_gaps(rows, pieces)
-            launch.pack(layer.pages, pieces, **rows)
+            pack(layer.pages, pieces, **rows)
 
     def _finish(self) -> int:
         """Seal the records and start putting them, if no layer is missing; how many chunks."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkit.format import record
 from kvkit.format.rope import Rotation
-from kvkit.kernels import launch
+from kvkit.kernels.pages.api import unpack
 from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts
 from kvkit.moving.plan import RetrievePlan
@@ -109,7 +109,7 @@ def load(
         for g, (form, group) in enumerate(zip(chunks.formats, pages, strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
             part = None if rotate is None else Rotation(rotate.rope, rotate.delta[first : first + count])
-            launch.unpack(group.pages, payloads, **group.rows(form, first, count), rotate=part)
+            unpack(group.pages, payloads, **group.rows(form, first, count), rotate=part)
 
     loaded = fetch(access, shelf, chunks, hit.plan, use, transfer)
     count_loaded(access, chunks, loaded)

@@ -13,14 +13,14 @@ import numpy.typing as npt
 from kvkit.format.keys import as_tokens, chunk_keys
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.kernels.launch import Pages
+from kvkit.kernels.pages.api import Pages
 from kvkit.moving.plan import RetrievePlan, cut
 
 TableIds = npt.NDArray[np.int64]
 
 
 class ChunkRows(TypedDict, total=False):
-    """Where some chunks lie, as `kvkit.kernels.launch` takes it: one of the two, a row per chunk."""
+    """Where some chunks lie, as `kvkit.kernels.pages.api` takes it: one of the two, a row per chunk."""
 
     blocks: TableIds
     slots: TableIds

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvkit.format import record
-from kvkit.kernels import launch
+from kvkit.kernels.pages.api import pack
 from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts
 from kvkit.moving.plan import Segment, StorePlan
@@ -127,7 +127,7 @@ def _pack(chunks: Chunks, pages: Sequence[SequencePages], first: int, leases: Se
         payloads = [record.payload(form, lease.array) for lease in mine]
         rows = group.rows(form, first, count)
         clear_gaps(rows, payloads)
-        launch.pack(group.pages, payloads, **rows)
+        pack(group.pages, payloads, **rows)
         for i, lease in enumerate(mine):
             record.seal(form, lease.buffer, *chunks.identity(first + i))
             lease.used = form.record_bytes
