@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
-from kvkit.simulate.config import SimulationConfig, TierConfig
+from kvkit.simulate.config import SimulatedTier, SimulationConfig
 from kvkit.simulate.model import simulate
 from kvkit.simulate.traces import GENERATORS, Trace, mixed, read_trace
-from kvkit.tiers.eviction import POLICIES
+from kvkit.tiers.eviction.policies import POLICIES
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
@@ -41,7 +41,7 @@ def limited(trace: Trace, *shares: float, **settings: Any) -> SimulationConfig:
     chunk_bytes = trace.block_tokens * SimulationConfig().model.kv_bytes_per_token
     sizes = [ByteSize(max(8, int(distinct(trace) * share)) * chunk_bytes) for share in shares]
     return SimulationConfig(
-        tiers={f"tier{i}": TierConfig(capacity=s, **settings) for i, s in enumerate(sizes)}
+        tiers={f"tier{i}": SimulatedTier(capacity=s, **settings) for i, s in enumerate(sizes)}
     )
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         "requests": REQUESTS,
         "seeds": SEEDS,
         "shares": SHARES,
-        "policies": POLICIES,
+        "policies": list(POLICIES),
         "runs": runs,
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")

@@ -99,7 +99,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "simulated_model": simulate.ModelConfig,
     "simulated_nodes": simulate.NodesConfig,
     "simulated_link": simulate.LinkConfig,
-    "simulated_tier": simulate.TierConfig,
+    "simulated_tier": simulate.SimulatedTier,
     "simulated_policy": simulate.RolePolicy,
 }
 """The models of all settings, by the marker of their tables."""

@@ -47,7 +47,7 @@ from kvkit.moving.store import Stored
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
-from kvkit.tiers.health import State
+from kvkit.tiers.health import HealthState
 from kvkit.workers import Opener, Transfer, Workers
 
 log = logging.getLogger(__name__)
@@ -450,7 +450,7 @@ class Cache:
         """Count the tokens of a prompt that was blended: reused, selected among them, and computed ones."""
         self._access.count(lambda counts: counts.note_blend(reused, selected, computed))
 
-    def tier_states(self) -> dict[str, State]:
+    def tier_states(self) -> dict[str, HealthState]:
         """Whether each tier is ok, slow, open (passed over) or half-open (about to be tried)."""
         return self._access.states()
 

@@ -13,7 +13,7 @@ from kvkit.moving.counts import BYTES_PER_SECOND, SECONDS, Counts, Histogram
 from kvkit.moving.sequence import UnknownModel
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
-from kvkit.tiers.health import FAILURES_TO_PAUSE, Health, State
+from kvkit.tiers.health import FAILURES_TO_PAUSE, Health, HealthState
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES
 
@@ -46,7 +46,7 @@ class ManagedCache:
     def counts(self) -> Counts:
         return self.kept.copy()
 
-    def tier_states(self) -> dict[str, State]:
+    def tier_states(self) -> dict[str, HealthState]:
         return {name: health.state(self.now) for name, health in self.healths.items()}
 
     def queue_depths(self) -> dict[str, int]:

@@ -17,14 +17,13 @@ from kvkit import cli
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
 from kvkit.moving.policy import Policy
-from kvkit.simulate.config import SimulationConfig, TierConfig, load_simulation
+from kvkit.simulate.config import SimulatedTier, SimulationConfig, load_simulation
 from kvkit.simulate.errors import SimulationError
 from kvkit.simulate.model import Simulator, simulate
 from kvkit.simulate.report import as_json, compare, parse_sweep, summary
 from kvkit.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
 from kvkit.staging import Staging
-from kvkit.tiers.eviction import POLICIES
-from kvkit.tiers.eviction import Policy as EvictionPolicy
+from kvkit.tiers.eviction.policies import POLICIES
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 
@@ -51,7 +50,7 @@ def trace(*requests: Request) -> Trace:
 class Real:
     """The requests of a trace through the real cache: memory and a folder, one thread."""
 
-    def __init__(self, folder: Path, memory: int, disk: int | None, eviction: EvictionPolicy, policy: Policy):
+    def __init__(self, folder: Path, memory: int, disk: int | None, eviction: str, policy: Policy):
         layout = small_layout()
         space = small_namespace(layout)
         record = RecordFormat.of(layout, 0, space).record_bytes
@@ -111,12 +110,12 @@ BOTH = ("memory", "disk")
     ],
 )
 def test_hits_by_tier_are_those_of_the_cache(
-    tmp_path: Path, eviction: EvictionPolicy, memory: int, disk: int | None, policy: Policy
+    tmp_path: Path, eviction: str, memory: int, disk: int | None, policy: Policy
 ) -> None:
     requests = mixed(45, seed=3, block_tokens=2048).requests
     tiers = {
-        "memory": TierConfig(capacity=ByteSize(memory * CHUNK), near=True, eviction=eviction),
-        "disk": TierConfig(capacity=None if disk is None else ByteSize(disk * CHUNK), eviction=eviction),
+        "memory": SimulatedTier(capacity=ByteSize(memory * CHUNK), near=True, eviction=eviction),
+        "disk": SimulatedTier(capacity=None if disk is None else ByteSize(disk * CHUNK), eviction=eviction),
     }
     names = {
         "retrieve_from": policy.retrieve_from,
@@ -138,8 +137,8 @@ def test_hits_by_tier_are_those_of_the_cache(
 
 def test_a_second_turn_by_hand() -> None:
     tiers = {
-        "memory": TierConfig(capacity=ByteSize(2 * CHUNK), near=True),
-        "disk": TierConfig(bandwidth=ByteSize(500), latency_ms=250.0, price_per_gb_month=1e6),
+        "memory": SimulatedTier(capacity=ByteSize(2 * CHUNK), near=True),
+        "disk": SimulatedTier(bandwidth=ByteSize(500), latency_ms=250.0, price_per_gb_month=1e6),
     }
     report = simulate(trace(request("ab", "c"), request("abcd", time_s=1.0)), config(tiers=tiers))
     # ab, then c; memory keeps the beginning of what is too long for it
@@ -167,7 +166,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_handed_over_is_what_the_decode_node_lacks() -> None:
     nodes = {"prefill": 1, "decode": 1}
-    tiers = {"memory": TierConfig(capacity=ByteSize(100 * CHUNK), near=True)}
+    tiers = {"memory": SimulatedTier(capacity=ByteSize(100 * CHUNK), near=True)}
     handoff = {"bandwidth": 1000, "latency_ms": 500}
     report = simulate(
         trace(request("ab", "c", extra=5), request("abcd", time_s=99)),

@@ -23,7 +23,7 @@ from kvkit.moving.quarantine import Quarantine
 from kvkit.moving.sequence import Chunks
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, UnreadableObject
-from kvkit.tiers.health import Health, State
+from kvkit.tiers.health import Health, HealthState
 from kvkit.workers import Closed, Stopped, Workers
 
 log = logging.getLogger(__name__)
@@ -467,7 +467,7 @@ class TierSet:
         )
         return counts
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, HealthState]:
         """The health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}

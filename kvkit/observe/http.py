@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import UnknownModel
 from kvkit.observe import metrics
-from kvkit.tiers.health import State
+from kvkit.tiers.health import HealthState
 from kvkit.workers import Workers
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ MAX_BODY_BYTES = 16 << 20
 BODY_S = 10.0
 """How long a client may take to send one, in seconds."""
 MIN_TOKEN_CHARS = 16
-_WORSE: tuple[State, ...] = ("ok", "slow", "half-open", "open")
+_WORSE: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
 _ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
 _CLOSE_S = 2

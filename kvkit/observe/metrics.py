@@ -58,7 +58,7 @@ from kvkit.handoff.tier import HandoffTier
 from kvkit.moving.counts import Counts, Histogram, Key
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
-from kvkit.tiers.health import State
+from kvkit.tiers.health import HealthState
 
 
 class Observed(Protocol):
@@ -79,7 +79,7 @@ class Observed(Protocol):
     def counts(self) -> Counts:
         """A copy of what was counted so far."""
 
-    def tier_states(self) -> Mapping[str, State]:
+    def tier_states(self) -> Mapping[str, HealthState]:
         """What the circuit of each tier shows."""
 
     def queue_depths(self) -> Mapping[str, int]:
@@ -149,7 +149,7 @@ class CacheCollector(Collector):
         yield depths
         states = GaugeMetricFamily("kvkit_tier_state", "1 for the tier's state", labels=("tier", "state"))
         for tier, state in self._cache.tier_states().items():
-            for known in get_args(State):
+            for known in get_args(HealthState):
                 states.add_metric((tier, known), float(known == state))
         yield states
 

@@ -43,11 +43,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from kvkit.moving.policy import Policy, check
+from kvkit.moving.policy import Policy, Role, check
 from kvkit.simulate.errors import SimulationError, explain
-from kvkit.tiers.eviction import Policy as EvictionPolicy
+from kvkit.tiers.eviction.policies import PolicyName
 
-Role = Literal["both", "prefill", "decode"]
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
 Bandwidth = Annotated[ByteSize, Field(gt=0, description="bytes per second")]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -100,14 +99,14 @@ class LinkConfig(_Settings):
     latency_ms: Milliseconds = Field(default=1.0, description="of handing one request over")
 
 
-class TierConfig(_Settings):
+class SimulatedTier(_Settings):
     """One tier."""
 
     scope: Literal["node", "shared"] = Field(default="node", description="one per node, or one for all")
     capacity: ByteSize | None = Field(default=None, gt=0, description="bytes kept, none: no limit")
     bandwidth: Bandwidth = ByteSize(2_000_000_000)
     latency_ms: Milliseconds = Field(default=0.0, description="of a run of chunks, once")
-    eviction: EvictionPolicy = Field(default="lru", description="who leaves when it is full")
+    eviction: PolicyName = Field(default="lru", description="who leaves when it is full")
     near: bool = Field(default=False, description="in the host's memory: nothing is written back from here")
     price_per_gb_month: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="of a gigabyte (1e9 bytes)"
@@ -125,17 +124,19 @@ class RolePolicy(_Settings):
     staging_only: bool | None = Field(default=None, description="memory is only passed through")
 
 
-class PolicyConfig(RolePolicy):
+class SimulatedPolicy(RolePolicy):
     """The policy of every node, and what differs by role."""
 
     prefill: RolePolicy = RolePolicy()
     decode: RolePolicy = RolePolicy()
 
 
-def _default_tiers() -> dict[str, TierConfig]:
+def _default_tiers() -> dict[str, SimulatedTier]:
     return {
-        "memory": TierConfig(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), near=True),
-        "disk": TierConfig(capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2),
+        "memory": SimulatedTier(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), near=True),
+        "disk": SimulatedTier(
+            capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2
+        ),
     }
 
 
@@ -145,8 +146,8 @@ class SimulationConfig(_Settings):
     model: ModelConfig = ModelConfig()
     nodes: NodesConfig = NodesConfig()
     handoff: LinkConfig = LinkConfig()
-    tiers: dict[str, TierConfig] = Field(default_factory=_default_tiers, min_length=1)
-    policy: PolicyConfig = PolicyConfig()
+    tiers: dict[str, SimulatedTier] = Field(default_factory=_default_tiers, min_length=1)
+    policy: SimulatedPolicy = SimulatedPolicy()
 
     @model_validator(mode="after")
     def _policies_name_tiers(self) -> SimulationConfig:
@@ -204,8 +205,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelConfig,
     "nodes": NodesConfig,
     "handoff": LinkConfig,
-    "tiers": TierConfig,
-    "policy": PolicyConfig,
+    "tiers": SimulatedTier,
+    "policy": SimulatedPolicy,
 }
 
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan
-from kvkit.moving.policy import Policy, in_effect
-from kvkit.simulate.config import Role, SimulationConfig
+from kvkit.moving.policy import Policy, Role, in_effect
+from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.traces import Request, Trace
-from kvkit.tiers import eviction
+from kvkit.tiers.eviction import state as eviction
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.errors import SimulationError
 from kvkit.simulate.model import Report, simulate
 from kvkit.simulate.traces import Trace
-from kvkit.tiers.eviction import POLICIES
+from kvkit.tiers.eviction.policies import POLICIES
 
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 

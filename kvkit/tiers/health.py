@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-State = Literal["ok", "slow", "open", "half-open"]
+HealthState = Literal["ok", "slow", "open", "half-open"]
 
 FAILURES_TO_PAUSE = 3
 """Failures in a row that open the circuit. One timeout does: it costs a request its whole deadline."""
@@ -58,7 +58,7 @@ class Circuit:
     measured: float = 0.0
 
 
-def state(circuit: Circuit, now: float) -> State:
+def state(circuit: Circuit, now: float) -> HealthState:
     """What to show of it."""
     if circuit.pauses:
         return "half-open" if _may_decide(circuit, now) else "open"
@@ -163,7 +163,7 @@ class Health:
         with self._lock:
             return record_s(self._circuit, now)
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> HealthState:
         """For metrics and people. Changes nothing."""
         with self._lock:
             return state(self._circuit, now)

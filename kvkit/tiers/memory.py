@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from kvkit.format.record import parent_name
 from kvkit.staging import Lease, Staging
-from kvkit.tiers import eviction
 from kvkit.tiers.base import OnComplete, Tier, TierError, TierFull, complete, get_by_copy, owner_of
+from kvkit.tiers.eviction import state as eviction
 from kvkit.tiers.settings import TierConfig
 
 
@@ -21,7 +21,7 @@ class MemoryTier(Tier):
     this tier (`capacity_bytes` below the arena's), or nothing is left to read into.
 
     Args:
-        policy: one of `eviction.POLICIES`.
+        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`.
         quota_bytes: what one namespace may hold; None for no limit.
         keep_s: for so many seconds after a record was put it is pinned: newcomers find no room instead.
 

@@ -25,7 +25,7 @@ from kvkit.format.record import (
 )
 from kvkit.format.urls import shown
 from kvkit.staging import Lease, Staging
-from kvkit.tiers import bucket, eviction
+from kvkit.tiers import bucket
 from kvkit.tiers.base import (
     DamagedObject,
     Ranges,
@@ -39,6 +39,7 @@ from kvkit.tiers.base import (
     default_threads,
     owner_of,
 )
+from kvkit.tiers.eviction import state as eviction
 from kvkit.tiers.folder import METADATA, Access, Folder
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.stores import StoreSettings, open_store
@@ -63,7 +64,7 @@ class ObjectTier(ThreadedTier):
             no limit.
         threads: reads and writes at a time; None for what keeps a disk, or a network, busy.
         codec: how the records in it are compressed, one of `kvkit.format.record.CODECS`.
-        policy: one of `eviction.POLICIES`.
+        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`.
         quota_bytes: what one namespace may hold; None for no limit.
 
     Raises:

@@ -23,7 +23,7 @@ from kvkit.format.urls import has_password, shown
 from kvkit.settings import ConfigError, explain
 from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
-from kvkit.tiers.eviction import POLICIES
+from kvkit.tiers.eviction.policies import PolicyName
 from kvkit.tiers.folder import Access
 from kvkit.tiers.plugins import check_kind, open_plugin
 from kvkit.tiers.registry import TierKind, check_settings, kind_of
@@ -31,10 +31,8 @@ from kvkit.tiers.spread import SpreadTier
 
 if TYPE_CHECKING:
     CodecName = str
-    PolicyName = str
 else:
     CodecName = Literal[tuple(CODECS)]
-    PolicyName = Literal[tuple(POLICIES)]
 
 PositiveBytes = Annotated[ByteSize, Field(gt=0)]
 

@@ -1,99 +1,62 @@
 """Which records to let go: pure functions (state, event) -> victims; each mutates only the given state.
 
 Records form chains: a chunk is of no use without its parent. So only a record that no held record follows is
-let go, and a chain shrinks from its end, whatever the policy. Among those the policy chooses:
-
-    lru      the least recently used
-    fifo     the one held longest
-    lfu      the least often used, of these the least recently used
-    s3fifo   two queues (https://doi.org/10.1145/3600006.3613147): newcomers pass through a small one, a tenth
-             of the capacity, and leave unless they were used again meanwhile; names that left so are
-             remembered, and enter the main queue at once when they return
-    arc      two queues (Megiddo and Modha, FAST 2003), of records that were used again and of those that were
-             not, the least recently used of either first; names that left are remembered, and when one
-             returns, its queue had been too short: it gets more of the room
+let go, and a chain shrinks from its end, whatever the policy. Among those the policy
+chooses (`kvkit.tiers.eviction.policies`).
 
 A lookup uses what it finds, and so does the store that ends the same request: one use makes nothing old.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal, get_args
 
-Policy = Literal["lru", "fifo", "lfu", "s3fifo", "arc"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry
 
-_SMALL, _MAIN = 0, 1  # queues; without s3fifo and arc all is in the first
-_QUEUED = ("s3fifo", "arc")
-_MOST_USES = 3  # what s3fifo counts up to
 _MOST_REFUSED = 1024  # names
-_USE = 1 << 48  # a use weighs more than any number of events
 _Item = tuple[int, int, str]
 """(rank, ticket, name) of a record that was a leaf: lower goes sooner"""
 
 
-@dataclass(slots=True)
-class Entry:
-    """A held record.
-
-    Attributes:
-        size: its bytes.
-        parent: the record that it follows; None if it begins a chain, or nobody has said.
-        owner: whose quota it counts against.
-        ticket: the event that brought it.
-        last: the event that used it last.
-        uses: how often it was used since it came, or since its queue let it pass.
-        queue: 1 in the main queue of s3fifo, or in that of arc for what was used again; else 0.
-    """
-
-    size: int
-    parent: str | None
-    owner: str
-    ticket: int
-    last: int
-    uses: int = 0
-    queue: int = _SMALL
-
-
-@dataclass(slots=True)
-class _Ghosts:
-    """Names that left a queue, the oldest first, with their bytes."""
-
-    sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    bytes: int = 0
-
-
-@dataclass(slots=True)
 class State:
     """Records of one place.
 
-    Attributes:
+    Args:
         capacity_bytes: what may be held; None for no limit.
-        policy: one of `POLICIES`.
+        policy: a name in `POLICIES`.
         quota_bytes: what one owner may hold; None for no limit.
+
+    Attributes:
+        policy: that of this place.
         used_bytes: sum over `entries`.
         entries: by record name.
+
+    Raises:
+        ValueError: there is no such policy. The message names the choices.
     """
 
-    capacity_bytes: int | None
-    policy: str = "lru"
-    quota_bytes: int | None = None
-    used_bytes: int = 0
-    entries: dict[str, Entry] = field(default_factory=dict)
-    _followers: dict[str, int] = field(default_factory=dict)  # held records by parent, held or not
-    _bytes: dict[tuple[str, int], int] = field(default_factory=dict)  # by owner ("": all) and queue
-    _leaves: dict[tuple[str, int], list[_Item]] = field(
-        default_factory=dict
-    )  # heaps; items may be out of date
-    _pins: dict[str, float] = field(default_factory=dict)
-    _refused: dict[str, None] = field(default_factory=dict)  # names that found no room, oldest first
-    _ghosts: tuple[_Ghosts, _Ghosts] = field(default_factory=lambda: (_Ghosts(), _Ghosts()))  # by queue
-    _small_bytes: int = 0  # arc: the room of the first queue
-    _events: int = 0
+    __slots__ = (
+        *("capacity_bytes", "policy", "quota_bytes", "used_bytes", "entries"),
+        *("_followers", "_bytes", "_leaves", "_pins", "_refused", "_events"),
+    )
+
+    def __init__(
+        self, capacity_bytes: int | None, policy: str = "lru", quota_bytes: int | None = None
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}, want one of {', '.join(POLICIES)}")
+        self.capacity_bytes = capacity_bytes
+        self.policy = POLICIES[policy]()
+        self.quota_bytes = quota_bytes
+        self.used_bytes = 0
+        self.entries: dict[str, Entry] = {}
+        self._followers: dict[str, int] = {}  # held records by parent, held or not
+        self._bytes: dict[tuple[str, int], int] = {}  # by owner ("": all) and queue
+        self._leaves: dict[tuple[str, int], list[_Item]] = {}  # heaps; items may be out of date
+        self._pins: dict[str, float] = {}
+        self._refused: dict[str, None] = {}  # names that found no room, oldest first
+        self._events = 0
 
 
 def touch(state: State, names: Iterable[str]) -> None:
@@ -102,14 +65,14 @@ def touch(state: State, names: Iterable[str]) -> None:
     Names that are not held are passed over.
     """
     state._events += 1
-    entries, now, arc = state.entries, state._events, state.policy == "arc"
+    entries, now, promotes = state.entries, state._events, state.policy.promotes
     before: str | None = None
     for name in names:
         entry = entries.get(name)
         if entry is not None:
             entry.last = now
             entry.uses += 1
-            if arc and entry.uses > 1 and entry.queue == _SMALL:
+            if promotes and entry.uses > 1 and entry.queue == SMALL:
                 _promote(state, name, entry)
             if entry.parent is None and before is not None:
                 entry.parent = before
@@ -185,8 +148,8 @@ def add_run(
                     break
                 for victim, entry in gone:
                     state._pins.pop(victim, None)
-                    if state.policy in _QUEUED:
-                        _remember(state, victim, entry)
+                    if state.policy.queued:
+                        state.policy.evicted(victim, entry, _room(state))
                     victims.append(victim)
             entry = _new(state, name, size, owner)
             entries[name] = entry
@@ -243,7 +206,8 @@ def clear(state: State) -> None:
 def _new(state: State, name: str, size: int, owner: str) -> Entry:
     """An entry for a record that comes now."""
     state._events = event = state._events + 1
-    queue = _MAIN if state.policy in _QUEUED and _was_remembered(state, name, size) else _SMALL
+    policy = state.policy
+    queue = policy.queue_of(name, size, _room(state)) if policy.queued else SMALL
     if state._refused:
         state._refused.pop(name, None)
     return Entry(size, None, owner, event, event, 0, queue)
@@ -283,17 +247,8 @@ def _excess(state: State, scope: str, size: int) -> int:
         return 0 if state.capacity_bytes is None else state.used_bytes + size - state.capacity_bytes
     if state.quota_bytes is None:
         return 0
-    held = state._bytes.get((scope, _SMALL), 0) + state._bytes.get((scope, _MAIN), 0)
+    held = state._bytes.get((scope, SMALL), 0) + state._bytes.get((scope, MAIN), 0)
     return held + size - state.quota_bytes
-
-
-def _rank(policy: str, entry: Entry) -> int:
-    """Lower is let go sooner."""
-    if policy in ("lru", "arc"):
-        return entry.last
-    if policy == "lfu":
-        return entry.uses * _USE + entry.last
-    return entry.ticket
 
 
 def _next_leaf(
@@ -305,11 +260,12 @@ def _next_leaf(
 ) -> str | None:
     """The leaf of `scope` to let go next; those that may not go are moved from the heaps to `passed`."""
     leaves, entries, followers, policy = state._leaves, state.entries, state._followers, state.policy
-    small, main = leaves.get((scope, _SMALL)), leaves.get((scope, _MAIN))
+    rank_of = policy.rank
+    small, main = leaves.get((scope, SMALL)), leaves.get((scope, MAIN))
     while True:
-        queue, heap = _SMALL, small
+        queue, heap = SMALL, small
         if main and not (small and _is_long(state, scope)):
-            queue, heap = _MAIN, main
+            queue, heap = MAIN, main
         if not heap:
             return None
         item = heappop(heap)
@@ -317,27 +273,25 @@ def _next_leaf(
         entry = entries.get(name)
         if entry is None or entry.ticket != ticket or entry.queue != queue or name in followers:
             continue  # out of date; a record that became a leaf again has been pushed again
-        current = _rank(policy, entry)
+        current = rank_of(entry)
         if rank != current:
             heappush(heap, (current, ticket, name))
         elif (may_evict is not None and not may_evict(name)) or (
             state._pins and state._pins.get(name, now) > now
         ):
             passed.append((queue, item))
-        elif policy == "s3fifo" and entry.uses > (1 if queue == _SMALL else 0):
+        elif policy.queued and policy.spares(entry):
             _requeue(state, name, entry)
-            small, main = leaves.get((scope, _SMALL)), leaves.get((scope, _MAIN))
+            small, main = leaves.get((scope, SMALL)), leaves.get((scope, MAIN))
         else:
             return name
 
 
 def _is_long(state: State, scope: str) -> bool:
     """Whether the first queue of `scope` has more than its share of the room."""
-    held = state._bytes.get((scope, _SMALL), 0)
+    held = state._bytes.get((scope, SMALL), 0)
     limit = (state.quota_bytes if scope else state.capacity_bytes) or 0
-    if state.policy == "arc":
-        return held * _room(state) > state._small_bytes * limit
-    return held * 10 >= limit
+    return state.policy.is_long(held, limit, _room(state))
 
 
 def _room(state: State) -> int:
@@ -346,50 +300,20 @@ def _room(state: State) -> int:
 
 
 def _promote(state: State, name: str, entry: Entry) -> None:
-    """arc: to the queue of what was used again."""
+    """To the queue of what was used again."""
     _count(state, entry, -entry.size)
-    entry.queue = _MAIN
+    entry.queue = MAIN
     _count(state, entry, entry.size)
     if name not in state._followers:
         _offer(state, name, entry)
 
 
 def _requeue(state: State, name: str, entry: Entry) -> None:
-    """s3fifo: what was used goes to the end of the main queue, and is worth less each time it comes round."""
-    uses = min(entry.uses, _MOST_USES)
+    """To the end of the main queue, as if it came now."""
     _forget(state, name)
     state._events += 1
-    entry.uses = uses - 1 if entry.queue == _MAIN else 0
-    entry.queue, entry.ticket = _MAIN, state._events
+    entry.queue, entry.ticket = MAIN, state._events
     _hold(state, name, entry)
-
-
-def _remember(state: State, name: str, entry: Entry) -> None:
-    """Note a name that left its queue (s3fifo: the small one); as many bytes of them as may be held."""
-    if state.policy == "s3fifo" and entry.queue == _MAIN:
-        return
-    ghosts = state._ghosts[entry.queue]
-    ghosts.sizes[name] = entry.size
-    ghosts.bytes += entry.size
-    while ghosts.bytes > _room(state):
-        ghosts.bytes -= ghosts.sizes.popitem(last=False)[1]
-
-
-def _was_remembered(state: State, name: str, size: int) -> bool:
-    """Whether a name left before; no longer. arc: gives the queue that it left more of the room."""
-    for queue, ghosts in enumerate(state._ghosts):
-        left = ghosts.sizes.pop(name, None)
-        if left is None:
-            continue
-        other = state._ghosts[1 - queue].bytes
-        step = max(size, size * other // max(1, ghosts.bytes))
-        ghosts.bytes -= left
-        if queue == _SMALL:
-            state._small_bytes = min(_room(state), state._small_bytes + step)
-        else:
-            state._small_bytes = max(0, state._small_bytes - step)
-        return True
-    return False
 
 
 def _hold(state: State, name: str, entry: Entry) -> None:
@@ -411,14 +335,14 @@ def _forget(state: State, name: str) -> Entry:
 
 def _count(state: State, entry: Entry, size: int) -> None:
     state.used_bytes += size
-    if state.policy in _QUEUED or state.quota_bytes is not None:
+    if state.policy.queued or state.quota_bytes is not None:
         for scope in _scopes(state, entry):
             share = scope, entry.queue
             state._bytes[share] = state._bytes.get(share, 0) + size
 
 
 def _offer(state: State, name: str, entry: Entry) -> None:
-    item = _rank(state.policy, entry), entry.ticket, name
+    item = state.policy.rank(entry), entry.ticket, name
     for scope in _scopes(state, entry):
         heap = state._leaves.get((scope, entry.queue))
         if heap is None:
