@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from kvkit.format.urls import shown
 
-_SECRET = {"token", "password", "options", "secret"}
+_SECRET = {"token", "password", "options", "secret", "kvkit"}
 """Settings whose values no message shows."""
 
 

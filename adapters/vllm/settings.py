@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.config import Config, load_config
-from kvkit.settings import ConfigError
+from kvkit.settings import ConfigError, explain
+
+WHERE = "kv_connector_extra_config"
 
 
 class Settings(BaseModel):
@@ -52,27 +53,13 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
     Raises:
         ConfigError: a setting is unknown or impossible, or there are no tiers.
     """
-    where = "kv_connector_extra_config"
-    known = list(Settings.model_fields)
-    for name in extra:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"{where}.{name}: unknown setting; {hint}the settings are {', '.join(known)}")
     try:
         settings = Settings(**extra)
     except ValidationError as error:
-        lines = [
-            f"{where}.{'.'.join(map(str, found['loc']))}{_value(found)}: {found['msg']}"
-            for found in error.errors()
-        ]
+        known = list(Settings.model_fields)
+        lines = [f"{WHERE}.{explain(found, known)}" for found in error.errors()]
         raise ConfigError("\n".join(lines)) from error
     config = load_config(settings.kvkit_config, **settings.kvkit)
     if not config.tiers and config.handoff is None:
-        raise ConfigError(f"{where}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")
+        raise ConfigError(f"{WHERE}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")
     return settings, config
-
-
-def _value(found: Any) -> str:
-    """The value that an error is about, but for kvkit's own settings, which may hold secrets."""
-    return "" if found["loc"][0] == "kvkit" else f" = {found['input']!r}"
