@@ -102,7 +102,6 @@ WIDE = (
 """Functions that still take more."""
 TWICE = (
     "Admit",
-    "Answer",
     "Attention",
     "Bucket",
     "Config",
@@ -117,14 +116,11 @@ TWICE = (
     "Report",
     "Role",
     "Run",
-    "Send",
-    "Sending",
     "State",
     "Step",
     "TierConfig",
     "Transfer",
     "_Item",
-    "_Request",
 )
 """Names that still mean two things."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvkit.adapters.vllm.params import Receiving, Sending, answer, read
+from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill, answer, read
 from kvkit.settings import ConfigError
 
 PEERS = {"d0": "tcp://127.0.0.1:7000", "d1": "unix:///run/d1"}
@@ -21,22 +21,24 @@ def test_who_asks_for_nothing_gets_nothing() -> None:
 
 @pytest.mark.parametrize("given", ["d1", "unix:///run/d1"])
 def test_a_peer_is_named_or_told_by_its_address(given: str) -> None:
-    assert read({**SEND, "transfer_id": "t", "handoff": given}, PEERS) == Sending("t", "unix:///run/d1")
+    assert read({**SEND, "transfer_id": "t", "handoff": given}, PEERS) == RemoteDecode("t", "unix:///run/d1")
 
 
 def test_the_only_peer_need_not_be_told_and_ids_differ() -> None:
     first, second = (read(SEND, {"d": "unix:///d"}) for _ in range(2))
-    assert isinstance(first, Sending)
-    assert isinstance(second, Sending)
+    assert isinstance(first, RemoteDecode)
+    assert isinstance(second, RemoteDecode)
     assert first.address == second.address == "unix:///d"
     assert first.transfer != second.transfer
 
 
 def test_what_is_answered_is_what_the_other_engine_reads() -> None:
-    told = answer(Sending("t", "unix:///d"), 384)
-    assert read(told, {}) == Receiving("t", computed=True)
+    told = answer(RemoteDecode("t", "unix:///d"), 384)
+    assert read(told, {}) == RemotePrefill("t", computed=True)
     del told["remote_num_tokens"]
-    assert read(told, {}) == Receiving("t", computed=False), "asked before the prefill engine has answered"
+    assert read(told, {}) == RemotePrefill("t", computed=False), (
+        "asked before the prefill engine has answered"
+    )
 
 
 @pytest.mark.parametrize(

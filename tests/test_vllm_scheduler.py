@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvkit.adapters.vllm.params import Receiving, Sending
+from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, RequestView, Scheduler, Sizes
-from kvkit.adapters.vllm.step import Answer, Report, Sequence, Step, Tables
+from kvkit.adapters.vllm.step import LookupAnswer, Sequence, StepMetadata, Tables, WorkerReport
 
 CHUNK, BLOCK = 8, 4
 
@@ -59,14 +59,16 @@ def new_scheduler(
     return Scheduler(Sizes(CHUNK, (BLOCK,), grain), tokens_of, ranks=ranks, clock=clock, **settings)
 
 
-def step(scheduler: Scheduler, scheduled: dict[str, int] | None = None, blocks: Tables = ([],)) -> Step:
+def step(
+    scheduler: Scheduler, scheduled: dict[str, int] | None = None, blocks: Tables = ([],)
+) -> StepMetadata:
     return scheduler.plan(scheduled or {}, lambda _: blocks)
 
 
-def answer(scheduler: Scheduler, asked: Step, tokens: int, rank: int = 0, tier: str = "disk") -> None:
+def answer(scheduler: Scheduler, asked: StepMetadata, tokens: int, rank: int = 0, tier: str = "disk") -> None:
     (ask,) = asked.asks
-    found = Answer(ask.request, ask.number, rank, tokens, ((tier, tokens),) if tokens else ())
-    scheduler.hear(Report([found]))
+    found = LookupAnswer(ask.request, ask.number, rank, tokens, ((tier, tokens),) if tokens else ())
+    scheduler.hear(WorkerReport([found]))
 
 
 def test_a_request_waits_for_its_answer_and_is_asked_about_once() -> None:
@@ -170,7 +172,7 @@ def test_a_request_whose_load_failed_computes() -> None:
     scheduler.match(a, 0)
     scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
     assert step(scheduler).heard == 0
-    scheduler.hear(Report(failed=["a"], failed_step=2))
+    scheduler.hear(WorkerReport(failed=["a"], failed_step=2))
     assert scheduler.match(a, 0) == (0, False)
     assert step(scheduler).heard == 2
 
@@ -291,7 +293,7 @@ def test_what_is_not_looked_up_is_not_brought_near() -> None:
     unread.skip_reading_prefix_cache = True
     for scheduler, view in (
         (new_scheduler(), unread),
-        (with_handoff(Receiving("t", computed=True)), request(20)),
+        (with_handoff(RemotePrefill("t", computed=True)), request(20)),
     ):
         scheduler.arrive(view)
         assert not step(scheduler).prefetches
@@ -468,7 +470,7 @@ def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
         scheduler.view("a")
 
 
-def with_handoff(handoff: Sending | Receiving, windows: bool = False) -> Scheduler:
+def with_handoff(handoff: RemoteDecode | RemotePrefill, windows: bool = False) -> Scheduler:
     return Scheduler(
         Sizes(CHUNK, (BLOCK,), CHUNK if windows else BLOCK, not windows),
         tokens_of,
@@ -489,7 +491,7 @@ def with_handoff(handoff: Sending | Receiving, windows: bool = False) -> Schedul
 def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
     tokens: int, loaded: int, steps: list[int], windows: bool
 ) -> None:
-    scheduler, a = with_handoff(Sending("t", "unix:///d"), windows), request(tokens)
+    scheduler, a = with_handoff(RemoteDecode("t", "unix:///d"), windows), request(tokens)
     all_of_it = (tokens - 1) // CHUNK * CHUNK if windows else tokens - (tokens % BLOCK == 1)
     table = list(range(500, 520))
     scheduler.admit(a, (table,), 0)
@@ -519,7 +521,7 @@ def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
 
 
 def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_beginning() -> None:
-    scheduler, a = with_handoff(Receiving("t", computed=True)), request(15)
+    scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
     assert scheduler.match(a, 0) == (None, False)
     asked = step(scheduler)
     (ask,) = asked.asks
@@ -542,7 +544,7 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
 @pytest.mark.parametrize(("tokens", "computed"), [(1, 0), (13, 12), (15, 14)])
 def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) -> None:
     """vLLM has it in its prefix cache, or there is a single token."""
-    scheduler, a = with_handoff(Receiving("t", computed=True)), request(tokens)
+    scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(tokens)
     assert scheduler.match(a, computed) == (0, False)
     scheduler.admit(a, ([21, 22, 23, 24],), 0)
     assert step(scheduler).unwanted == ["t"]
@@ -550,7 +552,7 @@ def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) 
 
 
 def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
-    scheduler, a = with_handoff(Receiving("t", computed=True)), request(15)
+    scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
     assert scheduler.match(a, 0) == (None, False)
     scheduler.finish(a, None)
     assert step(scheduler).unwanted == ["t"]

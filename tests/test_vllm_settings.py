@@ -13,7 +13,10 @@ from kvkit.settings import ConfigError
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"laod": "sync"}, r"extra_config\.laod: unknown setting; did you mean 'load'\? the settings here are"),
+        (
+            {"laod": "sync"},
+            r"extra_config\.laod: unknown setting; did you mean 'load'\? the settings here are",
+        ),
         ({"load": "later"}, r"extra_config\.load = 'later': .*'async', 'sync' or 'layerwise'"),
         ({"lookup_timeout_s": 0}, r"extra_config\.lookup_timeout_s = 0: .*greater than 0"),
         ({"kvkit": {"chunk_token": 3}}, "chunk_token: unknown setting; did you mean 'chunk_tokens'"),

@@ -20,7 +20,17 @@ from waiting import wait_for
 
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.settings import read_settings
-from kvkit.adapters.vllm.step import Ask, Load, Lora, Prefetch, Save, Send, Sequence, Step, TokenIds
+from kvkit.adapters.vllm.step import (
+    Ask,
+    LoadTask,
+    Lora,
+    Prefetch,
+    SaveTask,
+    SendTask,
+    Sequence,
+    StepMetadata,
+    TokenIds,
+)
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.sender import Sender
@@ -99,7 +109,7 @@ class Rank:
     def step(self, finished: tuple[str, ...] = (), **told: Any) -> tuple[set[str], set[str], set[str]]:
         """One step; what `finish` returns."""
         self.number += 1
-        step = Step(self.number, **told)
+        step = StepMetadata(self.number, **told)
         self.worker.settle()
         self.worker.begin(step)
         self.worker.start_loads(step)
@@ -113,7 +123,7 @@ class Rank:
     def save(self, first: int = 0, **told: Any) -> None:
         """Save the three chunks of IDS from `first` on."""
         blocks = TABLE[first * CHUNK // BLOCK :]
-        self.step(saves=[Save("a", Sequence(IDS), first, (blocks,))], **told)
+        self.step(saves=[SaveTask("a", Sequence(IDS), first, (blocks,))], **told)
         self.worker.settle()
         self.worker.cache.flush()
 
@@ -129,7 +139,7 @@ class Rank:
         (answer,) = report.answers
         return answer.tokens
 
-    def load(self, load: Load, **told: Any) -> bool:
+    def load(self, load: LoadTask, **told: Any) -> bool:
         """Load what was found; whether all of it came."""
         received, failed, _ = self.step(loads=[load], **told)
         while self.waits is False and not received:
@@ -154,7 +164,7 @@ def test_what_was_saved_is_loaded_into_other_blocks(rank: Rank) -> None:
     rank.save()
     rank.fill(0.0)
     assert rank.found() == len(IDS)
-    assert rank.load(Load("a", 1, BLOCK, 5 * BLOCK, ([-1, 7, 8, 9, 10],)))
+    assert rank.load(LoadTask("a", 1, BLOCK, 5 * BLOCK, ([-1, 7, 8, 9, 10],)))
     assert rank.worker.invalid_blocks() == set()
     for tensor in rank.pages.values():
         assert bool((tensor[7:11] == 3.0).all())
@@ -172,7 +182,7 @@ def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    save = Save("b", Sequence(IDS + 1000), 0, (TABLE,))
+    save = SaveTask("b", Sequence(IDS + 1000), 0, (TABLE,))
     stored = rank.worker.cache.counts().stored_records["disk"]
 
     def saved() -> int:
@@ -180,7 +190,7 @@ def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path
         rank.worker.cache.flush()
         return rank.worker.cache.counts().stored_records["disk"] - stored
 
-    assert not rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)), saves=[save])
+    assert not rank.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)), saves=[save])
     assert rank.worker.invalid_blocks() == {7, 8, 9, 10, 11, 6}
     assert saved() == (0 if rank.waits else 3)
     failed_step = rank.number if rank.waits else 0
@@ -194,7 +204,7 @@ def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path
 def test_a_chunk_that_lacks_a_block_is_not_stored(rank: Rank, blocks: list[int]) -> None:
     """A padded or a short table: the record would have zeros under the name of the whole chunk."""
     rank.fill(3.0)
-    rank.step(saves=[Save("a", Sequence(IDS), 0, (blocks,))])
+    rank.step(saves=[SaveTask("a", Sequence(IDS), 0, (blocks,))])
     rank.worker.settle()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (1, 1)
@@ -205,7 +215,7 @@ def test_a_chunk_that_lacks_a_block_is_not_stored(rank: Rank, blocks: list[int])
 
 def test_nothing_of_an_adapter_that_is_not_known_is_stored_or_found(rank: Rank) -> None:
     nobody = Sequence(IDS, Lora(1, "org/adapter"))
-    rank.step(saves=[Save("a", nobody, 0, (TABLE,))])
+    rank.step(saves=[SaveTask("a", nobody, 0, (TABLE,))])
     rank.worker.settle()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (0, 0)
@@ -214,7 +224,7 @@ def test_nothing_of_an_adapter_that_is_not_known_is_stored_or_found(rank: Rank) 
 
 
 def test_a_load_of_what_was_never_found_is_none(rank: Rank) -> None:
-    assert not rank.load(Load("a", 1, 0, CHUNK, ([7, 8],)))
+    assert not rank.load(LoadTask("a", 1, 0, CHUNK, ([7, 8],)))
     assert rank.worker.invalid_blocks() == {7, 8}
 
 
@@ -241,7 +251,7 @@ def test_a_query_is_about_what_a_request_would_find_now(tmp_path: Path) -> None:
     adapter = Sequence(IDS, Lora(1, str(files), "adapter"), "tenant")
     with pytest.raises(UnknownModel, match=r"model = .adapter.: neither served nor an adapter"):
         held("adapter")
-    rank.step(saves=[Save("b", adapter, 0, (TABLE,))])
+    rank.step(saves=[SaveTask("b", adapter, 0, (TABLE,))])
     rank.worker.settle()
     cache.flush()
     before = cache.counts()
@@ -286,7 +296,7 @@ def test_the_log_has_a_line_of_each_request_when_its_last_put_is_over(
     wait_for(lambda: len(caplog.messages) == 2)
     assert caplog.messages[1] == "a: of 50 prompt tokens hit none; stored 48 (memory), 48 (disk)"
     assert rank.found() == len(IDS)
-    assert rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    assert rank.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
     rank.step(("a",), ended={"a": 60})
     assert caplog.messages[2:] == ["a: of 60 prompt tokens hit 48 (memory); stored none"]
 
@@ -298,7 +308,7 @@ def test_what_is_loaded_again_after_a_preemption_is_no_second_hit(
     rank.save()
     for _ in range(2):
         assert rank.found() == len(IDS)
-        assert rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+        assert rank.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
     rank.step(("a",), ended={"a": 60})
     assert caplog.messages == ["a: of 60 prompt tokens hit 48 (memory); stored 48 (memory), 48 (disk)"]
 
@@ -313,7 +323,7 @@ def test_the_line_waits_for_a_load_that_its_request_calls_off(
     rank.wrap("disk", lambda operation, _: Fault.HANG if operation == "get" else None)
     rank.worker.cache.clear("memory")
     assert rank.found() == len(IDS)
-    load = Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],))
+    load = LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],))
     received, _, _ = rank.step(("a",), loads=[load], ended={"a": 60})
     while not received:
         received, _, _ = rank.step(idle=True)
@@ -325,7 +335,7 @@ def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:
     assert rank.worker.space_of("an alias", "") == rank.worker.space_of(None, "")
 
 
-SAVE = Save("a", Sequence(IDS), 0, (TABLE,))
+SAVE = SaveTask("a", Sequence(IDS), 0, (TABLE,))
 DEADLINE_S = 60.0
 
 
@@ -349,7 +359,7 @@ def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> 
     assert rank.worker.cache.tiers["memory"].count_leading(names[:1]) == 0
     if asked == "after":
         assert rank.found() == len(IDS)
-    assert rank.load(Load("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), called_off=["a"])
+    assert rank.load(LoadTask("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), called_off=["a"])
     assert all(bool((tensor[7:11] == 3.0).all()) for tensor in rank.pages.values())
     assert rank.worker.cache.counts().loaded_tokens == {"memory": 2 * CHUNK}
 
@@ -360,7 +370,7 @@ def test_what_is_loaded_by_layers_is_written_back(tmp_path: Path) -> None:
     rank.save()
     rank.worker.cache.clear("memory")
     assert rank.found() == len(IDS)
-    assert rank.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    assert rank.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
     assert rank.worker.cache.counts().loaded_tokens == {"disk": len(IDS)}
     assert in_memory(rank) == len(IDS)
     rank.worker.close()
@@ -381,7 +391,7 @@ def test_a_prefetch_that_is_called_off_ends(hasty: Rank) -> None:
     wait_for(lambda: in_memory(hasty) == 2 * CHUNK)
     broken.clear()
     assert hasty.found() == len(IDS)
-    assert hasty.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    assert hasty.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
     assert hasty.worker.cache.counts().loaded_tokens == {"memory": 2 * CHUNK, "disk": CHUNK}
     disk.release()
     staging = hasty.worker.cache.staging
@@ -394,7 +404,7 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path) -> None:
     rank = Rank(tmp_path, "async", memory="120KiB")  # ten records of 12 KiB
     requests = {name: IDS + 1000 * i for i, name in enumerate("abc")}
     for tokens in requests.values():
-        rank.step(saves=[Save("s", Sequence(tokens), 0, (TABLE,))])
+        rank.step(saves=[SaveTask("s", Sequence(tokens), 0, (TABLE,))])
         rank.worker.settle()
     rank.worker.cache.flush()
     rank.worker.cache.clear("memory")
@@ -466,7 +476,7 @@ def test_pages_come_free_before_a_tier_says_what_it_lacks(hasty: Rank) -> None:
     assert hasty.stored("disk") == 3
     hasty.worker.cache.clear("memory")
     assert hasty.found() == len(IDS)
-    assert hasty.load(Load("a", 1, 0, 3 * CHUNK, ([11, 10, 9, 8, 7, 6],)))
+    assert hasty.load(LoadTask("a", 1, 0, 3 * CHUNK, ([11, 10, 9, 8, 7, 6],)))
     assert all(bool((tensor[6:] == 3.0).all()) for tensor in hasty.pages.values())
 
 
@@ -519,8 +529,8 @@ class Pair:
         assert handoff.receiver is not None
         self.receiver = handoff.receiver
 
-    def send(self, stop: int = len(IDS), *, last: bool = True) -> Send:
-        return Send("a", "t", self.address, Sequence(IDS), 0, stop, (TABLE,), last)
+    def send(self, stop: int = len(IDS), *, last: bool = True) -> SendTask:
+        return SendTask("a", "t", self.address, Sequence(IDS), 0, stop, (TABLE,), last)
 
     def finish(self, received: set[str], failed: set[str], sent: set[str]) -> None:
         """Have the prefill engine go on until the pages of what it sends are free."""
@@ -540,7 +550,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_room_is_asked_for_before_anything_is_computed(pair: Pair) -> None:
-    step = Step(1, sends=[pair.send()])
+    step = StepMetadata(1, sends=[pair.send()])
     pair.prefill.fill(3.0)
     pair.prefill.worker.begin(step)
     wait_for(lambda: pair.receiver.transfers() == {"t": Phase.RECEIVING})
@@ -575,7 +585,7 @@ def test_what_is_not_whole_or_not_known_is_not_sent(
     pair: Pair, sequence: Sequence, blocks: list[int]
 ) -> None:
     """And its pages come free."""
-    send = Send("a", "t", pair.address, sequence, 0, len(IDS), (blocks,), last=True)
+    send = SendTask("a", "t", pair.address, sequence, 0, len(IDS), (blocks,), last=True)
     pair.finish(*pair.prefill.step(("a",), sends=[send]))
     wait_for(lambda: pair.receiver.transfers() == {})
     assert pair.decode.found() == 0
@@ -584,7 +594,7 @@ def test_what_is_not_whole_or_not_known_is_not_sent(
 def test_nothing_that_rests_on_a_failed_load_is_sent(tmp_path: Path) -> None:
     """The decode engine hears at once that it has to compute, and the prefill engine gets its blocks back."""
     pair = Pair(tmp_path, "sync")
-    load = Load("b", 1, 0, CHUNK, ([7, 8],))  # nobody has found that
+    load = LoadTask("b", 1, 0, CHUNK, ([7, 8],))  # nobody has found that
     _, _, sent = pair.prefill.step(loads=[load], sends=[pair.send()], finished=("a",))
     assert sent == {"a"}
     status = pair.receiver.wait("t", DEADLINE_S)
@@ -649,12 +659,12 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
     for page, tensor in enumerate(pair.prefill.pages.values()):
         tensor[:] = torch.arange(tensor.numel()).reshape(tensor.shape) + 1.0 + 1e5 * page
     sequence, blocks = Sequence(IDS[:tokens]), -(-tokens // BLOCK)
-    send = Send("a", "t", pair.address, sequence, 0, tokens, (TABLE[:blocks],), last=True)
+    send = SendTask("a", "t", pair.address, sequence, 0, tokens, (TABLE[:blocks],), last=True)
     pair.finish(*pair.prefill.step(("a",), sends=[send]))
     pair.decode.step(asks=[Ask("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
     assert pair.decode.heard() == tokens
     into = [11, 10, 9, 8, 7, 6][:blocks]
-    assert pair.decode.load(Load("a", 1, 0, tokens, (into,)))
+    assert pair.decode.load(LoadTask("a", 1, 0, tokens, (into,)))
     for ours, theirs in zip(pair.prefill.pages.values(), pair.decode.pages.values(), strict=True):
         assert torch.equal(ours[TABLE[:blocks]], theirs[into])
         assert not theirs[[block for block in range(BLOCKS) if block not in into]].any()
@@ -667,7 +677,7 @@ def test_a_prompt_of_more_records_than_are_put_at_a_time_arrives_whole(pair: Pai
     chunks = pair.receiver.arena.slots
     tokens = np.arange(chunks * CHUNK, dtype=np.int32)
     table = (TABLE * chunks)[: chunks * CHUNK // BLOCK]
-    send = Send("a", "t", pair.address, Sequence(tokens), 0, len(tokens), (table,), last=True)
+    send = SendTask("a", "t", pair.address, Sequence(tokens), 0, len(tokens), (table,), last=True)
     pair.finish(*pair.prefill.step(("a",), sends=[send]))
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
@@ -690,10 +700,10 @@ def test_what_cannot_be_put_is_missing_and_the_rest_arrives(pair: Pair) -> None:
     assert pair.decode.found() == CHUNK
 
 
-def piece(pair: Pair, request: str, tokens: TokenIds, first: int, stop: int) -> Send:
+def piece(pair: Pair, request: str, tokens: TokenIds, first: int, stop: int) -> SendTask:
     """Tokens [first, stop) of what `request` sends."""
     address, blocks, last = pair.address, (TABLE[first // BLOCK :],), stop == len(tokens)
-    return Send(request, f"of-{request}", address, Sequence(tokens), first, stop, blocks, last)
+    return SendTask(request, f"of-{request}", address, Sequence(tokens), first, stop, blocks, last)
 
 
 def test_a_step_that_waits_returns_when_all_it_computed_has_arrived(
@@ -777,7 +787,7 @@ def groups_of(pair: Pair) -> int:
 def save_beginning(rank: Rank, chunks: int, kept: str) -> None:
     """Store the first chunks of IDS, and have them in one tier alone."""
     rank.fill(3.0)
-    rank.step(saves=[Save("b", Sequence(IDS[: chunks * CHUNK]), 0, (TABLE,))])
+    rank.step(saves=[SaveTask("b", Sequence(IDS[: chunks * CHUNK]), 0, (TABLE,))])
     rank.worker.settle()
     rank.worker.cache.flush()
     for name in ("memory", "disk", "pool"):
@@ -831,7 +841,7 @@ def test_decode_stores_nothing_that_the_pool_has(pool: Pair) -> None:
 def test_decode_writes_back_what_the_pool_held_and_not_what_it_was_sent(pool: Pair) -> None:
     save_beginning(pool.decode, 2, kept="pool")
     assert handed(pool) == 1
-    assert pool.decode.load(Load("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
+    assert pool.decode.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)))
     pool.decode.worker.cache.flush()
     written_back = pool.decode.worker.cache.counts().written_back_records
     assert +written_back == {"memory": 2 * groups_of(pool)}

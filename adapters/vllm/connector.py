@@ -31,11 +31,11 @@ from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.identity import model_identity
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
-from kvkit.adapters.vllm.params import Receiving, Sending
+from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
-from kvkit.adapters.vllm.step import Lora, Report, Sequence, Step
+from kvkit.adapters.vllm.step import Lora, Sequence, StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.settings import HandoffConfig
@@ -141,7 +141,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
-        if isinstance(kv_connector_metadata, Step) and kv_connector_metadata.preempted:
+        if isinstance(kv_connector_metadata, StepMetadata) and kv_connector_metadata.preempted:
             self._worker.vacate()
         else:
             self._worker.settle()
@@ -182,7 +182,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         assert self._worker is not None
         return self._worker.invalid_blocks()
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         assert self._worker is not None
         return self._worker.report()
 
@@ -218,7 +218,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             found[source] = found.get(source, 0) + tokens
         return found
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
         step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
@@ -232,7 +232,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, Report):
+        if isinstance(report, WorkerReport):
             self._scheduler.hear(report)
             if self._events is not None:
                 for stored in report.stored:
@@ -270,7 +270,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
         return PromMetrics(*arguments)
 
-    def _handoff(self, request: Any) -> Sending | Receiving | None:
+    def _handoff(self, request: Any) -> RemoteDecode | RemotePrefill | None:
         """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
         handoff = self._config.handoff
         if handoff is None:
@@ -291,9 +291,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return CacheHitSource.P2P
         return CacheHitSource.HOST if self._config.tiers[tier].in_memory else CacheHitSource.DISK
 
-    def _step(self) -> Step:
+    def _step(self) -> StepMetadata:
         step = self._get_connector_metadata()
-        assert isinstance(step, Step)
+        assert isinstance(step, StepMetadata)
         return step
 
     def _sequence(self, request: Any, tokens: int) -> Sequence | None:

@@ -21,7 +21,7 @@ TOKENS = "remote_num_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class RemoteDecode:
     """A request whose KV goes to the decode engine at `address`, as the transfer `transfer`."""
 
     transfer: str
@@ -29,14 +29,14 @@ class Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class Receiving:
+class RemotePrefill:
     """A request whose KV comes as the transfer `transfer`; `computed`: its prefill engine answered before."""
 
     transfer: str
     computed: bool
 
 
-def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending | Receiving | None:
+def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDecode | RemotePrefill | None:
     """What a request's parameters ask for; None: nothing.
 
     Args:
@@ -62,11 +62,11 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> Sending 
     except MessageError as error:
         raise ConfigError(f"{WHERE}.transfer_id: {error}") from error
     if receives:
-        return Receiving(transfer, TOKENS in params)
-    return Sending(transfer, _address(params.get("handoff"), peers))
+        return RemotePrefill(transfer, TOKENS in params)
+    return RemoteDecode(transfer, _address(params.get("handoff"), peers))
 
 
-def answer(sending: Sending, tokens: int) -> dict[str, Any]:
+def answer(sending: RemoteDecode, tokens: int) -> dict[str, Any]:
     """The parameters of the decode engine's request. `tokens` is how many of the prompt's are sent."""
     return {
         "do_remote_prefill": True,

@@ -17,8 +17,19 @@ from itertools import accumulate, count, islice
 from typing import Any, Protocol
 
 from kvkit.adapters.vllm import params as parameters
-from kvkit.adapters.vllm.params import Receiving, Sending
-from kvkit.adapters.vllm.step import Answer, Ask, Load, Prefetch, Report, Save, Send, Sequence, Step, Tables
+from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
+from kvkit.adapters.vllm.step import (
+    Ask,
+    LoadTask,
+    LookupAnswer,
+    Prefetch,
+    SaveTask,
+    SendTask,
+    Sequence,
+    StepMetadata,
+    Tables,
+    WorkerReport,
+)
 
 FRESH_S = 10.0
 """Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
@@ -62,7 +73,7 @@ class _Question:
     number: int
     chunks: int
     computed: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, LookupAnswer] = field(default_factory=dict)
     known_at: float | None = None
 
 
@@ -77,10 +88,10 @@ class _Request:
     """
 
     view: RequestView
-    handoff: Sending | Receiving | None = None
+    handoff: RemoteDecode | RemotePrefill | None = None
     sent: int | None = None
     question: _Question | None = None
-    admitted: Answer | None = None
+    admitted: LookupAnswer | None = None
     start: int = 0
     saved: int | None = None
     barred: bool = False
@@ -110,7 +121,7 @@ class Scheduler:
         waits: bool,
         save_generated: bool,
         clock: Callable[[], float],
-        handoff: Callable[[RequestView], Sending | Receiving | None] = lambda view: None,
+        handoff: Callable[[RequestView], RemoteDecode | RemotePrefill | None] = lambda view: None,
         has: Callable[[RequestView], int] = lambda view: 0,
     ) -> None:
         self._sizes = sizes
@@ -127,8 +138,8 @@ class Scheduler:
         self._called_off: list[str] = []
         self._numbers = count(1)
         self._asks: list[Ask] = []
-        self._loads: list[Load] = []
-        self._last_saves: list[Save] = []
+        self._loads: list[LoadTask] = []
+        self._last_saves: list[SaveTask] = []
         self._unwanted: list[str] = []
         self._ended: dict[str, RequestView] = {}
         self._prompts: dict[str, int] = {}  # of requests that have ended, until a step tells of them
@@ -150,7 +161,7 @@ class Scheduler:
         request = self._request(view)
         if not request.passed_over:
             self._queue.setdefault(view.request_id)  # a preempted one is queued again
-        receiving = request.handoff if isinstance(request.handoff, Receiving) else None
+        receiving = request.handoff if isinstance(request.handoff, RemotePrefill) else None
         asked, most = self._asked(view, receiving)
         wanted = -(-asked // self._sizes.chunk_tokens)
         if view.skip_reading_prefix_cache or request.barred or min(asked, most) <= computed:
@@ -178,14 +189,14 @@ class Scheduler:
         request.saved, request.passed_over = None, False
         question, request.question = request.question, None
         if not tokens or question is None:
-            if isinstance(request.handoff, Receiving):
+            if isinstance(request.handoff, RemotePrefill):
                 self._unwanted.append(request.handoff.transfer)
             return
         request.admitted = self._least(question)
         request.start = start = question.computed
         stop, chunk = start + tokens, self._sizes.chunk_tokens
         table = self._cut(blocks, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
-        self._loads.append(Load(view.request_id, question.number, start, stop, table))
+        self._loads.append(LoadTask(view.request_id, question.number, start, stop, table))
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Which tiers the last `tokens` tokens of what was admitted come from."""
@@ -201,12 +212,12 @@ class Scheduler:
                 found[tier] = found.get(tier, 0) + inside
         return found
 
-    def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Step:
+    def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> StepMetadata:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
         self._steps += 1
         ended = {save.request for save in self._last_saves}
         self._ended = {name: view for name, view in self._ended.items() if name in ended}
-        step = Step(
+        step = StepMetadata(
             number=self._steps,
             asks=self._asks,
             prefetches=list(self._prefetches()),
@@ -226,7 +237,7 @@ class Scheduler:
         self._told_epoch = self.epoch
         return step
 
-    def hear(self, report: Report) -> None:
+    def hear(self, report: WorkerReport) -> None:
         """Note what the workers tell."""
         for answer in report.answers:
             request = self._requests.get(answer.request)
@@ -257,7 +268,7 @@ class Scheduler:
         if request is None:
             return False
         self._prompts[view.request_id] = view.num_prompt_tokens
-        if isinstance(request.handoff, Receiving):
+        if isinstance(request.handoff, RemotePrefill):
             self._unwanted.append(request.handoff.transfer)
         sends = request.sent is not None
         if request.saved is None or blocks is None:
@@ -272,14 +283,14 @@ class Scheduler:
         sizes = zip(table, self._sizes.block_tokens, strict=True)
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
             return sends  # a window has left some behind
-        self._last_saves.append(Save(view.request_id, sequence, first, table, last=True))
+        self._last_saves.append(SaveTask(view.request_id, sequence, first, table, last=True))
         self._ended[view.request_id] = view
         return True
 
     def answer(self, view: RequestView) -> dict[str, Any] | None:
         """What a request that ends tells the router: the parameters of the decode engine's request."""
         request = self._requests.get(view.request_id)
-        if request is None or request.sent is None or not isinstance(request.handoff, Sending):
+        if request is None or request.sent is None or not isinstance(request.handoff, RemoteDecode):
             return None
         return parameters.answer(request.handoff, request.sent)
 
@@ -325,14 +336,14 @@ class Scheduler:
 
     def _prefetch(self, request: _Request) -> Prefetch | None:
         view = request.view
-        if isinstance(request.handoff, Receiving) or view.skip_reading_prefix_cache or request.barred:
+        if isinstance(request.handoff, RemotePrefill) or view.skip_reading_prefix_cache or request.barred:
             return None
         asked, most = self._asked(view, None)
         computed = self._has(view)
         sequence = self._sequence(view, asked) if computed < min(asked, most) else None
         return None if sequence is None else Prefetch(view.request_id, sequence, computed)
 
-    def _asked(self, view: RequestView, receiving: Receiving | None) -> tuple[int, int]:
+    def _asked(self, view: RequestView, receiving: RemotePrefill | None) -> tuple[int, int]:
         """How many tokens of a request are looked up, and how many of them may be loaded."""
         if receiving is not None:  # the unfilled last chunk comes, too
             asked = self._handed(view.num_tokens)
@@ -353,11 +364,11 @@ class Scheduler:
             return (tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
         return tokens - 1 if (tokens - 1) % self._sizes.grain_tokens == 0 else tokens
 
-    def _least(self, question: _Question) -> Answer:
+    def _least(self, question: _Question) -> LookupAnswer:
         """What every rank can load. All have answered."""
         return min(question.answers.values(), key=lambda answer: (answer.tokens, answer.rank))
 
-    def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[Save]:
+    def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SaveTask]:
         """The chunks that this step completes.
 
         A sliding window's older blocks may be gone (-1), even within the first chunk that is saved, as far as
@@ -374,7 +385,7 @@ class Scheduler:
             computed = view.num_computed_tokens
             # lower than what was saved after a preemption or a failed load: those chunks are computed anew
             first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
-            if request.saved is None and isinstance(request.handoff, Receiving) and self._sizes.whole:
+            if request.saved is None and isinstance(request.handoff, RemotePrefill) and self._sizes.whole:
                 first = 0  # what was received is in no tier
             stop = min(computed + tokens, self._known(view, view.num_tokens)) // chunk
             request.saved = max(first, stop)
@@ -383,14 +394,14 @@ class Scheduler:
             end = stop * chunk
             sequence, table = self._sequence(view, end), blocks(name)
             if sequence is not None and table is not None:
-                yield Save(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
+                yield SaveTask(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
 
-    def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[Send]:
+    def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SendTask]:
         """What of prompts that are handed off this step completes: whole chunks, and the rest at the end."""
         chunk = self._sizes.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
-            if request is None or not isinstance(request.handoff, Sending):
+            if request is None or not isinstance(request.handoff, RemoteDecode):
                 continue
             view = request.view
             whole = self._handed(view.num_prompt_tokens)
@@ -404,7 +415,7 @@ class Scheduler:
             request.sent = stop
             transfer, address = request.handoff.transfer, request.handoff.address
             cut = self._cut(table, first, -(-stop // chunk) * chunk, 0, stop)
-            yield Send(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
+            yield SendTask(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
 
     def _known(self, view: RequestView, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved."""

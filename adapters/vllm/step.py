@@ -1,7 +1,7 @@
 """What the scheduler's and the workers' sides tell each other: plain data, one message a step.
 
-Step     scheduler to every worker: what to look up, bring near, load and save
-Report   every worker to the scheduler: what was found, what failed
+StepMetadata   scheduler to every worker: what to look up, bring near, load and save
+WorkerReport   every worker to the scheduler: what was found, what failed
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadTask:
     """Load tokens [start, stop) of what the answer `number` found.
 
     Both are multiples of the block size, but for the end of what another engine sent. `blocks` begin at the
@@ -97,7 +97,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveTask:
     """Store the whole chunks of `sequence` from chunk `first` on, where `blocks` begin.
 
     `last`: the request has ended, and its blocks are kept until this is done.
@@ -111,7 +111,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendTask:
     """Send a prompt's KV to the decode engine, as the transfer `transfer`, from token `first` on.
 
     Args:
@@ -133,7 +133,7 @@ class Send:
 
 
 @dataclass
-class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
     """What one step of the engine is to do besides computing.
 
     Attributes:
@@ -151,9 +151,9 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
     asks: list[Ask] = field(default_factory=list)
     prefetches: list[Prefetch] = field(default_factory=list)
     called_off: list[str] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
+    loads: list[LoadTask] = field(default_factory=list)
+    saves: list[SaveTask] = field(default_factory=list)
+    sends: list[SendTask] = field(default_factory=list)
     computed: int = 0
     preempted: bool = False
     idle: bool = False
@@ -164,7 +164,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LookupAnswer:
     """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order."""
 
     request: str
@@ -175,7 +175,7 @@ class Answer:
 
 
 @dataclass
-class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What happened since the last report, of one rank or of several.
 
     Attributes:
@@ -184,15 +184,15 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         stored: (request, tier, chunk) of what a tier has completely, if anyone wants to know.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[LookupAnswer] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     failed_step: int = 0
     stored: list[tuple[str, str, int]] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both reports as one. Mutates neither."""
-        assert isinstance(other, Report)
-        return Report(
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(
             self.answers + other.answers,
             self.failed + other.failed,
             max(self.failed_step, other.failed_step),

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Request:
+class _Tallied:
     """What is known of one.
 
     Attributes:
@@ -36,13 +36,13 @@ class Tally:
 
     def __init__(self, tells: bool) -> None:
         self._tells = tells
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Tallied] = {}
         self._lock = threading.Lock()
 
     def begin(self, request: str) -> None:
         """Note that a load or a save of a request is under way, until `done`."""
         with self._lock:
-            self._requests.setdefault(request, _Request()).under_way += 1
+            self._requests.setdefault(request, _Tallied()).under_way += 1
 
     def hit(self, request: str, tokens: Mapping[str, int]) -> None:
         """Note what a request's first load brought, by tier; what is loaded after a preemption was there."""
@@ -68,18 +68,18 @@ class Tally:
     def over(self, request: str, prompt_tokens: int) -> None:
         """Note that a request is over: nothing more is begun for it."""
         with self._lock:
-            found = self._requests.setdefault(request, _Request())
+            found = self._requests.setdefault(request, _Tallied())
             found.prompt_tokens = prompt_tokens
             whole = self._take(request, found)
         self._tell(request, whole)
 
-    def _take(self, name: str, request: _Request) -> _Request | None:
+    def _take(self, name: str, request: _Tallied) -> _Tallied | None:
         """The request, if everything is over. The lock is held."""
         if request.under_way or request.prompt_tokens is None:
             return None
         return self._requests.pop(name)
 
-    def _tell(self, name: str, request: _Request | None) -> None:
+    def _tell(self, name: str, request: _Tallied | None) -> None:
         if request is not None and self._tells:
             hit, stored = _shown(request.hit or {}), _shown(request.stored)
             log.info("%s: of %d prompt tokens hit %s; stored %s", name, request.prompt_tokens, hit, stored)

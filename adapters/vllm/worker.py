@@ -19,7 +19,17 @@ from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.prefetches import Prefetches
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.speed import Speed
-from kvkit.adapters.vllm.step import Answer, Ask, Load, Report, Save, Send, Sequence, Step, Tables
+from kvkit.adapters.vllm.step import (
+    Ask,
+    LoadTask,
+    LookupAnswer,
+    SaveTask,
+    SendTask,
+    Sequence,
+    StepMetadata,
+    Tables,
+    WorkerReport,
+)
 from kvkit.adapters.vllm.tally import Tally
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
@@ -75,7 +85,7 @@ class _Loading:
         whole: tokens that come before the tail.
     """
 
-    load: Load
+    load: LoadTask
     base: int
     began: float
     transfer: Transfer[Loaded] | None = None
@@ -150,7 +160,7 @@ class Worker:
         self._changed = threading.Condition()
         self._wakes = self._seen = 0
         self._lookups: dict[str, _Lookup] = {}
-        self._refused: list[Answer] = []
+        self._refused: list[LookupAnswer] = []
         self._hits: dict[str, _Found] = {}
         self._awaited: dict[str, tuple[Ask, float]] = {}  # since when, on the monotonic clock
         self._received: dict[str, str] = {}
@@ -239,7 +249,7 @@ class Worker:
         if self._prompts is not None:
             self._prompts.release_pages()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepMetadata) -> None:
         """Start the lookups and prefetches of a step, and ask for room for what it will send."""
         if self._windows:  # a window that moves on leaves blocks to others while their request goes on
             self.vacate()
@@ -271,7 +281,7 @@ class Worker:
                 self._prompts.begin(send.request, send.transfer, address, tokens, self._space(send.sequence))
         self._began = time.monotonic()
 
-    def start_loads(self, step: Step) -> None:
+    def start_loads(self, step: StepMetadata) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
         for load in step.loads:
             found = self._hits.pop(load.request, None)
@@ -312,7 +322,7 @@ class Worker:
                 if number == self._number[name]:
                     break
 
-    def save(self, step: Step) -> None:
+    def save(self, step: StepMetadata) -> None:
         """Start the saves of a step; they read the pages until `settle`."""
         self._kept.update(save.request for save in step.saves if save.last)
         if self._settings.load == "layerwise":
@@ -368,7 +378,7 @@ class Worker:
         found, self._invalid = self._invalid, set()
         return found
 
-    def report(self) -> Report | None:
+    def report(self) -> WorkerReport | None:
         """What the scheduler does not know yet."""
         self._receive()
         answers, self._refused = self._refused, []
@@ -390,7 +400,7 @@ class Worker:
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         if not answers and not failed and not failed_step and not stored:
             return None
-        return Report(answers, failed, failed_step, stored)
+        return WorkerReport(answers, failed, failed_step, stored)
 
     def take_stats(self) -> stats.Stats | None:
         """What was counted since the last call."""
@@ -421,11 +431,11 @@ class Worker:
                 del self._awaited[name]
                 self._look_up(ask)
 
-    def _answer(self, ask: Ask, hit: Hit | None) -> Answer:
+    def _answer(self, ask: Ask, hit: Hit | None) -> LookupAnswer:
         """What a lookup found, and the blocks of an unfilled chunk that came with it."""
         rank, space = self._namespace.rank, self._space(ask.sequence)
         if hit is None or space is None:
-            return Answer(ask.request, ask.number, rank, 0, ())
+            return LookupAnswer(ask.request, ask.number, rank, 0, ())
         tail = None
         if ask.request in self._received and len(hit.chunks) == hit.plan.chunks:
             rest = tail_of(hit.chunks, ask.sequence.tokens, self._block)
@@ -435,7 +445,7 @@ class Worker:
         found = [part for part in (hit, tail) if part is not None]
         segments = tuple(segment for part in found for segment in _segments(part))
         tokens = min(sum(part.tokens for part in found), len(ask.sequence.tokens))
-        return Answer(ask.request, ask.number, rank, tokens, segments)
+        return LookupAnswer(ask.request, ask.number, rank, tokens, segments)
 
     def _release(self, request: str) -> None:
         """Give back what was received for a request."""
@@ -456,7 +466,7 @@ class Worker:
             places.append(group.place(blocks[group.table][first:last], stop - start))
         return places
 
-    def _piece(self, send: Send, ready: Callable[[], object] | None) -> PromptPiece:
+    def _piece(self, send: SendTask, ready: Callable[[], object] | None) -> PromptPiece:
         def pages(start: int, stop: int) -> list[SequencePages]:
             return self._places(send.blocks, start - send.first, stop - send.first)
 
@@ -492,7 +502,7 @@ class Worker:
             self._lookups[ask.request].hit.cancel()
         self._lookups[ask.request] = _Lookup(ask, hit, time.monotonic() + timeout_s)
 
-    def _save(self, save: Save, ready: Callable[[], object] | None) -> None:
+    def _save(self, save: SaveTask, ready: Callable[[], object] | None) -> None:
         """Store what a request computed; handing off is not this one's business."""
         sequence, began, space = save.sequence, time.monotonic(), self._space(save.sequence)
         first = save.first * self._namespace.chunk_tokens
@@ -513,14 +523,14 @@ class Worker:
         transfer.add_done_callback(lambda done: self._stats.stored(_result(done), time.monotonic() - began))
         self._saving.append(transfer)
 
-    def _complete(self, part: Save | Send, first: int, stop: int) -> int:
+    def _complete(self, part: SaveTask | SendTask, first: int, stop: int) -> int:
         """How many of tokens [first, stop) have all of their blocks."""
         count = pages.complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
         if count < stop - first:
             log.warning("%s: tokens from %d on lack blocks, and are not stored", part.request, first + count)
         return count
 
-    def _note_stored(self, save: Save) -> Callable[[str, int], None]:
+    def _note_stored(self, save: SaveTask) -> Callable[[str, int], None]:
         def note(tier: str, chunk: int) -> None:
             self._tally.stored(save.request, tier, self._namespace.chunk_tokens)
             if self._tells_stores:
