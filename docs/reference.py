@@ -53,6 +53,7 @@ API = (
     "moving.policy",
     "staging",
     "format.keys",
+    "format.names",
     "format.record",
     "blend.plan",
     "blend.gate",

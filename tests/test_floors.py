@@ -31,6 +31,7 @@ PURE = (
     "format.codecs",
     "format.keys",
     "format.layout",
+    "format.names",
     "format.record",
     "format.rope",
     "blend.plan",

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from kvkit import cli
 from kvkit.format import arrays, codecs
-from kvkit.format.record import Damage, RecordFormat, coordinates
+from kvkit.format.names import coordinates
+from kvkit.format.record import Damage, RecordFormat
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -523,14 +523,6 @@ def test_a_format_needs_its_own_layout() -> None:
         RecordFormat.of(layout, 0, replace(TINY.namespace, chunk_tokens=3))
 
 
-@given(st.binary(min_size=16, max_size=32))
-def test_coordinates_are_the_key_s_first_62_bits(key: bytes) -> None:
-    high, low = records.coordinates(key)
-    bits = "".join(f"{byte:08b}" for byte in key)
-    assert f"{high:016b}{low:046b}" == bits[:62]
-    assert TINY.name(key) == f"{TINY.digest.hex()}/0/c.{high}.{low}.0.0.0.0"
-
-
 GOLDEN_SHA256 = "cbc5740bab5ae809bbbcb752a48fb051f850c1927168521a5e1cc7f7f12b98e1"
 
 

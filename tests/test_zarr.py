@@ -18,6 +18,7 @@ from kvkit.format import arrays, codecs
 from kvkit.format import record as records
 from kvkit.format.keys import chunk_keys
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.names import coordinates
 from kvkit.format.record import CODECS, Damage, RecordError, RecordFormat
 from kvkit.tiers.objects import ObjectTier
 
@@ -97,7 +98,7 @@ def test_zarr_reads_a_folder_of_records(tmp_path: Path, pipeline: str, group: La
     assert attributes["opaque"] is group.opaque
 
     for key, values in held.items():
-        high, low = records.coordinates(key)
+        high, low = coordinates(key)
         assert (z[high, low] == values).all()
         for layer in range(form.shape[0]):
             assert (z[high, low, layer] == values[layer]).all()
@@ -154,7 +155,7 @@ def test_a_chunk_that_zarr_wrote_is_no_record(tmp_path: Path, pipeline: str, cod
     held = write_store(tmp_path, form, codec)
     key, values = next(iter(held.items()))
     z = zarr.open_array(tmp_path / form.array, mode="r+")
-    high, low = records.coordinates(key)
+    high, low = coordinates(key)
     z[high, low] = values + 1
     assert (z[high, low] == values + 1).all()
 
@@ -181,7 +182,7 @@ def test_zarr_finds_a_damaged_index(tmp_path: Path) -> None:
     path.write_bytes(data)
     z = zarr.open_array(tmp_path / form.array, mode="r")
     with pytest.raises(ValueError, match="checksum"):
-        z[records.coordinates(key)]
+        z[coordinates(key)]
 
 
 def test_groups_of_layers_are_arrays_side_by_side(tmp_path: Path, pipeline: str) -> None:
@@ -194,7 +195,7 @@ def test_groups_of_layers_are_arrays_side_by_side(tmp_path: Path, pipeline: str)
     for form in forms:
         for key, values in write_store(tmp_path, form, "none").items():
             z = zarr.open_array(tmp_path / form.array, mode="r")
-            assert (z[records.coordinates(key)] == values).all()
+            assert (z[coordinates(key)] == values).all()
 
 
 def test_metadata_is_what_earlier_versions_wrote_by_hand() -> None:

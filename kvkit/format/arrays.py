@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkit.format.record import CODEC_LEVEL, HIGH_BITS, LOW_BITS, RecordFormat, shuffled_bytes
+from kvkit.format.names import HIGH_BITS, LOW_BITS, METADATA
+from kvkit.format.record import CODEC_LEVEL, RecordFormat, shuffled_bytes
 
 MAX_METADATA_BYTES = 1 << 20
 """The longest zarr.json that is looked at."""
@@ -60,7 +61,7 @@ def metadata(form: RecordFormat, codec: str = "none") -> bytes:
             }
         },
     )
-    return bytes(store["zarr.json"].to_bytes())
+    return bytes(store[METADATA].to_bytes())
 
 
 def read(raw: bytes) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def read(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_METADATA_BYTES:
         raise MetadataError(f"{len(raw)} bytes, want {MAX_METADATA_BYTES} at most")
     try:
-        array = zarr.open_array({"zarr.json": Buffer.from_bytes(raw)}, mode="r", zarr_format=3)
+        array = zarr.open_array({METADATA: Buffer.from_bytes(raw)}, mode="r", zarr_format=3)
         return dict(array.metadata.to_dict())
     except Exception as error:  # what zarr-python raises for whatever somebody wrote there is not told
         raise MetadataError(f"{type(error).__name__}: {error}") from error

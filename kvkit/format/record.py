@@ -31,13 +31,13 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvkit.format.keys import namespace_digest
 from kvkit.format.layout import FORMAT_VERSION, ITEM_BYTES, KVLayout, LayerGroup, LayoutError, Namespace
+from kvkit.format.names import array_name, record_name
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"KVKITREC"
 ALIGN = 4096
-HIGH_BITS, LOW_BITS = 16, 46
 CODECS = ("none", "zstd", "bitshuffle-zstd")
 CODEC_LEVEL = 1
 
@@ -190,7 +190,7 @@ class RecordFormat:
             digest=digest,
             group=group,
             index=index,
-            array=f"{digest[:16].hex()}/{index}",
+            array=array_name(digest, index),
             shape=shape,
             header_bytes=header_bytes,
             layer_bytes=layer_bytes,
@@ -204,14 +204,7 @@ class RecordFormat:
 
     def name(self, key: bytes) -> str:
         """The object that holds `key`'s record, relative to the store's root."""
-        high, low = coordinates(key)
-        return f"{self.array}/c.{high}.{low}.0.0.0.0"
-
-
-def coordinates(key: bytes) -> tuple[int, int]:
-    """The first two Zarr coordinates of `key`: its first 16 bits and the next 46, big-endian."""
-    bits = int.from_bytes(key[:8], "big") >> (64 - HIGH_BITS - LOW_BITS)
-    return bits >> LOW_BITS, bits & ((1 << LOW_BITS) - 1)
+        return record_name(self.array, key)
 
 
 def parent_name(record: Buffer, name: str) -> str | None:
@@ -225,8 +218,7 @@ def parent_name(record: Buffer, name: str) -> str | None:
     parent = bytes(view[_FIXED : _FIXED + 32])
     if parent == bytes(view[_DIGEST : _DIGEST + 32]):
         return None
-    high, low = coordinates(parent)
-    return f"{name.rpartition('/')[0]}/c.{high}.{low}.0.0.0.0"
+    return record_name(name.rpartition("/")[0], parent)
 
 
 def payload(form: RecordFormat, record: Bytes) -> Bytes:

@@ -14,11 +14,12 @@ from typing import Any
 
 from kvkit.format import arrays, record
 from kvkit.format.arrays import MAX_METADATA_BYTES, MetadataError
+from kvkit.format.names import METADATA, array_name, record_name
 from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
 from kvkit.format.urls import shown
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, Ranges, Store
-from kvkit.tiers.folder import METADATA, Folder
+from kvkit.tiers.folder import Folder
 from kvkit.tiers.settings import TierConfig, open_tier, tier_at
 from kvkit.tiers.stores import StoreSettings, open_store
 from kvkit.tiers.striped import StripedStore
@@ -76,13 +77,13 @@ def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, boo
     with _opened(name, config) as stores:
         found: dict[str, list[tuple[str, int, _Stored]]] = {}
         for store in stores:
-            for record_name, size in store.scan():
-                found.setdefault(record_name.rpartition("/")[0], []).append((record_name, size, store))
+            for object_name, size in store.scan():
+                found.setdefault(object_name.rpartition("/")[0], []).append((object_name, size, store))
         for array, records in sorted(found.items()):
             records.sort(key=lambda entry: entry[0])
             listing = ArrayListing(array, _namespace(records[0][2], f"{array}/{METADATA}"))
-            for record_name, size, store in records:
-                if _add(listing, record_name, size, store):
+            for object_name, size, store in records:
+                if _add(listing, object_name, size, store):
                     yield listing, False
             yield listing, True
 
@@ -145,10 +146,9 @@ def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
         wrong = str(error)
     else:
         listing.chunk_tokens = header.chunk_tokens
-        high, low = record.coordinates(header.key)
-        if damage is None and not name.endswith(f"/c.{high}.{low}.0.0.0.0"):
+        if damage is None and name != record_name(listing.array, header.key):
             damage = Damage.KEY
-        if damage is None and listing.array != f"{header.namespace[:16].hex()}/{header.group}":
+        if damage is None and listing.array != array_name(header.namespace, header.group):
             damage = Damage.NAMESPACE
         wrong = "" if damage is None else damage.value
     listing.chunks += 1

@@ -1,7 +1,7 @@
 """The contract of a tier: a named place for records, addressed by object name.
 
 A tier knows nothing of tokens or layouts: it moves bytes between objects and leased slots. Names look like
-"<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0" (`kvkit.format.record`). An object is written once,
+"<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0" (`kvkit.format.names`). An object is written once,
 never changed; equal names hold equal bytes. `kvkit.tiers.testing.TierContract` checks an implementation.
 """
 

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.format.urls import hide, shown
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
-from kvkit.tiers.folder import check_name, is_record
+from kvkit.tiers.folder import check_name
 
 THREADS = 16
 """Requests at a time: they wait for the network, not for a disk."""

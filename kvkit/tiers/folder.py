@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from kvkit.format.names import GROUP, METADATA, RECORD, SPACE, is_record
 from kvkit.format.record import ALIGN, Damage
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
 
@@ -42,7 +43,6 @@ T = TypeVar("T")
 Access = Literal["user", "group", "all"]
 """Which users of the host, or of an NFS server, may read and write a store."""
 
-METADATA = "zarr.json"
 TEMPORARY = ".tmp-"
 ASIDE = ".aside-"
 """What a folder that lay in a record's place, and is not empty, is called from then on."""
@@ -50,11 +50,10 @@ _LEFT = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _FILE_MODES: dict[Access, int] = {"user": 0o600, "group": 0o660, "all": 0o666}
 _FOLDER_MODES: dict[Access, int] = {"user": 0o700, "group": 0o2770, "all": 0o777}
 """Of a group with setgid, so that what any member makes is the group's."""
-_SPACE, _GROUP = re.compile("[0-9a-f]+"), re.compile("[0-9]+")
+_SPACE, _GROUP = re.compile(SPACE), re.compile(GROUP)
 _LEVELS = (_SPACE, _GROUP)
 """Names of the folders above those with records."""
-_RECORD = re.compile(r"[0-9a-f]+/[0-9]+/c(\.[0-9]+){6}")
-_OBJECT = re.compile(r"[0-9a-f]+/[0-9]+/(c(\.[0-9]+){6}|zarr\.json)")
+_OBJECT = re.compile(rf"{RECORD}|{SPACE}/{GROUP}/{re.escape(METADATA)}")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """A file is not there, or not any more: ESTALE, another NFS client removed it."""
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -67,11 +66,6 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 """How /proc writes a blank in a path."""
 _TRIES = 4
 """How often a write starts over when a cleaner takes its file for a dead writer's, which is rare already."""
-
-
-def is_record(name: str) -> bool:
-    """Whether `name` is that of a record (`kvkit.format.record`): a scan passes over what is not kvkit's."""
-    return _RECORD.fullmatch(name) is not None
 
 
 def check_name(name: str) -> None:

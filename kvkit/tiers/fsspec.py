@@ -12,9 +12,10 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
+from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
-from kvkit.tiers.folder import TEMPORARY, check_name, is_record
+from kvkit.tiers.folder import TEMPORARY, check_name
 
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs"}
 """Protocols whose single put is visible when complete, or never."""

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
+from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.format.urls import shown
 from kvkit.staging import Lease, Staging
@@ -39,7 +40,7 @@ from kvkit.tiers.base import (
     check_scope,
     start_moves,
 )
-from kvkit.tiers.folder import check_name, is_record
+from kvkit.tiers.folder import check_name
 from kvkit.tiers.registry import TIERS
 from kvkit.tiers.settings import TierConfig
 from kvkit.workers import Workers

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvkit.format import arrays
 from kvkit.format.codecs import compress, decompress
+from kvkit.format.names import METADATA
 from kvkit.format.record import (
     CODEC_OFFSET,
     CODECS,
@@ -40,7 +41,7 @@ from kvkit.tiers.base import (
     owner_of,
 )
 from kvkit.tiers.eviction import state as eviction
-from kvkit.tiers.folder import METADATA, Access, Folder
+from kvkit.tiers.folder import Access, Folder
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.stores import StoreSettings, open_store
 from kvkit.tiers.striped import StripedStore

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.staging import Staging
 from kvkit.tiers.base import (
@@ -25,7 +26,7 @@ from kvkit.tiers.base import (
     check_scope,
     default_threads,
 )
-from kvkit.tiers.folder import check_name, is_record
+from kvkit.tiers.folder import check_name
 from kvkit.tiers.registry import TIERS
 from kvkit.tiers.settings import TierConfig
 

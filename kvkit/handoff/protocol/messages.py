@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvkit.format.names import RECORD
 from kvkit.handoff.transport.channel import MAX_BODY_BYTES
 from kvkit.tiers.base import Scope
 
@@ -27,10 +28,8 @@ MAX_PEER_NAME = 100
 MAX_LABEL = 256
 """Characters of a node's or tier's name."""
 
-Name = Annotated[
-    str, msgspec.Meta(pattern=r"^[0-9a-f]{1,64}/[0-9]{1,4}/c(\.[0-9]{1,15}){6}\Z", max_length=112)
-]
-"""Of a record (`kvkit.format.record`): "<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0"."""
+Name = Annotated[str, msgspec.Meta(pattern=rf"^{RECORD}\Z")]
+"""Of a record."""
 
 Names = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
 _ID = r"^[\x21-\x7e]{1,128}\Z"
