@@ -27,7 +27,7 @@ from kvkit.format.record import Damage
 from kvkit.moving import tier_set
 from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
-from kvkit.tiers.folder import TEMPORARY
+from kvkit.tiers.folder import TEMPORARY, Folder
 from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.stores import StoreSettings
@@ -226,3 +226,15 @@ def obey_modes() -> None:
     """Have this thread, and those that it starts, obey the modes of files, root or not."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0
+
+
+def test_a_file_that_cannot_be_looked_at_does_not_end_a_scan(run: Run, tmp_path: Path) -> None:
+    run(scans_past_a_bad_file, tmp_path)
+
+
+def scans_past_a_bad_file(root: Path) -> None:
+    names, folder = record_names(3), Folder(str(root))
+    for name in names:
+        folder.write(name, memoryview(record_bytes(name)))
+    with failing("lstat", root / names[1]):
+        assert {name for name, _ in folder.scan()} == {names[0], names[2]}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import stat
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -240,6 +242,55 @@ def test_a_failed_move_leaves_nothing(staging: Staging) -> None:
     assert [path for path in MemoryFileSystem.store if root in path] == []
     assert tier.count_leading(record_names(1)) == 0
     tier.close()
+    staging.close()
+
+
+class Stuck(MemoryFileSystem):  # type: ignore[misc] # fsspec is untyped
+    """A store that removes no object of these names."""
+
+    protocol = ("stuck", "memory")
+    kept: ClassVar[set[str]] = set()
+
+    def rm_file(self, path: str) -> None:
+        if any(path.endswith(name) for name in self.kept):
+            raise PermissionError(path)
+        super().rm_file(path)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectTier]:
+    """A tier with room for four records, whose second cannot be removed."""
+    names = record_names(4)
+    monkeypatch.setattr(Stuck, "kept", {names[1]})
+    fsspec.register_implementation("stuck", Stuck, clobber=True)
+    with closing(ObjectTier(f"stuck://{uuid.uuid4().hex}", threads=1, capacity_bytes=4 * SLOT_BYTES)) as tier:
+        yield tier
+
+
+def test_an_object_that_cannot_be_deleted_does_not_keep_the_others(
+    stuck: ObjectTier, staging: Staging
+) -> None:
+    names = record_names(4)
+    assert put(stuck, staging, names) == [None] * 4
+    with pytest.raises(PermissionError):
+        stuck.delete(names)
+    assert [name for name, _ in stuck.scan()] == [names[1]]
+    staging.close()
+
+
+def test_a_victim_that_cannot_be_deleted_stays_in_the_index_and_the_others_go(
+    stuck: ObjectTier, staging: Staging
+) -> None:
+    """Three victims for one record."""
+    names, large = record_names(4), record_names(5)[4]
+    assert put(stuck, staging, names) == [None] * 4
+    with closing(Staging(3 * SLOT_BYTES, 1)) as wide:
+        assert isinstance(put(stuck, wide, [large], 3 * SLOT_BYTES)[0], PermissionError)
+    assert {name for name, _ in stuck.scan()} == {names[1], names[3]}, "what the index let go stays"
+    assert stuck.evicted == 2
+    assert put(stuck, staging, [names[0], names[2]]) == [None] * 2
+    assert {name for name, _ in stuck.scan()} == set(names), "the record that stayed has no room"
+    assert stuck.evicted == 2
     staging.close()
 
 

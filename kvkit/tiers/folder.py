@@ -218,15 +218,19 @@ class Folder:
     def scan(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of every record, oldest first."""
         found = []
-        for name, entry in self._entries():
-            if is_record(name):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except OSError as error:
-                    _unlisted(error)
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    found.append((status.st_mtime_ns, name, status.st_size))
+        for space in _folders(self.root, _SPACE):
+            for group in _folders(space.path, _GROUP):
+                for entry in _list(group.path):
+                    name = f"{space.name}/{group.name}/{entry.name}"
+                    if not is_record(name):
+                        continue
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except OSError as error:
+                        _unlisted(error)
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((status.st_mtime_ns, name, status.st_size))
         found.sort()
         for _, name, size in found:
             yield name, size
@@ -372,14 +376,6 @@ class Folder:
             if error.errno not in (errno.ENOTDIR, errno.ESTALE):
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-
-    def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """(path below the root, entry) of every file in an array's folder."""
-        for space in _folders(self.root, _SPACE):
-            for group in _folders(space.path, _GROUP):
-                for entry in _list(group.path):
-                    if entry.is_file(follow_symlinks=False):
-                        yield f"{space.name}/{group.name}/{entry.name}", entry
 
 
 def file_system(path: str) -> str:

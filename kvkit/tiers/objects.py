@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from kvkit.format import arrays
@@ -257,9 +258,13 @@ class ObjectTier(ThreadedTier):
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._store.delete(name)
-            self._forget(name)
+        with ExitStack() as others:  # one that fails does not keep the others from it
+            for name in reversed(names):
+                others.callback(self._delete, name)
+
+    def _delete(self, name: str) -> None:
+        self._store.delete(name)
+        self._forget(name)
 
     def _put_one(self, name: str, lease: Lease) -> None:
         if self.codec == "none" or self._size_replaceable(name) is not None:
@@ -356,13 +361,27 @@ class ObjectTier(ThreadedTier):
                     f"capacity_bytes={self._index.capacity_bytes}"
                 )
             self._writing[name] += 1
-        self.evicted += len(victims)
         try:
-            for victim in victims:
-                self._store.delete(victim)
+            with ExitStack() as others:
+                for victim in reversed(victims):
+                    others.callback(self._evict, victim)
         except BaseException:
             self._written(name, failed=True)
             raise
+
+    def _evict(self, victim: str) -> None:
+        """Delete what the index has let go; if that fails, it is held again, and still takes room."""
+        try:
+            self._store.delete(victim)
+        except OSError:
+            with suppress(OSError):
+                size = self._store.size(victim)
+                with self._lock:
+                    if size is not None:
+                        self._note(victim, size)
+            raise
+        with self._lock:
+            self.evicted += 1
 
     def _written(self, name: str, failed: bool) -> None:
         with self._lock:
