@@ -34,6 +34,9 @@ from kvkit.adapters.vllm import media as module
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.media import Media, identity
 from kvkit.format.keys import chunk_keys
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.handoff.prompt import tail_of
+from kvkit.moving.sequence import Chunks
 from kvkit.settings import ConfigError
 
 Medium = tuple[str, int, int]
@@ -42,6 +45,8 @@ media = st.lists(
 )
 CAT, DOG = torch.ones(4, 6), torch.zeros(4, 6)
 PLACEHOLDER, CHUNK = 9, 16
+LAYOUT = KVLayout((LayerGroup((0,), kv_heads=1, k_size=1, v_size=1, dtype="float32", block_tokens=CHUNK),))
+SPACE = Namespace("model", LAYOUT.fingerprint(), "float32", chunk_tokens=CHUNK)
 
 
 def item(pixels: Any, **more: Any) -> MultiModalKwargsItem:
@@ -171,9 +176,13 @@ def test_a_session_that_gets_more_media_is_asked_about_them() -> None:
     assert (found[:1], len(found)) == (first, 2)
 
 
+def ids_of(tokens: list[int], media: list[Medium]) -> np.ndarray:
+    return identity(tokens, media, chunk_tokens=CHUNK)[0]
+
+
 @given(st.lists(st.integers(0, 1000), max_size=5 * CHUNK), media)
 def test_chunks_without_media_stand_for_themselves(tokens: list[int], media: list[Medium]) -> None:
-    ids = identity(tokens, media, chunk_tokens=CHUNK)
+    ids = ids_of(tokens, media)
     inside = {
         i // CHUNK for _, offset, length in media for i in range(offset, min(offset + length, len(ids)))
     }
@@ -184,7 +193,7 @@ def test_chunks_without_media_stand_for_themselves(tokens: list[int], media: lis
 @given(st.integers(1, 5), st.integers(0, 5 * CHUNK), st.integers(1, 2 * CHUNK))
 def test_whole_chunks_of_a_prefix_have_the_ids_of_the_whole(cut: int, offset: int, length: int) -> None:
     tokens, places = list(range(5 * CHUNK)), [("cat", offset, length)]
-    whole, part = (identity(tokens[:stop], places, chunk_tokens=CHUNK) for stop in (None, cut * CHUNK))
+    whole, part = (ids_of(tokens[:stop], places) for stop in (None, cut * CHUNK))
     assert part.tolist() == whole[: cut * CHUNK].tolist()
 
 
@@ -196,15 +205,32 @@ COLLIDING = ("67997", "73157"), ("52838", "81052"), ("52279", "92582")
 def test_media_are_told_apart_by_all_ids_of_a_chunk(offset: int) -> None:
     """However little of them lies there: 31 bits, which one id holds, soon agree."""
     for names in COLLIDING:
-        one, two = (identity([9] * CHUNK, [(name, offset, 1)], chunk_tokens=CHUNK) for name in names)
+        one, two = (ids_of([9] * CHUNK, [(name, offset, 1)]) for name in names)
         assert (one != two).all()
         assert chunk_keys(one, CHUNK, bytes(16)) != chunk_keys(two, CHUNK, bytes(16))
+
+
+@pytest.mark.parametrize("whole", [0, 2])
+def test_media_in_an_unfilled_chunk_are_told_apart_by_more_than_its_ids(whole: int) -> None:
+    """One engine sends it to another by name, and there may be a single id in it."""
+    tokens = [PLACEHOLDER] * (whole * CHUNK + 1)
+    chunks = Chunks.of(tokens, LAYOUT, SPACE)
+    tails = set()
+    for names in COLLIDING:
+        for name in names:
+            ids, rest = identity(tokens, [(name, whole * CHUNK, 1)], chunk_tokens=CHUNK)
+            assert len(rest) == 32
+            tail = tail_of(chunks, ids, CHUNK, rest)
+            assert tail is not None
+            tails.add(tail[1].salt)
+    assert len(tails) == 2 * len(COLLIDING)
+    assert identity(tokens, [("cat", 0, whole * CHUNK)], chunk_tokens=CHUNK)[1] == "", "none lies there"
 
 
 def test_where_a_medium_lies_counts() -> None:
     tokens = [PLACEHOLDER] * 2 * CHUNK
     places = [(0, 4), (1, 4), (0, 5), (CHUNK - 1, 4), (CHUNK, 4), (CHUNK - 4, 4)]
-    found = [identity(tokens, [("cat", *place)], chunk_tokens=CHUNK).tobytes() for place in places]
+    found = [ids_of(tokens, [("cat", *place)]).tobytes() for place in places]
     assert len(set(found)) == len(places)
 
 
@@ -212,19 +238,19 @@ def test_media_at_the_same_place_all_count() -> None:
     """As the pictures and the sound of a film."""
     cat, dog, mew = ((name, 0, 8) for name in ("cat", "dog", "mew"))
     places = [[cat], [cat, dog], [dog], [dog, mew]]
-    found = [set(identity([PLACEHOLDER] * 8, place, chunk_tokens=CHUNK).tolist()) for place in places]
+    found = [set(ids_of([PLACEHOLDER] * 8, place).tolist()) for place in places]
     assert all(not one & two for i, one in enumerate(found) for two in found[:i])
 
 
 def test_the_tokens_among_media_count() -> None:
     """Such as the times of a film's frames."""
-    one, two = (identity([token] * 8, [("cat", 0, 8)], chunk_tokens=CHUNK) for token in (1, 2))
+    one, two = (ids_of([token] * 8, [("cat", 0, 8)]) for token in (1, 2))
     assert not set(one.tolist()) & set(two.tolist())
 
 
 def test_ids_stay_what_they_are() -> None:
     """Other processes and machines must come to the same: the bytes are defined, not just equal here."""
-    ids = identity([0, 0, 0, 5], [("cat", 0, 4)], chunk_tokens=CHUNK)
+    ids = ids_of([0, 0, 0, 5], [("cat", 0, 4)])
     assert ids.dtype == np.int32
     assert ids.tolist() == [-1430456424, -1438545972, -485772448, -1274929120]
 

@@ -305,8 +305,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if told is not None:
             fused, anew = told.is_3d_lora_weight, told.load_inplace
             lora = Lora(told.lora_int_id, told.lora_path, told.lora_name, fused, anew)
-        ids = identity(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
-        return Sequence(ids, lora, request.cache_salt or "")
+        ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
+        return Sequence(ids, lora, request.cache_salt or "", rest)
 
     def _watch_loras(self) -> Loras | None:
         settings = self._vllm_config.lora_config

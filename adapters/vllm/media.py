@@ -26,8 +26,8 @@ KEPT = 65_536
 
 def identity(
     tokens: Sequence[int], media: Iterable[tuple[str, int, int]] = (), *, chunk_tokens: int
-) -> TokenIds:
-    """The ids that stand for `tokens` in keys: int32 [T]. Mutates nothing.
+) -> tuple[TokenIds, str]:
+    """The ids that stand for `tokens` in keys: int32 [T], and what they cannot hold. Mutates nothing.
 
     The placeholders of an image (or other media) are alike whatever it shows. So each chunk in which a medium
     lies, the unfilled last one included, has negative ids, which no token has: 31 bits each of one digest
@@ -38,6 +38,10 @@ def identity(
         tokens: token ids [T].
         media: (digest, offset, length) of each medium; those after T do not count.
         chunk_tokens: tokens of a chunk, at least `LEAST_TOKENS`.
+
+    Returns:
+        The ids, and where a medium lies in the unfilled chunk after the last whole one the digest of that in
+        32 hex digits: it may have too few ids. Empty where none does.
     """
     ids = as_tokens(tokens)
     inside: dict[int, list[tuple[str, int, int]]] = {}
@@ -45,13 +49,14 @@ def identity(
         stop = min(offset + length, len(ids))
         for chunk in range(offset // chunk_tokens, -(-stop // chunk_tokens)) if offset < stop else ():
             inside.setdefault(chunk, []).append((name, offset - chunk * chunk_tokens, length))
-    mixed = ids.copy() if inside else ids
+    mixed, rest = ids.copy() if inside else ids, ""
     for chunk, found in inside.items():
         part = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
         told = json.dumps(found).encode() + ids[part].tobytes()
-        made = hashlib.shake_128(told).digest(ids[part].nbytes)
-        mixed[part] = np.frombuffer(made, "<i4") | np.int32(-(2**31))
-    return mixed
+        made = hashlib.shake_128(told)
+        mixed[part] = np.frombuffer(made.digest(ids[part].nbytes), "<i4") | np.int32(-(2**31))
+        rest = made.hexdigest(16) if part.stop > len(ids) else rest
+    return mixed, rest
 
 
 class Media:

@@ -44,11 +44,13 @@ class Sequence:
         tokens: int32 [T], as `kvkit.adapters.vllm.media.identity` gives them.
         lora: adapter of the request, None for none.
         salt: the request's cache salt, empty for none.
+        rest: what the unfilled chunk at the end holds besides its tokens, as given there; empty for nothing.
     """
 
     tokens: TokenIds
     lora: Lora | None = None
     salt: str = ""
+    rest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,8 +277,9 @@ class Worker:
         self._prefetches.go_on()
         if self._prompts is not None:
             for send in step.sends:
-                address, tokens = of_rank(send.address, self._namespace.rank), send.sequence.tokens
-                self._prompts.begin(send.request, send.transfer, address, tokens, self._space(send.sequence))
+                address, what = of_rank(send.address, self._namespace.rank), send.sequence
+                space = self._space(what)
+                self._prompts.begin(send.request, send.transfer, address, what.tokens, space, what.rest)
         self._began = time.monotonic()
 
     def start_loads(self, step: StepMetadata) -> None:
@@ -438,7 +439,7 @@ class Worker:
             return LookupAnswer(ask.request, ask.number, rank, 0, ())
         tail = None
         if ask.request in self._received and len(hit.chunks) == hit.plan.chunks:
-            rest = tail_of(hit.chunks, ask.sequence.tokens, self._block)
+            rest = tail_of(hit.chunks, ask.sequence.tokens, self._block, ask.sequence.rest)
             if rest is not None:
                 tail = self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
         self._hits[ask.request] = _Found(ask.number, hit, tail)

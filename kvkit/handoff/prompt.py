@@ -32,22 +32,26 @@ NO_TOKEN = -1
 
 
 def tail_of(
-    chunks: Chunks, tokens: npt.NDArray[np.int32], block_tokens: int
+    chunks: Chunks, tokens: npt.NDArray[np.int32], block_tokens: int, rest: str = ""
 ) -> tuple[npt.NDArray[np.int32], Namespace] | None:
     """What stands for those of `tokens` after their whole chunks, `chunks`; None if there are none.
 
     They are records of blocks, of a sequence that the last chunk begins: nothing takes them for the chunk
     that they are the beginning of. The last block's record has all that its page has, after the tokens too.
 
+    Args:
+        rest: what decides their KV besides the tokens and what comes before them; empty for nothing.
+
     Returns:
         The ids, int32 [blocks * block_tokens], and their namespace.
     """
-    rest = tokens[len(chunks.tokens) :]
-    if not len(rest):
+    left = tokens[len(chunks.tokens) :]
+    if not len(left):
         return None
-    filled = np.pad(rest, (0, -len(rest) % block_tokens), constant_values=NO_TOKEN)
+    filled = np.pad(left, (0, -len(left) % block_tokens), constant_values=NO_TOKEN)
     space, key = chunks.formats[0].namespace, chunks.keys[-1] if chunks.keys else chunks.parent
-    return filled, replace(space, chunk_tokens=block_tokens, salt=f"{space.salt}/{key.hex()}")
+    salt = f"{space.salt}/{key.hex()}" + (f"/{rest}" if rest else "")
+    return filled, replace(space, chunk_tokens=block_tokens, salt=salt)
 
 
 class ChunkStore(Protocol):
@@ -152,6 +156,7 @@ class Prompts:
         address: str,
         tokens: npt.NDArray[np.int32],
         space: Namespace | None,
+        rest: str = "",
     ) -> None:
         """Ask the receiver at `address` for room, which it finds while the engine computes.
 
@@ -159,6 +164,7 @@ class Prompts:
             request: if it has begun already, only a missing `space` is noted.
             tokens: int32 [T], all that the transfer is of.
             space: None where nothing is to be sent, or nothing more.
+            rest: as in `tail_of`.
         """
         if request in self._prompts:
             if space is None:
@@ -171,9 +177,9 @@ class Prompts:
         self._prompts[request] = prompt
         if prompt.over:
             return
-        rest = tail_of(chunks, tokens, self._block_tokens)
-        if rest is not None:
-            prompt.tail = Chunks.of(rest[0], self._cache.layout, rest[1])
+        tail = tail_of(chunks, tokens, self._block_tokens, rest)
+        if tail is not None:
+            prompt.tail = Chunks.of(tail[0], self._cache.layout, tail[1])
         if self._shared and len(chunks):
             prompt.shared = self._cache.held_async(chunks, self._shared)
             prompt.shared.add_done_callback(self._changed)
