@@ -8,7 +8,7 @@
 Each has a twin that returns at once with a future: `lookup_async`, `load_async`, `store_async`; `prefetch`
 brings records nearer before they are asked for. `Cache` carries out what the pure modules decide: `chunks`
 names the chunks, `plan` and `policy` say what moves from where to where, `record` what is to be trusted. The
-steps of a load are numbered in `kvkit.moving.load.fetch`, a store is in `kvkit.moving.store`.
+steps are numbered in `kvkit.moving.load.Load.run` and `kvkit.moving.store.Store.run`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import numpy as np
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.moving import load as loads
-from kvkit.moving import store as stores
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore
+from kvkit.moving.load import ChunkRead, Load, Prefetch
 from kvkit.moving.policy import Policy, PolicyError, in_effect
 from kvkit.moving.policy import check as check_policy
-from kvkit.moving.promises import Promise
-from kvkit.moving.reads import Prefetched
+from kvkit.moving.prefetched import Prefetched
+from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import (
     CacheError,
     Chunks,
@@ -43,7 +42,7 @@ from kvkit.moving.sequence import (
     check_pages,
     formats_of,
 )
-from kvkit.moving.store import Stored
+from kvkit.moving.store import Store, Stored
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
@@ -141,9 +140,10 @@ class Cache:
         self.space_of: SpaceOf = space_of or self._own_space
         self.endpoint: Endpoint | None = None
         self._opener = Opener("this cache")
-        self._shared = TierSet(self.tiers, self.policy, staging, len(layout.groups), timeout_s)
-        self._shelf = Prefetched(staging.slots // 2)
-        staging.on_shortage(self._shelf.give_up)
+        self._all_tiers = TierSet(self.tiers, self.policy, staging, timeout_s)
+        self._all_puts = Puts(self._all_tiers, len(layout.groups))
+        self._prefetched = Prefetched(staging.slots // 2)
+        staging.on_shortage(self._prefetched.give_up)
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
         self._looking = Workers(LOOKING_THREADS, "kvkit-look")
@@ -178,11 +178,11 @@ class Cache:
         """
         chunks = self.chunks(tokens, namespace)
         self._check("retrieve_from", retrieve_from or ())
-        found = self._access.find_promised(chunks, wait_s, retrieve_from)
+        found = self._puts.find_promised(chunks, wait_s, retrieve_from)
         plan = found
         if prefill_tokens_per_s is not None:
             compute_s = chunks.chunk_tokens / prefill_tokens_per_s
-            plan = self._access.worth_loading(found, chunks.groups, first, compute_s)
+            plan = self._tier_set.worth_loading(found, chunks.groups, first, compute_s)
         hit = Hit(chunks, plan)
         declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
         if declined:
@@ -194,7 +194,7 @@ class Cache:
             counts.hit_tokens.update(hit.by_tier)
             counts.declined_tokens.update(declined)
 
-        self._access.count(note)
+        self._tier_set.count(note)
         return hit
 
     def lookup_async(
@@ -222,8 +222,8 @@ class Cache:
     def query(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
         """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query."""
         chunks = self.chunks(tokens, namespace)
-        hit = Hit(chunks, self._access.find_promised(chunks, 0.0))
-        self._access.count(Counts.note_query)
+        hit = Hit(chunks, self._puts.find_promised(chunks, 0.0))
+        self._tier_set.count(Counts.note_query)
         return hit
 
     def chunks(self, tokens: Any, namespace: Namespace | None = None) -> Chunks:
@@ -238,7 +238,7 @@ class Cache:
             PolicyError: `tiers` names one that does not exist.
         """
         self._check("tiers", tiers)
-        return Transfer.start(self._looking, lambda _: self._access.find_promised(chunks, 0.0, tiers).chunks)
+        return Transfer.start(self._looking, lambda _: self._puts.find_promised(chunks, 0.0, tiers).chunks)
 
     def load(
         self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
@@ -258,7 +258,7 @@ class Cache:
             CacheError: `pages` do not match the layout or are too short for the hit.
             RopeError: `rotate` has deltas for another number of chunks.
         """
-        return self._load(hit, pages, rotate)(Transfer())
+        return self._load(hit, pages, rotate).run(Transfer())
 
     def load_async(
         self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
@@ -268,7 +268,7 @@ class Cache:
         Raises:
             CacheError, RopeError: as `load`.
         """
-        return Transfer.start(self._loading, self._load(hit, pages, rotate), urgent=True)
+        return Transfer.start(self._loading, self._load(hit, pages, rotate).run, urgent=True)
 
     def load_layers(self, hit: Hit, pages: SequencePages | Sequence[SequencePages]) -> LayerLoad:
         """`load` one layer at a time: an iterator over the layers, in model order, as they arrive.
@@ -277,7 +277,7 @@ class Cache:
             CacheError: as `load`.
         """
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
-        return LayerLoad(self._access, self._reading, hit, pages)
+        return LayerLoad(self._tier_set, self._puts, self._reading, hit, pages)
 
     def store_layers(
         self, tokens: Any, pages: SequencePages | Sequence[SequencePages], namespace: Namespace | None = None
@@ -289,7 +289,7 @@ class Cache:
         """
         chunks = self.chunks(tokens, namespace)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return LayerStore(self._access, chunks, pages, self.policy.store_to)
+        return LayerStore(self._tier_set, self._puts, chunks, pages, self.policy.store_to)
 
     @property
     def prefetch_chunks(self) -> int:
@@ -298,7 +298,7 @@ class Cache:
         That is half of what the memory holds that they go to.
         """
         near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
-        slots = min((tier.slots // 2 for tier in near), default=self._shelf.slots)
+        slots = min((tier.slots // 2 for tier in near), default=self._prefetched.slots)
         return slots // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
@@ -317,9 +317,8 @@ class Cache:
             CacheError: the tokens have fewer than `first` whole chunks.
         """
         chunks = self._part(tokens, namespace, first)
-        return Transfer.start(
-            self._prefetching, lambda transfer: loads.prefetch(self._access, self._shelf, chunks, transfer)
-        )
+        prefetch = Prefetch(self._tier_set, self._puts, self._prefetched, chunks)
+        return Transfer.start(self._prefetching, prefetch.run)
 
     def get_non_blocking(
         self, tokens: Any, chunk: int, namespace: Namespace | None = None
@@ -334,7 +333,8 @@ class Cache:
         chunks = self.chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
-        return Transfer.start(self._loading, partial(loads.get, self._access, self._shelf, chunks, chunk))
+        read = ChunkRead(self._tier_set, self._puts, self._prefetched, chunks, chunk)
+        return Transfer.start(self._loading, read.run)
 
     def store(
         self,
@@ -359,8 +359,11 @@ class Cache:
                 fewer than `first` whole chunks.
             PolicyError: `to` names a tier that does not exist.
         """
-        move, _ = self._store(self._part(tokens, namespace, first), pages, to)
-        return move(Transfer())
+        chunks = self._part(tokens, namespace, first)
+        pages = check_pages(pages, chunks, len(chunks), self.layout)
+        targets = self._targets(to)
+        promise = self._puts.promise(chunks)
+        return Store(self._tier_set, self._puts, chunks, pages, targets, promise).run(Transfer())
 
     def store_async(
         self,
@@ -409,22 +412,22 @@ class Cache:
         Raises:
             CacheError, PolicyError: as `store`.
         """
-        move, promise = self._store(chunks, pages, to, on_stored, on_done, copy_first)
-
-        def store(transfer: Transfer[Stored]) -> Stored:
-            ready()
-            return move(transfer)
-
-        transfer = Transfer.start(self._storing, store)
-        transfer.add_done_callback(
-            lambda done: promise.withdraw() if done.cancelled() or done.exception() else None
-        )
+        pages = check_pages(pages, chunks, len(chunks), self.layout)
+        targets = self._targets(to)
+        promise = self._puts.promise(chunks, on_stored, on_done)
+        store = Store(self._tier_set, self._puts, chunks, pages, targets, promise, ready, copy_first)
+        try:
+            transfer = Transfer.start(self._storing, store.run)
+        except BaseException:
+            store.close()
+            raise
+        transfer.add_done_callback(lambda done: store.close() if done.cancelled() else None)
         return transfer
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
         chunks = self.chunks(tokens, namespace)
-        held = [self._access.pin(tier, chunks.names, seconds) for tier in self.tiers]
+        held = [self._tier_set.pin(tier, chunks.names, seconds) for tier in self.tiers]
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -434,29 +437,29 @@ class Cache:
             CacheTimeout: some are still under way after `timeout_s` (default: the cache's).
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        left = self._access.puts.wait(limit)
+        left = self._puts.flush(limit)
         if left:
             raise CacheTimeout(f"{left} puts are still under way after {limit} s")
 
     def puts_under_way(self) -> int:
         """Puts that a flush would wait for: of records, and of what describes their arrays."""
-        return self._access.puts.count
+        return self._puts.under_way
 
     def counts(self) -> Counts:
         """A copy of what was counted so far."""
-        return self._access.counts()
+        return self._tier_set.counts()
 
     def note_blend(self, reused: int, selected: int, computed: int) -> None:
         """Count the tokens of a prompt that was blended: reused, selected among them, and computed ones."""
-        self._access.count(lambda counts: counts.note_blend(reused, selected, computed))
+        self._tier_set.count(lambda counts: counts.note_blend(reused, selected, computed))
 
     def tier_states(self) -> dict[str, HealthState]:
         """Whether each tier is ok, slow, open (passed over) or half-open (about to be tried)."""
-        return self._access.states()
+        return self._tier_set.states()
 
     def queue_depths(self) -> dict[str, int]:
         """Reads and writes that wait for a thread, by tier."""
-        return {name: tier.waiting() for name, tier in self._access.tiers.items()}
+        return {name: tier.waiting() for name, tier in self._tier_set.tiers.items()}
 
     def clear(self, tier: str, timeout_s: float | None = None) -> int:
         """Delete every record of a tier, whatever its namespace; how many there were.
@@ -468,7 +471,7 @@ class Cache:
         """
         if tier not in self.tiers:
             raise CacheError(f"tier={tier!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return self._access.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
+        return self._tier_set.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
 
     def check_integrity(self) -> None:
         """Prove that no slot is lost.
@@ -497,8 +500,9 @@ class Cache:
             self.flush()
         except CacheTimeout as error:
             log.warning("close: %s", error)
-        self._shelf.give_up(self.staging.slots)
-        self._access.close()
+        self._prefetched.give_up(self.staging.slots)
+        self._puts.close()
+        self._tier_set.close()
         self.staging.close()
 
     def __enter__(self) -> Cache:
@@ -508,10 +512,16 @@ class Cache:
         self.close()
 
     @property
-    def _access(self) -> TierSet:
-        """What loads and stores share, for the process that opened the cache."""
+    def _tier_set(self) -> TierSet:
+        """For the process that opened the cache."""
         self._opener.check()
-        return self._shared
+        return self._all_tiers
+
+    @property
+    def _puts(self) -> Puts:
+        """For the process that opened the cache."""
+        self._opener.check()
+        return self._all_puts
 
     def _own_space(self, model: str | None, salt: str) -> Namespace:
         if model not in (None, self.namespace.model):
@@ -523,6 +533,11 @@ class Cache:
         chunks = self.chunks(tokens, namespace)
         return chunks.part(first, len(chunks))
 
+    def _targets(self, to: Sequence[str] | None) -> tuple[str, ...]:
+        """The tiers that a store puts into."""
+        self._check("to", to or ())
+        return self.policy.store_to if to is None else tuple(to)
+
     def _check(self, argument: str, tiers: Sequence[str]) -> None:
         for name in tiers:
             if name not in self.tiers:
@@ -530,27 +545,11 @@ class Cache:
 
     def _load(
         self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None
-    ) -> Callable[[Transfer[Loaded]], Loaded]:
+    ) -> Load:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        return partial(loads.load, self._access, self._shelf, hit, pages, rotate)
-
-    def _store(
-        self,
-        chunks: Chunks,
-        pages: SequencePages | Sequence[SequencePages],
-        to: Sequence[str] | None,
-        on_stored: Callable[[str, int], None] | None = None,
-        on_done: Callable[[], object] = lambda: None,
-        copy_first: bool = False,
-    ) -> tuple[Callable[[Transfer[Stored]], Stored], Promise]:
-        pages = check_pages(pages, chunks, len(chunks), self.layout)
-        targets = self.policy.store_to if to is None else tuple(to)
-        self._check("to", targets)
-        promise = self._access.promises.make(chunks.names, on_done)
-        move = partial(stores.store, self._access, chunks, pages, targets, on_stored, copy_first, promise)
-        return move, promise
+        return Load(self._tier_set, self._puts, self._prefetched, hit, pages, rotate)
 
 
 def _warm_up() -> None:

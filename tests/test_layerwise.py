@@ -397,7 +397,7 @@ def test_layers_are_not_read_from_a_tier_that_failed_since_the_lookup(tmp_path: 
         hit = cache.lookup(tokens)
         assert hit.tokens == len(tokens)
         asked.clear()
-        cache._access.failed("b", TimeoutError())
+        cache._tier_set.failed("b", TimeoutError())
         table = engine.table(len(tokens))
         load = cache.load_layers(hit, engine.places(table))
         assert list(load) == [0, 1]

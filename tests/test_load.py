@@ -478,7 +478,7 @@ def test_a_load_passes_over_a_tier_that_failed_since_the_lookup(tmp_path: Path) 
     with new_cache(engine, new_staging(engine, 8), tiers) as cache:
         hit = cache.lookup(tokens)
         assert list(hit.by_tier) == ["a", "b", "c"]
-        cache._access.failed("b", TimeoutError())
+        cache._tier_set.failed("b", TimeoutError())
         assert cache.tier_states()["b"] == "open"
         table = engine.table(len(tokens))
         assert cache.load(hit, engine.places(table)).by_tier == {"a": 2 * CHUNK, "c": 4 * CHUNK}
@@ -512,7 +512,7 @@ def test_a_get_asks_no_tier_that_is_passed_over(tmp_path: Path) -> None:
     broken = FaultyTier(ObjectTier(str(tmp_path / "broken"), name="broken"), plan)
     disk = ObjectTier(str(tmp_path / "disk"))
     with new_cache(engine, new_staging(engine, 4), [broken, disk], write_back_to=("broken",)) as cache:
-        cache._access.failed("broken", TimeoutError())
+        cache._tier_set.failed("broken", TimeoutError())
         leases = cache.get_non_blocking(tokens, 1).result(DEADLINE_S)
         assert len(leases) == 1
         release_all(leases)

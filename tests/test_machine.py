@@ -90,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
     def meet(self, fault: str) -> None:
         self.faults = FAULTS[fault]
         if not self.faults and self.cache is not None:
-            self.cache._access.health["disk"] = Health()  # no waiting for the pause to end
+            self.cache._tier_set.health["disk"] = Health()  # no waiting for the pause to end
 
     @rule(chunks=SEQUENCES, stale=st.booleans())
     def turn(self, chunks: list[int], stale: bool) -> None:
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.flush()
         names = set(self.cache.chunks(tokens).names)
         self.held["remote"] |= names
-        if not self.faults.keys() & {"put", "count"} and self.cache._access.usable("disk"):
+        if not self.faults.keys() & {"put", "count"} and self.cache._tier_set.usable("disk"):
             self.held["disk"] |= names
 
     def load(self, chunks: list[int], stale: bool) -> None:

@@ -23,29 +23,36 @@ from kvkit.tiers.testing import Fault, FaultyTier
 NAMES = "abc"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["attempt", "kept", "give_up"]), st.sampled_from(NAMES))))
-def test_a_record_is_promised_until_kept_or_given_up_by_all(moves: list[tuple[str, str]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["attempt", "kept", "failed"]), st.sampled_from(NAMES))))
+def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
+    moves: list[tuple[str, str]],
+) -> None:
     promises = Promises()
     done: list[None] = []
-    promise = promises.make(NAMES, lambda: done.append(None))
+    promise = promises.make(NAMES, on_done=lambda: done.append(None))
     other = promises.make("c")
-    attempts = dict.fromkeys(NAMES, 1)
-    left = [len(NAMES)]
+    under_way, kept = dict.fromkeys(NAMES, 0), set[str]()
     for move, name in moves:
-        getattr(promise, move)([name])
-        left.append(left[-1] + (1 if move == "attempt" else -1))
-        assert done == [None] * (min(left) <= 0)
-        if move == "kept":
-            attempts[name] = 0
-        elif attempts[name]:
-            attempts[name] += 1 if move == "attempt" else -1
-        assert promises.among(NAMES) == {n for n in NAMES if attempts[n]} | {"c"}
-    promise.withdraw()
+        if move == "attempt":
+            promise.attempt([name])
+            under_way[name] += 1
+        elif under_way[name]:
+            promise.ended("tier", name, None if move == "kept" else OSError())
+            under_way[name] -= 1
+            kept |= {name} if move == "kept" else set()
+        assert promises.among(NAMES) == {*NAMES} - kept | {"c"}
+        assert done == []
+    promise.close()
+    for name in NAMES:
+        for _ in range(under_way[name]):
+            assert promises.among(name) == ({name} - kept or {*name} & {"c"})
+            assert done == []
+            promise.ended("tier", name, OSError())
     assert promises.among(NAMES) == {"c"}
     assert done == [None]
     assert promises.wait("ab", 0.0)
     assert not promises.wait("bc", 0.0)
-    other.withdraw()
+    other.close()
     assert promises.wait(NAMES, 0.0)
 
 
@@ -95,7 +102,7 @@ def test_a_lookup_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
 
 
 def promised(cache: Cache, tokens: npt.NDArray[np.int32]) -> set[str]:
-    return cache._access.promises.among(cache.lookup(tokens).chunks.names)
+    return cache._puts._promises.among(cache.lookup(tokens).chunks.names)
 
 
 def test_what_a_tier_does_not_take_is_not_waited_for(tmp_path: Path) -> None:

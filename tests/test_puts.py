@@ -11,9 +11,9 @@ import pytest
 from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
 from kvkit.moving import puts
-from kvkit.moving.puts import Outstanding, PutQueue
+from kvkit.moving.puts import Batch, Outstanding, Put, PutQueue
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.tiers.base import OnComplete, Tier, TierFull
+from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing import Fault, FaultyTier
@@ -87,7 +87,7 @@ def test_what_a_tier_that_hangs_does_not_take_is_not_stored(tmp_path: Path) -> N
     with new_cache(engine, new_staging(engine, 8), [tier, ObjectTier(str(tmp_path / "disk"))]) as cache:
         first = cache.store(sequence(2, 1), engine.places(table), to=["hung"])
         assert first.new_tokens == 2 * CHUNK, "its limit is a third of 8 slots"
-        cache._access._queues["hung"]._progress_s -= 2 * puts.PATIENCE_S  # as if so much time had passed
+        cache._puts._queues["hung"]._progress_s -= 2 * puts.PATIENCE_S  # as if so much time had passed
         assert cache.store(tokens, engine.places(table), to=["hung"]).new_tokens == 0
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens), "the disk takes all"
         assert cache.counts().refused == {"hung": 2 * len(tokens) // CHUNK}
@@ -111,7 +111,7 @@ def test_a_tier_that_is_passed_over_takes_no_more(tmp_path: Path) -> None:
         stored = threads.submit(cache.store, tokens, engine.places(table))
         while not staging.waiting:
             wait([stored], 0.001)
-        cache._access.failed("hung", TimeoutError())
+        cache._tier_set.failed("hung", TimeoutError())
         assert stored.result(DEADLINE_S).new_tokens == 6 * CHUNK
         assert staging.free == 3, "what waited for it keeps slots"
         tier.release()
@@ -164,7 +164,7 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         tokens = threads.submit(cache.store, sequence(1, 1), engine.places(table))
         while not tier.hanging:
             wait([tokens], 0.001)
-        outstanding = cache._access.puts
+        outstanding = cache._puts._outstanding
         waits = threading.Event()
         wait_for = outstanding._changed.wait_for
 
@@ -185,26 +185,33 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         tier.release()
 
 
-class Started:
-    """Starts of a queue, whose puts complete when told to."""
+class Queued:
+    """A queue whose puts end when told to.
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.completions: list[tuple[str, OnComplete]] = []
+    Attributes:
+        started, done: names, in their order.
+        under_way: what was started and has not ended.
+        at_once: whether puts end as they are started.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.queue = PutQueue(limit, self._start)
+        self.started: list[str] = []
+        self.done: list[str] = []
+        self.under_way: list[Put] = []
         self.at_once = False
 
-    def __call__(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        assert [lease.used for lease in leases] == [int(name) for name in names], "another record's slot"
-        self.names.extend(names)
-        for name in names:
-            if self.at_once:
-                on_complete(name, None)
-            else:
-                self.completions.append((name, on_complete))
+    def _start(self, puts: Sequence[Put]) -> None:
+        assert [put.lease.used for put in puts] == [int(put.name) for put in puts], "another record's slot"
+        self.started.extend(put.name for put in puts)
+        self.under_way.extend(puts)
+        while self.at_once and self.under_way:
+            self.end()
 
-    def complete(self) -> None:
-        name, on_complete = self.completions.pop(0)
-        on_complete(name, None)
+    def end(self) -> None:
+        self.done.append(self.under_way.pop(0).name)
+        self.queue.ended()
+        self.queue.go_on()
 
 
 @pytest.fixture
@@ -227,61 +234,53 @@ def records() -> Iterator[Callable[[int, int], tuple[list[str], list[Lease]]]]:
 Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 
-def put(queue: PutQueue, make: Make, start: int, stop: int, done: dict[str, BaseException | None]) -> int:
+def add(queue: PutQueue, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-
-    def on_complete(name: str, error: BaseException | None) -> None:
-        assert name not in done, f"{name} was reported twice"
-        done[name] = error
-
-    taken = queue.put(names, leases, on_complete)
+    batch = Batch("tier", (), None, False, False, 0)
+    puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
+    taken = queue.add(puts)
+    queue.go_on()
     release_all(leases)
     return taken
 
 
 def test_so_many_are_under_way_and_the_others_follow_in_their_order(records: Make) -> None:
-    started, done = Started(), dict[str, BaseException | None]()
-    queue = PutQueue("slow", 3, started)
-    assert put(queue, records, 0, 5, done) == 5
-    assert put(queue, records, 5, 9, done) == 4
-    for complete in range(9):
-        assert len(started.completions) == min(3, 9 - complete)
-        assert len(started.names) == min(3 + complete, 9)
-        started.complete()
-    assert started.names == list(done) == [str(i) for i in range(9)]
-    assert not any(done.values())
+    queued = Queued(3)
+    assert add(queued.queue, records, 0, 5) == 5
+    assert add(queued.queue, records, 5, 9) == 4
+    for ended in range(9):
+        assert len(queued.under_way) == min(3, 9 - ended)
+        assert len(queued.started) == min(3 + ended, 9)
+        queued.end()
+    assert queued.started == queued.done == [str(i) for i in range(9)]
 
 
 def test_a_tier_that_completes_at_once_gets_everything(records: Make) -> None:
     """More records than Python calls may be nested."""
-    started, done = Started(), dict[str, BaseException | None]()
-    queue = PutQueue("quick", 1, started)
-    assert put(queue, records, 0, 1500, done) == 1500
-    started.at_once = True
-    started.complete()
-    assert started.names == list(done) == [str(i) for i in range(1500)]
+    queued = Queued(1)
+    assert add(queued.queue, records, 0, 1500) == 1500
+    queued.at_once = True
+    queued.end()
+    assert queued.started == queued.done == [str(i) for i in range(1500)]
 
 
 def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
     records: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, done = Started(), dict[str, BaseException | None]()
-    queue = PutQueue("stuck", 2, started)
-    assert put(queue, records, 0, 6, done) == 6
+    queued = Queued(2)
+    queue = queued.queue
+    assert add(queue, records, 0, 6) == 6
     assert not queue.stuck
-    queue.give_up()
-    assert list(done) == ["2", "3", "4", "5"]
-    assert all(isinstance(error, TierFull) for error in done.values())
+    assert [put.name for put in queue.give_up()] == ["2", "3", "4", "5"]
     monkeypatch.setattr(puts, "PATIENCE_S", -1.0)
     assert queue.stuck
-    assert put(queue, records, 6, 8, done) == 0
-    started.complete()
-    assert put(queue, records, 8, 10, done) == 1, "one more than is under way"
-    assert isinstance(done["9"], TierFull)
-    while started.completions:
-        started.complete()
+    assert add(queue, records, 6, 8) == 0
+    queued.end()
+    assert add(queue, records, 8, 10) == 1, "one more than is under way"
+    while queued.under_way:
+        queued.end()
     assert not queue.stuck, "nothing is under way"
-    assert [name for name, error in done.items() if error is None] == ["0", "1", "8"]
+    assert queued.done == ["0", "1", "8"]
 
 
 def test_a_callback_that_fails_keeps_no_flush_waiting(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_tier_that_hangs_does_not_keep_others_from_being_asked(tmp_path: Path)
     hung = FaultyTier(ObjectTier(str(tmp_path / "hung"), name="hung"), plan)
     disk = ObjectTier(str(tmp_path / "disk"))
     with new_cache(engine, new_staging(engine, 4), [hung, disk], retrieve_from=("disk",)) as cache:
-        access = cache._access
+        access = cache._tier_set
         callers = [threading.Thread(target=access.ask, args=("hung", ["a"])) for _ in range(ASKING_THREADS)]
         for caller in callers:
             caller.start()
@@ -222,7 +222,7 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
     )
     staging = new_staging(engine, 8)
     with new_cache(engine, staging, [hung]) as cache:
-        cache._access.timeout_s = 0.1
+        cache._tier_set.timeout_s = 0.1
         place = engine.places(engine.table(len(tokens)))
         stale = cache.lookup(tokens)
         assert cache.load(stale, place).tokens == 0
@@ -236,6 +236,6 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
             assert staging.free == 5, "a trial cost more slots"
         hung.release()
         release_all(staging.acquire(8, DEADLINE_S, at_least=8))
-        cache._access.timeout_s = DEADLINE_S
+        cache._tier_set.timeout_s = DEADLINE_S
         assert cache.load(cache.lookup(tokens), place).tokens == len(tokens)
         assert cache.tier_states() == {"disk": "ok"}

@@ -24,7 +24,7 @@ from kvkit.adapters.vllm.step import (
     Ask,
     LoadTask,
     Lora,
-    Prefetch,
+    PrefetchTask,
     SaveTask,
     SendTask,
     Sequence,
@@ -353,7 +353,7 @@ def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> 
     rank.worker.cache.clear("memory")
     if asked == "before":
         assert rank.found() == len(IDS)
-    rank.step(prefetches=[Prefetch("a", Sequence(IDS), CHUNK)], idle=True)
+    rank.step(prefetches=[PrefetchTask("a", Sequence(IDS), CHUNK)], idle=True)
     names = rank.worker.cache.lookup(IDS, rank.worker._namespace).chunks.names
     wait_for(lambda: rank.worker.cache.tiers["memory"].count_leading(names[1:]) == 2)
     assert rank.worker.cache.tiers["memory"].count_leading(names[:1]) == 0
@@ -384,7 +384,7 @@ def test_a_prefetch_that_is_called_off_ends(hasty: Rank) -> None:
     broken: set[str] = set()
     disk = hasty.wrap("disk", lambda op, name: Fault.HANG if op == "get" and name in broken else None)
     broken.update(hasty.worker.cache.lookup(IDS, hasty.worker._namespace).chunks.names[2:])
-    hasty.step(prefetches=[Prefetch("a", Sequence(IDS))], idle=True)
+    hasty.step(prefetches=[PrefetchTask("a", Sequence(IDS))], idle=True)
     wait_for(lambda: disk.hanging == 1)
     hasty.step(called_off=["a"], idle=True)
     wait_for(lambda: hasty.worker.cache.counts().cancelled == 1)
@@ -413,7 +413,9 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path) -> None:
     def near() -> dict[str, int]:
         return {name: in_memory(rank, tokens) // CHUNK for name, tokens in requests.items()}
 
-    rank.step(prefetches=[Prefetch(name, Sequence(tokens)) for name, tokens in requests.items()], idle=True)
+    rank.step(
+        prefetches=[PrefetchTask(name, Sequence(tokens)) for name, tokens in requests.items()], idle=True
+    )
     wait_for(lambda: near() == {"a": 3, "b": 2, "c": 0})
     rank.step(idle=True)
     rank.step(called_off=["a"], idle=True)
@@ -439,7 +441,7 @@ def test_a_later_epoch_calls_prefetches_off(hasty: Rank) -> None:
     hasty.save()
     hasty.worker.cache.clear("memory")
     disk = hasty.wrap("disk", lambda op, _: Fault.HANG if op == "get" else None)
-    hasty.step(prefetches=[Prefetch("a", Sequence(IDS))], idle=True)
+    hasty.step(prefetches=[PrefetchTask("a", Sequence(IDS))], idle=True)
     wait_for(lambda: disk.hanging == 3)
     hasty.step(epoch="later", idle=True)
     wait_for(lambda: hasty.worker.cache.counts().cancelled == 1)

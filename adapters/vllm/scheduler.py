@@ -22,7 +22,7 @@ from kvkit.adapters.vllm.step import (
     Ask,
     LoadTask,
     LookupAnswer,
-    Prefetch,
+    PrefetchTask,
     SaveTask,
     SendTask,
     Sequence,
@@ -320,7 +320,7 @@ class Scheduler:
             self._ahead.remove(name)
             self._called_off.append(name)
 
-    def _prefetches(self) -> Iterator[Prefetch]:
+    def _prefetches(self) -> Iterator[PrefetchTask]:
         """What is to be brought near, for the first of the requests that were not admitted."""
         for name in list(islice(self._queue, AHEAD)):
             request = self._requests[name]
@@ -334,14 +334,14 @@ class Scheduler:
                 self._ahead.add(name)
                 yield prefetch
 
-    def _prefetch(self, request: _Request) -> Prefetch | None:
+    def _prefetch(self, request: _Request) -> PrefetchTask | None:
         view = request.view
         if isinstance(request.handoff, RemotePrefill) or view.skip_reading_prefix_cache or request.barred:
             return None
         asked, most = self._asked(view, None)
         computed = self._has(view)
         sequence = self._sequence(view, asked) if computed < min(asked, most) else None
-        return None if sequence is None else Prefetch(view.request_id, sequence, computed)
+        return None if sequence is None else PrefetchTask(view.request_id, sequence, computed)
 
     def _asked(self, view: RequestView, receiving: RemotePrefill | None) -> tuple[int, int]:
         """How many tokens of a request are looked up, and how many of them may be loaded."""

@@ -72,7 +72,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetch:
+class PrefetchTask:
     """Bring near what `sequence` will hit behind its first `computed` tokens, which vLLM has.
 
     For a request that waits for its turn in vLLM's queue.
@@ -151,7 +151,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
 
     number: int = 0
     asks: list[Ask] = field(default_factory=list)
-    prefetches: list[Prefetch] = field(default_factory=list)
+    prefetches: list[PrefetchTask] = field(default_factory=list)
     called_off: list[str] = field(default_factory=list)
     loads: list[LoadTask] = field(default_factory=list)
     saves: list[SaveTask] = field(default_factory=list)

@@ -29,11 +29,11 @@ import numpy.typing as npt
 from kvkit.format import record
 from kvkit.format.record import Damage
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.moving.load import count_loaded
 from kvkit.moving.plan import StorePlan
+from kvkit.moving.puts import Puts
 from kvkit.moving.reads import keep_whole
 from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, clear_gaps
-from kvkit.moving.store import Stored, plan_missing
+from kvkit.moving.store import Stored
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject, copy_ranges
@@ -134,19 +134,25 @@ class LayerLoad:
     """
 
     def __init__(
-        self, access: TierSet, readers: Mapping[str, Workers], hit: Hit, pages: Sequence[SequencePages]
+        self,
+        tiers: TierSet,
+        puts: Puts,
+        readers: Mapping[str, Workers],
+        hit: Hit,
+        pages: Sequence[SequencePages],
     ) -> None:
-        self._access = access
+        self._tier_set = tiers
+        self._puts = puts
         self._readers = readers
         self._chunks = hit.chunks
         self._pages = pages
-        plan = access.nearest(hit.chunks, hit.plan)
+        plan = tiers.nearest(hit.chunks, hit.plan)
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
         self._count = plan.chunks
         self._headers: dict[tuple[int, int], bytearray] = {}
         self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots, by chunk and group
         self._coming: dict[tuple[int, int], Future[None]] = {}  # those of them that are being read
-        self._kept = _Kept(access.staging)
+        self._kept = _Kept(tiers.staging)
         self._layers = layers_of(pages)
         self._iterator = self._run()
 
@@ -188,7 +194,7 @@ class LayerLoad:
                         done = under_way.popleft()
                         done.end()
                     yield done.layer.number
-                count_loaded(self._access, self._chunks, self.loaded)
+                self._tier_set.count_loaded(self._chunks, self.loaded)
                 self._write_back()
         finally:
             for reads in under_way:
@@ -202,13 +208,13 @@ class LayerLoad:
         The run ends before the first tier that failed since the lookup.
         """
         groups = self._chunks.groups
-        passed_over = {tier for tier in set(self._tiers) if self._access.passed_over(tier)}
+        passed_over = {tier for tier in set(self._tiers) if self._tier_set.passed_over(tier)}
         for chunk, tier in enumerate(self._tiers):
             if tier in passed_over:
                 self._count = chunk
                 break
             for group in range(groups):
-                lease = self._access.tiers[tier].borrow(self._chunks.names[chunk * groups + group])
+                lease = self._tier_set.tiers[tier].borrow(self._chunks.names[chunk * groups + group])
                 if lease is not None:
                     self._lent[chunk, group] = lease
 
@@ -219,15 +225,15 @@ class LayerLoad:
         written back is kept: its layers are read to their places in its slot. What has no slot to spare is
         read layer by layer into slots that the next layers use again, and is not written back.
         """
-        groups, tiers = self._chunks.groups, self._access.tiers
-        kept = {tier for tier in set(self._tiers) if self._access.is_written_back(tier)}
+        groups, tiers = self._chunks.groups, self._tier_set.tiers
+        kept = {tier for tier in set(self._tiers) if self._puts.is_written_back(tier)}
         whole = [
             (chunk, group)
             for chunk, tier in enumerate(self._tiers[: self._count])
             for group in range(groups)
             if (chunk, group) not in self._lent and (tier in kept or not tiers[tier].reads_parts)
         ]
-        staging = self._access.staging
+        staging = self._tier_set.staging
         sizes = {form.layer_bytes for form in self._chunks.formats}
         by_layers = -(-self._count // (staging.slot_bytes // max(sizes)))  # slots for a layer of every chunk
         wanted = min(len(whole), staging.free // 2, staging.free - by_layers)
@@ -257,7 +263,7 @@ class LayerLoad:
                 reads[name].set_exception(error)
 
         for tier, (names, slots) in batches.items():
-            tiers[tier].get(names, slots, on_complete)
+            self._tier_set.get(tier, names, slots, on_complete)
 
     def _start(self, layer: _Layer, ahead: bool) -> _Reads | None:
         """Begin to read one layer of every chunk. What has room decides the run.
@@ -266,7 +272,7 @@ class LayerLoad:
         """
         group = layer.group
         offset, size = record.layer_range(self._chunks.formats[group], layer.place)
-        per_slot = self._access.staging.slot_bytes // size
+        per_slot = self._tier_set.staging.slot_bytes // size
         kept = self._kept.share(group)
         far = self._far(group, kept)
         leases = self._room(-(-len(far) // per_slot), ahead=ahead or bool(kept))
@@ -302,14 +308,14 @@ class LayerLoad:
 
     def _room(self, wanted: int, ahead: bool) -> list[Lease] | None:
         """`wanted` slots: all at once or None if that is `ahead`; else it waits, then takes what there is."""
-        staging = self._access.staging
+        staging = self._tier_set.staging
         slots = min(wanted, staging.slots)
         if not slots:
             return []
         if ahead and staging.free < slots:
             return None  # nobody gives up slots for this
         try:
-            return staging.acquire(slots, 0.0 if ahead else self._access.timeout_s, at_least=slots)
+            return staging.acquire(slots, 0.0 if ahead else self._tier_set.timeout_s, at_least=slots)
         except StagingTimeout as error:
             if ahead:
                 return None
@@ -348,10 +354,10 @@ class LayerLoad:
         """
         form = self._chunks.formats[layer.group]
         name = self._chunks.names[chunk * self._chunks.groups + layer.group]
-        tier = self._access.tiers[self._tiers[chunk]]
+        tier = self._tier_set.tiers[self._tiers[chunk]]
         coming = self._coming.get((chunk, layer.group))
         if coming is not None:
-            coming.result(self._access.timeout_s)
+            coming.result(self._tier_set.timeout_s)
         data = memoryview(piece.data)
         ranges, buffers = [], []
         if lent is None:
@@ -387,15 +393,15 @@ class LayerLoad:
         layer = started.layer
         for chunk, (read, _) in enumerate(started.reads[: self._count]):
             try:
-                read.result(self._access.timeout_s)
+                read.result(self._tier_set.timeout_s)
             except Exception as error:
                 self._count = chunk
                 name = self._chunks.names[chunk * self._chunks.groups + layer.group]
                 log.warning("layer %d of %s: %s", layer.number, name, error or type(error).__name__)
-                self._access.ended(self._tiers[chunk], name, error)
+                self._tier_set.ended(self._tiers[chunk], name, error)
                 break
         for tier in set(self._tiers[: self._count]):
-            self._access.worked(tier)
+            self._tier_set.worked(tier)
         if self._count:
             form = self._chunks.formats[layer.group]
             rows = self._pages[layer.group].rows(form, 0, self._count)
@@ -404,7 +410,7 @@ class LayerLoad:
     def _write_back(self) -> None:
         """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
         for chunk, tier in enumerate(self._tiers[: self._count]):
-            if not self._access.is_written_back(tier):
+            if not self._puts.is_written_back(tier):
                 continue
             leases: list[Lease] = []
             try:
@@ -417,7 +423,7 @@ class LayerLoad:
                     leases.append(lease)
                     record.surround(form, lease.buffer, self._headers[chunk, group])
                     lease.used = form.record_bytes
-                self._access.write_back(tier, self._chunks, chunk, leases)
+                self._puts.write_back(tier, self._chunks, chunk, leases)
             finally:
                 release_all(leases)
 
@@ -432,9 +438,15 @@ class LayerStore:
     """
 
     def __init__(
-        self, access: TierSet, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
+        self,
+        tiers: TierSet,
+        puts: Puts,
+        chunks: Chunks,
+        pages: Sequence[SequencePages],
+        targets: Sequence[str],
     ) -> None:
-        self._access = access
+        self._tiers = tiers
+        self._puts = puts
         self._chunks = chunks
         self._pages = pages
         self._targets = targets
@@ -472,20 +484,20 @@ class LayerStore:
                     form = chunks.formats[i % chunks.groups]
                     record.seal(form, lease.buffer, *chunks.identity(first + i // chunks.groups))
                     lease.used = form.record_bytes
-                stored = len(self._access.put(self._plan.segments, chunks, first, leases))
+                stored = len(self._puts.put(self._plan.segments, chunks, first, leases))
         finally:
             release_all(leases)
         return stored
 
     def __enter__(self) -> LayerStore:
-        access, groups = self._access, self._chunks.groups
+        staging, groups = self._tiers.staging, self._chunks.groups
         self._packed.clear()
-        self._plan = plan_missing(access, self._chunks, self._targets)
+        self._plan = self._puts.plan(self._chunks, self._targets)
         wanted = (self._plan.stop - self._plan.start) * groups
         if wanted:
             try:
-                most = min(wanted, access.staging.slots // groups * groups)
-                self._leases = access.staging.acquire(most, access.timeout_s, at_least=groups)
+                most = min(wanted, staging.slots // groups * groups)
+                self._leases = staging.acquire(most, self._tiers.timeout_s, at_least=groups)
                 keep_whole(self._leases, groups)
             except StagingTimeout as error:
                 log.warning("nothing is stored: %s", error)

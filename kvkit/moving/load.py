@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -12,187 +12,230 @@ from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import unpack
 from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts
-from kvkit.moving.plan import RetrievePlan
-from kvkit.moving.reads import PlanReads, Prefetched
+from kvkit.moving.plan import RetrievePlan, Segment
+from kvkit.moving.prefetched import Prefetched
+from kvkit.moving.puts import Puts
+from kvkit.moving.reads import PlanReads
 from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages
 from kvkit.moving.tier_set import TierSet
 from kvkit.moving.write_backs import WriteBacks
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
-Use = Callable[[str, int, Sequence[Lease]], None]
-"""Called with a tier, the first of some validated chunks that it delivered, and their records."""
 
-
-def fetch(
-    access: TierSet,
-    shelf: Prefetched,
-    chunks: Chunks,
-    plan: RetrievePlan,
-    use: Use,
-    transfer: Transfer[Any],
-    modest: bool = False,
-) -> Loaded:
-    """Read and verify the chunks of `plan` in order and have `use` make something of them.
+class Load:
+    """The KV of a hit, on its way into the engine's pages. To be run once.
 
     A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
-    nowhere this ends before it. What was used is always a leading run, and that run is written back:
-    when the last read is in, or before if slots are short. `modest`: see `PlanReads`.
+    nowhere the load ends before it. What was loaded is always a leading run.
+
+    Args:
+        pages: a layer group each.
+        rotate: by how many positions keys move on the way, a chunk each.
     """
-    used: Counter[str] = Counter()
-    bad: set[tuple[str, int]] = set()
-    done, stop = 0, plan.chunks
-    # more than was found then is not wanted: the engine counts on `plan`
-    plan = access.nearest(chunks, RetrievePlan(stop, plan.segments))
-    with WriteBacks(access, chunks) as back:
-        while done < stop and not transfer.stopped:
-            rest = [
-                planning.Segment(s.tier, max(s.start, done), s.stop) for s in plan.segments if s.stop > done
-            ]
-            segments = list(takewhile(lambda s: not access.passed_over(s.tier), rest))
-            if not segments:  # its tier failed since the lookup
-                bad.add((rest[0].tier, done))
-                plan = access.find(chunks, planning.clip(plan, done), bad)
-                stop = plan.chunks
-                continue
-            # 1. every segment's reads start, in order of need
-            end = segments[-1].stop
-            reads = PlanReads(access, chunks, segments, shelf, modest)
-            transfer.when_stopped(reads.interrupt)
-            error: BaseException | None = None
-            try:
-                while done < end and error is None and not transfer.stopped:
-                    # 2. records that were read and verified, of one tier
-                    if reads.short:
-                        back.start()
-                    ready = reads.take()
-                    tier = reads.tier
-                    try:
-                        if ready:  # 3. used, 4. written back, later
-                            use(tier, done, ready)
-                            back.hold(tier, done, ready)
-                    finally:
-                        release_all(ready)
-                    done += len(ready) // chunks.groups
-                    used[tier] += len(ready) // chunks.groups
-                    if reads.failed is not None:
-                        name, error = reads.failed
-                        access.ended(tier, name, error)
-            finally:
-                reads.abandon()
-            if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
-                break
-            # 5. what could not be had there is sought elsewhere
-            if error is not None:
-                bad.add((tier, done))
-                plan = access.find(chunks, planning.clip(plan, done), bad)
-                stop = plan.chunks
-    if transfer.stopped:
-        access.count(Counts.note_cancelled)
-    size = chunks.chunk_tokens
-    return Loaded(done * size, {tier: n * size for tier, n in used.items() if n})
+
+    modest = False
+    """Whether reads leave room for others': see `PlanReads`."""
+
+    def __init__(
+        self,
+        tiers: TierSet,
+        puts: Puts,
+        prefetched: Prefetched,
+        hit: Hit,
+        pages: Sequence[SequencePages],
+        rotate: Rotation | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self._puts = puts
+        self._prefetched = prefetched
+        self._chunks = hit.chunks
+        self._pages = pages
+        self._rotate = rotate
+        self._plan = hit.plan
+        self._done = 0  # chunks
+        self._used: Counter[str] = Counter()
+        self._bad: set[tuple[str, int]] = set()
+
+    def run(self, transfer: Transfer[Any]) -> Loaded:
+        """Load what there is, until it is all there or `transfer` is stopped. Mutates the pages."""
+        # 1. what lies nearer by now is taken from there; more than was found then is not wanted
+        found = RetrievePlan(self._plan.chunks, self._plan.segments)
+        self._plan = self._tiers.nearest(self._chunks, found)
+        with WriteBacks(self._tiers, self._puts, self._chunks) as back:
+            while self._done < self._plan.chunks and not transfer.stopped:
+                # 2. every segment's reads start, in order of need
+                segments = self._usable_segments()
+                if not segments:
+                    continue
+                reads = PlanReads(self._tiers, self._chunks, segments, self._prefetched, self.modest)
+                transfer.when_stopped(reads.interrupt)
+                try:
+                    while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:
+                        if reads.short:
+                            back.start()
+                        # 3. records that were read and verified, of one tier, are ...
+                        ready = reads.take()
+                        try:
+                            if (
+                                ready
+                            ):  # 4. ... used, and 5. written back: after the last read, or if slots lack
+                                self._use(reads.tier, self._done, ready)
+                                back.hold(reads.tier, self._done, ready)
+                        finally:
+                            release_all(ready)
+                        self._done += len(ready) // self._chunks.groups
+                        self._used[reads.tier] += len(ready) // self._chunks.groups
+                finally:
+                    reads.abandon()
+                # 6. what could not be had there is sought elsewhere
+                if reads.failed is not None:
+                    name, error = reads.failed
+                    self._tiers.ended(reads.tier, name, error)
+                    if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
+                        break
+                    self._seek_elsewhere(reads.tier)
+        if transfer.stopped:
+            self._tiers.count(Counts.note_cancelled)
+        size = self._chunks.chunk_tokens
+        loaded = Loaded(self._done * size, {tier: n * size for tier, n in self._used.items() if n})
+        self._note(loaded)
+        return loaded
+
+    def _usable_segments(self) -> list[Segment]:
+        """What is left of the plan, before the first tier that failed since the lookup.
+
+        Where that is the next one, none, and what it has is sought elsewhere.
+        """
+        rest = [Segment(s.tier, max(s.start, self._done), s.stop) for s in self._plan.segments]
+        rest = [s for s in rest if s.stop > self._done]
+        usable = list(takewhile(lambda s: not self._tiers.passed_over(s.tier), rest))
+        if not usable:
+            self._seek_elsewhere(rest[0].tier)
+        return usable
+
+    def _seek_elsewhere(self, tier: str) -> None:
+        """Plan the rest anew: `tier` does not have the next chunk."""
+        self._bad.add((tier, self._done))
+        self._plan = self._tiers.find(self._chunks, planning.clip(self._plan, self._done), self._bad)
+
+    def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
+        """Make something of validated records that `tier` delivered, chunk `first` on."""
+        groups = self._chunks.groups
+        count = len(leases) // groups
+        rotate = self._rotate
+        if rotate is not None:
+            rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
+        for g, (form, group) in enumerate(zip(self._chunks.formats, self._pages, strict=True)):
+            payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
+            unpack(group.pages, payloads, **group.rows(form, first, count), rotate=rotate)
+
+    def _note(self, loaded: Loaded) -> None:
+        """Count what was made of it."""
+        self._tiers.count_loaded(self._chunks, loaded)
 
 
-def load(
-    access: TierSet,
-    shelf: Prefetched,
-    hit: Hit,
-    pages: Sequence[SequencePages],
-    rotate: Rotation | None,
-    transfer: Transfer[Loaded],
-) -> Loaded:
-    """Put the KV of `hit` into the engine's pages."""
-    chunks = hit.chunks
+class _Nearer(Load):
+    """A load that ends in slots, which `shelve` has kept; without, it is only written back."""
 
-    def use(tier: str, first: int, leases: Sequence[Lease]) -> None:
-        count = len(leases) // chunks.groups
-        for g, (form, group) in enumerate(zip(chunks.formats, pages, strict=True)):
-            payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
-            part = None if rotate is None else Rotation(rotate.rope, rotate.delta[first : first + count])
-            unpack(group.pages, payloads, **group.rows(form, first, count), rotate=part)
+    modest = True
 
-    loaded = fetch(access, shelf, chunks, hit.plan, use, transfer)
-    count_loaded(access, chunks, loaded)
-    return loaded
+    def __init__(self, tiers: TierSet, puts: Puts, prefetched: Prefetched, hit: Hit, shelve: bool) -> None:
+        super().__init__(tiers, puts, prefetched, hit, pages=())
+        self._shelve = shelve
 
-
-def count_loaded(access: TierSet, chunks: Chunks, loaded: Loaded) -> None:
-    """Count what a load put into the engine."""
-
-    def note(counts: Counts) -> None:
-        chunk_bytes = sum(form.record_bytes for form in chunks.formats)
-        for tier, tokens in loaded.by_tier.items():
-            counts.loaded_tokens[tier] += tokens
-            counts.loaded_bytes[tier] += tokens // chunks.chunk_tokens * chunk_bytes
-
-    access.count(note)
-
-
-def prefetch(access: TierSet, shelf: Prefetched, chunks: Chunks, transfer: Transfer[Hit]) -> Hit:
-    """Bring what tiers further away hold into the tiers that the policy writes back to, or onto the shelf.
-
-    What lies near before that, or behind it, is left as it is.
-    """
-    found = access.find(chunks, RetrievePlan(len(chunks)), frozenset())
-    near = [name for name, tier in access.tiers.items() if tier.near]
-    far = [segment for segment in found.segments if segment.tier not in near]
-    if not far:
-        return Hit(chunks, found)
-    first, stop = far[0].start, far[-1].stop
-    shelve = not set(near) & set(access.policy.write_back_to)
-    if shelve and not access.policy.write_back_to:  # more than the shelf holds would be read for nothing
-        stop = min(stop, first + shelf.slots // chunks.groups)
-    wanted = chunks.part(first, stop)
-
-    def use(tier: str, start: int, leases: Sequence[Lease]) -> None:
-        if shelve and tier not in near:
-            names = wanted.records(start, start + len(leases) // chunks.groups)
+    def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
+        if self._shelve and not self._tiers.tiers[tier].near:
+            names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
-                shelf.keep(name, lease, transfer)
+                self._prefetched.keep(name, lease, self)
 
-    plan = planning.cut(found, first, stop)
-    reached = fetch(access, shelf, wanted, plan, use, transfer, modest=True).tokens // chunks.chunk_tokens
-    if reached < len(wanted):
-        found = planning.clip(found, first + reached)
-    if shelve:  # a lookup does not see the shelf: the hit stays where the records are
-        return Hit(chunks, found)
-    return Hit(chunks, access.find(chunks, RetrievePlan(found.chunks), frozenset()))
+    def _note(self, loaded: Loaded) -> None:
+        pass
 
 
-def get(
-    access: TierSet, shelf: Prefetched, chunks: Chunks, chunk: int, transfer: Transfer[list[Lease]]
-) -> list[Lease]:
-    """The verified records of one chunk, a lease per layer group; empty if no tier has them.
+class Prefetch:
+    """What tiers further away hold of `chunks`, on its way into the tiers that the policy writes back to.
+
+    Without any in memory, it is left in slots (`Prefetched`). What lies near before that, or after it, stays
+    as it is.
+    """
+
+    def __init__(self, tiers: TierSet, puts: Puts, prefetched: Prefetched, chunks: Chunks) -> None:
+        self._tiers = tiers
+        self._puts = puts
+        self._prefetched = prefetched
+        self._chunks = chunks
+
+    def run(self, transfer: Transfer[Any]) -> Hit:
+        """Bring it nearer, until all is or `transfer` is stopped; what can be had then."""
+        tiers, chunks = self._tiers, self._chunks
+        # 1. what lies far away
+        found = tiers.find(chunks, RetrievePlan(len(chunks)), frozenset())
+        near = [name for name, tier in tiers.tiers.items() if tier.near]
+        far = [segment for segment in found.segments if segment.tier not in near]
+        if not far:
+            return Hit(chunks, found)
+        first, stop = far[0].start, far[-1].stop
+        shelve = not set(near) & set(tiers.policy.write_back_to)
+        if shelve and not tiers.policy.write_back_to:  # more than the slots hold would be read for nothing
+            stop = min(stop, first + self._prefetched.slots // chunks.groups)
+        # 2. is read as for a load
+        wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
+        loaded = _Nearer(tiers, self._puts, self._prefetched, wanted, shelve).run(transfer)
+        # 3. what of it came ends the hit
+        if loaded.tokens < wanted.tokens:
+            found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
+        if shelve:  # a lookup does not see the slots: the hit stays where the records are
+            return Hit(chunks, found)
+        return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks), frozenset()))
+
+
+class ChunkRead:
+    """The verified records of one chunk, on their way into slots.
 
     They are written back as those of a load are, to a tier that holds the chunk before them.
     """
-    for tier in access.policy.retrieve_from:
-        if transfer.stopped:
-            break
-        if not access.usable(tier) or access.ask(tier, chunks.records(chunk, chunk + 1)) < chunks.groups:
-            continue
-        segment = planning.Segment(tier, chunk, chunk + 1)
-        reads = PlanReads(access, chunks, [segment], shelf)
-        transfer.when_stopped(reads.interrupt)
-        leases: list[Lease] = []
-        try:
-            leases = reads.take()
-            if reads.failed is not None:
-                access.ended(tier, *reads.failed)
-            if leases:
-                access.write_back(tier, chunks, chunk, leases, _continued(access, chunks, chunk))
-                found, leases = leases, []
-                return found
-        finally:
-            reads.abandon()
-            release_all(leases)
-    return []
 
+    def __init__(
+        self, tiers: TierSet, puts: Puts, prefetched: Prefetched, chunks: Chunks, chunk: int
+    ) -> None:
+        self._tiers = tiers
+        self._puts = puts
+        self._prefetched = prefetched
+        self._chunks = chunks
+        self._chunk = chunk
 
-def _continued(access: TierSet, chunks: Chunks, chunk: int) -> list[str]:
-    """The tiers to write back to that hold the chunk before this one."""
-    if chunk == 0:
-        return list(access.policy.write_back_to)
-    before = chunks.records(chunk - 1, chunk)
-    usable = [tier for tier in access.policy.write_back_to if access.usable(tier)]
-    return [tier for tier in usable if access.ask(tier, before) == len(before)]
+    def run(self, transfer: Transfer[Any]) -> list[Lease]:
+        """A lease per layer group, for the caller to release; empty if no tier has them."""
+        tiers, chunks, chunk = self._tiers, self._chunks, self._chunk
+        for tier in tiers.policy.retrieve_from:
+            if transfer.stopped:
+                break
+            if not tiers.usable(tier) or tiers.ask(tier, chunks.records(chunk, chunk + 1)) < chunks.groups:
+                continue
+            segment = Segment(tier, chunk, chunk + 1)
+            reads = PlanReads(tiers, chunks, [segment], self._prefetched)
+            transfer.when_stopped(reads.interrupt)
+            leases: list[Lease] = []
+            try:
+                leases = reads.take()
+                if reads.failed is not None:
+                    tiers.ended(tier, *reads.failed)
+                if leases:
+                    self._puts.write_back(tier, chunks, chunk, leases, self._continued())
+                    found, leases = leases, []
+                    return found
+            finally:
+                reads.abandon()
+                release_all(leases)
+        return []
+
+    def _continued(self) -> list[str]:
+        """The tiers to write back to that hold the chunk before this one."""
+        targets = self._tiers.policy.write_back_to
+        if self._chunk == 0:
+            return list(targets)
+        before = self._chunks.records(self._chunk - 1, self._chunk)
+        usable = [tier for tier in targets if self._tiers.usable(tier)]
+        return [tier for tier in usable if self._tiers.ask(tier, before) == len(before)]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+log = logging.getLogger(__name__)
+
+OnPut = Callable[[str, str], object]
+"""Called with a tier and the name of a record that it was given and has now."""
 
 
 class Promises:
@@ -14,15 +20,22 @@ class Promises:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
 
-    def make(self, names: Collection[str], on_done: Callable[[], object] = lambda: None) -> Promise:
-        """Promise records; whoever makes them must `give_up` once, when it has begun all that it will.
+    def make(
+        self,
+        names: Collection[str],
+        on_put: OnPut = lambda tier, name: None,
+        on_done: Callable[[], object] = lambda: None,
+    ) -> Promise:
+        """Promise records; whoever makes them must `close` it, when it has begun all that it will.
 
         Args:
-            on_done: called once, from any thread, when every attempt has ended.
+            on_put: called when a tier took a record, from any thread.
+            on_done: called once, likewise, when every attempt has ended: a tier may have a record before
+                others do.
         """
         with self._changed:
             self._makers.update(names)
-        return Promise(self, names, on_done)
+        return Promise(self, names, on_put, on_done)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -45,60 +58,89 @@ class Promises:
 
 
 class Promise:
-    """One store's: for each record it ends when a tier has it, or when the last attempt was given up.
+    """One store's: for each record it ends when a tier has it, or when the last attempt failed. Thread-safe.
 
-    Thread-safe. The store itself counts as one attempt, until it has begun all others.
+    The store itself counts as one attempt at each, until it is closed. An error in a callback is only logged.
     """
 
-    def __init__(self, promises: Promises, names: Collection[str], on_done: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        promises: Promises,
+        names: Collection[str],
+        on_put: OnPut,
+        on_done: Callable[[], object],
+    ) -> None:
         self._promises = promises
+        self._names = names
         self._attempts = dict.fromkeys(names, 1)
         self._under_way = len(self._attempts)
-        self._on_done: Callable[[], object] | None = on_done
+        self._on_put = on_put
+        self._on_done = on_done
         self._lock = threading.Lock()
 
     def attempt(self, names: Iterable[str]) -> None:
-        """A tier is about to be given these: it will be `kept` or `give_up` once for each."""
+        """A tier is about to be given these: each attempt will be `ended` once."""
         with self._lock:
             for name in names:
                 self._under_way += 1
                 if name in self._attempts:
                     self._attempts[name] += 1
 
-    def kept(self, names: Collection[str]) -> None:
-        """A tier has these."""
+    def ended(self, tier: str, name: str, error: BaseException | None) -> None:
+        """A tier took a record, had it already (FileExistsError), or did not take it."""
+        if error is None:
+            _tell(self._on_put, tier, name)
+        self._end([name], kept=error is None or isinstance(error, FileExistsError))
+
+    def close(self) -> None:
+        """No more attempts will begin. To be called once."""
+        self._end(self._names, kept=False)
+
+    def _end(self, names: Collection[str], *, kept: bool) -> None:
+        """One attempt at each of `names` is over; those that are `kept` are promised no longer."""
         with self._lock:
             self._under_way -= len(names)
-            over = [name for name in names if self._attempts.pop(name, None) is not None]
-        self._end(over)
-
-    def withdraw(self) -> None:
-        """All attempts are off: the store did not begin."""
-        with self._lock:
-            over = list(self._attempts)
-            self._attempts.clear()
-            self._under_way = 0
-        self._end(over)
-
-    def give_up(self, names: Collection[str]) -> None:
-        """One attempt at each of these came to nothing, or began all others."""
-        over = []
-        with self._lock:
-            self._under_way -= len(names)
+            last = not self._under_way
+            over = []
             for name in names:
                 left = self._attempts.get(name)
-                if left == 1:
+                if left is None:
+                    continue
+                if kept or left == 1:
                     del self._attempts[name]
                     over.append(name)
-                elif left is not None:
+                else:
                     self._attempts[name] = left - 1
-        self._end(over)
+        self._promises.end(over)
+        if last:
+            _tell(self._on_done)
 
-    def _end(self, names: Collection[str]) -> None:
-        self._promises.end(names)
-        with self._lock:
-            last = None if self._under_way > 0 else self._on_done
-            if last is not None:
-                self._on_done = None
-        if last is not None:
-            last()
+
+def when_whole(names: Sequence[str], groups: int, on_stored: Callable[[str, int], object]) -> OnPut:
+    """What calls `on_stored` with a tier and a chunk when that tier took its last record.
+
+    Args:
+        names: of the records, chunk by chunk.
+        groups: records of a chunk.
+    """
+    numbers = {name: i // groups for i, name in enumerate(names)}
+    counts: Counter[tuple[str, int]] = Counter()
+    lock = threading.Lock()
+
+    def on_put(tier: str, name: str) -> None:
+        chunk = numbers[name]
+        with lock:
+            counts[tier, chunk] += 1
+            whole = counts[tier, chunk] == groups
+        if whole:
+            on_stored(tier, chunk)
+
+    return on_put
+
+
+def _tell(callback: Callable[..., object], *args: str) -> None:
+    """Call back; an error is the caller's: tiers did their part, and a flush must not wait for more."""
+    try:
+        callback(*args)
+    except Exception:
+        log.exception("a callback of a store failed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 SHUNNED_S = 600.0
 """For so long, in seconds: then it is tried again whether they can be read, or removed."""
@@ -27,6 +27,12 @@ class Quarantine:
             self._until.move_to_end((tier, name))
             if len(self._until) > MAX_SHUNNED:
                 self._until.popitem(last=False)
+
+    def forget(self, tier: str, but: Collection[str] = ()) -> None:
+        """Shun none of a tier's records any longer, `but` these. Mutates."""
+        with self._lock:
+            for gone in [key for key in self._until if key[0] == tier and key[1] not in but]:
+                del self._until[gone]
 
     def before(self, tier: str, names: Sequence[str], now: float) -> int:
         """How many of `names`, from the first on, are not shunned."""

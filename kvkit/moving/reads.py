@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
 from kvkit.format import record
 from kvkit.moving.plan import Segment
+from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.sequence import Chunks
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, StagingTimeout, release_all
@@ -38,23 +39,23 @@ class PlanReads:
 
     Args:
         segments: of `chunks`, consecutive.
-        shelf: where a prefetch may have left records.
+        prefetched: where a prefetch may have left records.
         modest: whether a tier is asked for no more than `MODEST` times what it reads at once, so that its
             threads have something to go on with: what others want of it meanwhile does not wait behind more.
     """
 
     def __init__(
         self,
-        access: TierSet,
+        tiers: TierSet,
         chunks: Chunks,
         segments: Sequence[Segment],
-        shelf: Prefetched,
+        prefetched: Prefetched,
         modest: bool = False,
     ) -> None:
-        self._access = access
+        self._tiers = tiers
         self._modest = modest
         self._groups = chunks.groups
-        self._reads = deque(SegmentReads(access, chunks, segment, shelf) for segment in segments)
+        self._reads = deque(SegmentReads(tiers, chunks, segment, prefetched) for segment in segments)
 
     @property
     def tier(self) -> str:
@@ -64,7 +65,7 @@ class PlanReads:
     @property
     def short(self) -> bool:
         """Whether there are chunks to read ahead and no slots for them."""
-        return self._access.staging.free < self._groups and not all(reads.begun for reads in self._reads)
+        return self._tiers.staging.free < self._groups and not all(reads.begun for reads in self._reads)
 
     @property
     def failed(self) -> tuple[str | None, BaseException] | None:
@@ -75,7 +76,7 @@ class PlanReads:
     def take(self) -> list[Lease]:
         """The leases of the next chunks of `tier`, verified, for the caller to release.
 
-        None means that `failed` says why.
+        If there are none, `failed` says why.
         """
         while self._reads[0].done and len(self._reads) > 1:
             self._reads.popleft()
@@ -101,7 +102,7 @@ class PlanReads:
     def _fill(self) -> None:
         """Start reads, in the order of need, while there are slots."""
         # 1. what each tier works on at once
-        room = {reads.tier: self._access.tiers[reads.tier].reads_at_once for reads in self._reads}
+        room = {reads.tier: self._tiers.tiers[reads.tier].reads_at_once for reads in self._reads}
         for reads in self._reads:
             room[reads.tier] -= reads.unread
         for reads in self._reads:
@@ -109,9 +110,9 @@ class PlanReads:
                 room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
         # 2. what its threads go on with, so that they need not wait for this one
         for reads in self._reads:
-            ahead = room[reads.tier] + (MODEST - 1) * self._access.tiers[reads.tier].reads_at_once
+            ahead = room[reads.tier] + (MODEST - 1) * self._tiers.tiers[reads.tier].reads_at_once
             most = -(-ahead // self._groups) if self._modest else MAX_IN_FLIGHT
-            if most > 0 and self._access.staging.free >= self._groups:  # for these nobody gives up a slot
+            if most > 0 and self._tiers.staging.free >= self._groups:  # for these nobody gives up a slot
                 room[reads.tier] -= reads.fill(most)
 
 
@@ -126,13 +127,13 @@ class SegmentReads:
         failed: the record that did so, None where no record is to blame.
     """
 
-    def __init__(self, access: TierSet, chunks: Chunks, segment: Segment, shelf: Prefetched) -> None:
+    def __init__(self, tiers: TierSet, chunks: Chunks, segment: Segment, prefetched: Prefetched) -> None:
         self.tier = segment.tier
-        self._access = access
+        self._tiers = tiers
         self._chunks = chunks
         self._names = chunks.names
         self._groups = chunks.groups
-        self._shelf = shelf
+        self._prefetched = prefetched
         self._first = segment.start
         self._next = segment.start
         self._stop = segment.stop
@@ -180,9 +181,9 @@ class SegmentReads:
         if self._borrow(names):
             return 0
         try:
-            leases = self._access.staging.acquire(
+            leases = self._tiers.staging.acquire(
                 len(names),
-                self._access.timeout_s if wait else 0.0,
+                self._tiers.timeout_s if wait else 0.0,
                 at_least=self._groups,
                 stopped=lambda: self._interrupted,
             )
@@ -198,16 +199,16 @@ class SegmentReads:
             name: (start + i, lease) for i, (name, lease) in enumerate(zip(names, leases, strict=True))
         }
         on_complete = partial(self._on_complete, self._round, records)
-        self._access.start("get", self.tier, names, leases, on_complete)
+        self._tiers.get(self.tier, names, leases, on_complete)
         return len(names)
 
     def take_ready(self) -> list[Lease]:
         """The leases of the next chunks that were read, verified, for the caller to release.
 
-        Waits for the first chunk; takes those behind it that are complete as well. None means that `error` is
-        set.
+        Waits for the first chunk; takes those after it that are complete as well. If there are none, `error`
+        says why.
         """
-        deadline = time.monotonic() + self._access.timeout_s
+        deadline = time.monotonic() + self._tiers.timeout_s
         ready: list[Lease] = []
         while self._in_flight:
             chunk = list(islice(self._in_flight, self._groups))
@@ -231,7 +232,7 @@ class SegmentReads:
         with self._changed:
             self._interrupted = True
             self._changed.notify()
-        self._access.staging.wake()
+        self._tiers.staging.wake()
 
     def restart(self) -> None:
         """Give back what was not taken; the tier keeps its own shares until its reads are done."""
@@ -247,7 +248,7 @@ class SegmentReads:
         """Take records that already lie in slots; whether the tier lends any."""
         leases: list[Lease] = []
         for name in names:
-            lease = self._shelf.take(name) or self._access.tiers[self.tier].borrow(name)
+            lease = self._prefetched.take(name) or self._tiers.tiers[self.tier].borrow(name)
             if lease is None:
                 break
             leases.append(lease)
@@ -305,43 +306,8 @@ class SegmentReads:
         return False, None, None
 
 
-class Prefetched:
-    """Records that prefetches left in their slots, for the loads that follow. Thread-safe.
-
-    It holds at most `slots`, and gives any up when somebody waits for a slot. A prefetch displaces what
-    earlier ones left, the oldest first, and never its own: the head of a sequence is wanted first.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._leases: OrderedDict[str, tuple[object, Lease]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def keep(self, name: str, lease: Lease, prefetch: object) -> None:
-        """Keep a share of a verified record, if there is room."""
-        with self._lock:
-            gone = [self._leases.pop(name)] if name in self._leases else []
-            if len(self._leases) >= self.slots:
-                other = next((n for n, (owner, _) in self._leases.items() if owner is not prefetch), None)
-                gone += [] if other is None else [self._leases.pop(other)]
-            if len(self._leases) < self.slots:
-                self._leases[name] = prefetch, lease.share()
-        release_all(old for _, old in gone)
-
-    def take(self, name: str) -> Lease | None:
-        """The record, which is not kept any longer; None if it is not here."""
-        with self._lock:
-            return self._leases.pop(name, (None, None))[1]
-
-    def give_up(self, count: int) -> None:
-        """Release the `count` oldest."""
-        with self._lock:
-            gone = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
-        release_all(gone)
-
-
 def keep_whole(leases: list[Lease], groups: int) -> int:
-    """Release the leases behind the last whole chunk; the number of whole chunks. Mutates `leases`."""
+    """Release the leases after the last whole chunk; the number of whole chunks. Mutates `leases`."""
     whole = len(leases) // groups
     release_all(leases[whole * groups :])
     del leases[whole * groups :]

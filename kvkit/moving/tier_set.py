@@ -1,4 +1,4 @@
-"""The tiers as loads and stores use them: asked with a deadline, passed over while they fail, counted."""
+"""The tiers as loads and stores ask them: with a deadline, passed over while they fail, counted."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import islice
-from operator import methodcaller
 from typing import TypeVar
 
-from kvkit.format import arrays
-from kvkit.format.record import Damage, RecordFormat
+from kvkit.format.record import Damage
 from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts, Direction
-from kvkit.moving.plan import RetrievePlan, Segment, StorePlan
+from kvkit.moving.plan import RetrievePlan
 from kvkit.moving.policy import Policy
-from kvkit.moving.promises import Promise, Promises
-from kvkit.moving.puts import Outstanding, PutQueue
 from kvkit.moving.quarantine import Quarantine
-from kvkit.moving.sequence import Chunks
-from kvkit.staging import Lease, Staging, StagingTimeout, release_all
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, UnreadableObject
+from kvkit.moving.sequence import Chunks, Loaded
+from kvkit.staging import Lease, Staging, StagingTimeout
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, UnreadableObject
 from kvkit.tiers.health import Health, HealthState
-from kvkit.workers import Closed, Stopped, Workers
+from kvkit.workers import Stopped, Workers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OnPut = Callable[[str, str], None]
 
 ASKING_THREADS = 4
 """Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
@@ -38,37 +32,68 @@ that hangs keeps them all."""
 CLEARED_AT_ONCE = 256
 """Records that a tier which is emptied deletes in one go: past the deadline, no others."""
 
-MAX_DESCRIBED = 4096
-"""Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
+
+class Reports:
+    """The `on_complete` of one call of a tier: takes one report per name, whatever the tier does.
+
+    Args:
+        shares: of the slots of `names`, given over: each is released when its record is reported.
+        on_complete: gets one report per name.
+        on_last: called with the bytes that the call moved, before the last report is passed on.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shares: Sequence[Lease],
+        on_complete: OnComplete,
+        on_last: Callable[[int], None],
+    ) -> None:
+        self._shares = dict(zip(names, shares, strict=True))
+        self._on_complete = on_complete
+        self._on_last = on_last
+        self._moved_bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, error: BaseException | None) -> None:
+        with self._lock:
+            share = self._shares.pop(name, None)
+            if share is None:
+                return
+            self._moved_bytes += 0 if error is not None else share.used
+            last = not self._shares
+        share.release()
+        if last:
+            self._on_last(self._moved_bytes)
+        self._on_complete(name, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Report `error` for all that was not reported."""
+        for name in list(self._shares):
+            self(name, error)
 
 
 class TierSet:
-    """What loads and stores share. Thread-safe.
+    """What is asked of tiers, and what is known of them: answers, health, counts. Thread-safe.
 
     Args:
         tiers: by name.
         policy: what goes where; names these tiers only.
         staging: slots that records pass through.
-        groups: records of a chunk.
         timeout_s: the longest that any single wait may take, in seconds.
     """
 
-    def __init__(
-        self, tiers: dict[str, Tier], policy: Policy, staging: Staging, groups: int, timeout_s: float
-    ) -> None:
+    def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
         self.tiers = tiers
         for tier in tiers.values():
             tier.limit(staging.slot_bytes)
         self.policy = policy
         self.staging = staging
         self.timeout_s = timeout_s
-        self.puts = Outstanding()
-        self.promises = Promises()
         self.health = {name: Health() for name in tiers}
         self._lock = threading.Lock()
         self._counts = Counts()
         self._quarantine = Quarantine()
-        self._described: set[tuple[str, str]] = set()
         self._gets: dict[str, dict[object, float]] = {
             name: {} for name in tiers
         }  # when those under way began
@@ -77,13 +102,6 @@ class TierSet:
             for name, tier in tiers.items()
             if not tier.near
         }
-        self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in self._asking}
-        spare = staging.slots - sum(tier.slots for tier in tiers.values())
-        limit = planning.put_limit(spare, len(self._asking), groups)
-        self._queues = {
-            name: PutQueue(name, limit, partial(self.start, "put", name)) for name in self._asking
-        }
-        staging.on_shortage(self._reclaim)
 
     def find(
         self,
@@ -143,21 +161,6 @@ class TierSet:
         kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
         return plan if first >= plan.chunks else planning.clip(plan, first + kept)
 
-    def find_promised(
-        self, chunks: Chunks, wait_s: float, tiers: Sequence[str] | None = None
-    ) -> RetrievePlan:
-        """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
-        until = time.monotonic() + wait_s
-        promised = self.promises.among(chunks.names)  # asked before the tiers: what is kept since, they have
-        plan = self.find(chunks, RetrievePlan(len(chunks)), frozenset(), tiers)
-        while not plan.complete and promised:
-            gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
-            if not gap or not self.promises.wait(gap, until - time.monotonic()):
-                break
-            promised -= gap
-            plan = self.find(chunks, plan, frozenset(), tiers)
-        return plan
-
     def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
         """How many of `names`, from the first on, the tier holds, or need not be put; none if it fails.
 
@@ -188,131 +191,45 @@ class TierSet:
         finally:
             future.cancel()  # nobody waits for it any more: what has not begun need not
 
-    def put(
-        self,
-        segments: Sequence[Segment],
-        chunks: Chunks,
-        first: int,
-        leases: Sequence[Lease],
-        written_back: bool = False,
-        on_put: OnPut | None = None,
-        promise: Promise | None = None,
-    ) -> set[int]:
-        """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
-
-        A tier that is passed over, or whose puts hang, is left out. `on_put` is called with a tier and a name
-        when it has that record, from any thread. `promise` hears how it ends.
-
-        Returns:
-            Those of the chunks that at least one tier took.
-        """
-        last = first + len(leases) // chunks.groups
-        taken: set[int] = set()
-        for segment in segments:
-            start, stop = max(first, segment.start), min(last, segment.stop)
-            if start >= stop or self.passed_over(segment.tier):
-                continue
-            names = chunks.records(start, stop)
-            held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            expected = self._expect(segment.tier, names, held, written_back, on_put, promise)
-            queue = self._queues.get(segment.tier)
-            if queue is None:
-                self.start("put", segment.tier, names, held, expected)
-            else:
-                stop = start + queue.put(names, held, expected) // chunks.groups
-            taken.update(range(start, stop))
-        return taken
-
-    def offer(
-        self,
-        tier: str,
-        chunks: Chunks,
-        first: int,
-        leases: Sequence[Lease],
-        on_put: OnPut | None,
-        promise: Promise,
-    ) -> set[int]:
-        """As `put`, for a tier outside this process, which is asked what it lacks when its turn has come."""
-        last = first + len(leases) // chunks.groups
-        names = chunks.records(first, last)
-        expected = self._expect(tier, names, leases, False, on_put, promise)
-        taken = self._queues[tier].put(names, leases, expected, partial(self._start_lacking, tier, chunks))
-        return set(range(first, first + taken // chunks.groups))
-
-    def start(
-        self,
-        direction: Direction,
-        tier: str,
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-    ) -> None:
-        """Have a tier get or put records; when the last has completed, what it took is counted.
+    def get(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        """Have a tier read records; when the last has completed, what it read is counted.
 
         `on_complete` takes one report per name, whatever the tier does: raise half-way, or report twice.
         """
-        size, began = 0, time.monotonic()
-        lock = threading.Lock()
-        call = object()
-        if direction == "get":
+        began, call = time.monotonic(), object()
+        with self._lock:
+            self._gets[tier][call] = began
+
+        def ended(size: int) -> None:
+            now = time.monotonic()
             with self._lock:
-                self._gets[tier][call] = began
+                del self._gets[tier][call]
+            if size:
+                self.moved(tier, "get", size, now - began)
+                self.health[tier].worked(now, (now - began) / len(names))
+
         # shares: when the tier reports, it has released its own, and another record may lie in the slot
-        held = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
-
-        def completed(name: str, error: BaseException | None) -> None:
-            nonlocal size
-            with lock:
-                lease = held.pop(name, None)
-                if lease is None:
-                    return
-                size += 0 if error is not None else lease.used
-                last = not held
-            lease.release()
-            if last and direction == "get":
-                with self._lock:
-                    del self._gets[tier][call]
-            if last and size:
-                now = time.monotonic()
-                self.count(lambda counts: counts.moved(tier, direction, size, now - began))
-                if direction == "get":
-                    self.health[tier].worked(now, (now - began) / len(names))
-            on_complete(name, error)
-
-        move = self.tiers[tier].get if direction == "get" else self.tiers[tier].put
+        reports = Reports(names, [lease.share() for lease in leases], on_complete, ended)
         try:
-            if direction == "put":
-                names, leases = self._leave_out(tier, names, leases, completed)
-            if names:
-                move(names, leases, completed)
+            self.tiers[tier].get(names, leases, reports)
         except Exception as error:
-            log.exception("tier %r: %s failed", tier, direction)
-            for name in names:
-                completed(name, error)
+            log.exception("tier %r: get failed", tier)
+            reports.fail(error)
 
-    def write_back(
-        self,
-        source: str,
-        chunks: Chunks,
-        first: int,
-        leases: Sequence[Lease],
-        targets: Sequence[str] | None = None,
-    ) -> None:
-        """Give validated records to the tiers that the policy names; the slots are shared, not copied.
+    def shunned(self, tier: str, names: Sequence[str]) -> list[str]:
+        """Those of `names` in whose place something lies that can be neither used nor removed."""
+        now = time.monotonic()
+        if self._quarantine.before(tier, names, now) == len(names):
+            return []
+        return [name for name in names if not self._quarantine.before(tier, [name], now)]
 
-        The one way back for blocking and background loads, prefetches and single gets. Callers come here in
-        the order of the chunks, and stop at the first gap. `targets` narrows the policy's.
+    def in_background(self, tier: str, work: Callable[[], None]) -> None:
+        """Have one of the threads that ask a tier outside this process do `work`, which must not raise.
+
+        Raises:
+            Closed: they were told to end, or cannot be started.
         """
-        plan = self._plan_write_back(source, first, first + len(leases) // chunks.groups)
-        wanted = self.policy.write_back_to if targets is None else targets
-        segments = [s for s in plan.segments if s.tier in wanted and self.usable(s.tier)]
-        for segment in segments:
-            self.describe(segment.tier, chunks.formats)
-        self.put(segments, chunks, first, leases, written_back=True)
-
-    def is_written_back(self, source: str) -> bool:
-        """Whether a tier is to get what comes from `source`."""
-        return bool(self._plan_write_back(source, 0, 1).segments)
+        self._asking[tier].start(work)
 
     def drop(self, tier: str, name: str, damage: Damage) -> None:
         """Delete a record that is not what it should be, so that it is stored anew.
@@ -340,14 +257,14 @@ class TierSet:
             return 0
 
     def clear(self, tier: str, timeout_s: float) -> int:
-        """Delete every record of a tier; how many there were.
+        """Delete every record of a tier that can be deleted; how many there were. None is shunned any longer.
 
         Raises:
             TimeoutError: some are left after `timeout_s` seconds.
-            OSError: one could not be deleted.
+            OSError: some could not be deleted; all others are.
         """
         until = time.monotonic() + timeout_s
-        removed = 0
+        removed, kept = 0, dict[str, OSError]()
 
         def step(call: Callable[[Tier], T]) -> T:
             try:
@@ -357,10 +274,27 @@ class TierSet:
                     f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
                 ) from error
 
+        def delete(names: Sequence[str]) -> int:
+            try:
+                step(lambda asked: asked.delete(names))
+                return len(names)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                if len(names) == 1:
+                    kept[names[0]] = error
+                    return 0
+            return sum(delete([name]) for name in names)
+
         records = step(lambda asked: asked.scan())
         while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
-            step(methodcaller("delete", names))
-            removed += len(names)
+            removed += delete(names)
+        self._quarantine.forget(tier, kept)
+        if kept:
+            name, error = next(iter(kept.items()))
+            raise OSError(
+                f"tier {tier!r}: {removed} records are deleted, {len(kept)} cannot be: {name}: {error}"
+            ) from error
         return removed
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
@@ -376,46 +310,14 @@ class TierSet:
         if name is not None and isinstance(error, DamagedObject) and not given_up:
             self.drop(tier, name, error.damage)
 
-    def describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
-        """Have a tier outside this process keep zarr.json for these arrays, once: `puts` waits for it.
-
-        Records are read without it, so a failure is no failure of the tier; the next store tries again.
-        """
-        tier = self.tiers[name]
-        if tier.near:  # no store that Zarr could open
-            return
-        with self._lock:
-            new = [form for form in formats if (name, form.array) not in self._described]
-            if len(self._described) + len(new) > MAX_DESCRIBED:
-                self._described.clear()
-            self._described.update((name, form.array) for form in new)
-        if not new:
-            return
-        start = self.puts.add(1)
-
-        def work() -> None:
-            for form in new:
-                try:
-                    tier.describe(form.array, arrays.metadata(form, tier.codec))
-                except Exception as error:
-                    log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
-                    with self._lock:
-                        self._described.discard((name, form.array))
-            self.puts.done(start)
-
-        self._asking[name].start(work)
-
     def close(self) -> None:
-        """Give up puts that wait, close the tiers, each within the deadline, and end the asking threads."""
-        self.staging.off_shortage(self._reclaim)
-        for queue in self._queues.values():
-            queue.give_up()
+        """Close the tiers, each within the deadline, and end the asking threads."""
         for name in self.tiers:
             try:
                 self.bounded(name, lambda tier: tier.close())
             except Exception as error:
                 log.warning("tier %r did not close: %s", name, error or type(error).__name__)
-        for workers in (*self._offering.values(), *self._asking.values()):
+        for workers in self._asking.values():
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
@@ -453,6 +355,21 @@ class TierSet:
             else:
                 self._counts.read_errors[tier] += 1
 
+    def moved(self, tier: str, direction: Direction, size: int, seconds: float) -> None:
+        """Count a call of a tier's get or put that moved `size` bytes."""
+        self.count(lambda counts: counts.moved(tier, direction, size, seconds))
+
+    def count_loaded(self, chunks: Chunks, loaded: Loaded) -> None:
+        """Count what a load put into the engine."""
+        chunk_bytes = sum(form.record_bytes for form in chunks.formats)
+
+        def note(counts: Counts) -> None:
+            for tier, tokens in loaded.by_tier.items():
+                counts.loaded_tokens[tier] += tokens
+                counts.loaded_bytes[tier] += tokens // chunks.chunk_tokens * chunk_bytes
+
+        self.count(note)
+
     def count(self, change: Callable[[Counts], None]) -> None:
         """Have `change` count something, alone."""
         with self._lock:
@@ -471,106 +388,3 @@ class TierSet:
         """The health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
-
-    def _leave_out(
-        self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete
-    ) -> tuple[Sequence[str], Sequence[Lease]]:
-        """`names` and `leases` without what lies in quarantine, which a tier would take for the record."""
-        now = time.monotonic()
-        if self._quarantine.before(tier, names, now) == len(names):
-            return names, leases
-        shunned = [not self._quarantine.before(tier, [name], now) for name in names]
-        for name, left_out in zip(names, shunned, strict=True):
-            if left_out:
-                on_complete(name, TierError(f"tier {tier!r}: what lies in place of {name} cannot be removed"))
-        kept = [pair for pair, out in zip(zip(names, leases, strict=True), shunned, strict=True) if not out]
-        return [name for name, _ in kept], [lease for _, lease in kept]
-
-    def _start_lacking(
-        self,
-        tier: str,
-        chunks: Chunks,
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-    ) -> None:
-        """Ask the tier in the background which of `names` it has, and put the others."""
-        held = [lease.share() for lease in leases]
-
-        def work() -> None:
-            run = 0
-            try:
-                if self.usable(tier):
-                    run = self.ask(tier, names, to_put=True)
-                for name in names[:run]:
-                    on_complete(name, FileExistsError(f"tier {tier!r} has {name}"))
-                if self.passed_over(tier):
-                    for name in names[run:]:
-                        on_complete(name, TierFull(f"tier {tier!r}: {name} is left out, for the tier fails"))
-                elif run < len(names):
-                    self.describe(tier, chunks.formats)
-                    self.start("put", tier, names[run:], held[run:], on_complete)
-            finally:
-                release_all(held)
-
-        try:
-            self._offering[tier].start(work)
-        except Closed as error:
-            release_all(held)
-            for name in names:
-                on_complete(name, error)
-
-    def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
-        near = [name for name, tier in self.tiers.items() if tier.near]
-        taken = RetrievePlan(stop, (Segment(source, start, stop),))
-        return planning.plan_write_back(taken, stop, self.policy, near)
-
-    def _reclaim(self, _: int) -> None:
-        """Somebody lacks slots: those of what waits for a tier that does not get on."""
-        for tier, queue in self._queues.items():
-            if queue.stuck or self.passed_over(tier):
-                queue.give_up()
-
-    def _expect(
-        self,
-        tier: str,
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        written_back: bool,
-        on_put: OnPut | None,
-        promise: Promise | None,
-    ) -> OnComplete:
-        """A callback that counts what was put; `puts` waits for it, once per name."""
-        sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
-        start = self.puts.add(len(sizes))
-        if promise is not None:
-            promise.attempt(sizes)
-
-        def on_complete(name: str, error: BaseException | None) -> None:
-            held = isinstance(error, FileExistsError)
-            with self._lock:
-                if held:
-                    pass
-                elif error is None:
-                    self._counts.stored_records[tier] += 1
-                    self._counts.stored_bytes[tier] += sizes[name]
-                    self._counts.written_back_records[tier] += written_back
-                elif isinstance(error, TierFull):
-                    self._counts.refused[tier] += 1
-                else:
-                    self._counts.write_errors[tier] += 1
-            if isinstance(error, TierFull | FileExistsError):
-                log.debug("%s", error)
-            elif error is not None:
-                log.warning("tier %r did not take %s: %s", tier, name, error)
-            self.health[tier].answered(time.monotonic())  # a full disk can still be read
-            if error is None and on_put is not None:
-                try:
-                    on_put(tier, name)
-                except Exception:  # the caller's: the tier did its part, and a flush must not wait for more
-                    log.exception("the callback after the put of %s failed", name)
-            if promise is not None:
-                (promise.kept if error is None or held else promise.give_up)([name])
-            self.puts.done(start)
-
-        return on_complete

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 
+from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import Chunks
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, release_all
@@ -19,8 +20,9 @@ class WriteBacks:
     puts start earlier where anybody waits for one.
     """
 
-    def __init__(self, access: TierSet, chunks: Chunks) -> None:
-        self._access = access
+    def __init__(self, tiers: TierSet, puts: Puts, chunks: Chunks) -> None:
+        self._staging = tiers.staging
+        self._puts = puts
         self._chunks = chunks
         self._held: deque[tuple[str, int, list[Lease]]] = deque()
         # a tier may take a slot to put a record, and so come back to `_reclaim`
@@ -28,11 +30,11 @@ class WriteBacks:
 
     def hold(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         """Keep a share of validated records of `tier`, chunk `first` on, if a tier is to get them."""
-        if not self._access.is_written_back(tier):
+        if not self._puts.is_written_back(tier):
             return
         with self._lock:
             self._held.append((tier, first, [lease.share() for lease in leases]))
-        if self._access.staging.waiting:
+        if self._staging.waiting:
             self.start()
 
     def start(self) -> None:
@@ -41,18 +43,18 @@ class WriteBacks:
             while self._held:
                 tier, first, leases = self._held.popleft()
                 try:
-                    self._access.write_back(tier, self._chunks, first, leases)
+                    self._puts.write_back(tier, self._chunks, first, leases)
                 finally:
                     release_all(leases)
 
     def __enter__(self) -> WriteBacks:
-        self._access.staging.on_shortage(self._reclaim)
+        self._staging.on_shortage(self._reclaim)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._access.staging.off_shortage(self._reclaim)
+        self._staging.off_shortage(self._reclaim)
         self.start()
 
     def _reclaim(self, _: int) -> None:

@@ -18,7 +18,7 @@ from kvkit.format.names import METADATA, array_name, record_name
 from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
 from kvkit.format.urls import shown
 from kvkit.staging import Staging
-from kvkit.tiers.base import DamagedObject, Ranges, Store
+from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.settings import TierConfig, open_tier, tier_at
 from kvkit.tiers.stores import StoreSettings, open_store
@@ -110,7 +110,7 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
         staging.close()
 
 
-def _store(name: str, url: str, config: TierConfig) -> Store:
+def _store(name: str, url: str, config: TierConfig) -> ObjectStore:
     store = open_store(name, url, StoreSettings.of(config))
     if isinstance(store, Folder) and not os.path.isdir(store.root):
         raise FileNotFoundError(f"{shown(url)}: no such store")

@@ -168,7 +168,7 @@ class Tier(ABC):
         """Finish what was started, then release what the tier holds. Only another close may follow."""
 
 
-class Store(Protocol):
+class ObjectStore(Protocol):
     """Where the objects of an `ObjectTier` lie; as `kvkit.tiers.folder.Folder`. Blocking, and thread-safe."""
 
     def size(self, name: str) -> int | None: ...

@@ -29,7 +29,7 @@ _OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
 
 
 class Bucket:
-    """Objects below the prefix that `url` names, as `kvkit.tiers.base.Store` says. Thread-safe.
+    """Objects below the prefix that `url` names, as `kvkit.tiers.base.ObjectStore` says. Thread-safe.
 
     Args:
         url: s3://<bucket>/<prefix>, gs://<bucket>/<prefix>, az://<container>/<prefix>.

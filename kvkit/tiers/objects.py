@@ -30,8 +30,8 @@ from kvkit.staging import Lease, Staging
 from kvkit.tiers import bucket
 from kvkit.tiers.base import (
     DamagedObject,
+    ObjectStore,
     Ranges,
-    Store,
     ThreadedTier,
     TierError,
     TierFull,
@@ -95,7 +95,7 @@ class ObjectTier(ThreadedTier):
         for opened in stores:
             if isinstance(opened, Folder):
                 _tidy(name, opened, store.access)
-        self._store: Store = stores[0] if len(stores) == 1 else StripedStore(name, stores)
+        self._store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
         if threads is None:
             threads = (default_threads() if local else bucket.THREADS) * len(stores)

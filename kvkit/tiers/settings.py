@@ -121,7 +121,7 @@ class TierConfig(BaseModel):
 
     @property
     def in_stores(self) -> bool:
-        """Whether each URL is that of a `kvkit.tiers.base.Store`."""
+        """Whether each URL is that of a `kvkit.tiers.base.ObjectStore`."""
         return self.kind is None and all("spread" in kind.settings for kind in self.kinds)
 
     @property

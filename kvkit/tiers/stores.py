@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from kvkit.format.urls import hide, shown
-from kvkit.tiers.base import Scope, Store
+from kvkit.tiers.base import ObjectStore, Scope
 from kvkit.tiers.bucket import Bucket
 from kvkit.tiers.folder import Access, Folder
 from kvkit.tiers.fsspec import FsspecStore, file_system_at
@@ -52,7 +52,7 @@ class StoreSettings:
         )
 
 
-def open_store(tier: str, url: str, settings: StoreSettings) -> Store:
+def open_store(tier: str, url: str, settings: StoreSettings) -> ObjectStore:
     """The store behind `url`, in which this changes nothing.
 
     Raises:

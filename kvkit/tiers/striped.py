@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvkit.format.record import ALIGN, Damage
-from kvkit.tiers.base import DamagedObject, Ranges, Store
+from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges
 
 
 class StripedStore:
@@ -17,7 +17,7 @@ class StripedStore:
     so a tier needs threads for every store. Zarr readers see parts, not records.
     """
 
-    def __init__(self, name: str, stores: Sequence[Store]) -> None:
+    def __init__(self, name: str, stores: Sequence[ObjectStore]) -> None:
         if len(stores) < 2:
             raise ValueError(f"tier {name!r}: stripe over {len(stores)} paths: want at least 2")
         self._stores = tuple(stores)

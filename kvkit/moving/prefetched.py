@@ -1,0 +1,43 @@
+"""Records that prefetches left in slots."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from kvkit.staging import Lease, release_all
+
+
+class Prefetched:
+    """Records that prefetches left in their slots, for the loads that follow. Thread-safe.
+
+    It holds at most `slots`, and gives any up when somebody waits for a slot. A prefetch displaces what
+    earlier ones left, the oldest first, and never its own: the head of a sequence is wanted first.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._leases: OrderedDict[str, tuple[object, Lease]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, name: str, lease: Lease, prefetch: object) -> None:
+        """Keep a share of a verified record, if there is room."""
+        with self._lock:
+            gone = [self._leases.pop(name)] if name in self._leases else []
+            if len(self._leases) >= self.slots:
+                other = next((n for n, (owner, _) in self._leases.items() if owner is not prefetch), None)
+                gone += [] if other is None else [self._leases.pop(other)]
+            if len(self._leases) < self.slots:
+                self._leases[name] = prefetch, lease.share()
+        release_all(old for _, old in gone)
+
+    def take(self, name: str) -> Lease | None:
+        """The record, which is not kept any longer; None if it is not here."""
+        with self._lock:
+            return self._leases.pop(name, (None, None))[1]
+
+    def give_up(self, count: int) -> None:
+        """Release the `count` oldest."""
+        with self._lock:
+            gone = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
+        release_all(gone)
