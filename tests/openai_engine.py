@@ -8,6 +8,7 @@ engines agree, and one that has another prompt does not. `set` changes how it be
     ids             whether it returns token ids when asked
     status          of an answer, 200: none of its own
     end_after, end  after so many events a stream ends: "cut", "abort", "error" or "garbled"
+    closes          whether usage and [DONE] follow a stream's answer
     hang            accepts and never answers
     health          HTTP status of /health
     params          kv_transfer_params of its answers; None: as kvkit's, when it is asked to hand off
@@ -111,6 +112,7 @@ DEFAULTS: Body = {
     "status": 200,
     "end_after": None,
     "end": "cut",
+    "closes": True,
     "hang": False,
     "health": 200,
     "params": None,
@@ -243,6 +245,8 @@ class _Toy:
                     part["prompt_token_ids"] = prompt
             reason = finish if number == len(pieces) - 1 else None
             await send({"choices": [{"index": 0, "finish_reason": reason, **part}]})
+        if not self.settings["closes"]:
+            return response
         if (body.get("stream_options") or {}).get("include_usage"):
             await send({"choices": [], "usage": usage})
         await response.write(b": a comment\n\ndata: [DONE]\n\n")

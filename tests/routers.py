@@ -1,4 +1,4 @@
-"""A router in a thread, or as the command, and its clients."""
+"""A router in a thread, or as the command, its engines and its clients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import pytest
 from aiohttp import web
+from openai_engine import OpenAIEngine, render, text_after
 from servers import Process, free_ports
 
 from kvkit.router.app import Router
@@ -136,3 +138,82 @@ def text_of(event: Body) -> str:
         part = choice.get("delta") or choice.get("message") or choice
         return str(part.get("text") or part.get("content") or "")
     return ""
+
+
+LONG = "a long prompt " * 100
+"""More new tokens than a D computes itself."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def completion(prompt: Any = LONG, count: int = 24, **fields: Any) -> Body:
+    return {"model": "toy", "prompt": prompt, "max_tokens": count, "temperature": 0, **fields}
+
+
+def chat(text: str = LONG, count: int = 24, **fields: Any) -> Body:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
+    return {"model": "toy", "messages": messages, "max_tokens": count, "temperature": 0, **fields}
+
+
+def wanted_prompt(body: Body) -> list[int]:
+    """Its token ids."""
+    if "messages" in body:
+        return render(body["messages"])
+    return list(body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"])
+
+
+def wanted(body: Body) -> str:
+    """What any engine answers."""
+    return text_after(wanted_prompt(body), body["max_tokens"])
+
+
+class Engines:
+    """Engines by name: p0, p1 prefill, d0, d1 decode."""
+
+    def __init__(self, engines: dict[str, OpenAIEngine]) -> None:
+        self._all = engines
+
+    def __getitem__(self, name: str) -> OpenAIEngine:
+        return self._all[name]
+
+    def set(self, **settings: Any) -> None:
+        for engine in self._all.values():
+            engine.set(**settings)
+
+    def settings(self, **more: Body) -> Body:
+        """The router's. `more`: settings of one engine."""
+        found: Body = {"prefill": {}, "decode": {}}
+        for name, engine in self._all.items():
+            found["prefill" if name[0] == "p" else "decode"][name] = {"url": engine.url} | more.get(name, {})
+        return found
+
+    def order(self) -> list[tuple[str, Body]]:
+        """(engine, body) of the completions so far; those of one engine in order."""
+        return [(name, request["body"]) for name, e in self._all.items() for request in e.seen()]
+
+    def served(self) -> list[str]:
+        return [name for name, _ in self.order()]
+
+
+@pytest.fixture(name="processes", scope="module")
+def engine_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, OpenAIEngine]]:
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(OpenAIEngine(tmp_path_factory.mktemp(name)))
+            for name in ("p0", "p1", "d0", "d1")
+        }
+
+
+Start = Callable[..., Engines]
+
+
+@pytest.fixture(name="start")
+def engines_as_new(processes: dict[str, OpenAIEngine]) -> Start:
+    """So many engines of each role, as good as new."""
+
+    def started(prefill: int = 1, decode: int = 1) -> Engines:
+        for engine in processes.values():
+            engine.reset()
+        names = [*["p0", "p1"][:prefill], *["d0", "d1"][:decode]]
+        return Engines({name: processes[name] for name in names})
+
+    return started

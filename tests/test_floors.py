@@ -78,7 +78,6 @@ LONG = (
     "tests/test_jax.py",
     "tests/test_load.py",
     "tests/test_pages_numba.py",
-    "tests/test_router.py",
     "tests/test_vllm_worker.py",
 )
 """Files still to be divided."""

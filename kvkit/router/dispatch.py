@@ -113,22 +113,20 @@ class Dispatcher:
         await self._look_up(routed)
         try:
             return await self._rounds(routed)
-        except Failed:
+        except (Failed, Refused):
             if routed.client.began:
                 self._metrics.takeovers.labels("failed").inc()
             raise
 
     async def _rounds(self, routed: RoutedRequest) -> web.StreamResponse:
-        """One attempt after the other, each without the engines that failed before."""
+        """One attempt after the other, each without the engines that failed before. Counts a takeover that
+        came to its end; `answer` counts those that did not."""
         asked, answer = routed.asked, Answer(routed.asked)
         failure: EngineFailed | None = None
         while True:
             decision = self._decide(routed, asked, failure)
             try:
-                response = await self._attempt(routed, asked, answer, decision)
-                if answer.took_over:
-                    self._metrics.takeovers.labels("continued").inc()
-                return response
+                return self._ended(answer, await self._attempt(routed, asked, answer, decision))
             except EngineFailed as error:
                 failure = error
             log.warning("%s: %s", routed.id, failure)
@@ -147,11 +145,17 @@ class Dispatcher:
                 if answer.finished:
                     owed = answer.last_event()
                     last = b"" if owed is None else openai.event_bytes(owed)
-                    return await routed.client.send(last + openai.DONE_EVENT)
+                    return self._ended(answer, await routed.client.send(last + openai.DONE_EVENT))
                 try:
                     asked = answer.resume()
                 except CannotContinue as error:
                     raise Failed(502, f"{failure}; {error}") from failure
+
+    def _ended(self, answer: Answer, response: web.StreamResponse) -> web.StreamResponse:
+        """`response`, which ends `answer`."""
+        if answer.took_over:
+            self._metrics.takeovers.labels("continued").inc()
+        return response
 
     def _is_last(self, routed: RoutedRequest, engine: Engine) -> bool:
         """Whether `engine` is the only D left for a request."""
@@ -255,6 +259,8 @@ class Dispatcher:
                 except Refused as refusal:  # whether the client hears of it is for D to say
                     log.warning("prefill engine %s refuses: %s", prefill.name, refusal)
                     routed.hands_over = False
+                if params is None:
+                    share.add(self._new_tokens(routed, asked, decode))
             if asked.streams:
                 return await self._stream(routed, asked, params, answer, decode, share)
             return await self._whole(routed, asked, params, decode)
@@ -328,11 +334,16 @@ class Dispatcher:
         self._metrics.seconds.labels("first_event").observe(seconds)
         if routed.held.get(decode.name) is None:
             return
-        new = decode.candidate(routed.held[decode.name]).new_tokens(_prompt_tokens(routed, asked))
+        new = self._new_tokens(routed, asked, decode)
         if handed:
             decode.handoff = decode.handoff.after(new, seconds)
         else:
             decode.prefill = decode.prefill.after(new, seconds)
+
+    def _new_tokens(self, routed: RoutedRequest, asked: Asked, engine: Engine) -> int:
+        """Tokens of the prompt that an engine would have to compute."""
+        held = routed.held.get(engine.name)
+        return engine.candidate(held).new_tokens(_prompt_tokens(routed, asked))
 
     async def _hand_on(
         self, routed: RoutedRequest, answer: Answer, decode: Engine, event: openai.Body

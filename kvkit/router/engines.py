@@ -65,11 +65,17 @@ class Refused(RuntimeError):
 
 
 class EngineShare:
-    """One request's share of an engine's load. `computed` mutates it and the engine."""
+    """One request's share of an engine's load. `add` and `computed` mutate it and the engine."""
 
     def __init__(self, engine: Engine, tokens: int) -> None:
         self._engine = engine
-        self._tokens = tokens
+        self._tokens = 0
+        self.add(tokens)
+
+    def add(self, tokens: int) -> None:
+        """So many more of its prompt are waited for."""
+        self._engine.waiting_tokens += tokens
+        self._tokens += tokens
 
     def computed(self) -> None:
         """Its prompt is no longer waited for."""
@@ -122,7 +128,6 @@ class Engine:
         """Count a request whose prompt has `tokens` to compute. Mutates."""
         share = EngineShare(self, tokens)
         self.requests += 1
-        self.waiting_tokens += tokens
         try:
             yield share
         finally:

@@ -19,6 +19,9 @@ MAX_EVENT_BYTES = 16 << 20
 """The longest event of a stream: the first may carry the token ids of the whole prompt."""
 MAX_DEPTH = 100
 """So many objects and lists within each other; deeper JSON is refused, as to write it takes a deep stack."""
+MAX_VALUES = 2 << 20
+"""So many lists, objects and commas a client's request may have: in 64 MiB there is room for ones that take
+1.6 GB once they are read. A prompt has a comma per token at most."""
 MAX_INTEGER = 2**53 - 1
 """The largest integer that every reader of JSON understands."""
 _CHARS_PER_TOKEN = 4
@@ -158,8 +161,10 @@ def parse(kind: Kind, raw: bytes) -> Asked:
     """The request in `raw`. What routing depends on is checked; the rest is the engine's to judge.
 
     Raises:
-        BadRequest: it is no JSON object, or a field has the wrong type.
+        BadRequest: it is no JSON object, of too many values, or a field has the wrong type.
     """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise BadRequest(f"the body has over {MAX_VALUES} lists, objects and commas", 413)
     try:
         body = read_json(raw)
         if _SURROGATE.search(raw):  # each half of a pair is written so, too
