@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 __all__ = [
     "Cache",
     "CacheError",
+    "CacheServer",
     "CacheTimeout",
     "Counts",
-    "Endpoint",
     "Hit",
     "Loaded",
     "SequencePages",
@@ -78,7 +78,7 @@ class CacheTimeout(TimeoutError):
     """Puts were still under way at the deadline."""
 
 
-class Endpoint(Protocol):
+class CacheServer(Protocol):
     """Where others reach a cache: `kvkit.observe.http.Server`."""
 
     @property
@@ -105,7 +105,7 @@ class Cache:
         space_of: of an engine whose namespace changes, or that has adapters; None: only `namespace` is known.
 
     Attributes:
-        endpoint: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
+        server: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
 
     Raises:
         PolicyError: the policy names no tier of these.
@@ -138,7 +138,7 @@ class Cache:
         self.staging = staging
         self.timeout_s = timeout_s
         self.space_of: SpaceOf = space_of or self._own_space
-        self.endpoint: Endpoint | None = None
+        self.server: CacheServer | None = None
         self._opener = Opener("this cache")
         self._all_tiers = TierSet(self.tiers, self.policy, staging, timeout_s)
         self._all_puts = Puts(self._all_tiers, len(layout.groups))
@@ -483,15 +483,15 @@ class Cache:
         self.staging.check_integrity()
 
     def close(self) -> None:
-        """Close the endpoint, finish what was started, then close tiers and staging.
+        """Close the server, finish what was started, then close tiers and staging.
 
         Moves and puts that miss the deadline are logged and left behind.
         """
         if self._closed or not self._opener.is_here:
             return
         self._closed = True
-        if self.endpoint is not None:
-            self.endpoint.close()
+        if self.server is not None:
+            self.server.close()
         background = (self._looking, self._prefetching, self._loading, self._storing)
         for workers in (*background, *self._reading.values()):
             if not workers.close(self.timeout_s):

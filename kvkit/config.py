@@ -303,7 +303,7 @@ def open_cache(
         raise ConfigError(f"tiers: {error}") from error
     if config.server.enabled:
         try:
-            cache.endpoint = _open_server(config, cache)
+            cache.server = _open_server(config, cache)
         except ServerError as error:
             cache.close()
             raise ConfigError(str(error)) from error

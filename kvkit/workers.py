@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Job = Callable[[], None]
 
 
 class Closed(RuntimeError):
@@ -62,8 +61,8 @@ class Workers:
         self._count = count
         self._name = name
         self._opener = Opener(f"the pool of threads {name!r}")
-        self._urgent: deque[Job] = deque()
-        self._jobs: deque[Job] = deque()
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._idle = 0
@@ -75,7 +74,7 @@ class Workers:
         with self._changed:
             return len(self._urgent) + len(self._jobs)
 
-    def start(self, *jobs: Job, urgent: bool = False) -> None:
+    def start(self, *jobs: Callable[[], None], urgent: bool = False) -> None:
         """Have `jobs` run; they must not raise.
 
         Raises:

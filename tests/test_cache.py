@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvkit.cache import Cache, CacheError, CacheTimeout, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
-from kvkit.format.record import RecordFormat
+from kvkit.format.record import Damage, RecordFormat
 from kvkit.moving import tier_set
 from kvkit.moving.policy import Policy, PolicyError
 from kvkit.staging import Staging, release_all
@@ -524,6 +524,37 @@ def test_clear_deletes_more_records_than_go_at_once(tmp_path: Path, monkeypatch:
         assert cache.lookup(tokens).by_tier == {"memory": 32}
         assert cache.clear("memory") == 4
         assert cache.clear("memory") == cache.clear("disk") == 0
+
+
+def test_clear_goes_on_past_what_cannot_be_deleted_and_shuns_nothing_else(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(40)
+    table = engine.table(len(tokens))
+    kept: set[str] = set()
+    disk = FaultyTier(
+        ObjectTier(f"file://{tmp_path}"),
+        lambda operation, name: Fault.FAIL if operation == "delete" and name in kept else None,
+    )
+    with open_cache(engine, None, extra=[disk], memory_slots=0) as cache:
+        engine.compute(tokens, table)
+        cache.store(tokens, engine.places(table))
+        cache.flush()
+        names = cache.chunks(tokens).names
+        kept.update(names[1:3])
+        for name in names[1:3]:
+            cache._tier_set.drop("disk", name, Damage.LAYER)
+        assert cache.lookup(tokens).tokens == 8, "what could not be deleted is shunned"
+        kept.remove(names[1])
+        with pytest.raises(OSError, match=f"'disk': 4 records are deleted, 1 cannot be: {names[2]}"):
+            cache.clear("disk")
+        assert [name for name, _ in disk.scan()] == [names[2]]
+        cache.store(tokens, engine.places(table))
+        cache.flush()
+        assert cache.lookup(tokens).tokens == 16
+        kept.clear()
+        assert cache.clear("disk") == 5
+        cache.store(tokens, engine.places(table))
+        cache.flush()
+        assert cache.lookup(tokens).tokens == 40
 
 
 def test_a_cache_that_is_open_has_no_threads_for_what_nobody_asked(tmp_path: Path) -> None:

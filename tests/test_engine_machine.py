@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from caches import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
 from engine import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from test_load import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat

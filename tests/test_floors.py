@@ -76,7 +76,6 @@ LONG = (
     "tests/test_handoff.py",
     "tests/test_http.py",
     "tests/test_jax.py",
-    "tests/test_load.py",
     "tests/test_pages_numba.py",
     "tests/test_vllm_worker.py",
 )
@@ -105,9 +104,7 @@ TWICE = (
     "Attention",
     "Bucket",
     "Config",
-    "Endpoint",
     "Factory",
-    "Job",
     "Move",
     "Pages",
     "Policy",

@@ -25,7 +25,7 @@ from managed import ManagedCache, filled_counts
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_for
 
-from kvkit.cache import Cache, Endpoint
+from kvkit.cache import Cache, CacheServer
 from kvkit.config import load_config, open_cache
 from kvkit.observe import connections
 from kvkit.observe import http as module
@@ -58,7 +58,7 @@ def server(cache: ManagedCache) -> Iterator[Server]:
 
 
 def call(
-    server: Endpoint,
+    server: CacheServer,
     method: str,
     path: str,
     body: bytes | dict[str, Any] | None = None,
@@ -77,13 +77,13 @@ def call(
 
 
 def ask(
-    server: Endpoint, method: str, path: str, body: bytes | dict[str, Any] | None = None
+    server: CacheServer, method: str, path: str, body: bytes | dict[str, Any] | None = None
 ) -> tuple[int, Any]:
     status, text = call(server, method, path, body)
     return status, json.loads(text)
 
 
-def raw(server: Endpoint, *parts: bytes) -> bytes:
+def raw(server: CacheServer, *parts: bytes) -> bytes:
     """What comes back for these bytes, up to the end of the connection or of the first answer's head."""
     parsed = urlsplit(server.url)
     with socket.create_connection((parsed.hostname, parsed.port), DEADLINE_S) as connection:
@@ -117,7 +117,7 @@ def test_a_cache_that_serves_is_seen_and_steered(tmp_path: Path) -> None:
     engine.compute(tokens, table)
     body = {"tokens": tokens.tolist()}
     with open_cache(config, layout, namespace) as cache:
-        server = cache.endpoint
+        server = cache.server
         assert server is not None
         cache.store(tokens, engine.places(table))
         cache.flush()
@@ -584,19 +584,19 @@ def test_a_configuration_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return open_cache(config, layout, config.namespace(layout, model="m", dtype="float32"))
 
     with opened() as cache:
-        assert cache.endpoint is None, "off by default"
+        assert cache.server is None, "off by default"
     with opened(enabled=True, port=0) as cache:
-        assert cache.endpoint is not None
+        assert cache.server is not None
         header = {"Authorization": f"Bearer {read_token(tmp_path / 'kvkit' / 'token')}"}
-        assert call(cache.endpoint, "GET", "/tiers", headers=header)[0] == 200
-        port = urlsplit(cache.endpoint.url).port
+        assert call(cache.server, "GET", "/tiers", headers=header)[0] == 200
+        port = urlsplit(cache.server.url).port
         with pytest.raises(ConfigError, match=rf"server\.port={port}"):
             opened(enabled=True, port=port)
     with pytest.raises(ConnectionRefusedError):
-        call(cache.endpoint, "GET", "/tiers", headers=header)
+        call(cache.server, "GET", "/tiers", headers=header)
     with opened(enabled=True, port=port, token=TOKEN) as cache:
-        assert cache.endpoint is not None
-        assert call(cache.endpoint, "GET", "/tiers")[0] == 200
+        assert cache.server is not None
+        assert call(cache.server, "GET", "/tiers")[0] == 200
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /tiers HTTP/1.1\r\nHost: x\r\n", HEAD])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 from engine import POISON, Engine, small_namespace
-from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 from waiting import wait_for
 
 from kvkit.cache import READING_THREADS, Cache

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from caches import CHUNK, new_cache, new_staging, sequence
 from engine import Engine, small_layout, small_namespace
 from metric_names import Samples, documented, moved, samples
 from prometheus_client import generate_latest
 from test_blend_run import random_model
-from test_load import CHUNK, new_cache, new_staging, sequence
 from waiting import wait_for
 
 from kvkit.adapters.huggingface.blended import BlendedModel

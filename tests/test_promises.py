@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from caches import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging, sequence
 from engine import Engine
 from hypothesis import given
 from hypothesis import strategies as st
-from test_load import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging, sequence
 from test_parts import open_cache
 
 from kvkit.cache import Cache

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
+from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
 from kvkit.moving import puts
 from kvkit.moving.puts import Batch, Outstanding, Put, PutQueue
@@ -291,11 +291,13 @@ def test_a_callback_that_fails_keeps_no_flush_waiting(tmp_path: Path) -> None:
     staging = new_staging(engine, 12)
     tiers = [MemoryTier(staging, 4 * staging.slot_bytes), ObjectTier(str(tmp_path))]
 
-    def fail(tier: str, chunk: int) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("on purpose")
 
     with new_cache(engine, staging, tiers) as cache:
-        cache.store_chunks(cache.chunks(tokens), engine.places(table), on_stored=fail).result(DEADLINE_S)
+        cache.store_chunks(cache.chunks(tokens), engine.places(table), on_stored=fail, on_done=fail).result(
+            DEADLINE_S
+        )
         cache.flush(DEADLINE_S / 4)
         assert cache.puts_under_way() == 0
         assert cache.counts().stored_records == {"memory": 3, "disk": 3}

@@ -18,6 +18,11 @@ def test_a_record_is_shunned_in_its_tier_for_a_while() -> None:
     assert shunned.before("disk", names[2:], SHUNNED_S) == 2
     shunned.add("disk", names[1], SHUNNED_S)
     assert shunned.before("disk", names, SHUNNED_S + 1) == 1, "it was found again"
+    shunned.add("disk", names[2], SHUNNED_S)
+    shunned.add("bucket", names[0], SHUNNED_S)
+    shunned.forget("disk", but=[names[2]])
+    assert shunned.before("disk", names, SHUNNED_S + 1) == 2
+    assert shunned.before("bucket", names, SHUNNED_S + 1) == 0
     assert shunned.before("disk", names, 2 * SHUNNED_S) == 4
 
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from caches import CHUNK, make_engine, new_cache, new_staging, sequence
 from engine import Engine
-from test_load import CHUNK, make_engine, new_cache, new_staging, sequence
 
 from kvkit.cache import Cache, CacheTimeout
 from kvkit.staging import release_all

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from caches import make_engine, new_cache, new_staging, sequence
 from hypothesis import given
 from hypothesis import strategies as st
-from test_load import make_engine, new_cache, new_staging, sequence
 
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
+from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
 from kvkit.cache import CacheTimeout
 from kvkit.moving import tier_set as access
@@ -151,6 +151,58 @@ def test_a_description_that_fails_is_tried_by_the_next_store_and_blames_no_tier(
         cache.store(sequence(1, 9), engine.places(table))
         cache.flush()
         assert len(list(tmp_path.rglob("zarr.json"))) == 1
+
+
+@pytest.mark.parametrize("copy_first", [False, True])
+def test_a_description_that_finds_no_thread_keeps_no_flush_waiting(copy_first: bool, tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    disk = ObjectTier(str(tmp_path))
+    with new_cache(engine, new_staging(engine, 8), [disk]) as cache:
+        table = engine.table(len(tokens))
+        engine.compute(tokens, table)
+        assert cache._tier_set._asking["disk"].close(DEADLINE_S)
+        done = threading.Event()
+        store = cache.store_chunks(
+            cache.chunks(tokens), engine.places(table), copy_first=copy_first, on_done=done.set
+        )
+        assert store.result(DEADLINE_S).new_tokens == len(tokens)
+        assert done.wait(DEADLINE_S)
+        cache.flush()
+        assert cache.counts().stored_records == {"disk": 4}
+    disk.close()
+
+
+class Raising(Wrapper):
+    """`inner`, whose gets raise while `broken`."""
+
+    broken = False
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        if self.broken:
+            raise RuntimeError("on purpose")
+        self.inner.get(names, leases, on_complete)
+
+
+def test_whole_records_that_are_read_for_layers_count_and_where_a_tier_raises_are_misses(
+    tmp_path: Path,
+) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    fill(engine, tmp_path, tokens)
+    disk = Raising(ObjectTier(str(tmp_path), codec="zstd"))  # it cannot read parts
+    with new_cache(engine, new_staging(engine, 16), [disk]) as cache:
+        place = engine.places(engine.table(len(tokens)))
+        load = cache.load_layers(cache.lookup(tokens), place)
+        assert list(load) == [0, 1]
+        assert load.loaded.tokens == len(tokens)
+        counts = cache.counts()
+        assert counts.seconds["disk", "get"].count == 1
+        assert counts.loaded_bytes["disk"] > 0
+        disk.broken = True
+        load = cache.load_layers(cache.lookup(tokens), place)
+        assert list(load) == [0, 1]
+        assert load.loaded.tokens == 0
+        assert cache.counts().read_errors == {"disk": 1}
+        cache.check_integrity()
 
 
 def test_a_tier_that_hangs_does_not_keep_others_from_being_asked(tmp_path: Path) -> None:

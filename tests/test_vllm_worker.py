@@ -273,7 +273,7 @@ def test_each_rank_is_seen_at_a_port_of_its_own(tmp_path: Path) -> None:
     server = {"enabled": True, "port": port, "token": "known-to-the-tests-alone"}
     for number in (0, 1):
         rank = Rank(tmp_path / str(number), "async", ranks=(number, 2), server=server)
-        endpoint = rank.worker.cache.endpoint
+        endpoint = rank.worker.cache.server
         assert endpoint is not None
         assert endpoint.url == f"http://127.0.0.1:{port + number}"
         rank.save()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 from engine import Engine
-from test_load import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
 from kvkit.cache import Cache, Hit
 from kvkit.moving import load as loads
