@@ -51,7 +51,7 @@ def test_pages(benchmark: Any, way: str) -> None:
     host, records = Pages.of(group, tensors), np.zeros((chunks, group.chunk_bytes(chunk_tokens)), np.uint8)
     api.pack(host, list(records), blocks=blocks)
     copied = np.zeros_like(records)
-    pages: list[pages_jax.Pages] = [[jnp.asarray(t.numpy()) for t in tensors]]
+    pages: list[pages_jax.JaxPages] = [[jnp.asarray(t.numpy()) for t in tensors]]
     pack = jax.jit(partial(pages_jax.pack, group))
     unpack = jax.jit(partial(pages_jax.unpack, group), donate_argnums=0)
     on_device = jnp.asarray(blocks, jnp.int32)

@@ -74,6 +74,7 @@ API = (
     "kernels.attention.jax",
     "kernels.checks",
     "kernels.tuning.configs",
+    "kernels.tuning.cases",
     "kernels.tuning.problems",
     "kernels.tuning.gate",
     "adapters.huggingface.cached",

@@ -16,7 +16,7 @@ from test_attention import DTYPES, ROPES, TOLERANCES, Problem, oracle
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, triton
-from kvkit.kernels.tuning.configs import Config, Launch
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, in the interpreter
 POISON = 0xA5
@@ -42,12 +42,12 @@ def run(launches: Sequence[Launch]) -> None:
         launch.run()
 
 
-def tiles(rows: int, keys: int) -> Config:
-    return Config((("TILE_ROWS", rows), ("TILE_KEYS", keys)), 4, 2)
+def tiles(rows: int, keys: int) -> KernelConfig:
+    return KernelConfig((("TILE_ROWS", rows), ("TILE_KEYS", keys)), 4, 2)
 
 
 def attend(
-    problem: Problem, config: Config | None = None
+    problem: Problem, config: KernelConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[Launch, ...]]:
     """o, lse and the launches; everything around the outputs is untouched."""
     q, k, v = (x.to(DEVICE) for x in problem.tensors())
@@ -63,7 +63,7 @@ def attend(
     return out.cpu(), lse.cpu(), launches
 
 
-def check(problem: Problem, config: Config | None = None) -> tuple[Launch, ...]:
+def check(problem: Problem, config: KernelConfig | None = None) -> tuple[Launch, ...]:
     o, lse, launches = attend(problem, config)
     q, k, v = problem.tensors()
     wanted, wanted_lse = oracle(problem, q, k, v, problem.plan())
@@ -227,7 +227,7 @@ def test_scatter(rope: Rope, dtype: torch.dtype, with_deviation: bool) -> None:
     run(
         triton.scatter(
             q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation if with_deviation else None, out,
-            Config((("ROWS", 4),), 4, 1),
+            KernelConfig((("ROWS", 4),), 4, 1),
         )
     )  # fmt: skip
     close = {"atol": 1e-6, "rtol": torch.finfo(dtype).eps}
@@ -253,7 +253,7 @@ def test_deviation(dtype: torch.dtype) -> None:
         torch.randn(3, 9, 33, generator=random).to(dtype).to(DEVICE).transpose(0, 1) for _ in range(2)
     )
     out = poisoned(9)
-    run(triton.deviation(new, old, out, Config((("ROWS", 4),), 4, 1)))
+    run(triton.deviation(new, old, out, KernelConfig((("ROWS", 4),), 4, 1)))
     check_surroundings(out)
     torch.testing.assert_close(out, reference.token_deviation(new, old))
     assert triton.deviation(new[:0], old[:0], out) == ()

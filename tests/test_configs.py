@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvkit.kernels.tuning import configs
 from kvkit.kernels.tuning.configs import (
-    Bucket,
-    Config,
+    KernelConfig,
+    ProblemBucket,
     TableError,
     Tuned,
     best,
@@ -29,11 +29,11 @@ from kvkit.kernels.tuning.configs import (
 
 GPU = "NVIDIA H200"
 FILE = "nvidia-h200.json"
-DEFAULT, SMALL, LARGE = (Config((("TILE", size),)) for size in (128, 64, 256))
+DEFAULT, SMALL, LARGE = (KernelConfig((("TILE", size),)) for size in (128, 64, 256))
 SPACE = (DEFAULT, SMALL, LARGE)
 
 
-def tuned(config: Config) -> Tuned:
+def tuned(config: KernelConfig) -> Tuned:
     return Tuned(config, 1.5, 2.0)
 
 
@@ -55,43 +55,53 @@ def forget() -> None:
     configs._chosen.cache_clear()
 
 
-def write(folder: Path, table: dict[Bucket, Tuned], gpu: str = GPU) -> Path:
+def write(folder: Path, table: dict[ProblemBucket, Tuned], gpu: str = GPU) -> Path:
     write_table(folder / FILE, gpu, table, {"triton": "3"})
     return folder / FILE
 
 
 def test_an_exact_bucket(folders: dict[str, Path]) -> None:
-    bucket = Bucket("op", "bf16", (64, 8))
-    write(folders["user"], {bucket: tuned(LARGE), Bucket("op", "bf16", (64, 16)): tuned(SMALL)})
+    bucket = ProblemBucket("op", "bf16", (64, 8))
+    write(folders["user"], {bucket: tuned(LARGE), ProblemBucket("op", "bf16", (64, 16)): tuned(SMALL)})
     assert best(bucket, DEFAULT, SPACE) == LARGE
 
 
 def test_the_nearest_sizes(folders: dict[str, Path]) -> None:
     write(
         folders["user"],
-        {Bucket("op", "bf16", (64, 8)): tuned(SMALL), Bucket("op", "bf16", (1024, 8)): tuned(LARGE)},
+        {
+            ProblemBucket("op", "bf16", (64, 8)): tuned(SMALL),
+            ProblemBucket("op", "bf16", (1024, 8)): tuned(LARGE),
+        },
     )
-    assert best(Bucket("op", "bf16", (128, 16)), DEFAULT, SPACE) == SMALL
-    assert best(Bucket("op", "bf16", (4096, 2)), DEFAULT, SPACE) == LARGE
+    assert best(ProblemBucket("op", "bf16", (128, 16)), DEFAULT, SPACE) == SMALL
+    assert best(ProblemBucket("op", "bf16", (4096, 2)), DEFAULT, SPACE) == LARGE
 
 
 @pytest.mark.parametrize(
-    "other", [Bucket("other", "bf16", (64,)), Bucket("op", "fp32", (64,)), Bucket("op", "bf16", (64, 1))]
+    "other",
+    [
+        ProblemBucket("other", "bf16", (64,)),
+        ProblemBucket("op", "fp32", (64,)),
+        ProblemBucket("op", "bf16", (64, 1)),
+    ],
 )
-def test_another_op_form_or_number_of_sizes_is_no_neighbour(folders: dict[str, Path], other: Bucket) -> None:
+def test_another_op_form_or_number_of_sizes_is_no_neighbour(
+    folders: dict[str, Path], other: ProblemBucket
+) -> None:
     write(folders["user"], {other: tuned(LARGE)})
-    assert best(Bucket("op", "bf16", (64,)), DEFAULT, SPACE) == DEFAULT
+    assert best(ProblemBucket("op", "bf16", (64,)), DEFAULT, SPACE) == DEFAULT
 
 
 def test_what_the_kernel_does_not_have_is_passed_over(folders: dict[str, Path]) -> None:
-    near, far = Bucket("op", "bf16", (64,)), Bucket("op", "bf16", (512,))
-    write(folders["user"], {near: tuned(Config((("TILE", 999),))), far: tuned(LARGE)})
+    near, far = ProblemBucket("op", "bf16", (64,)), ProblemBucket("op", "bf16", (512,))
+    write(folders["user"], {near: tuned(KernelConfig((("TILE", 999),))), far: tuned(LARGE)})
     assert best(near, DEFAULT, SPACE) == LARGE
     assert best(near, DEFAULT, (DEFAULT, SMALL)) == DEFAULT
 
 
 def test_the_user_comes_before_the_package(folders: dict[str, Path]) -> None:
-    one, two = Bucket("op", "bf16", (64,)), Bucket("op", "fp32", (64,))
+    one, two = ProblemBucket("op", "bf16", (64,)), ProblemBucket("op", "fp32", (64,))
     write(folders["shipped"], {one: tuned(SMALL), two: tuned(SMALL)})
     write(folders["user"], {one: tuned(LARGE)})
     assert best(one, DEFAULT, SPACE) == LARGE
@@ -99,7 +109,7 @@ def test_the_user_comes_before_the_package(folders: dict[str, Path]) -> None:
 
 
 def test_without_a_gpu_and_without_a_table(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
-    bucket = Bucket("op", "bf16", (64,))
+    bucket = ProblemBucket("op", "bf16", (64,))
     assert best(bucket, DEFAULT, SPACE) == DEFAULT
     write(folders["user"], {bucket: tuned(LARGE)})
     monkeypatch.setattr(configs, "gpu_name", lambda: None)
@@ -108,7 +118,7 @@ def test_without_a_gpu_and_without_a_table(monkeypatch: pytest.MonkeyPatch, fold
 
 
 def test_tables_are_read_once(folders: dict[str, Path]) -> None:
-    bucket = Bucket("op", "bf16", (64,))
+    bucket = ProblemBucket("op", "bf16", (64,))
     path = write(folders["user"], {bucket: tuned(LARGE)})
     assert best(bucket, DEFAULT, SPACE) == LARGE
     path.unlink()
@@ -158,7 +168,7 @@ ENTRY = {
 def test_a_broken_table_is_a_warning(
     folders: dict[str, Path], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bucket = Bucket("op", "bf16", (64,))
+    bucket = ProblemBucket("op", "bf16", (64,))
     write(folders["shipped"], {bucket: tuned(LARGE)})
     folders["user"].mkdir()
     (folders["user"] / FILE).write_text(text, encoding="latin-1")
@@ -173,15 +183,15 @@ def test_a_broken_table_is_a_warning(
 
 def test_an_unreadable_table_is_a_warning(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     (folders["user"] / FILE).mkdir(parents=True)
-    assert best(Bucket("op", "", (1,)), DEFAULT, SPACE) == DEFAULT
+    assert best(ProblemBucket("op", "", (1,)), DEFAULT, SPACE) == DEFAULT
     assert FILE in caplog.text
 
 
 def test_a_good_entry_is_read(folders: dict[str, Path]) -> None:
     folders["user"].mkdir()
     (folders["user"] / FILE).write_text(json.dumps({"gpu": GPU, "entries": [ENTRY]}))
-    expected = Tuned(Config((("A", 1),), 4, 1), 1.0, None)
-    assert dict(load_table("nvidia-h200")) == {Bucket("op", "", (1,)): expected}
+    expected = Tuned(KernelConfig((("A", 1),), 4, 1), 1.0, None)
+    assert dict(load_table("nvidia-h200")) == {ProblemBucket("op", "", (1,)): expected}
 
 
 def test_where_the_users_tables_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -196,13 +206,13 @@ def test_where_the_users_tables_are(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 words = st.text("abc=_ ", min_size=1, max_size=9)
 some_configs = st.builds(
-    Config,
+    KernelConfig,
     st.dictionaries(words, st.integers(0, 1 << 12), max_size=3).map(lambda d: tuple(d.items())),
     st.sampled_from((1, 4, 8)),
     st.integers(1, 5),
 )
 buckets = st.builds(
-    Bucket, words, words, st.lists(st.integers(0, 20).map(lambda n: 1 << n), max_size=3).map(tuple)
+    ProblemBucket, words, words, st.lists(st.integers(0, 20).map(lambda n: 1 << n), max_size=3).map(tuple)
 )
 times = st.floats(0.1, 1e6)
 tables = st.dictionaries(buckets, st.builds(Tuned, some_configs, times, st.none() | times), max_size=6)
@@ -210,7 +220,7 @@ tables = st.dictionaries(buckets, st.builds(Tuned, some_configs, times, st.none(
 
 @given(tables)
 def test_a_table_comes_back_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, table: dict[Bucket, Tuned]
+    tmp_path_factory: pytest.TempPathFactory, table: dict[ProblemBucket, Tuned]
 ) -> None:
     folder = tmp_path_factory.mktemp("tables")
     path = write(folder, table)
@@ -223,10 +233,10 @@ def test_a_table_comes_back_as_it_was_written(
     st.tuples(*[st.integers(0, 20)] * 2),
 )
 def test_the_nearest_comes_first(known: set[tuple[int, int]], wanted: tuple[int, int]) -> None:
-    def bucket(sizes: tuple[int, int]) -> Bucket:
-        return Bucket("op", "", (1 << sizes[0], 1 << sizes[1]))
+    def bucket(sizes: tuple[int, int]) -> ProblemBucket:
+        return ProblemBucket("op", "", (1 << sizes[0], 1 << sizes[1]))
 
-    table = {bucket(sizes): tuned(Config((("A", sizes[0]), ("B", sizes[1])))) for sizes in known}
+    table = {bucket(sizes): tuned(KernelConfig((("A", sizes[0]), ("B", sizes[1])))) for sizes in known}
     found = [tuple(size for _, size in config.tiles) for config in ranked(table, bucket(wanted))]
     assert sorted(found) == sorted(known)
     distances = [abs(a - wanted[0]) + abs(b - wanted[1]) for a, b in found]
@@ -234,7 +244,7 @@ def test_the_nearest_comes_first(known: set[tuple[int, int]], wanted: tuple[int,
 
 
 def test_a_failed_write_leaves_the_old_table(folders: dict[str, Path]) -> None:
-    bucket = Bucket("op", "bf16", (64,))
+    bucket = ProblemBucket("op", "bf16", (64,))
     path = write(folders["user"], {bucket: tuned(LARGE)})
     before = path.read_bytes()
     with pytest.raises(TypeError):

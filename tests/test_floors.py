@@ -67,8 +67,6 @@ KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers."""
 LONG = (
     "adapters/vllm/worker.py",
-    "kernels/attention/triton.py",
-    "kernels/tuning/problems.py",
     "kvkit/tiers/objects.py",
     "kvkit/tiers/testing.py",
     "tests/test_channels.py",
@@ -101,12 +99,6 @@ WIDE = (
 """Functions that still take more."""
 TWICE = (
     "Admit",
-    "Attention",
-    "Bucket",
-    "Config",
-    "Factory",
-    "Move",
-    "Pages",
     "Policy",
     "PolicyConfig",
     "Refuse",

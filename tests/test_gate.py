@@ -20,7 +20,7 @@ from kvkit.kernels.tuning.gate import (
     GPUS,
     Compiled,
     CompileError,
-    Report,
+    CompileReport,
     as_json,
     compile_for,
     compile_pool,
@@ -36,32 +36,32 @@ RECORDED = ROOT / "benchmarks" / "results" / "compile.json"
 
 
 @pytest.fixture(scope="module")
-def every() -> list[Report]:
+def every() -> list[CompileReport]:
     """The toys on every target, compiled in processes that do not interpret kernels as this one does."""
     return gate(toys.everything, 2)
 
 
 @pytest.fixture(scope="module")
-def reports(every: list[Report]) -> dict[tuple[str, str], Report]:
+def reports(every: list[CompileReport]) -> dict[tuple[str, str], CompileReport]:
     """Those without a flaw."""
     names = {problem.name for problem in toys.problems()}
     return {(report.kernel, report.target): report for report in every if report.problem in names}
 
 
 @pytest.fixture(scope="module")
-def flawed(every: list[Report]) -> list[Report]:
+def flawed(every: list[CompileReport]) -> list[CompileReport]:
     names = {problem.name for problem in toys.flawed()}
     return [report for report in every if report.problem in names]
 
 
-def done(reports: dict[tuple[str, str], Report], kernel: str, target: str) -> Compiled:
+def done(reports: dict[tuple[str, str], CompileReport], kernel: str, target: str) -> Compiled:
     compiled = reports[kernel, target].compiled
     assert compiled is not None, reports[kernel, target].error
     return compiled
 
 
 @pytest.mark.parametrize("target", GATE)
-def test_a_copy_moves_16_bytes_at_a_time(reports: dict[tuple[str, str], Report], target: str) -> None:
+def test_a_copy_moves_16_bytes_at_a_time(reports: dict[tuple[str, str], CompileReport], target: str) -> None:
     c = done(reports, "scale_kernel", target)
     assert c.loads == c.loads_16 > 0
     assert c.stores == c.stores_16 > 0
@@ -71,19 +71,21 @@ def test_a_copy_moves_16_bytes_at_a_time(reports: dict[tuple[str, str], Report],
 
 
 @pytest.mark.parametrize("target", GATE)
-def test_a_product_uses_matrix_instructions(reports: dict[tuple[str, str], Report], target: str) -> None:
+def test_a_product_uses_matrix_instructions(
+    reports: dict[tuple[str, str], CompileReport], target: str
+) -> None:
     c = done(reports, "product_kernel", target)
     assert c.mma > 0
     assert c.loads == c.loads_16 > 0
     assert c.shared_bytes >= 2 * 64 * 64 * 2  # two bfloat16 matrices
 
 
-def test_what_is_right_passes(reports: dict[tuple[str, str], Report]) -> None:
+def test_what_is_right_passes(reports: dict[tuple[str, str], CompileReport]) -> None:
     assert len(reports) == 2 * len(GATE)
     assert faults(list(reports.values()), toys.problems()) == []
 
 
-def test_lost_vectors_are_a_fault(flawed: list[Report]) -> None:
+def test_lost_vectors_are_a_fault(flawed: list[CompileReport]) -> None:
     odd = [report for report in flawed if "odd" in report.problem]
     assert len(odd) == len(GATE)
     for report, fault in zip(odd, faults(odd, toys.flawed()), strict=True):
@@ -93,7 +95,7 @@ def test_lost_vectors_are_a_fault(flawed: list[Report]) -> None:
         assert report.target in fault
 
 
-def test_what_does_not_compile_is_a_fault(flawed: list[Report]) -> None:
+def test_what_does_not_compile_is_a_fault(flawed: list[CompileReport]) -> None:
     refused = [report for report in flawed if "refused" in report.problem]
     assert len(refused) == len(GATE)
     for report in refused:
@@ -104,15 +106,15 @@ def test_what_does_not_compile_is_a_fault(flawed: list[Report]) -> None:
 
 
 @pytest.fixture(scope="module")
-def odd_jobs() -> list[Report]:
+def odd_jobs() -> list[CompileReport]:
     """One that spills, and one whose launches cannot even be made."""
     (problem,) = toys.spilling()
-    jobs = [(problem.name, config, "sm_80") for config in (problem.space[0], toys.Config(()))]
+    jobs = [(problem.name, config, "sm_80") for config in (problem.space[0], toys.KernelConfig(()))]
     with compile_pool(1) as pool:
         return list(survey(pool, toys.spilling, jobs))
 
 
-def test_spills_are_a_fault(odd_jobs: list[Report]) -> None:
+def test_spills_are_a_fault(odd_jobs: list[CompileReport]) -> None:
     report = odd_jobs[0]
     assert report.compiled is not None
     assert report.compiled.spill_bytes > 0
@@ -120,13 +122,15 @@ def test_spills_are_a_fault(odd_jobs: list[Report]) -> None:
     assert f"spills {report.compiled.spill_bytes} bytes" in fault
 
 
-def test_launches_that_cannot_be_made_are_reported(odd_jobs: list[Report]) -> None:
+def test_launches_that_cannot_be_made_are_reported(odd_jobs: list[CompileReport]) -> None:
     report = odd_jobs[1]
     assert (report.kernel, report.compiled) == ("", None)
     assert "KeyError" in report.error
 
 
-def test_a_table_shows_every_report(reports: dict[tuple[str, str], Report], flawed: list[Report]) -> None:
+def test_a_table_shows_every_report(
+    reports: dict[tuple[str, str], CompileReport], flawed: list[CompileReport]
+) -> None:
     table = shown([*reports.values(), *flawed])
     assert table.row_count == len(reports) + len(flawed)
     entries = as_json([*reports.values(), *flawed])["kernels"]

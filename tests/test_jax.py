@@ -94,11 +94,11 @@ def normal(group: LayerGroup, blocks: int, seed: int) -> list[torch.Tensor]:
     return [*torch.from_numpy(values).to(getattr(torch, group.dtype)).unbind(0)]
 
 
-def as_jax(tensors: Tensors) -> kernels.Pages:
+def as_jax(tensors: Tensors) -> kernels.JaxPages:
     return [tuple(map(to_jax, t)) if isinstance(t, tuple) else to_jax(t) for t in tensors]
 
 
-def flat(pages: Tensors | kernels.Pages) -> list[Any]:
+def flat(pages: Tensors | kernels.JaxPages) -> list[Any]:
     """Every part of every layer."""
     return [part for layer in pages for part in (layer if isinstance(layer, tuple) else (layer,))]
 
@@ -685,7 +685,7 @@ def test_lowers_for(platform: str) -> None:
     q, k, v, tables, positions, _, _ = specs
     row, cos_sin = spec((96, 2, 64), "bfloat16"), spec((96, 64), "float32")
 
-    def move(p: kernels.Pages, s: jax.Array, t: jax.Array) -> kernels.Pages:
+    def move(p: kernels.JaxPages, s: jax.Array, t: jax.Array) -> kernels.JaxPages:
         packed = kernels.pack(group, p, slots=s, quantised="fp8")
         return kernels.unpack(group, p, packed, slots=s, rope=rope, turns=t, quantised="fp8")
 

@@ -27,7 +27,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import api
 from kvkit.kernels.pages import triton as kernels
 from kvkit.kernels.pages.api import Pages
-from kvkit.kernels.tuning.configs import Config, Launch
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu runs it compiled")
 
@@ -88,7 +88,7 @@ def test_vectors(interleaved: bool, dtype: str, quantised: Any) -> None:
 def made(
     group: LayerGroup,
     *,
-    config: Config | None = None,
+    config: KernelConfig | None = None,
     quantised: str | None = None,
     pairs: int = 0,
     to_records: bool = False,
@@ -165,7 +165,7 @@ def test_configurations_give_the_same_bytes() -> None:
         size = (group.quantised() if quantised else group).chunk_bytes(8)
         results = []
         for tile in (16, 64, 1024):
-            config = Config((("TILE", tile),))
+            config = KernelConfig((("TILE", tile),))
             record = np.full(size, POISON, np.uint8)
             out = group.pages(3, POISON)
             address = np.array([record.ctypes.data])

@@ -8,18 +8,12 @@ import pytest
 import torch
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.tuning import problems
-from kvkit.kernels.tuning.problems import (
-    ATTENTIONS,
-    MOVES,
-    SCATTERS,
-    Attention,
-    Heads,
-    Move,
-    Problem,
-    Scatter,
-    every_problem,
-)
+from kvkit.kernels.attention import problems as attention
+from kvkit.kernels.attention.problems import ATTENTIONS, SCATTERS, AttentionSpec, Heads, ScatterSpec
+from kvkit.kernels.pages import problems as pages
+from kvkit.kernels.pages.problems import MOVES, MoveSpec
+from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.problems import every_problem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -29,7 +23,7 @@ def smaller(rope: Rope) -> Rope:
     return replace(rope, inv_freq=rope.inv_freq[:4], first=8 if rope.first else 0)
 
 
-def small_move(move: Move) -> Problem:
+def small_move(move: MoveSpec) -> Problem:
     group = replace(
         move.group,
         layers=(0, 1),
@@ -38,31 +32,31 @@ def small_move(move: Move) -> Problem:
         v_size=16 if move.group.v_size else 0,
         block_tokens=64,
     )
-    return problems._move_problem(
+    return pages._move_problem(
         replace(move, group=group, chunks=2, rope=smaller(move.rope) if move.rope else None)
     )
 
 
-def small_attention(spec: Attention) -> Problem:
+def small_attention(spec: AttentionSpec) -> Problem:
     group = min(4, spec.heads.query_heads // spec.heads.heads)
     heads = Heads(2 * group, 2, 16, 32, spec.heads.dtype)
     window = None if spec.window is None else 50
     blocks = None if spec.block_tokens is None else 16
-    return problems._attention_problem(
+    return attention._attention_problem(
         replace(spec, heads=heads, length=160, block_tokens=blocks, window=window)
     )
 
 
-def small_scatter(spec: Scatter) -> Problem:
+def small_scatter(spec: ScatterSpec) -> Problem:
     heads = Heads(4, 2, 16, 32, spec.heads.dtype)
-    return problems._scatter_problem(replace(spec, heads=heads, rope=smaller(spec.rope), rows=13, tokens=64))
+    return attention._scatter_problem(replace(spec, heads=heads, rope=smaller(spec.rope), rows=13, tokens=64))
 
 
 SMALL = [
     *(small_move(move) for move in MOVES if move.chunks > 1),
     *map(small_attention, ATTENTIONS),
     *map(small_scatter, SCATTERS),
-    problems._deviation_problem(37, 2, 16),
+    attention._deviation_problem(37, 2, 16),
 ]
 
 
@@ -83,7 +77,7 @@ def test_the_default_is_right_and_nothing_else_is(problem: Problem) -> None:
         (small_attention(ATTENTIONS[0]), "attend", ("out", "lse")),
         (small_attention(ATTENTIONS[-1]), "weigh", ("out",)),
         (small_scatter(SCATTERS[1]), "scatter_rows", ("out", "k_pages", "v_pages", "deviation")),
-        (problems._deviation_problem(37, 2, 16), "measure", ("out",)),
+        (attention._deviation_problem(37, 2, 16), "measure", ("out",)),
     ],
 )
 def test_a_wrong_number_is_found(problem: Problem, kernel: str, names: tuple[str, ...]) -> None:
@@ -105,7 +99,7 @@ def test_names_and_buckets_are_unique() -> None:
 
 
 def test_every_kernel_has_a_problem() -> None:
-    """All that `launch` starts; merge comes with the attention."""
+    """All that an `api` starts; merge comes with the attention."""
     assert {problem.bucket.op for problem in every_problem()} == {
         *("copy_rows", "decode_rows", "encode_rows"),
         *("attend", "weigh", "scatter_rows", "measure"),
@@ -130,7 +124,7 @@ def test_work_counts_what_cannot_be_avoided(problem: Problem) -> None:
 def test_the_work_of_an_attention_is_that_of_its_visible_keys() -> None:
     """Llama-3.1-8B at 8k: 2 products of 128 channels for 32 heads; tiles take more, but not much."""
     (problem,) = (p for p in every_problem() if p.name == "attention Llama-3.1-8B, 8192 keys")
-    rows = problems._rows(ATTENTIONS[1], torch.device("cpu"))
+    rows = attention._rows(ATTENTIONS[1], torch.device("cpu"))
     visible = int((rows.positions + 1).sum()) * 32 * 4 * 128
     default, small = (problem.work(config).flops for config in (problem.space[0], problem.space[-1]))
     assert visible < small < default < 1.1 * visible

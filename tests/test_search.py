@@ -17,10 +17,18 @@ from typer.testing import CliRunner, Result
 
 from kvkit import cli
 from kvkit.kernels.tuning import search as tuning
-from kvkit.kernels.tuning.configs import Bucket, Config, TableError, Tuned, read_table, write_table
+from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.configs import (
+    KernelConfig,
+    ProblemBucket,
+    TableError,
+    Tuned,
+    read_table,
+    write_table,
+)
 from kvkit.kernels.tuning.gate import CompileError
-from kvkit.kernels.tuning.problems import Case, Problem, Work, every_problem
-from kvkit.kernels.tuning.search import Measure, Roof, Step, Tools, search, tune
+from kvkit.kernels.tuning.problems import every_problem
+from kvkit.kernels.tuning.search import Measure, Roof, SearchStep, Tools, search, tune
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU, FILE = "NVIDIA H200", "nvidia-h200.json"
@@ -32,11 +40,11 @@ FREE = Roof(1e30, 1e30)
 class Times:
     """A timer that answers with given seconds, and counts."""
 
-    def __init__(self, seconds: Mapping[Config, float]) -> None:
+    def __init__(self, seconds: Mapping[KernelConfig, float]) -> None:
         self.seconds = dict(seconds)
-        self.calls: list[Config] = []
+        self.calls: list[KernelConfig] = []
 
-    def __call__(self, config: Config) -> float:
+    def __call__(self, config: KernelConfig) -> float:
         self.calls.append(config)
         if self.seconds[config] < 0:
             raise CompileError("out of resource")
@@ -44,11 +52,11 @@ class Times:
 
 
 def find(
-    times: Mapping[Config, float],
-    flaws: Mapping[Config, str] | None = None,
+    times: Mapping[KernelConfig, float],
+    flaws: Mapping[KernelConfig, str] | None = None,
     roof: Roof = FREE,
     problem: Problem | None = None,
-) -> tuple[Tuned | None, dict[Config, str], Times]:
+) -> tuple[Tuned | None, dict[KernelConfig, str], Times]:
     problem = problem or scale_problem()
     measure = Times(times)
     tuned, trials = search(problem, problem.make(DEVICE, True), measure, flaws or {}, roof)
@@ -56,7 +64,7 @@ def find(
     return tuned, {trial.config: trial.fate for trial in trials}, measure
 
 
-def seconds(**known: float) -> dict[Config, float]:
+def seconds(**known: float) -> dict[KernelConfig, float]:
     names = {"default": DEFAULT, "small": SMALL, "middle": MIDDLE, "wrong": WRONG, "large": LARGE}
     return {config: known.get(name, 5.0) for name, config in names.items()}
 
@@ -149,7 +157,7 @@ def test_a_lucky_start_does_not_win() -> None:
     """The first samples choose who is measured in turns; only those count."""
     problem, calls = scale_problem(space=(DEFAULT, SMALL)), []
 
-    def measure(config: Config) -> float:
+    def measure(config: KernelConfig) -> float:
         calls.append(config)
         return (
             0.8
@@ -184,7 +192,7 @@ class Clock:
 
 
 def tools(
-    times: Mapping[Config, float] | None = None,
+    times: Mapping[KernelConfig, float] | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     gpu: str = GPU,
     made: list[Case] | None = None,
@@ -200,7 +208,7 @@ def tools(
 PROBLEMS = [scale_problem("float32", count) for count in (256, 512, 1024)]
 
 
-def states(steps: Iterator[Step]) -> list[str]:
+def states(steps: Iterator[SearchStep]) -> list[str]:
     return [step.state for step in steps]
 
 
@@ -240,7 +248,7 @@ def test_a_configuration_that_the_kernel_lost_is_measured_again(tmp_path: Path) 
 
 
 def test_other_buckets_stay(tmp_path: Path) -> None:
-    other = {Bucket("other", "x", (1,)): Tuned(tiled(4096), 1.0, 1.0)}
+    other = {ProblemBucket("other", "x", (1,)): Tuned(tiled(4096), 1.0, 1.0)}
     write_table(tmp_path / FILE, GPU, other, {})
     list(tune(PROBLEMS[:1], tmp_path, tools()))
     table = read_table(tmp_path / FILE, "nvidia-h200")
@@ -354,7 +362,9 @@ def test_compiling_for_a_target(tmp_path: Path) -> None:
 
 def test_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKIT_TUNED", str(tmp_path))
-    write_table(tmp_path / FILE, GPU, {Bucket("op", "bf16 [x]", (64, 8)): Tuned(SMALL, 12.34, 56.78)}, {})
+    write_table(
+        tmp_path / FILE, GPU, {ProblemBucket("op", "bf16 [x]", (64, 8)): Tuned(SMALL, 12.34, 56.78)}, {}
+    )
     result = run("--show", "--gpu", GPU)
     assert result.exit_code == 0
     for word in ("op", "bf16 [x]", "64 x 8", "BLOCK=256", "warps=4", "12.3", "56.8"):

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvkit.kernels.tuning.configs import Bucket, Config, Launch
-from kvkit.kernels.tuning.problems import Case, Problem, Work
+from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 
 COUNT = 4096
 
@@ -70,35 +70,37 @@ def taking_launches() -> list[Launch]:
             (1,),
             {"tensor": tensor, **dict.fromkeys(names, number), "flag": True, "real": 1.0, "nothing": None}
             | {"count": 1 if number == 1 else 32, "first": 5},
-            Config((("SIZE", 8),)),
+            KernelConfig((("SIZE", 8),)),
         )
         for tensor, number in launches
     ]
 
 
 def scale_launch(
-    x: torch.Tensor, y: torch.Tensor, config: Config, count: int = COUNT, add: int = 3
+    x: torch.Tensor, y: torch.Tensor, config: KernelConfig, count: int = COUNT, add: int = 3
 ) -> Launch:
     """y = 2.5 x + add."""
     arguments = {"x": x, "y": y, "count": count, "factor": 2.5, "unused": None, "ADD": add}
     return Launch(scale_kernel, (triton.cdiv(count, dict(config.tiles)["BLOCK"]),), arguments, config)
 
 
-def product_launch(a: torch.Tensor, c: torch.Tensor, config: Config) -> Launch:
+def product_launch(a: torch.Tensor, c: torch.Tensor, config: KernelConfig) -> Launch:
     """c = the sum of squares of the square matrices in a."""
     size = dict(config.tiles)["SIZE"]
     arguments = {"a": a, "b": a, "c": c, "steps": a.numel() // size**2}
     return Launch(product_kernel, (1,), arguments, config)
 
 
-def tiled(block: int, wrong: int = 0, warps: int = 4) -> Config:
-    return Config((("BLOCK", block), ("WRONG", wrong)), warps)
+def tiled(block: int, wrong: int = 0, warps: int = 4) -> KernelConfig:
+    return KernelConfig((("BLOCK", block), ("WRONG", wrong)), warps)
 
 
 SPACE = (tiled(1024), tiled(256), tiled(512), tiled(512, wrong=1), tiled(2048))
 
 
-def scale_problem(form: str = "float32", count: int = COUNT, space: tuple[Config, ...] = SPACE) -> Problem:
+def scale_problem(
+    form: str = "float32", count: int = COUNT, space: tuple[KernelConfig, ...] = SPACE
+) -> Problem:
     def make(device: torch.device, filled: bool) -> Case:
         x = torch.arange(count, dtype=torch.float32, device=device) if filled else torch.empty(count)
         y = torch.empty_like(x)
@@ -111,7 +113,7 @@ def scale_problem(form: str = "float32", count: int = COUNT, space: tuple[Config
 
     return Problem(
         name=f"scale {form} {count}",
-        bucket=Bucket("scale", form, (count,)),
+        bucket=ProblemBucket("scale", form, (count,)),
         space=space,
         make=make,
         work=lambda config: Work(8 * count, dict(config.tiles)["BLOCK"]),
@@ -127,8 +129,8 @@ def product_problem(size: int) -> Problem:
 
     return Problem(
         name=f"product {size}",
-        bucket=Bucket("product", "bfloat16", (size,)),
-        space=(Config((("SIZE", size),)),),
+        bucket=ProblemBucket("product", "bfloat16", (size,)),
+        space=(KernelConfig((("SIZE", size),)),),
         make=make,
         work=lambda config: Work(4 * size**2, 8 * size**3),
         wide={"product_kernel": (1, 1)},

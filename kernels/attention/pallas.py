@@ -33,7 +33,7 @@ TILES: Mapping[int, Mapping[float, tuple[int, int, int, int]]] = {
 """By bytes of an item and largest head size: rows and keys of a tile, warps and stages. Not tuned: chosen to
 compile for sm_80 and sm_90 without spills."""
 
-State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+RunningSums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 """Of each row of a tile: the sum of weights times values, that of weights, and the highest score."""
 
 
@@ -152,7 +152,7 @@ def _attend(
         begin = jnp.clip(nearest - window + 1, 0, end)
         full_begin = jnp.clip(farthest - window + 1, begin, end)
 
-    def some_keys(masked: bool, t: jax.Array, state: State) -> State:
+    def some_keys(masked: bool, t: jax.Array, state: RunningSums) -> RunningSums:
         """Take tile `t` of keys into the running sums and maximum."""
         acc, norm, top = state
         j = t * tile_keys + _arange(tile_keys)
@@ -185,7 +185,7 @@ def _attend(
     full_start = _div(full_begin + tile_keys - 1, tile_keys)
     full_stop = jnp.maximum(_div(full_end, tile_keys), full_start)
     stop = _div(end + tile_keys - 1, tile_keys)
-    state: State = (
+    state: RunningSums = (
         jnp.zeros((tile_rows, _padded(0 if v is None else v.shape[3])), jnp.float32),
         jnp.zeros(tile_rows, jnp.float32),
         jnp.full(tile_rows, -jnp.inf, jnp.float32),

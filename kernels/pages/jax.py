@@ -33,7 +33,7 @@ from kvkit.format.rope import Rope
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX, Quantised
 
-Pages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
+JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
 
 Ids: TypeAlias = jax.Array | NDArray[np.integer[Any]]
 
@@ -44,7 +44,7 @@ BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 def pack(
     group: LayerGroup,
-    pages: Pages,
+    pages: JaxPages,
     *,
     blocks: Ids | None = None,
     slots: Ids | None = None,
@@ -78,7 +78,7 @@ def pack(
 
 def unpack(
     group: LayerGroup,
-    pages: Pages,
+    pages: JaxPages,
     records: jax.Array,
     *,
     blocks: Ids | None = None,
@@ -86,7 +86,7 @@ def unpack(
     rope: Rope | None = None,
     turns: jax.Array | NDArray[np.float32] | None = None,
     quantised: Quantised | None = None,
-) -> Pages:
+) -> JaxPages:
     """The pages with chunks in them: the inverse of `pack`.
 
     Args:
@@ -115,7 +115,7 @@ def unpack(
             check("turns", turns, (shape[0], 1, rope.channels), "float32")
         else:
             check("turns", turns, (shape[0], shape[3], rope.channels), "float32")
-    filled: Pages = _unpack(group, pages, records, every, rope, turns, quantised)
+    filled: JaxPages = _unpack(group, pages, records, every, rope, turns, quantised)
     return filled
 
 
@@ -165,7 +165,11 @@ def rotate(x: jax.Array, cos_sin: jax.Array, rope: Rope) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("group", "quantised"))
 def _pack(
-    group: LayerGroup, pages: Pages, slots: jax.Array, records: jax.Array | None, quantised: Quantised | None
+    group: LayerGroup,
+    pages: JaxPages,
+    slots: jax.Array,
+    records: jax.Array | None,
+    quantised: Quantised | None,
 ) -> jax.Array:
     layers = []
     for layer in pages:
@@ -184,13 +188,13 @@ def _pack(
 @functools.partial(jax.jit, static_argnames=("group", "rope", "quantised"))
 def _unpack(
     group: LayerGroup,
-    pages: Pages,
+    pages: JaxPages,
     records: jax.Array,
     slots: jax.Array,
     rope: Rope | None,
     turns: jax.Array | None,
     quantised: Quantised | None,
-) -> Pages:
+) -> JaxPages:
     dtype = jnp.dtype(group.dtype)
     if quantised is not None:
         values = dequantise(records, group.k_size, group.v_size, quantised)
@@ -243,7 +247,7 @@ def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     return found
 
 
-def _slots(group: LayerGroup, pages: Pages, blocks: Ids | None, slots: Ids | None) -> jax.Array:
+def _slots(group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None) -> jax.Array:
     """The slots [chunks, T] that a call's ids name."""
     if (blocks is None) == (slots is None):
         raise LaunchError("blocks, slots: give one of the two")
@@ -305,7 +309,7 @@ def check_rope(rope: Rope, channels: int) -> None:
         )
 
 
-def _check_pages(group: LayerGroup, pages: Pages, quantised: Quantised | None) -> None:
+def _check_pages(group: LayerGroup, pages: JaxPages, quantised: Quantised | None) -> None:
     if group.opaque:
         raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
     if quantised is not None:

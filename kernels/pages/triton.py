@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from triton.runtime.jit import JITFunction
 
 from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX
-from kvkit.kernels.tuning.configs import Bucket, Config, Launch, best
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, best
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
@@ -38,7 +38,7 @@ RUNTIME = ["parts_count", "heads", "tokens", "granule", "ids_count", "row_size",
 
 
 @functools.cache
-def configs(kernel: str) -> tuple[Config, ...]:
+def configs(kernel: str) -> tuple[KernelConfig, ...]:
     """Configurations of a kernel by its name, the default first.
 
     TILE counts what a program moves: vectors of `copy_rows`, pairs of vectors of `decode_rows`, elements of
@@ -49,15 +49,15 @@ def configs(kernel: str) -> tuple[Config, ...]:
         "decode_rows": (256, 128, 512, 1024),
         "encode_rows": (2048, 512, 1024, 4096),
     }[kernel]
-    return tuple(Config((("TILE", tile),), warps, 1) for tile in tiles for warps in (4, 8))
+    return tuple(KernelConfig((("TILE", tile),), warps, 1) for tile in tiles for warps in (4, 8))
 
 
-def bucket(launch: Launch) -> Bucket:
+def bucket(launch: Launch) -> ProblemBucket:
     """The problems that share a best configuration with `launch`: compiled alike, of about as many bytes."""
     given = launch.arguments
     compiled = (f"{name}={value}" for name, value in given.items() if name.isupper() and name != "INTERPRET")
     rows = len(given["records"]) * given["parts_count"] * given["heads"] * given["tokens"]
-    return Bucket(launch.kernel.__name__, " ".join(compiled), (_power_of_2(rows * given["row_size"]),))
+    return ProblemBucket(launch.kernel.__name__, " ".join(compiled), (_power_of_2(rows * given["row_size"]),))
 
 
 def move(
@@ -70,7 +70,7 @@ def move(
     quantised: str | None = None,
     rope: Rope | None = None,
     turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None,
-    config: Config | None = None,
+    config: KernelConfig | None = None,
 ) -> Launch:
     """The launch that packs (`to_records`) or unpacks. Copies its small arrays to the pages' device.
 

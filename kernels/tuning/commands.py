@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kvkit.kernels.tuning.problems import Problem
+    from kvkit.kernels.tuning.cases import Problem
 
 
 def tune(

@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).parent / "tuned"
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class KernelConfig:
     """One way to compile a kernel.
 
     Args:
@@ -42,7 +42,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class ProblemBucket:
     """Problems that share a configuration.
 
     Args:
@@ -70,7 +70,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
-    config: Config
+    config: KernelConfig
 
     def run(self) -> None:
         """Start the kernel on the current device and stream; mutates what the kernel writes."""
@@ -96,12 +96,12 @@ class Tuned:
         default_us: that of the kernel's default; None if it cannot run.
     """
 
-    config: Config
+    config: KernelConfig
     us: float
     default_us: float | None
 
 
-def best(bucket: Bucket, default: Config, space: Collection[Config]) -> Config:
+def best(bucket: ProblemBucket, default: KernelConfig, space: Collection[KernelConfig]) -> KernelConfig:
     """The configuration to run a problem with on this process's GPU; mutates nothing.
 
     The tuned one of `bucket`; else that of the bucket of equal op and form with the nearest sizes; else
@@ -122,7 +122,7 @@ class _Same:
 
     __slots__ = ("space",)
 
-    def __init__(self, space: Collection[Config]) -> None:
+    def __init__(self, space: Collection[KernelConfig]) -> None:
         self.space = space
 
     def __hash__(self) -> int:
@@ -133,18 +133,18 @@ class _Same:
 
 
 @functools.lru_cache(1024)
-def _chosen(bucket: Bucket, default: Config, same: _Same) -> Config:
+def _chosen(bucket: ProblemBucket, default: KernelConfig, same: _Same) -> KernelConfig:
     return next((config for config in _ranked(bucket) if config in same.space), default)
 
 
 @functools.cache
-def _ranked(bucket: Bucket) -> tuple[Config, ...]:
+def _ranked(bucket: ProblemBucket) -> tuple[KernelConfig, ...]:
     """Tuned configurations for `bucket` on this process's GPU, nearest first."""
     name = gpu_name()
     return () if name is None else ranked(load_table(slug_of(name)), bucket)
 
 
-def ranked(table: Mapping[Bucket, Tuned], bucket: Bucket) -> tuple[Config, ...]:
+def ranked(table: Mapping[ProblemBucket, Tuned], bucket: ProblemBucket) -> tuple[KernelConfig, ...]:
     """Configurations of the buckets of equal op and form, by the L1 distance of their sizes' logarithms."""
 
     def distance(sizes: tuple[int, ...]) -> float:
@@ -153,7 +153,7 @@ def ranked(table: Mapping[Bucket, Tuned], bucket: Bucket) -> tuple[Config, ...]:
     form = bucket.op, bucket.form, len(bucket.sizes)
     alike = [other.sizes for other in table if (other.op, other.form, len(other.sizes)) == form]
     alike.sort(key=lambda sizes: (distance(sizes), sizes))
-    return tuple(table[Bucket(bucket.op, bucket.form, sizes)].config for sizes in alike)
+    return tuple(table[ProblemBucket(bucket.op, bucket.form, sizes)].config for sizes in alike)
 
 
 def tuned_folder() -> Path:
@@ -163,7 +163,7 @@ def tuned_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit" / "tuned"
 
 
-def load_table(gpu: str) -> Mapping[Bucket, Tuned]:
+def load_table(gpu: str) -> Mapping[ProblemBucket, Tuned]:
     """What was tuned for a GPU, this user's results over those that come with the package.
 
     A file that is broken or belongs to another GPU is logged as a warning and left out.
@@ -171,7 +171,7 @@ def load_table(gpu: str) -> Mapping[Bucket, Tuned]:
     Args:
         gpu: `slug_of` its name.
     """
-    found: dict[Bucket, Tuned] = {}
+    found: dict[ProblemBucket, Tuned] = {}
     for folder in (SHIPPED, tuned_folder()):
         try:
             found |= read_table(folder / f"{gpu}.json", gpu)
@@ -182,7 +182,7 @@ def load_table(gpu: str) -> Mapping[Bucket, Tuned]:
     return MappingProxyType(found)
 
 
-def read_table(path: Path, gpu: str) -> dict[Bucket, Tuned]:
+def read_table(path: Path, gpu: str) -> dict[ProblemBucket, Tuned]:
     """The table in a file that `write_table` wrote.
 
     Raises:
@@ -201,7 +201,7 @@ def read_table(path: Path, gpu: str) -> dict[Bucket, Tuned]:
 
 
 def write_table(
-    path: Path, gpu_name: str, table: Mapping[Bucket, Tuned], versions: Mapping[str, str | None]
+    path: Path, gpu_name: str, table: Mapping[ProblemBucket, Tuned], versions: Mapping[str, str | None]
 ) -> None:
     """Replace a file by a table, all of it or nothing; makes its folder.
 
@@ -235,7 +235,7 @@ def write_table(
         draft.unlink(missing_ok=True)
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[Bucket, Tuned]:
+def _entry(entry: Mapping[str, Any]) -> tuple[ProblemBucket, Tuned]:
     sizes, tiles = tuple(entry["sizes"]), tuple(entry["tiles"].items())
     numbers = (*sizes, *(size for _, size in tiles), entry["warps"], entry["stages"])
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
@@ -243,6 +243,8 @@ def _entry(entry: Mapping[str, Any]) -> tuple[Bucket, Tuned]:
     if not all(isinstance(entry[name], str) for name in ("op", "form")):
         raise TypeError("op and form are text")
     us, default_us = float(entry["us"]), entry["default_us"]
-    return Bucket(entry["op"], entry["form"], sizes), Tuned(
-        Config(tiles, entry["warps"], entry["stages"]), us, None if default_us is None else float(default_us)
+    return ProblemBucket(entry["op"], entry["form"], sizes), Tuned(
+        KernelConfig(tiles, entry["warps"], entry["stages"]),
+        us,
+        None if default_us is None else float(default_us),
     )

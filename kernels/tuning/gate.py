@@ -28,8 +28,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kvkit.environment import version_of
-from kvkit.kernels.tuning.configs import Config, Launch
-from kvkit.kernels.tuning.problems import Case, Problem, every_problem
+from kvkit.kernels.tuning.cases import Case, Problem
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.problems import every_problem
 
 
 class CompileError(RuntimeError):
@@ -253,7 +254,7 @@ def _known(value: torch.Tensor | int, aligned: bool, backend: str) -> list[list[
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CompileReport:
     """What became of one kernel of a problem.
 
     Args:
@@ -267,7 +268,7 @@ class Report:
 
     problem: str
     kernel: str
-    config: Config
+    config: KernelConfig
     target: str
     compiled: Compiled | None
     error: str = ""
@@ -277,9 +278,9 @@ class Report:
         return self.compiled.flaw() if self.compiled else self.error
 
 
-Job = tuple[str, Config, str]
+CompileJob = tuple[str, KernelConfig, str]
 """A problem's name, a configuration, a target."""
-Factory = Callable[[], Sequence[Problem]]
+ProblemFactory = Callable[[], Sequence[Problem]]
 """A function at the top of a module, so that other processes can find it."""
 
 
@@ -302,30 +303,32 @@ def _prepare(cache_folder: str | None) -> None:
         os.environ["TRITON_CACHE_DIR"] = cache_folder
 
 
-def survey(pool: ProcessPoolExecutor, factory: Factory, jobs: Sequence[Job]) -> Iterator[Report]:
+def survey(
+    pool: ProcessPoolExecutor, factory: ProblemFactory, jobs: Sequence[CompileJob]
+) -> Iterator[CompileReport]:
     """Compile every kernel of every job, and report in the order of the jobs."""
     for reports in pool.map(_compile_job, [factory] * len(jobs), jobs):
         yield from reports
 
 
-def _compile_job(factory: Factory, job: Job) -> list[Report]:
+def _compile_job(factory: ProblemFactory, job: CompileJob) -> list[CompileReport]:
     name, config, target = job
     try:
         launches = _case(factory, name).launches(config)
     except Exception as error:  # whatever a kernel's own checks raise
-        return [Report(name, "", config, target, None, f"{type(error).__name__}: {error}")]
+        return [CompileReport(name, "", config, target, None, f"{type(error).__name__}: {error}")]
     reports = []
     for launch in launches:
         kernel = launch.kernel.__name__
         try:
-            reports.append(Report(name, kernel, config, target, compile_for(launch, target)))
+            reports.append(CompileReport(name, kernel, config, target, compile_for(launch, target)))
         except CompileError as error:
-            reports.append(Report(name, kernel, config, target, None, str(error)))
+            reports.append(CompileReport(name, kernel, config, target, None, str(error)))
     return reports
 
 
 @lru_cache(1)
-def _case(factory: Factory, name: str) -> Case:
+def _case(factory: ProblemFactory, name: str) -> Case:
     """On the CPU, without contents: pages that are never touched take no memory."""
     (problem,) = (problem for problem in factory() if problem.name == name)
     return problem.make(torch.device("cpu"), False)
@@ -413,7 +416,7 @@ def _cuobjdump() -> str:
     return str(Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump")
 
 
-def faults(reports: Sequence[Report], problems: Sequence[Problem]) -> list[str]:
+def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
     """What the gate does not let through: errors, spills, blocks that do not fit, 16-byte accesses lost."""
     wide = {problem.name: problem.wide for problem in problems}
     found = []
@@ -431,7 +434,7 @@ def faults(reports: Sequence[Report], problems: Sequence[Problem]) -> list[str]:
     return found
 
 
-def shown(reports: Sequence[Report]) -> Table:
+def shown(reports: Sequence[CompileReport]) -> Table:
     """Reports as a table."""
     table = Table(
         Column("problem", overflow="fold"),
@@ -457,7 +460,7 @@ def shown(reports: Sequence[Report]) -> Table:
     return table
 
 
-def as_json(reports: Sequence[Report]) -> dict[str, Any]:
+def as_json(reports: Sequence[CompileReport]) -> dict[str, Any]:
     """Reports and Triton's version, for a file."""
     return {
         "triton": version_of("triton"),
@@ -474,7 +477,7 @@ def as_json(reports: Sequence[Report]) -> dict[str, Any]:
     }
 
 
-def gate(factory: Factory, workers: int) -> list[Report]:
+def gate(factory: ProblemFactory, workers: int) -> list[CompileReport]:
     """Compile the default of each gated problem for each target of `GATE`, by at most `workers` processes.
 
     Of problems that differ in their sizes alone, the first: they compile to the same.
@@ -493,7 +496,7 @@ def gate(factory: Factory, workers: int) -> list[Report]:
         return list(survey(pool, factory, jobs))
 
 
-def main(factory: Factory | None = None) -> int:
+def main(factory: ProblemFactory | None = None) -> int:
     """Run the gate; the exit status is 1 if it is shut."""
     parser = argparse.ArgumentParser(
         prog="python -m kvkit.kernels.tuning.gate", description="The compile gate."

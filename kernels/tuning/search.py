@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 
 from kvkit.environment import PACKAGES, slug_of, version_of
-from kvkit.kernels.tuning.configs import Config, Launch, Tuned, read_table, write_table
+from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, Tuned, read_table, write_table
 from kvkit.kernels.tuning.gate import GPUS, CompileError, compile_pool, survey
-from kvkit.kernels.tuning.problems import Case, Problem, Work, every_problem
+from kvkit.kernels.tuning.problems import every_problem
 
 FIRST_SAMPLES = 3
 FINAL_SAMPLES = 15
@@ -28,7 +29,7 @@ GAIN = 0.01
 OPTIMISM = 1.25
 """How far a kernel may exceed the measured roof: a copy is no bound for what mostly reads, say."""
 
-Measure = Callable[[Config], float]
+Measure = Callable[[KernelConfig], float]
 """Seconds of one run of a configuration, with a cold L2 cache. Raises CompileError where it cannot run."""
 
 
@@ -58,13 +59,13 @@ class Trial:
         fate: "best", "slower", or why it was not run or not taken.
     """
 
-    config: Config
+    config: KernelConfig
     us: float | None
     fate: str
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SearchStep:
     """What `tune` did with a problem.
 
     Args:
@@ -106,7 +107,7 @@ class Tools:
 
     gpu_name: str
     device: torch.device
-    flaws: Callable[[Problem], Mapping[Config, str]]
+    flaws: Callable[[Problem], Mapping[KernelConfig, str]]
     timer: Callable[[Case], Measure]
     roof: Roof
     clock: Callable[[], float]
@@ -119,7 +120,7 @@ def tune(
     *,
     budget_s: float | None = None,
     force: bool = False,
-) -> Iterator[Step]:
+) -> Iterator[SearchStep]:
     """Tune one problem after another; writes `folder`/<gpu>.json after each, and yields what it did.
 
     A bucket that the file holds already, with a configuration that its kernel still has, is left as it is:
@@ -146,20 +147,20 @@ def tune(
     for problem in problems:
         known = table.get(problem.bucket)
         if known is not None and known.config in problem.space and not force:
-            yield Step(problem, "known", known)
+            yield SearchStep(problem, "known", known)
         elif budget_s is not None and tools.clock() - began >= budget_s:
-            yield Step(problem, "left")
+            yield SearchStep(problem, "left")
         else:
             case = problem.make(tools.device, True)
             tuned, trials = search(problem, case, tools.timer(case), tools.flaws(problem), tools.roof)
             if tuned is not None:
                 table[problem.bucket] = tuned
                 write_table(path, tools.gpu_name, table, versions)
-            yield Step(problem, "tuned" if tuned else "failed", tuned, trials)
+            yield SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
 
 
 def search(
-    problem: Problem, case: Case, measure: Measure, flaws: Mapping[Config, str], roof: Roof
+    problem: Problem, case: Case, measure: Measure, flaws: Mapping[KernelConfig, str], roof: Roof
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
     """The fastest configuration of a problem whose results are right; mutates the case's tensors.
 
@@ -175,7 +176,7 @@ def search(
     """
     default = problem.space[0]
     fate = {config: flaws.get(config, "") for config in problem.space}
-    median: dict[Config, float] = {}
+    median: dict[KernelConfig, float] = {}
     bound = {config: roof.seconds(problem.work(config)) for config in problem.space}
     for config in sorted(problem.space, key=lambda c: (c != default, bound[c])):
         fastest = min(median.values(), default=float("inf"))
@@ -188,7 +189,7 @@ def search(
             median[config] = statistics.median(measure(config) for _ in range(FIRST_SAMPLES))
         except CompileError as error:
             fate[config] = f"does not run: {error}"
-    samples: dict[Config, list[float]] = {config: [] for config in _finalists(median, default)}
+    samples: dict[KernelConfig, list[float]] = {config: [] for config in _finalists(median, default)}
     names = list(samples)
     for turn in range(FINAL_SAMPLES):
         first = turn % max(1, len(names))
@@ -211,13 +212,13 @@ def search(
     return None if winner is None else Tuned(winner, us[winner], us.get(default)), trials
 
 
-def _finalists(median: Mapping[Config, float], default: Config) -> list[Config]:
+def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:
     order = sorted(median, key=lambda config: median[config])
     near = [config for config in order if median[config] <= NEAR * median[order[0]]][:FINALISTS]
     return near if default in near or default not in median else [*near, default]
 
 
-def _fault(case: Case, config: Config) -> str:
+def _fault(case: Case, config: KernelConfig) -> str:
     """What is wrong with the results of `config`, over poisoned outputs."""
     case.poison()
     case.run(config)
@@ -243,8 +244,8 @@ def tools_here(workers: int | None = None) -> Iterator[Tools]:
     target = target_name(device)
     with compile_pool(workers or min(8, os.cpu_count() or 1)) as pool:
 
-        def flaws(problem: Problem) -> Mapping[Config, str]:
-            found: dict[Config, str] = dict.fromkeys(problem.space, "")
+        def flaws(problem: Problem) -> Mapping[KernelConfig, str]:
+            found: dict[KernelConfig, str] = dict.fromkeys(problem.space, "")
             if target in GPUS:
                 for report in survey(pool, every_problem, [(problem.name, c, target) for c in problem.space]):
                     found[report.config] = found[report.config] or report.flaw()
@@ -277,9 +278,9 @@ def cuda_timer(device: torch.device) -> Callable[[Case], Measure]:
     flush = torch.empty(max(4 * l2_bytes, 256 << 20), dtype=torch.uint8, device=device)
 
     def timer(case: Case) -> Measure:
-        graphs: dict[Config, tuple[torch.cuda.CUDAGraph, tuple[Launch, ...]]] = {}
+        graphs: dict[KernelConfig, tuple[torch.cuda.CUDAGraph, tuple[Launch, ...]]] = {}
 
-        def measure(config: Config) -> float:
+        def measure(config: KernelConfig) -> float:
             if config not in graphs:
                 graphs[config] = _captured(case.launches(config))
             flush.zero_()

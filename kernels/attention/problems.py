@@ -1,0 +1,353 @@
+"""The problems that attention and its helpers are compiled, tuned and checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkit.format.rope import Rope
+from kvkit.kernels.attention import reference, triton
+from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, far, fill, rope_of
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
+
+
+def problems() -> Iterator[Problem]:
+    """All of them, made on the CPU without contents, those of an operation one after another."""
+    yield from map(_attention_problem, ATTENTIONS)
+    yield from map(_scatter_problem, SCATTERS)
+    yield _deviation_problem()
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A model's attention: query heads, KV heads, channels of K and of V, dtype."""
+
+    query_heads: int
+    heads: int
+    size: int
+    v_size: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+LLAMA_8B = Heads(32, 8, 128, 128)
+
+LLAMA_70B = Heads(64, 8, 128, 128)
+
+LLAMA_2 = Heads(32, 32, 128, 128)
+
+GEMMA_2 = Heads(16, 8, 256, 256)
+
+SMOLLM_HEADS = Heads(9, 3, 64, 64, torch.float32)
+
+SHARE = 0.15
+"""Of the keys, those whose rows are computed again."""
+
+QUESTION = 64
+"""Rows at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A `blend_attention` of SHARE of the rows and the question, or `query_scores` of the question.
+
+    Args:
+        name: of the problem.
+        heads: of the model.
+        length: keys.
+        block_tokens: of the pages; None: one block has them all.
+        what: "o": attention; "lse": its logsumexp alone; "scores", or "scores x v" with the norms of V.
+        window, softcap: as in `blend_attention`.
+        wide, gated: as in `Problem`; `wide` of the main kernel.
+    """
+
+    name: str
+    heads: Heads
+    length: int
+    block_tokens: int | None = 16
+    what: Literal["o", "lse", "scores", "scores x v"] = "o"
+    window: int | None = None
+    softcap: float | None = None
+    wide: tuple[int, int] = (2, 0)
+    gated: bool = True
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that is tuned."""
+        return "weigh" if self.what.startswith("scores") else "attend"
+
+
+ATTENTIONS = (
+    *(AttentionSpec(f"attention Llama-3.1-8B, {n} keys", LLAMA_8B, n) for n in (4096, 8192, 32768)),
+    AttentionSpec("attention Llama-3.1-8B, one block", LLAMA_8B, 8192, None),
+    AttentionSpec("attention Llama-3.1-8B, window", LLAMA_8B, 8192, window=4096),
+    AttentionSpec("attention Llama-3-70B", LLAMA_70B, 8192, gated=False),
+    AttentionSpec("attention Llama-2-7B", LLAMA_2, 8192, gated=False),
+    AttentionSpec("attention Gemma-2-9B", GEMMA_2, 4096, softcap=50.0),
+    AttentionSpec("attention SmolLM2, float32", SMOLLM_HEADS, 4096, None),
+    AttentionSpec("logsumexp Llama-3.1-8B", LLAMA_8B, 8192, what="lse"),
+    AttentionSpec("scores Llama-3.1-8B", LLAMA_8B, 8192, what="scores"),
+    AttentionSpec("scores x |v| Llama-3.1-8B", LLAMA_8B, 8192, what="scores x v"),
+    AttentionSpec("scores SmolLM2, float32", SMOLLM_HEADS, 4096, None, what="scores"),
+)
+
+
+def _rows(spec: AttentionSpec, device: torch.device) -> Rows:
+    """The question's rows, and for an attention SHARE of those before, drawn at random."""
+    random, question = np.random.default_rng(0), np.arange(spec.length - QUESTION, spec.length)
+    chosen = random.choice(spec.length - QUESTION, int(SHARE * spec.length), replace=False)
+    positions = question if spec.kernel == "weigh" else np.sort(np.concatenate([chosen, question]))
+    tokens = spec.block_tokens or spec.length
+    tables = random.permutation(spec.length // tokens)[None]
+    return Rows.of(positions, np.array([0, len(positions)]), np.array([spec.length]), tables, tokens, device)
+
+
+def _attention_problem(spec: AttentionSpec) -> Problem:
+    cpu, heads = torch.device("cpu"), spec.heads
+    launches = _attention_case(spec, cpu, False).launches(None)
+    (launch,) = (launch for launch in launches if launch.kernel.__name__ == spec.kernel)
+    rows, group = _rows(spec, cpu), heads.query_heads // heads.heads
+    item = torch.empty((), dtype=heads.dtype).element_size()
+    uses_v = spec.what in ("o", "scores x v")
+    sizes = heads.size + (heads.v_size if uses_v else 0)
+    moved = item * spec.length * heads.heads * sizes + item * rows.count * heads.query_heads * heads.size
+    if spec.what == "o":
+        moved += item * rows.count * heads.query_heads * heads.v_size
+
+    def work(config: KernelConfig) -> Work:
+        """Whole tiles, as the matrix units take them."""
+        tiles = dict(config.tiles)
+        if spec.kernel == "weigh":
+            pairs = spec.length * -(-rows.count // tiles["TILE_ROWS"]) * tiles["TILE_ROWS"]
+            return Work(moved, 2 * heads.query_heads * heads.size * pairs)
+        pairs = rows.tiles(tiles["TILE_ROWS"] // group, window=spec.window).keys * tiles["TILE_ROWS"]
+        return Work(moved, 2 * heads.heads * sizes * pairs)
+
+    return Problem(
+        name=spec.name,
+        bucket=triton.bucket(launch),
+        space=triton.configs(launch),
+        make=partial(_attention_case, spec),
+        work=work,
+        wide={spec.kernel: spec.wide},
+        gated=spec.gated,
+        amd_space=triton.configs(launch, amd=True),
+    )
+
+
+def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> Case:
+    heads, rows = spec.heads, _rows(spec, device)
+    tokens = spec.block_tokens or spec.length
+    blocks, scale = spec.length // tokens, heads.size**-0.5
+    new = partial(torch.empty, dtype=heads.dtype, device=device)
+    q = new(rows.count, heads.query_heads, heads.size)
+    pages = new(blocks, heads.heads, tokens, heads.size + heads.v_size)  # K and V side by side, as in vLLM
+    k_pages, v_pages = split(pages, heads.size)
+    out = new(rows.count, heads.query_heads, heads.v_size)
+    lse = torch.empty(rows.count, heads.query_heads, device=device)
+    mass = torch.empty(heads.query_heads, spec.length, device=device)
+    if filled:
+        fill(q)
+        fill(pages)
+    scored = v_pages if spec.what == "scores x v" else None
+
+    @cache
+    def known_lse() -> torch.Tensor:
+        """Of the question's rows, which `query_scores` is given."""
+        if not filled:
+            return lse
+        return reference.blend_attention(
+            q, k_pages, v_pages, *_plan(rows, slice(None)), scale, spec.window, spec.softcap
+        )[1]
+
+    def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
+        if spec.kernel == "weigh":
+            form = scale, spec.window, spec.softcap
+            return triton.scores(q, k_pages, scored, rows, *form, known_lse(), mass, config)
+        values = (v_pages, out) if spec.what == "o" else (None, None)
+        return triton.attention(
+            q, k_pages, values[0], rows, scale, spec.window, spec.softcap, values[1], lse, config
+        )
+
+    def poison() -> None:
+        for tensor in (out, lse, mass):
+            tensor.fill_(torch.nan)
+
+    sample = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
+
+    @cache
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        some = torch.from_numpy(sample).to(device)
+        return reference.blend_attention(
+            q[some], k_pages, v_pages, *_plan(rows, sample), scale, spec.window, spec.softcap
+        )
+
+    def fault() -> str:
+        tables, positions, _, _ = _plan(rows, slice(None))
+        if spec.kernel == "weigh":
+            want = reference.query_scores(
+                q, k_pages, scored, tables[0], positions, spec.length, scale, spec.window, spec.softcap
+            )
+            return far("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
+        if lse.isnan().any() or (spec.what == "o" and out.isnan().any()):
+            return "some rows were not written"
+        some = torch.from_numpy(sample).to(device)
+        found = far("lse", lse[some], expected()[1], 0, 1e-3)
+        if not found and spec.what == "o":
+            want, got = expected()[0].double(), out[some].double()
+            error = ((got - want).norm(dim=2) / want.norm(dim=2)).max()  # of each row and head
+            if not error <= TOLERANCE[heads.dtype]:
+                found = f"o: a row is off by {error:.2g} of its norm"
+        return found
+
+    return Case(launches, poison, fault)
+
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Relative; weights are rounded to the dtype before they meet V."""
+
+
+def _plan(
+    rows: Rows, some: NDArray[np.int64] | slice
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tables, positions, row starts and lengths of some rows of one request, as the reference takes them."""
+    positions = rows.device_positions.cpu()[some]
+    counts = torch.tensor([0, len(positions)])
+    return rows.device_tables, positions.to(rows.device), counts, torch.from_numpy(rows.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSpec:
+    """A `rope_scatter` of the rows of a blend.
+
+    Args:
+        name: of the problem.
+        heads: of the model.
+        rope: the model's.
+        deviation: measured too.
+        rows, tokens: how many rows, among how many tokens.
+    """
+
+    name: str
+    heads: Heads
+    rope: Rope
+    deviation: bool = False
+    rows: int = 1292
+    tokens: int = 8192
+
+
+SCATTERS = (
+    ScatterSpec("scatter Llama-3.1-8B", LLAMA_8B, LLAMA_ROPE),
+    ScatterSpec("scatter Llama-3.1-8B, deviation", LLAMA_8B, LLAMA_ROPE, deviation=True),
+    ScatterSpec("scatter interleaved", LLAMA_8B, INTERLEAVED),
+    ScatterSpec("scatter SmolLM2, float32", SMOLLM_HEADS, rope_of(64, 100000.0)),
+)
+
+
+def _scatter_problem(spec: ScatterSpec) -> Problem:
+    (launch,) = _scatter_case(spec, torch.device("cpu"), False).launches(None)
+    heads = spec.heads
+    item = torch.empty((), dtype=heads.dtype).element_size()
+    channels = (heads.query_heads + heads.heads) * heads.size + heads.heads * heads.v_size
+    moved = spec.rows * (2 * item * channels + 4 * spec.rope.channels + 8)
+    if spec.deviation:
+        moved += spec.rows * (item * heads.heads * heads.size + 4)
+    return Problem(
+        name=spec.name,
+        bucket=triton.bucket(launch),
+        space=triton.configs(launch),
+        make=partial(_scatter_case, spec),
+        work=lambda config: Work(moved),
+        wide={},  # a head is too little for 16 bytes of each thread
+    )
+
+
+def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case:
+    heads, random, tokens = spec.heads, np.random.default_rng(0), 16
+    new = partial(torch.empty, dtype=heads.dtype, device=device)
+    sizes = heads.query_heads * heads.size, heads.heads * heads.size, heads.heads * heads.v_size
+    fused = new(spec.rows, sum(sizes))  # of one projection
+    q, k, v = (
+        fused[:, first : first + count].view(spec.rows, -1, size)
+        for first, count, size in zip(
+            (0, sizes[0], sizes[0] + sizes[1]), sizes, (heads.size, heads.size, heads.v_size), strict=True
+        )
+    )
+    positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
+    cos_sin = torch.from_numpy(spec.rope.table(positions)).to(device)
+    slots = torch.from_numpy(random.permutation(spec.tokens)[: spec.rows]).to(device)
+    pages = new(spec.tokens // tokens, heads.heads, tokens, heads.size + heads.v_size)
+    out = new(spec.rows, heads.query_heads, heads.size)
+    deviation = torch.empty(spec.rows, device=device) if spec.deviation else None
+    before = torch.empty_like(pages)
+    if filled:
+        fill(fused)
+        fill(before)
+
+    def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
+        return triton.scatter(
+            q, k, v, cos_sin, slots, *split(pages, heads.size), spec.rope, deviation, out, config
+        )
+
+    def poison() -> None:
+        pages.copy_(before)
+        out.fill_(torch.nan)
+        if deviation is not None:
+            deviation.fill_(torch.nan)
+
+    @cache
+    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        want, moved = before.clone(), None if deviation is None else torch.empty_like(deviation)
+        turned = reference.rope_scatter(q, k, v, cos_sin, slots, *split(want, heads.size), spec.rope, moved)
+        return want, turned, moved
+
+    def fault() -> str:
+        want, turned, moved = expected()
+        close = 2 * torch.finfo(heads.dtype).eps, 1e-5
+        found = far("pages", pages, want, *close) or far("q", out, turned, *close)
+        if not found and deviation is not None and moved is not None:
+            found = far("deviation", deviation, moved, 1e-2, 1e-4)
+        return found
+
+    return Case(launches, poison, fault)
+
+
+def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> Problem:
+    def make(device: torch.device, filled: bool) -> Case:
+        new, old = (torch.empty(tokens, heads, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        out = torch.empty(tokens, device=device)
+        if filled:
+            fill(new)
+            old.copy_(new.flip(0))
+
+        def fault() -> str:
+            return far("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
+
+        return Case(
+            lambda config: triton.deviation(new, old, out, config), lambda: _poison_with_nan(out), fault
+        )
+
+    (launch,) = make(torch.device("cpu"), False).launches(None)
+    return Problem(
+        name="deviation Llama-3.1-8B",
+        bucket=triton.bucket(launch),
+        space=triton.configs(launch),
+        make=make,
+        work=lambda config: Work(tokens * (4 * heads * size + 4)),
+        wide={},
+    )
+
+
+def _poison_with_nan(tensor: torch.Tensor) -> None:
+    tensor.fill_(torch.nan)
+
+
+def split(pages: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of pages [B, H, N, D + Dv]."""
+    return pages[..., :size], pages[..., size:]

@@ -1,0 +1,202 @@
+"""The problems that pack and unpack are compiled, tuned and checked with: one for each form that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvkit.format.layout import LayerGroup
+from kvkit.format.rope import Rope, Rotation
+from kvkit.kernels.pages import reference
+from kvkit.kernels.pages import triton as pages
+from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.tuning.cases import (
+    INTERLEAVED,
+    LLAMA_ROPE,
+    POISON,
+    Case,
+    Problem,
+    Work,
+    different,
+    far,
+    fill,
+    rope_of,
+)
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
+
+
+def problems() -> Iterator[Problem]:
+    """All of them, made on the CPU without contents."""
+    return map(_move_problem, MOVES)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSpec:
+    """A pack (`to_records`) or unpack.
+
+    Args:
+        name: of the problem.
+        group: of the pages.
+        to_records: pack.
+        chunks: of `CHUNK_TOKENS` tokens.
+        slots: pages are named token by token, not block by block.
+        quantised: form of the records.
+        rope: keys are rotated on the way.
+        wide, gated: as in `Problem`; `wide` of its one kernel.
+    """
+
+    name: str
+    group: LayerGroup
+    to_records: bool
+    chunks: int = 8
+    slots: bool = False
+    quantised: Literal["fp8", "int8"] | None = None
+    rope: Rope | None = None
+    wide: tuple[int, int] = (1, 1)
+    gated: bool = True
+
+
+CHUNK_TOKENS = 256
+
+LLAMA = LayerGroup(tuple(range(32)), kv_heads=8, k_size=128, v_size=128, dtype="bfloat16", block_tokens=16)
+"""Llama-3.1-8B."""
+
+SMOLLM = LayerGroup(tuple(range(30)), kv_heads=3, k_size=64, v_size=64, dtype="float32", block_tokens=16)
+"""SmolLM2-135M."""
+
+DEEPSEEK = LayerGroup(tuple(range(61)), kv_heads=1, k_size=576, v_size=0, dtype="bfloat16", block_tokens=64)
+"""DeepSeek-V3's latents, with 64 rotary channels at their end."""
+
+INDEX = LayerGroup(tuple(range(61)), kv_heads=1, k_size=132, v_size=0, dtype="uint8", block_tokens=64)
+"""DeepSeek-V3.2's index keys: rows of 4-byte words."""
+
+LATENT_ROPE = rope_of(64, 10000.0, interleaved=True, first=512)
+
+MOVES = (
+    *(
+        MoveSpec(f"{'pack' if to_records else 'unpack'} Llama, {chunks} chunks", LLAMA, to_records, chunks)
+        for to_records in (True, False)
+        for chunks in (1, 8)
+    ),
+    MoveSpec("pack Llama by slots", LLAMA, True, slots=True, gated=False),
+    MoveSpec("unpack Llama by slots", LLAMA, False, slots=True, gated=False),
+    MoveSpec("pack 132-byte rows", INDEX, True, wide=(0, 0)),
+    MoveSpec("unpack 132-byte rows", INDEX, False, wide=(0, 0)),
+    MoveSpec("rotate Llama, 1 chunk", LLAMA, False, 1, rope=LLAMA_ROPE, wide=(6, 2)),
+    MoveSpec("rotate Llama, 8 chunks", LLAMA, False, rope=LLAMA_ROPE, wide=(6, 2)),
+    MoveSpec("rotate Llama by slots", LLAMA, False, slots=True, rope=LLAMA_ROPE, wide=(6, 2)),
+    MoveSpec("rotate interleaved", LLAMA, False, rope=INTERLEAVED, wide=(6, 2)),
+    MoveSpec("rotate SmolLM2, float32", SMOLLM, False, rope=rope_of(64, 100000.0), wide=(4, 2)),
+    MoveSpec("rotate DeepSeek's latents", DEEPSEEK, False, rope=LATENT_ROPE, wide=(6, 2)),
+    MoveSpec("pack fp8", LLAMA, True, quantised="fp8", wide=(1, 0)),
+    MoveSpec("pack int8", LLAMA, True, quantised="int8", wide=(1, 0)),
+    MoveSpec("unpack fp8", LLAMA, False, quantised="fp8", wide=(0, 2)),
+    MoveSpec("unpack int8", LLAMA, False, quantised="int8", wide=(0, 2), gated=False),
+    MoveSpec("rotate fp8", LLAMA, False, quantised="fp8", rope=LLAMA_ROPE, wide=(4, 2)),
+    MoveSpec("rotate int8", LLAMA, False, quantised="int8", rope=LLAMA_ROPE, wide=(4, 2), gated=False),
+)
+
+
+def _move_problem(move: MoveSpec) -> Problem:
+    (launch,) = _move_case(move, torch.device("cpu"), False).launches(None)
+    record = move.group.quantised() if move.quantised else move.group
+    moved = move.chunks * (move.group.chunk_bytes(CHUNK_TOKENS) + record.chunk_bytes(CHUNK_TOKENS))
+    kernel = launch.kernel.__name__
+    return Problem(
+        name=move.name,
+        bucket=pages.bucket(launch),
+        space=pages.configs(kernel),
+        make=partial(_move_case, move),
+        work=lambda config: Work(moved),
+        wide={kernel: move.wide},
+        gated=move.gated,
+    )
+
+
+def _move_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
+    group, random = move.group, np.random.default_rng(0)
+    record = group.quantised() if move.quantised else group
+    each = CHUNK_TOKENS // group.block_tokens
+    used = move.chunks * each
+    blocks = used + used // 4 if filled else 1  # of the pool: some are nobody's
+    ids = (
+        random.permutation(used + used // 4)[:used].reshape(move.chunks, each)
+        if filled
+        else np.zeros((move.chunks, each), np.int64)
+    )
+    slots = (ids[:, :, None] * group.block_tokens + np.arange(group.block_tokens)).reshape(move.chunks, -1)
+    size = record.chunk_bytes(CHUNK_TOKENS)
+    records = torch.empty(move.chunks, size, dtype=torch.uint8, device=device)
+    pool = group.pages(blocks, POISON, str(device))
+    engine = Pages.of(group, pool)
+    rotation = None
+    if move.rope is not None:
+        rotation = Rotation(move.rope, random.integers(-5000, 5000, move.chunks))
+    if filled and move.to_records:
+        for tensor in pool:
+            fill(tensor)
+    elif filled:
+        for chunk in records:
+            values = torch.empty(group.record_shape(CHUNK_TOKENS), dtype=pool[0].dtype, device=device)
+            fill(values)
+            if move.quantised:
+                values = reference.quantise(values, group.k_size, move.quantised)
+            chunk.copy_(values.view(torch.uint8).reshape(-1))
+
+    def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
+        launch = pages.move(
+            engine,
+            records.data_ptr() + size * np.arange(move.chunks),
+            slots if move.slots else ids,
+            move.to_records,
+            slots=move.slots,
+            quantised=move.quantised,
+            rope=move.rope,
+            turns=rotation.resolve(*slots.shape) if rotation else None,
+            config=config,
+        )
+        return (launch,)
+
+    def poison() -> None:
+        for tensor in [records] if move.to_records else pool:
+            tensor.view(torch.uint8).fill_(POISON)
+
+    @cache
+    def expected() -> list[torch.Tensor]:
+        host = (
+            [np.full(size, POISON, np.uint8) for _ in records]
+            if move.to_records
+            else list(records.cpu().numpy())
+        )
+        shape = len(group.layers), engine.heads, CHUNK_TOKENS, engine.row_bytes
+        if move.to_records:
+            if move.quantised:
+                reference.encode(group, engine.parts, host, slots, move.quantised)
+            else:
+                reference.pack(engine.parts, host, slots, shape)
+            return [torch.from_numpy(np.stack(host)).to(device)]
+        fresh = group.pages(blocks, POISON, str(device))
+        parts = Pages.of(group, fresh).parts
+        if move.quantised or rotation:
+            reference.decode(group, parts, host, slots, rotation, move.quantised)
+        else:
+            reference.unpack(parts, host, slots, shape)
+        return fresh
+
+    def fault() -> str:
+        for i, (want, got) in enumerate(zip(expected(), [records] if move.to_records else pool, strict=True)):
+            where = "records" if move.to_records else f"pages of layer {i}"
+            if rotation:  # a multiplication and an addition may or may not be rounded as one
+                found = far(where, got, want, 2 * torch.finfo(got.dtype).eps, 1e-5)
+            else:
+                found = different(where, got.view(torch.uint8), want.view(torch.uint8))
+            if found:
+                return found
+        return ""
+
+    return Case(launches, poison, fault)

@@ -1,0 +1,112 @@
+"""What a problem is: tensors for a kernel, what it cannot do without, and whether its results are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvkit.format.rope import Rope
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a problem cannot be done without.
+
+    Args:
+        moved_bytes: read from and written to memory.
+        flops: multiplications and additions of its matrix products.
+    """
+
+    moved_bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A problem with its tensors on a device.
+
+    Args:
+        launches: the kernels of a configuration (None: the best that is known), in order, over these tensors.
+        poison: overwrites whatever the kernels write.
+        fault: compares what they wrote with the operation's `reference`: where it differs, "" if nowhere.
+    """
+
+    launches: Callable[[KernelConfig | None], tuple[Launch, ...]]
+    poison: Callable[[], None]
+    fault: Callable[[], str]
+
+    def run(self, config: KernelConfig) -> None:
+        """Start the kernels of `config` on the current stream; mutates what they write."""
+        for launch in self.launches(config):
+            launch.run()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One problem of a bucket.
+
+    Args:
+        name: unique.
+        bucket: that it stands for.
+        space: configurations to choose from, the default first.
+        make: its tensors on a device; with False they hold nothing, for a look at the launches alone.
+        work: of a configuration, whose tiles may take more than the problem needs.
+        wide: by kernel's name, how many of its instructions the layout lets load and store 16 bytes at least.
+        gated: has a form of its own in the compile gate; False where another's is nearly the same.
+        amd_space: `space` where an AMD GPU has another one.
+    """
+
+    name: str
+    bucket: ProblemBucket
+    space: tuple[KernelConfig, ...]
+    make: Callable[[torch.device, bool], Case]
+    work: Callable[[KernelConfig], Work]
+    wide: Mapping[str, tuple[int, int]]
+    gated: bool = True
+    amd_space: tuple[KernelConfig, ...] = ()
+
+    def space_on(self, target: str) -> tuple[KernelConfig, ...]:
+        """Configurations for a target, a name of `gate.GPUS`; the default first."""
+        return self.amd_space if self.amd_space and target.startswith("gfx") else self.space
+
+
+def rope_of(channels: int, base: float, **more: Any) -> Rope:
+    """A model's default embedding of so many rotary channels; more fields as in `Rope`."""
+    return Rope(tuple(base ** (-2 * i / channels) for i in range(channels // 2)), **more)
+
+
+LLAMA_ROPE = rope_of(128, 500000.0)
+
+INTERLEAVED = rope_of(128, 10000.0, interleaved=True)
+
+POISON = 0xA5
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """Overwrite with normally distributed numbers, or with any bytes."""
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    if tensor.dtype.is_floating_point:
+        tensor.normal_(generator=generator)
+    else:
+        tensor.random_(0, 256, generator=generator)
+
+
+def different(name: str, got: torch.Tensor, want: torch.Tensor) -> str:
+    """How many bytes differ, as text; "" if none do."""
+    count = int((got != want).sum())
+    return f"{name}: {count} of {got.numel()} bytes differ" if count else ""
+
+
+def far(name: str, got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float) -> str:
+    """How many numbers are further off than this allows, as text; "" if none are. A NaN is."""
+    error = (got.double() - want.double()).abs()
+    wrong = ~(error <= absolute + relative * want.double().abs())  # NaN is wrong too
+    return (
+        f"{name}: {int(wrong.sum())} of {got.numel()} numbers are off, by up to {error.max():.2g}"
+        if wrong.any()
+        else ""
+    )
