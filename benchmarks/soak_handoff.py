@@ -65,8 +65,7 @@ class Node:
         self.receiver = Receiver(Staging(SLOT_BYTES, SLOTS, shared=True), LIMITS)
         self.tier = HandoffTier(self.receiver, None)
         listen = [f"unix://{folder}/{name}/socket", "tcp://127.0.0.1:0"]
-        tiers = {"handoff": self.tier}
-        self.endpoint = Endpoint(self.receiver, tiers, IDENTITY, listen, timeout_s=5.0, pin_s=0.0)
+        self.endpoint = Endpoint(self.receiver, (), IDENTITY, listen, timeout_s=5.0, pin_s=0.0)
         self.used = 0
         self.wrong = 0
         self._chance = random.Random(name)

@@ -78,7 +78,7 @@ from pydantic_settings import (
 from kvkit.cache import Cache, SpaceOf
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.handoff.settings import HandoffConfig, listen, open_handoff
+from kvkit.handoff.settings import HandoffConfig, open_handoff
 from kvkit.moving.policy import Policy
 from kvkit.moving.policy import check as check_policy
 from kvkit.observe.http import (
@@ -284,7 +284,8 @@ def open_cache(
         for name, tier in config.tiers.items():
             tiers.append(open_tier(name, tier, staging, namespace.rank))
         if config.handoff is not None:
-            _open_handoff(config.handoff, tiers, layout, namespace, config.timeout_s)
+            near = [tier for tier in tiers if tier.near]
+            tiers += _open_handoff(config.handoff, near, layout, namespace, config.timeout_s)
         cache = Cache(
             layout,
             namespace,
@@ -311,9 +312,9 @@ def open_cache(
 
 
 def _open_handoff(
-    config: HandoffConfig, tiers: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
-) -> None:
-    """Add the tiers of handoff to `tiers`, and have peers reach this node.
+    config: HandoffConfig, near: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
+) -> list[Tier]:
+    """The tiers of handoff; peers may ask of those that are `near`.
 
     Raises:
         ConfigError: a size, an address or a certificate is impossible, or the secret's file holds none.
@@ -322,8 +323,7 @@ def _open_handoff(
     try:
         if config.secret_file is not None:
             secret = read_token(config.secret_file, "secret_file").encode()
-        tiers += open_handoff(config, layout, namespace, secret, timeout_s)
-        listen(config, tiers, layout, namespace, secret, timeout_s)
+        return open_handoff(config, near, layout, namespace, secret, timeout_s)
     except (ValueError, OSError) as error:
         raise ConfigError(f"handoff: {error}") from error
 

@@ -56,10 +56,9 @@ class Node:
     ) -> None:
         self.receiver = Receiver(Staging(SLOT_BYTES, slots, shared=True), limits)
         self.tier = HandoffTier(self.receiver, None, shutdown_s=LONG_S)
-        tiers = {tier.name: tier for tier in (self.tier, *near)}
         listen = [f"unix://{folder}/sockets/{os.getpid()}-{id(self):x}", "tcp://127.0.0.1:0"]
         self.endpoint = Endpoint(
-            self.receiver, tiers, identity, listen, timeout_s=timeout_s, pin_s=LONG_S, tls=tls
+            self.receiver, near, identity, listen, timeout_s=timeout_s, pin_s=LONG_S, tls=tls
         )
         self.unix, self.tcp = self.endpoint.addresses
 

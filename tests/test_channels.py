@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 import trustme
 
+from kvkit.handoff.protocol.messages import MAX_BODY_BYTES
 from kvkit.handoff.transport import nixl, unix
 from kvkit.handoff.transport.addresses import connect, listen, of_rank, parse
 from kvkit.handoff.transport.channel import (
-    MAX_BODY_BYTES,
     MAX_FIRST_BODY_BYTES,
     Channel,
     ChannelClosed,

@@ -19,8 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_for
 
-from kvkit.handoff.protocol.messages import AnyMessage, Data, MessageError, Proof, decode, encode
-from kvkit.handoff.transport.channel import MAX_BODY_BYTES, MAX_FIRST_BODY_BYTES, Channel, ChannelError
+from kvkit.handoff.protocol.messages import (
+    MAX_BODY_BYTES,
+    AnyMessage,
+    Data,
+    MessageError,
+    Proof,
+    decode,
+    encode,
+)
+from kvkit.handoff.transport.channel import MAX_FIRST_BODY_BYTES, Channel, ChannelError
 from kvkit.handoff.transport.link import Link
 from kvkit.handoff.transport.stream import HEADER, Stream, StreamChannel
 from kvkit.handoff.transport.unix import LocalChannel

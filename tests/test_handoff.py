@@ -27,6 +27,7 @@ from handoff_nodes import (
 from waiting import wait_for
 
 from kvkit.handoff.protocol.messages import (
+    MAX_BODY_BYTES,
     Admit,
     Cancel,
     Commit,
@@ -43,7 +44,7 @@ from kvkit.handoff.protocol.messages import (
     encode,
 )
 from kvkit.handoff.sender import HandoffError, Sender
-from kvkit.handoff.transport.channel import MAX_BODY_BYTES, ChannelError, ChannelIdle
+from kvkit.handoff.transport.channel import ChannelError, ChannelIdle
 from kvkit.handoff.transport.unix import PeerArena
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.memory import MemoryTier

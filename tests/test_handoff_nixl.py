@@ -39,7 +39,7 @@ def test_records_arrive(shared: bool) -> None:
     receiver = Receiver(Staging(SLOT_BYTES, RECORDS, shared=shared), PATIENT)
     tier = HandoffTier(receiver, None, shutdown_s=LONG_S)
     listen = ["nixl://127.0.0.1:0"]
-    endpoint = Endpoint(receiver, {tier.name: tier}, IDENTITY, listen, timeout_s=LONG_S, pin_s=LONG_S)
+    endpoint = Endpoint(receiver, (), IDENTITY, listen, timeout_s=LONG_S, pin_s=LONG_S)
     process = multiprocessing.get_context("spawn").Process(target=send, args=endpoint.addresses, daemon=True)
     process.start()
     receiver.wait("t", LONG_S)

@@ -30,10 +30,9 @@ from waiting import wait_for
 from kvkit.handoff import endpoint
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
-from kvkit.handoff.protocol.messages import Proof, Query, encode
+from kvkit.handoff.protocol.messages import MAX_BODY_BYTES, Proof, Query, encode
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.transport import door
-from kvkit.handoff.transport.channel import MAX_BODY_BYTES
 from kvkit.handoff.transport.door import MAX_STRANGERS
 from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
 from kvkit.handoff.transport.stream import HEADER
@@ -263,7 +262,7 @@ def test_every_address_but_a_unix_one_takes_a_secret(node: Node, scheme: str, ho
     """Any user of this host reaches a port of it; whoever reaches it could pull KV and token ids."""
     nobody, address = replace(IDENTITY, secret=b""), f"{scheme}://{host}:0"
     uses: list[Callable[[], object]] = [
-        lambda: Endpoint(node.receiver, {}, nobody, [address], timeout_s=LONG_S, pin_s=1.0),
+        lambda: Endpoint(node.receiver, (), nobody, [address], timeout_s=LONG_S, pin_s=1.0),
         lambda: PeerTier("D", address, nobody, timeout_s=LONG_S),
         lambda: new_sender(nobody).open("t", address, record_names(1), LONG_S),
     ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvkit.handoff.protocol import messages
 from kvkit.handoff.protocol.messages import (
+    MAX_BODY_BYTES,
     MAX_NAMES,
     AnyMessage,
     Commit,
@@ -18,11 +19,10 @@ from kvkit.handoff.protocol.messages import (
     Hello,
     MessageError,
     Reserve,
-    Run,
+    TierRun,
     decode,
     encode,
 )
-from kvkit.handoff.transport.channel import MAX_BODY_BYTES
 from kvkit.tiers.testing import record_names
 
 TYPES = get_args(AnyMessage)
@@ -46,7 +46,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "mac": st.binary(min_size=32, max_size=32),
     "names": names,
     "runs": st.lists(
-        st.builds(Run, st.text(max_size=9), st.sampled_from(["node", "shared"]), st.integers(0, MAX_NAMES)),
+        st.builds(
+            TierRun, st.text(max_size=9), st.sampled_from(["node", "shared"]), st.integers(0, MAX_NAMES)
+        ),
         max_size=5,
     ).map(tuple),
     "transfer": ids,

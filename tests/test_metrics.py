@@ -175,7 +175,7 @@ def test_handoff_is_of_the_moment(cache: ManagedCache, tmp_path: Path) -> None:
     assert tier.receiver is not None
     assert tier.sender is not None
     listen = [f"unix://{tmp_path}/sockets/x"]
-    tier.endpoint = Endpoint(tier.receiver, {}, identity, listen, timeout_s=DEADLINE_S, pin_s=1.0)
+    tier.endpoint = Endpoint(tier.receiver, (), identity, listen, timeout_s=DEADLINE_S, pin_s=1.0)
     transfer = tier.sender.open("a", tier.endpoint.addresses[0], record_names(3), DEADLINE_S)
     transfer.admitted.result(DEADLINE_S)
     assert (value("slots"), value("slots_in_use")) == (4, 3)

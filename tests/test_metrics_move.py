@@ -148,13 +148,13 @@ def handoff(folder: Path) -> set[str]:
     identity = Identity("node", namespace="n", layout="l", slot_bytes=SLOT_BYTES)
     sender = Sender(identity, timeout_s=DEADLINE_S, transfer_s=DEADLINE_S)
     limits = Limits(DEADLINE_S, DEADLINE_S, DEADLINE_S)
-    tier = HandoffTier(Receiver(Staging(SLOT_BYTES, 4, shared=True), limits), sender)
-    assert tier.receiver is not None
+    receiver = Receiver(Staging(SLOT_BYTES, 4, shared=True), limits)
     listen = [f"unix://{folder}/sockets/x"]
+    endpoint = Endpoint(receiver, (), identity, listen, timeout_s=DEADLINE_S, pin_s=1.0)
+    tier = HandoffTier(receiver, sender, endpoint)
     with opened(folder) as without, opened(folder / "b", tier, ObjectTier(str(folder / "b"))) as cache:
-        tier.endpoint = Endpoint(tier.receiver, {}, identity, listen, timeout_s=DEADLINE_S, pin_s=1.0)
         shown = [scrape(without), scrape(cache)]
-        transfer = sender.open("a", tier.endpoint.addresses[0], record_names(3), DEADLINE_S)
+        transfer = sender.open("a", endpoint.addresses[0], record_names(3), DEADLINE_S)
         transfer.admitted.result(DEADLINE_S)
         shown.append(scrape(cache))
         sender.finish("a")

@@ -26,7 +26,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvkit.cache import Cache, Loaded, Stored
-from kvkit.handoff.tier import HANDOFF
+from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.moving.counts import BYTES_PER_SECOND, Counts
 from kvkit.moving.sequence import formats_of
 

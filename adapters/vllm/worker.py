@@ -35,9 +35,10 @@ from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.prompt import PromptPiece, Prompts, tail_of
+from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
-from kvkit.handoff.tier import HANDOFF, HandoffTier
+from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.addresses import of_rank
 from kvkit.moving.layerwise import LayerLoad
 from kvkit.moving.sequence import Hit, SequencePages, UnknownModel

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from kvkit.handoff.links import Links
 from kvkit.handoff.protocol.messages import (
+    HANDOFF,
     AnyMessage,
     Cancel,
     Commit,
@@ -17,14 +19,14 @@ from kvkit.handoff.protocol.messages import (
     Query,
     Release,
     Reserve,
-    Run,
+    TierRun,
 )
 from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import Channel
 from kvkit.handoff.transport.door import HANDSHAKE_S, Door
-from kvkit.handoff.transport.link import Ended, Identity, Link
+from kvkit.handoff.transport.link import Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import Tier
 
@@ -42,7 +44,7 @@ class Endpoint:
 
     Args:
         receiver: what records are sent into; None for a node that only answers.
-        near: tiers in this host's memory, by name: what peers may ask for and pull.
+        near: other tiers in this host's memory, of which peers may ask and pull as of what `receiver` holds.
         identity: what it says of itself.
         listen: addresses, see `kvkit.handoff.transport.addresses`.
         timeout_s: how long one frame may take; the handshake no longer than `HANDSHAKE_S` either.
@@ -59,7 +61,7 @@ class Endpoint:
     def __init__(
         self,
         receiver: Receiver | None,
-        near: Mapping[str, Tier],
+        near: Sequence[Tier],
         identity: Identity,
         listen: Sequence[str],
         *,
@@ -68,15 +70,14 @@ class Endpoint:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._receiver = receiver
-        self._near = dict(near)
+        self._near = list(near)
         self._identity = identity
         self._timeout_s = timeout_s
         self._pin_s = pin_s
         self._lock = threading.Lock()
-        self._links: dict[int, Link] = {}
-        self._ended = Ended()
+        self._links = Links()
+        self._peers: set[int] = set()
         self._pulls: dict[tuple[int, str], threading.Event] = {}
-        self._closed = False
         self._doors: list[Door] = []
         try:
             for address in listen:
@@ -92,37 +93,31 @@ class Endpoint:
     def peers(self) -> int:
         """Connections of peers that have proved themselves."""
         with self._lock:
-            return len(self._links)
+            return len(self._peers)
 
     def close(self, timeout_s: float) -> None:
         """Listen no more and end every connection. The receiver is its owner's to close, before this."""
-        with self._lock:
-            self._closed = True
-            links = list(self._links.values())
         for door in self._doors:
             door.close(timeout_s)
-        for link in links:
-            link.close()
-        for link in links:
-            link.join(timeout_s)
-            link.abort()
-        self._ended.join(timeout_s)
+        self._links.close(timeout_s)
 
     # what links report
 
     def started(self, link: Link) -> None:
         with self._lock:
-            if self._closed or len(self._links) >= MAX_PEERS:
-                raise Unexpected(f"{len(self._links)} peers are connected, and there is no room for more")
-            self._links[link.number] = link
+            if len(self._peers) >= MAX_PEERS:
+                raise Unexpected(f"{MAX_PEERS} peers are connected, and there is no room for more")
+            self._peers.add(link.number)
         log.info("handoff: %s is connected", link)
         if self._receiver is not None:
             self._receiver.connected(link)
 
     def received(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Query):
-            runs = tuple(Run(t.name, t.scope, t.count_leading(message.names)) for t in self._near.values())
-            link.say(Found(message.id, runs))
+            runs = [TierRun(t.name, t.scope, t.count_leading(message.names)) for t in self._near]
+            if self._receiver is not None:
+                runs.append(TierRun(HANDOFF, "node", self._receiver.count_leading(message.names)))
+            link.say(Found(message.id, tuple(runs)))
         elif isinstance(message, Pull):
             self._send(link, message)
         elif isinstance(message, Release):
@@ -150,14 +145,13 @@ class Endpoint:
         log.info("handoff: %s is gone: %s", link, error)
         if self._receiver is not None:
             self._receiver.lost(link)
-        self._ended.add(link)
         with self._lock:
-            self._links.pop(link.number, None)
+            self._peers.discard(link.number)
             for key in [key for key in self._pulls if key[0] == link.number]:
                 self._pulls.pop(key).set()
 
     def _welcome(self, channel: Channel) -> Link:
-        return Link(
+        link = Link(
             lambda: channel,
             "server",
             self._identity,
@@ -165,10 +159,12 @@ class Endpoint:
             handshake_s=min(self._timeout_s, HANDSHAKE_S),
             arena=None if self._receiver is None else self._receiver.arena,
         )
+        self._links.add(link)
+        return link
 
     def _pinned(self, name: str) -> bool:
         """Whether a near tier has a record, and keeps it for a while."""
-        return any(tier.pin([name], self._pin_s) for tier in self._near.values())
+        return any(tier.pin([name], self._pin_s) for tier in self._near)
 
     def _send(self, link: Link, pull: Pull) -> None:
         """Queue what is here of what is asked for. Slots stay lent until their record is sent."""
@@ -181,8 +177,11 @@ class Endpoint:
                 raise Unexpected(f"{MAX_PULLS} pulls are under way, and none was released")
             self._pulls[key] = over
         missing = []
+        lenders = [tier.borrow for tier in self._near]
+        if self._receiver is not None:
+            lenders.append(self._receiver.borrow)
         for index, name in enumerate(pull.names):
-            lease = next(filter(None, (tier.borrow(name) for tier in self._near.values())), None)
+            lease = next(filter(None, (lend(name) for lend in lenders)), None)
             if lease is None:
                 missing.append(index)
                 continue

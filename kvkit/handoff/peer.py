@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvkit.format.record import Damage
+from kvkit.handoff.deadlines import Deadlines
+from kvkit.handoff.links import Connections
 from kvkit.handoff.protocol.messages import (
     MAX_NAMES,
     AnyMessage,
@@ -20,13 +22,13 @@ from kvkit.handoff.protocol.messages import (
     Pull,
     Query,
     Release,
-    Run,
+    TierRun,
     peer_name,
 )
 from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Ended, Identity, Link
+from kvkit.handoff.transport.link import Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import (
     DamagedObject,
@@ -43,6 +45,7 @@ from kvkit.tiers.base import (
 class _Pulling:
     """A pull under way: what still comes, and by when the next of it must."""
 
+    link: Link
     names: tuple[str, ...]
     place: Callable[[int, int], Lease | memoryview | None]
     finish: Callable[[int, int, OSError | None], None]
@@ -77,18 +80,14 @@ class PeerTier(Tier):
         addresses.check_secret(address, bool(identity.secret))
         self.name = peer_name(name)
         self._address = address
-        self._identity = identity
+        self._slot_bytes = identity.slot_bytes
         self._timeout_s = timeout_s
-        self._tls = tls
-        self._link: Link | None = None
-        self._ended = Ended()
+        self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[tuple[Run, ...]]] = {}
+        self._asked: dict[int, tuple[Link, Future[tuple[TierRun, ...]]]] = {}
         self._pulls: dict[str, _Pulling] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        self._clock = threading.Thread(target=self._watch, name=f"kvkit-{name}-deadlines", daemon=True)
-        self._clock.start()
+        self._lock = threading.Lock()
+        self._deadlines = Deadlines(f"kvkit-{name}-deadlines", self._expire)
 
     def count_leading(self, names: Sequence[str]) -> int:
         """As in `Tier`: the longest run of any near tier of the peer.
@@ -98,17 +97,17 @@ class PeerTier(Tier):
         """
         if not names:
             return 0
-        answer: Future[tuple[Run, ...]] = Future()
-        with self._changed:
-            number = next(self._numbers)
-            self._asked[number] = answer
-            self._connected().say(Query(number, tuple(names[:MAX_NAMES])))
+        answer: Future[tuple[TierRun, ...]] = Future()
+        with self._lock:
+            link, number = self._connected(), next(self._numbers)
+            self._asked[number] = link, answer
+            link.say(Query(number, tuple(names[:MAX_NAMES])))
         try:
             runs = answer.result(self._timeout_s)
         except TimeoutError:
             raise TimeoutError(f"tier {self.name!r}: no answer within {self._timeout_s} s") from None
         finally:
-            with self._changed:
+            with self._lock:
                 self._asked.pop(number, None)
         return max((run.records for run in runs), default=0)
 
@@ -139,16 +138,8 @@ class PeerTier(Tier):
         copy_ranges(name, self._read(name), ranges, buffers)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            link = self._link
-        if link is not None:
-            link.close()
-            link.join(self._timeout_s)
-            link.abort()
-        self._ended.join(self._timeout_s)
-        self._clock.join(self._timeout_s)
+        self._links.close(self._timeout_s)
+        self._deadlines.close(self._timeout_s)
         self._fail(list(self._pulls), lambda name: TierError(f"tier {self.name!r} is closed"))
 
     # what the link reports
@@ -158,10 +149,10 @@ class PeerTier(Tier):
 
     def received(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, Found):
-            with self._changed:
-                answer = self._asked.get(message.id)
-            if answer is not None and not answer.done():
-                answer.set_result(message.runs)
+            with self._lock:
+                asked = self._asked.get(message.id)
+            if asked is not None and not asked[1].done():
+                asked[1].set_result(message.runs)
         elif isinstance(message, Data):
             self._arrived(message)
         elif isinstance(message, Commit):
@@ -176,7 +167,7 @@ class PeerTier(Tier):
             raise Unexpected(f"{type(message).__name__} is nothing to say to one who pulls")
 
     def place(self, link: Link, data: Data) -> Lease | memoryview | None:
-        with self._changed:
+        with self._lock:
             pull = self._pulls.get(data.transfer)
             if pull is None:
                 return None
@@ -186,13 +177,9 @@ class PeerTier(Tier):
         return pull.place(data.index, data.size)
 
     def ended(self, link: Link, error: BaseException) -> None:
-        self._ended.add(link)
-        with self._changed:
-            if self._link is not link:
-                return
-            self._link = None
-            asked = list(self._asked.values())
-            pulls = list(self._pulls)
+        with self._lock:
+            asked = [answer for of, answer in self._asked.values() if of is link]
+            pulls = [transfer for transfer, pull in self._pulls.items() if pull.link is link]
         failure = TierError(f"tier {self.name!r}: {error}")
         for answer in asked:
             if not answer.done():
@@ -200,25 +187,15 @@ class PeerTier(Tier):
         self._fail(pulls, lambda name: failure)
 
     def _connected(self) -> Link:
-        """The link, a new one if the last ended. The lock is held.
+        """The link to the peer.
 
         Raises:
             TierError: the tier is closed, or no thread can be started.
         """
-        if self._closed:
-            raise TierError(f"tier {self.name!r} is closed")
-        if self._link is None:
-            try:
-                self._link = Link(
-                    lambda: addresses.connect(self._address, timeout_s=self._timeout_s, tls=self._tls),
-                    "client",
-                    self._identity,
-                    self,
-                    handshake_s=self._timeout_s,
-                )
-            except ChannelError as error:
-                raise TierError(f"tier {self.name!r}: {error}") from error
-        return self._link
+        try:
+            return self._links.to(self._address)
+        except ChannelError as error:
+            raise TierError(f"tier {self.name!r}: {error}") from error
 
     def _get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         held = [lease.share() for lease in leases]
@@ -252,7 +229,7 @@ class PeerTier(Tier):
 
         def place(_: int, size: int) -> memoryview | None:
             nonlocal target
-            target = memoryview(bytearray(size)) if size <= self._identity.slot_bytes else target
+            target = memoryview(bytearray(size)) if size <= self._slot_bytes else target
             return target if size == len(target) else None
 
         def finish(_: int, size: int, error: OSError | None) -> None:
@@ -278,15 +255,15 @@ class PeerTier(Tier):
             TierError: the tier is closed.
         """
         deadline = time.monotonic() + self._timeout_s
-        with self._changed:
+        with self._lock:
             link = self._connected()
             transfer = f"{self.name}-{next(self._numbers)}"
-            self._pulls[transfer] = _Pulling(names, place, finish, deadline, set(range(len(names))))
+            self._pulls[transfer] = _Pulling(link, names, place, finish, deadline, set(range(len(names))))
             link.say(Pull(transfer, names))
-            self._changed.notify_all()
+            self._deadlines.changed()
 
     def _arrived(self, data: Data) -> None:
-        with self._changed:
+        with self._lock:
             pull = self._pulls.get(data.transfer)
             if pull is None:
                 return
@@ -301,7 +278,7 @@ class PeerTier(Tier):
     ) -> None:
         """End pulls; what did not come failed: because it is `missing`, or for no reason that was given."""
         for transfer in transfers:
-            with self._changed:
+            with self._lock:
                 pull = self._pulls.pop(transfer, None)
             if pull is None:
                 continue
@@ -312,20 +289,12 @@ class PeerTier(Tier):
                     error = TierError(f"tier {self.name!r}: {name} did not come")
                 pull.finish(index, 0, error)
 
-    def _watch(self) -> None:
-        """End pulls of which nothing came for too long."""
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-                now = time.monotonic()
-                late = [name for name, pull in self._pulls.items() if pull.deadline <= now]
-                if not late:
-                    deadline = min((pull.deadline for pull in self._pulls.values()), default=None)
-                    self._changed.wait(None if deadline is None else deadline - now)
-                    continue
-                link = self._link
-            for transfer in late:
-                if link is not None:
-                    link.say(Release(transfer, "too late"))
-            self._fail(late, lambda name: TimeoutError(f"tier {self.name!r}: {name} is late"))
+    def _expire(self, now: float) -> float | None:
+        """End pulls of which nothing came for too long; the next deadline."""
+        with self._lock:
+            late = {name: pull.link for name, pull in self._pulls.items() if pull.deadline <= now}
+        for transfer, link in late.items():
+            link.say(Release(transfer, "too late"))
+        self._fail(list(late), lambda name: TimeoutError(f"tier {self.name!r}: {name} is late"))
+        with self._lock:
+            return min((pull.deadline for pull in self._pulls.values()), default=None)

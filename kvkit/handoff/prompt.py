@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkit.format.layout import KVLayout, Namespace
+from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.sender import HandoffError, Sender, Sending
-from kvkit.handoff.tier import HANDOFF
 from kvkit.moving.sequence import Chunks, SequencePages
 from kvkit.moving.store import Stored
 from kvkit.workers import Transfer

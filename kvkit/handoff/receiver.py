@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.protocol import states
 from kvkit.handoff.protocol.messages import Admit, Done, Message, Refuse, Release
 from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, Unexpected
@@ -72,8 +73,7 @@ class Receiver:
         self._closed = False
         self._watchers: list[Callable[[object], None]] = []
         arena.when_freed(self._freed)
-        self._clock = threading.Thread(target=self._watch, name="kvkit-handoff-deadlines", daemon=True)
-        self._clock.start()
+        self._deadlines = Deadlines("kvkit-handoff-deadlines", self._expire)
 
     def connected(self, source: Source) -> None:
         """A sender is there."""
@@ -235,8 +235,7 @@ class Receiver:
             )
             self._apply(states.close(self._buffer, time.monotonic(), at_once=True))
             self._closed = True
-            self._changed.notify_all()
-        self._clock.join(timeout_s)
+        self._deadlines.close(timeout_s)
         with self._lock:
             for source in list(self._sources.values()):
                 self.lost(source)
@@ -274,6 +273,7 @@ class Receiver:
                 if source is not None:
                     source.say(message)
         self._changed.notify_all()
+        self._deadlines.changed()
         if any(not isinstance(action, states.Admit | states.Forget) for action in actions):
             for changed in self._watchers:
                 changed(self)
@@ -322,11 +322,8 @@ class Receiver:
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _watch(self) -> None:
-        """End what is past its deadline."""
-        with self._changed:
-            while not self._closed:
-                now = time.monotonic()
-                self._apply(states.expire(self._buffer, now))
-                deadline = states.next_deadline(self._buffer)
-                self._changed.wait(None if deadline is None else max(0.0, deadline - now))
+    def _expire(self, now: float) -> float | None:
+        """End what is past its deadline; the next deadline."""
+        with self._lock:
+            self._apply(states.expire(self._buffer, now))
+            return states.next_deadline(self._buffer)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvkit.handoff.deadlines import Deadlines
+from kvkit.handoff.links import Connections
 from kvkit.handoff.protocol import outgoing
 from kvkit.handoff.protocol.messages import (
     MAX_DEADLINE_S,
@@ -32,7 +34,7 @@ from kvkit.handoff.protocol.outgoing import Outgoing, Send, Sent, Stage, Step
 from kvkit.handoff.protocol.states import Outcome, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Ended, Identity, Link
+from kvkit.handoff.transport.link import Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete, TierError, complete
 
@@ -92,19 +94,15 @@ class Sender:
     def __init__(
         self, identity: Identity, *, timeout_s: float, transfer_s: float, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._identity = identity
-        self._timeout_s = timeout_s
+        self._has_secret = bool(identity.secret)
         self._transfer_s = transfer_s
-        self._tls = tls
         self.outcomes: Counter[Outcome] = Counter()
-        self._links: dict[str, Link] = {}
-        self._ended = Ended()
+        self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._open: dict[str, _Open] = {}
         self._settled: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._clock = threading.Thread(target=self._watch, name="kvkit-handoff-overdue", daemon=True)
-        self._clock.start()
+        self._deadlines = Deadlines("kvkit-handoff-overdue", self._expire)
 
     def open(
         self,
@@ -126,7 +124,7 @@ class Sender:
             ValueError: `address` or `transfer` is none, the address is not a unix one and there is no secret,
                 or `deadline_s` is not above 0 and at most `MAX_DEADLINE_S`.
         """
-        addresses.check_secret(address, bool(self._identity.secret))
+        addresses.check_secret(address, self._has_secret)
         transfer_name(transfer)
         if not 0 < deadline_s <= MAX_DEADLINE_S:
             raise ValueError(f"deadline_s={deadline_s}: want more than 0 and at most {MAX_DEADLINE_S}")
@@ -138,7 +136,7 @@ class Sender:
             if transfer in self._open:
                 raise HandoffError(f"transfer {transfer}: there is one of that name")
             try:
-                link = self._link(address)
+                link = self._links.to(address)
             except ChannelError as error:
                 raise HandoffError(f"transfer {transfer}: {error}") from error
             state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
@@ -147,7 +145,7 @@ class Sender:
                 future.add_done_callback(on_change)
             self._open[transfer] = _Open(handle, state, link)
             link.say(Reserve(transfer, tuple(names), deadline_s))
-            self._changed.notify_all()
+            self._deadlines.changed()
             return handle
 
     def count_unneeded(self, names: Sequence[str]) -> int:
@@ -193,16 +191,8 @@ class Sender:
             left = list(self._open)
         for transfer in left:
             self.cancel(transfer, "the sender is closing")
-        with self._changed:
-            self._changed.notify_all()
-            links = list(self._links.values())
-        for link in links:
-            link.close()
-        for link in links:
-            link.join(timeout_s)
-            link.abort()
-        self._ended.join(timeout_s)
-        self._clock.join(timeout_s)
+        self._links.close(timeout_s)
+        self._deadlines.close(timeout_s)
 
     # what links report
 
@@ -231,27 +221,11 @@ class Sender:
         raise Unexpected("Data: a sender takes none")
 
     def ended(self, link: Link, error: BaseException) -> None:
-        self._ended.add(link)
         with self._changed:
-            for address in [a for a, other in self._links.items() if other is link]:
-                del self._links[address]
             lost = [entry for entry in self._open.values() if entry.link is link]
             for entry in lost:
                 self._step(entry, outgoing.refused(entry.state, f"the receiver is gone: {error}"))
         self._settle()
-
-    def _link(self, address: str) -> Link:
-        link = self._links.get(address)
-        if link is None or not link.alive:
-            link = Link(
-                lambda: addresses.connect(address, timeout_s=self._timeout_s, tls=self._tls),
-                "client",
-                self._identity,
-                self,
-                handshake_s=self._timeout_s,
-            )
-            self._links[address] = link
-        return link
 
     def _event(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
         """Something happens to a transfer; whether it is known, and of this link."""
@@ -286,6 +260,7 @@ class Sender:
                     self._settled.append(partial(handle.admitted.set_exception, error))
                 self._settled.append(partial(handle.done.set_exception, error))
         self._changed.notify_all()
+        self._deadlines.changed()
 
     def _settle(self) -> None:
         """Complete futures, without the lock: who waits for them may call the sender."""
@@ -324,19 +299,14 @@ class Sender:
         if idle and error is None:
             handle.on_change(handle)
 
-    def _watch(self) -> None:
-        """End what is past its deadline."""
-        while True:
-            now = time.monotonic()
-            with self._changed:
-                for entry in list(self._open.values()):
-                    self._step(entry, outgoing.overdue(entry.state, now))
-            self._settle()
-            with self._changed:
-                if self._closed and not self._open:
-                    return
-                deadline = min((entry.state.deadline for entry in self._open.values()), default=None)
-                self._changed.wait(None if deadline is None else max(0.0, deadline - now))
+    def _expire(self, now: float) -> float | None:
+        """End what is past its deadline; the next deadline."""
+        with self._changed:
+            for entry in list(self._open.values()):
+                self._step(entry, outgoing.overdue(entry.state, now))
+        self._settle()
+        with self._changed:
+            return min((entry.state.deadline for entry in self._open.values()), default=None)
 
 
 class _Put:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
-import ssl
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
-from kvkit.handoff.protocol.messages import MAX_LABEL, peer_name
+from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, peer_name
 from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
-from kvkit.handoff.tier import HANDOFF, HandoffTier
+from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport import addresses, tls
 from kvkit.handoff.transport.link import Identity
 from kvkit.moving.policy import Policy, Role, for_role
@@ -155,7 +155,7 @@ class HandoffConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class BufferSize:
     """How much a buffer holds: `slots` of `slot_bytes` bytes, `chunk_slots` for each chunk."""
 
     slots: int
@@ -163,7 +163,7 @@ class Size:
     chunk_slots: int
 
     @staticmethod
-    def of(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> Size:
+    def of(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> BufferSize:
         """The size that `config.buffer` comes to for this layout.
 
         Raises:
@@ -177,7 +177,7 @@ class Size:
         have = f"buffer={config.buffer.human_readable()}"
         if chunks < 1:
             raise ValueError(f"{have}: a chunk takes {len(groups)} slots of {slot_bytes} bytes")
-        size = Size(chunks * len(groups), slot_bytes, len(groups))
+        size = BufferSize(chunks * len(groups), slot_bytes, len(groups))
         if config.max_prefill_tokens is not None:
             slots = size.slots_of(config.max_prefill_tokens, layout, namespace)
             if slots > size.slots:
@@ -203,74 +203,69 @@ class Size:
 
 
 def open_handoff(
-    config: HandoffConfig, layout: KVLayout, namespace: Namespace, secret: bytes, timeout_s: float
-) -> list[Tier]:
-    """The tiers "handoff" and one for each peer. Nobody listens yet: see `listen`.
-
-    Args:
-        secret: what peers must know, empty for none.
-        timeout_s: the longest that a connection and a single frame may take.
-
-    Raises:
-        ValueError: a size or a certificate is impossible.
-        OSError: the buffer's memory cannot be had.
-    """
-    client = None
-    if config.tls_ca is not None:
-        client = tls.client_context(config.tls_ca, config.tls_certificate, config.tls_key)
-    identity = identify(layout, namespace, secret)
-    receiver, sender = None, None
-    if config.receives:
-        size = Size.of(config, layout, namespace)
-        log.info(
-            "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
-            size.slots,
-            size.slot_bytes,
-            size.slots // size.chunk_slots,
-            size.slots * size.slot_bytes,
-            config.buffer,
-        )
-        limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
-        receiver = Receiver(Staging(size.slot_bytes, size.slots, shared=config.shared_memory), limits)
-    if config.sends:
-        sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
-    peers = [
-        PeerTier(name, addresses.of_rank(address, namespace.rank), identity, timeout_s=timeout_s, tls=client)
-        for name, address in config.peers.items()
-    ]
-    return [HandoffTier(receiver, sender, shutdown_s=config.shutdown_timeout_s), *peers]
-
-
-def listen(
     config: HandoffConfig,
-    tiers: Iterable[Tier],
+    near: Sequence[Tier],
     layout: KVLayout,
     namespace: Namespace,
     secret: bytes,
     timeout_s: float,
-) -> None:
-    """Have peers find the tier "handoff" among `tiers`, and what the others hold near. Mutates that tier.
+) -> list[Tier]:
+    """The tiers "handoff" and one for each peer. Peers find this node, and what it holds, from now on.
+
+    Args:
+        near: other tiers in this host's memory, of which peers may ask.
+        secret: what peers must know, empty for none.
+        timeout_s: the longest that a connection and a single frame may take.
 
     Raises:
-        ValueError, OSError: a certificate or an address is impossible, or an address is taken.
+        ValueError: a size, a certificate or an address is impossible.
+        OSError: the buffer's memory cannot be had, or an address is taken.
     """
-    if not config.listen:
-        return
-    server: ssl.SSLContext | None = None
-    if config.tls_certificate is not None and config.tls_key is not None:
+    client, server = None, None
+    if config.tls_ca is not None:
+        client = tls.client_context(config.tls_ca, config.tls_certificate, config.tls_key)
+    if config.listen and config.tls_certificate is not None and config.tls_key is not None:
         server = tls.server_context(config.tls_certificate, config.tls_key, config.tls_ca)
-    near = {tier.name: tier for tier in tiers if tier.near}
-    handoff = near[HANDOFF]
-    assert isinstance(handoff, HandoffTier)
-    handoff.endpoint = Endpoint(
-        handoff.receiver,
-        near,
-        identify(layout, namespace, secret),
-        [addresses.of_rank(address, namespace.rank) for address in config.listen],
-        timeout_s=timeout_s,
-        pin_s=config.allocation_timeout_s,
-        tls=server,
+    identity = identify(layout, namespace, secret)
+    receiver, sender, endpoint = None, None, None
+    with ExitStack() as opened:
+        if config.receives:
+            limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
+            receiver = Receiver(_open_buffer(config, layout, namespace), limits)
+            opened.callback(receiver.close, config.shutdown_timeout_s)
+        if config.sends:
+            sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
+            opened.callback(sender.close, config.shutdown_timeout_s)
+        peers: list[Tier] = []
+        for name, address in config.peers.items():
+            at = addresses.of_rank(address, namespace.rank)
+            peers.append(PeerTier(name, at, identity, timeout_s=timeout_s, tls=client))
+            opened.callback(peers[-1].close)
+        if config.listen:
+            endpoint = Endpoint(
+                receiver,
+                near,
+                identity,
+                [addresses.of_rank(address, namespace.rank) for address in config.listen],
+                timeout_s=timeout_s,
+                pin_s=config.allocation_timeout_s,
+                tls=server,
+            )
+        opened.pop_all()
+    return [HandoffTier(receiver, sender, endpoint, shutdown_s=config.shutdown_timeout_s), *peers]
+
+
+def _open_buffer(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> Staging:
+    size = BufferSize.of(config, layout, namespace)
+    log.info(
+        "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
+        size.slots,
+        size.slot_bytes,
+        size.slots // size.chunk_slots,
+        size.slots * size.slot_bytes,
+        config.buffer,
     )
+    return Staging(size.slot_bytes, size.slots, shared=config.shared_memory)
 
 
 def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:

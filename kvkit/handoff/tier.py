@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvkit.handoff.endpoint import Endpoint
+from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete, Tier, complete, get_by_copy
-
-HANDOFF = "handoff"
 
 
 class HandoffTier(Tier):
@@ -19,10 +18,8 @@ class HandoffTier(Tier):
 
     Args:
         receiver, sender: the sides that this node takes part in.
+        endpoint: where peers connect, if they can.
         shutdown_s: how long `close` waits for each of them.
-
-    Attributes:
-        endpoint: where peers connect, closed with the tier; None unless its owner sets one.
     """
 
     near = True
@@ -32,14 +29,14 @@ class HandoffTier(Tier):
         self,
         receiver: Receiver | None,
         sender: Sender | None,
+        endpoint: Endpoint | None = None,
         *,
-        name: str = HANDOFF,
         shutdown_s: float = 10.0,
     ) -> None:
-        self.name = name
+        self.name = HANDOFF
         self.receiver = receiver
         self.sender = sender
-        self.endpoint: Endpoint | None = None
+        self.endpoint = endpoint
         self._shutdown_s = shutdown_s
 
     def count_leading(self, names: Sequence[str]) -> int:

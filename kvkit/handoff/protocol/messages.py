@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvkit.format.names import RECORD
-from kvkit.handoff.transport.channel import MAX_BODY_BYTES
-from kvkit.tiers.base import Scope
 
 VERSION = 1
 """Of the protocol. Nodes of different versions do not talk."""
+
+MAX_BODY_BYTES = 4 << 20
+"""The largest body of a frame, which is one message."""
 
 MAX_NAMES = 32768
 """Records of one transfer, or of one question. With the longest names that is less than MAX_BODY_BYTES."""
@@ -27,6 +28,9 @@ MAX_PEER_NAME = 100
 
 MAX_LABEL = 256
 """Characters of a node's or tier's name."""
+
+HANDOFF = "handoff"
+"""The name of the tier that holds what peers sent."""
 
 Name = Annotated[str, msgspec.Meta(pattern=rf"^{RECORD}\Z")]
 """Of a record."""
@@ -84,11 +88,11 @@ class Query(Message, frozen=True):
     names: Names
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TierRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first `records` of the names asked for are in this tier."""
 
     tier: Label
-    scope: Scope
+    scope: Literal["node", "shared"]
     records: Annotated[int, msgspec.Meta(ge=0, le=MAX_NAMES)]
 
 
@@ -96,7 +100,7 @@ class Found(Message, frozen=True):
     """The answer to a `Query`: one run for each near tier."""
 
     id: Number
-    runs: Annotated[tuple[Run, ...], msgspec.Meta(max_length=64)]
+    runs: Annotated[tuple[TierRun, ...], msgspec.Meta(max_length=64)]
 
 
 class Reserve(Message, frozen=True):

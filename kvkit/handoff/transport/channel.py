@@ -11,9 +11,6 @@ from collections.abc import Callable
 
 from kvkit.staging import Staging
 
-MAX_BODY_BYTES = 4 << 20
-"""The largest body of a frame."""
-
 MAX_FIRST_BODY_BYTES = 1 << 10
 """The largest body of a frame from a peer that has not proved itself."""
 

@@ -442,23 +442,3 @@ class Link:
         for item in left:
             item.done(error)
         self._handler.ended(self, error)
-
-
-class Ended:
-    """Links that ended, for as long as their threads may still be giving slots back. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._links: list[Link] = []
-        self._lock = threading.Lock()
-
-    def add(self, link: Link) -> None:
-        """Note that a link ended."""
-        with self._lock:
-            self._links = [other for other in self._links if other.running] + [link]
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until all of them are through, no longer than `timeout_s` for each thread."""
-        with self._lock:
-            links = list(self._links)
-        for link in links:
-            link.join(timeout_s)

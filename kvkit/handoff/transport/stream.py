@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from kvkit.handoff.protocol.messages import MAX_BODY_BYTES
 from kvkit.handoff.transport.channel import (
-    MAX_BODY_BYTES,
     MAX_FIRST_BODY_BYTES,
     Channel,
     ChannelClosed,

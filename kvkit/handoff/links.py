@@ -1,0 +1,85 @@
+"""The links of one owner: made when asked for, closed together."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+
+from kvkit.handoff.transport import addresses
+from kvkit.handoff.transport.channel import ChannelClosed
+from kvkit.handoff.transport.link import Handler, Identity, Link
+
+
+class Links:
+    """Links, for as long as their threads run: one that ended may still be giving slots back. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._links: list[Link] = []
+        self._closed = False
+        self._lock = threading.RLock()
+
+    def add(self, link: Link) -> None:
+        """Own a link; one that comes when these were closed is ended."""
+        with self._lock:
+            if self._closed:
+                link.abort()
+            self._links = [other for other in self._links if other.running] + [link]
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued, then end every link, and own no further one.
+
+        Waits no longer than `timeout_s` for each of their threads.
+        """
+        with self._lock:
+            self._closed = True
+            links = list(self._links)
+        for link in links:
+            link.close()
+        for link in links:
+            link.join(timeout_s)
+            link.abort()
+            link.join(timeout_s)
+
+
+class Connections(Links):
+    """Links to the endpoints of peers, one for each address.
+
+    Args:
+        handler: of what peers say.
+        identity: what this node says of itself.
+        timeout_s: how long a connection, and one frame, may take.
+        tls: for connections over TCP.
+    """
+
+    def __init__(
+        self, handler: Handler, identity: Identity, *, timeout_s: float, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__()
+        self._handler = handler
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._tls = tls
+        self._by_address: dict[str, Link] = {}
+
+    def to(self, address: str) -> Link:
+        """The link to `address`, a new one if the last ended.
+
+        Raises:
+            ChannelError: these were closed, or no thread can be started.
+        """
+        with self._lock:
+            link = self._by_address.get(address)
+            if link is None or not link.alive:
+                if self._closed:
+                    raise ChannelClosed(f"{address}: this side is closed")
+                link = Link(
+                    lambda: addresses.connect(address, timeout_s=self._timeout_s, tls=self._tls),
+                    "client",
+                    self._identity,
+                    self._handler,
+                    handshake_s=self._timeout_s,
+                )
+                self.add(link)
+                self._by_address = {a: other for a, other in self._by_address.items() if other.alive}
+                self._by_address[address] = link
+            return link
