@@ -81,16 +81,16 @@ from kvkit.format.record import RecordFormat
 from kvkit.handoff.settings import HandoffConfig, open_handoff
 from kvkit.moving.policy import Policy
 from kvkit.moving.policy import check as check_policy
-from kvkit.observe.http import (
+from kvkit.observe.access import (
     DEFAULT_PORT,
     MIN_TOKEN_CHARS,
-    Server,
     ServerError,
     default_token_file,
     is_loopback,
     make_token,
     read_token,
 )
+from kvkit.observe.http import Server
 from kvkit.settings import ConfigError, explain
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier

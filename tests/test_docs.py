@@ -29,7 +29,7 @@ from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
 from kvkit.handoff.settings import HandoffConfig
 from kvkit.observe import http, metrics
-from kvkit.observe.http import DEFAULT_PORT
+from kvkit.observe.access import DEFAULT_PORT
 from kvkit.router import metrics as router_metrics
 from kvkit.tiers import health
 from kvkit.tiers.settings import TierConfig

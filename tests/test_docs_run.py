@@ -24,7 +24,7 @@ from benchmarks.tables import ROOT
 from kvkit import Cache, SequencePages, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages.api import Pages
-from kvkit.observe.http import DEFAULT_PORT
+from kvkit.observe.access import DEFAULT_PORT
 from kvkit.router.settings import read_router_config
 
 TOKENS = np.arange(600, dtype=np.int32)

@@ -72,7 +72,6 @@ LONG = (
     "tests/test_channels.py",
     "tests/test_config.py",
     "tests/test_handoff.py",
-    "tests/test_http.py",
     "tests/test_jax.py",
     "tests/test_pages_numba.py",
     "tests/test_vllm_worker.py",

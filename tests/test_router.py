@@ -6,6 +6,8 @@ import gzip
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -396,6 +398,12 @@ def test_a_salt_and_extra_arguments_go_to_the_engines(start: Start) -> None:
         ask(router.url, COMPLETIONS, completion(**own))
     for _, body in engines.order():
         assert own.items() <= body.items()
+
+
+def test_the_router_needs_no_tensors() -> None:
+    """It runs where there is neither an engine nor a GPU, and starts at once."""
+    loaded = "import sys, kvkit.router.app; print(*{'torch', 'numba', 'vllm', 'jax'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", loaded], text=True).split() == []
 
 
 def test_models_and_tokens_are_a_ds_to_tell(start: Start) -> None:

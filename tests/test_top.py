@@ -22,7 +22,8 @@ import pytest
 from managed import ManagedCache, filled_counts
 from rich.console import Console
 
-from kvkit.observe.http import Server, ServerError
+from kvkit.observe.access import ServerError
+from kvkit.observe.http import Server
 from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for, watch
 from kvkit.tiers.testing import DEADLINE_S
 

@@ -79,7 +79,7 @@ def top(
     """Watch a cache that runs: hit rate, tokens and bytes per second, latencies, states of the tiers."""
     from rich.console import Console
 
-    from kvkit.observe.http import ServerError
+    from kvkit.observe.access import ServerError
     from kvkit.observe.top import TopError, token_for, watch
 
     try:

@@ -22,17 +22,12 @@ The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in fr
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import os
 import secrets
 import socket
-import stat
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from prometheus_client.exposition import choose_encoder
@@ -41,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import UnknownModel
 from kvkit.observe import metrics
+from kvkit.observe.access import DEFAULT_PORT, ServerError, check_token, is_loopback
 from kvkit.tiers.health import HealthState
 from kvkit.workers import Workers
 
@@ -52,20 +48,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DEFAULT_PORT = 9477
 MAX_BODY_BYTES = 16 << 20
 """The longest request: a prompt of over a million tokens."""
 BODY_S = 10.0
 """How long a client may take to send one, in seconds."""
-MIN_TOKEN_CHARS = 16
 _WORSE: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
 _ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
 _CLOSE_S = 2
-
-
-class ServerError(ValueError):
-    """The endpoint cannot be opened. The message names the setting; it never holds the token."""
 
 
 class QueryResult(Protocol):
@@ -119,7 +109,7 @@ class Server:
         port: int = DEFAULT_PORT,
         timeout_s: float = 30.0,
     ) -> None:
-        _check_token(token, "server.token")
+        check_token(token, "server.token")
         try:
             import starlette  # noqa: F401 - here, so that a missing package is known before a port is taken
             import uvicorn
@@ -180,73 +170,6 @@ class Server:
             log.exception("%s ended", self.url)
         finally:
             self._socket.close()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach `host`: an address that says so, or localhost."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def default_token_file() -> Path:
-    """Where the token of this user's endpoints is kept: $XDG_STATE_HOME, or ~/.local/state, /kvkit/token.
-
-    Raises:
-        ServerError: the user has no home.
-    """
-    try:
-        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
-    except RuntimeError as error:
-        raise ServerError(f"server.token_file: none given, and there is no home: {error}") from error
-
-
-def make_token(path: Path) -> str:
-    """The token in `path`. Where there is no such file, makes one that only this user can read.
-
-    Raises:
-        ServerError: it cannot be written; else as `read_token`.
-    """
-    if path.exists():
-        return read_token(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, draft = tempfile.mkstemp(dir=path.parent)  # mode 0600
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-            os.link(draft, path)  # appears complete, or not at all where another process was first
-        except FileExistsError:
-            pass
-        finally:
-            os.unlink(draft)
-    except OSError as error:
-        raise ServerError(f"server.token_file={str(path)!r}: {error}") from error
-    return read_token(path)
-
-
-def read_token(path: Path, setting: str = "server.token_file") -> str:
-    """The token, or another secret, in `path`. `setting` is for messages.
-
-    Raises:
-        ServerError: it cannot be read, every user can, or it holds no token.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            token = file.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(f"{setting}={str(path)!r}: {error}") from error
-    if mode & 0o007:
-        raise ServerError(f"{setting}={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
-    _check_token(token, f"{setting}={str(path)!r}")
-    return token
-
-
-def _check_token(token: str, setting: str) -> None:
-    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
-        raise ServerError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")
 
 
 _Scope = MutableMapping[str, Any]

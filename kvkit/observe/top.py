@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvkit.format.urls import shown
 from kvkit.moving.counts import Direction, Histogram
-from kvkit.observe.http import DEFAULT_PORT, default_token_file, is_loopback, read_token
+from kvkit.observe.access import DEFAULT_PORT, default_token_file, is_loopback, read_token
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}

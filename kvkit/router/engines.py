@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from kvkit.observe.http import ServerError
+from kvkit.observe.access import ServerError
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
 from kvkit.router.routing import Candidate, MeasuredSpeed

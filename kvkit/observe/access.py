@@ -1,0 +1,89 @@
+"""Who may ask a cache's HTTP endpoint: addresses of this host alone, and the token that others must show."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+DEFAULT_PORT = 9477
+MIN_TOKEN_CHARS = 16
+
+
+class ServerError(ValueError):
+    """The endpoint cannot be opened, or asked. The message names the setting; it never holds the token."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach `host`: an address that says so, or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_token_file() -> Path:
+    """Where the token of this user's endpoints is kept: $XDG_STATE_HOME, or ~/.local/state, /kvkit/token.
+
+    Raises:
+        ServerError: the user has no home.
+    """
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
+    except RuntimeError as error:
+        raise ServerError(f"server.token_file: none given, and there is no home: {error}") from error
+
+
+def make_token(path: Path) -> str:
+    """The token in `path`. Where there is no such file, makes one that only this user can read.
+
+    Raises:
+        ServerError: it cannot be written; else as `read_token`.
+    """
+    if path.exists():
+        return read_token(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            os.link(draft, path)  # appears complete, or not at all where another process was first
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(draft)
+    except OSError as error:
+        raise ServerError(f"server.token_file={str(path)!r}: {error}") from error
+    return read_token(path)
+
+
+def read_token(path: Path, setting: str = "server.token_file") -> str:
+    """The token, or another secret, in `path`. `setting` is for messages.
+
+    Raises:
+        ServerError: it cannot be read, every user can, or it holds no token.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            token = file.read(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServerError(f"{setting}={str(path)!r}: {error}") from error
+    if mode & 0o007:
+        raise ServerError(f"{setting}={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
+    check_token(token, f"{setting}={str(path)!r}")
+    return token
+
+
+def check_token(token: str, setting: str) -> None:
+    """Do nothing where `token` may be one.
+
+    Raises:
+        ServerError: it is too short, or cannot stand in a header.
+    """
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        raise ServerError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")
