@@ -88,17 +88,19 @@ def changed(data: bytes, offset: int, kind: str, *values: int) -> bytes:
 def resealed(data: bytes | bytearray) -> bytes:
     """`data` with checksums that fit, as far as it can be told what they are of."""
     found = bytearray(data)
-    if len(found) < HEADER.size:
+    if len(found) < HEADER.itemsize:
         return bytes(found)
     (header_bytes, _, layers) = struct.unpack_from("<III", found, 12)
     record_bytes, layers_end = struct.unpack_from("<QQ", found, 96)
-    if len(found) == record_bytes and HEADER.size + 8 * layers <= min(header_bytes, layers_end, len(found)):
+    if len(found) == record_bytes and HEADER.itemsize + 8 * layers <= min(
+        header_bytes, layers_end, len(found)
+    ):
         trailer = bytes(found[layers_end:])
         struct.pack_into("<Q", found, TRAILER_SUM, xxh3_64_intdigest(trailer))
         if len(trailer) >= 16 * layers + 4:
             for i, (offset, size) in enumerate(records.read_index(trailer, layers)):
                 layer = xxh3_64_intdigest(bytes(found[offset : offset + size]))
-                struct.pack_into("<Q", found, HEADER.size + 8 * i, layer)
+                struct.pack_into("<Q", found, HEADER.itemsize + 8 * i, layer)
     total = xxh3_64_intdigest(found[:HEADER_SUM])
     total = xxh3_64_intdigest(found[TRAILER_SUM:header_bytes], total)
     struct.pack_into("<Q", found, HEADER_SUM, total)

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from memory import Measured
 from record_corpus import CORPUS
 from test_cache import make_engine, open_cache, sequence, store
 from test_faults import TOKENS, VICTIM, victim_file
 
-from kvkit.format.record import CODEC_OFFSET
+from kvkit.format.record import HEADER
 from kvkit.moving.policy import Policy
 from kvkit.tiers.objects import ObjectTier
 
@@ -23,7 +24,7 @@ ROOM_BYTES = 32 << 20
 def sparse(file: Path) -> None:
     """3 GiB of nothing behind a header that says it is compressed."""
     data = bytearray(file.read_bytes())
-    data[CODEC_OFFSET] = 1
+    np.frombuffer(data, HEADER, 1)["codec"] = 1
     file.write_bytes(data)
     os.truncate(file, 3 << 30)
 

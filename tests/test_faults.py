@@ -56,7 +56,7 @@ def regions() -> Iterator[tuple[str, int]]:
     """A byte of every region of a record."""
     layout = small_layout()
     form = RecordFormat.of(layout, 0, small_namespace(layout))
-    sums = HEADER.size
+    sums = HEADER.itemsize
     yield from {
         "magic": 0,
         "version": 8,

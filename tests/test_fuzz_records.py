@@ -121,7 +121,7 @@ def whole_records(strange: Strange) -> None:
     except RecordError:
         found = Damage.HEADER
     assert found == damage
-    assert sum(size for _, size in asked) <= 2 * len(data) + records.HEADER.size, (
+    assert sum(size for _, size in asked) <= 2 * len(data) + records.HEADER.itemsize, (
         "a part is read again and again"
     )
     for kind in FORMS:

@@ -135,7 +135,14 @@ def test_what_is_sealed_verifies(form: RecordFormat, seed: int) -> None:
 @settings(deadline=None)
 def test_one_flipped_bit_anywhere_is_found(form: RecordFormat, data: st.DataObject) -> None:
     sealed = seal(form)
-    edges = [0, HEADER.size, form.header_bytes - 1, form.header_bytes, form.layers_end - 1, form.layers_end]
+    edges = [
+        0,
+        HEADER.itemsize,
+        form.header_bytes - 1,
+        form.header_bytes,
+        form.layers_end - 1,
+        form.layers_end,
+    ]
     at = data.draw(st.integers(0, form.record_bytes - 1) | st.sampled_from([*edges, form.record_bytes - 1]))
     sealed.record[at] ^= 1 << data.draw(st.integers(0, 7))
     assert sealed.verify() == region(form, at)
@@ -175,7 +182,15 @@ def ends(form: RecordFormat, layer: int) -> tuple[int, int]:
 @by_form
 def test_a_record_of_another_length_is_truncated(form: RecordFormat) -> None:
     sealed = seal(form)
-    lengths = {0, 1, len(MAGIC), HEADER.size - 1, HEADER.size, form.header_bytes - 1, form.header_bytes}
+    lengths = {
+        0,
+        1,
+        len(MAGIC),
+        HEADER.itemsize - 1,
+        HEADER.itemsize,
+        form.header_bytes - 1,
+        form.header_bytes,
+    }
     lengths |= {offset + 1 for layer in range(form.shape[0]) for offset in ends(form, layer)}
     lengths |= {form.layers_end, form.record_bytes - 4, form.record_bytes - 1}
     for length in lengths:
@@ -276,12 +291,10 @@ FIELDS = {
 
 
 def test_the_header_s_fields_lie_where_they_lay() -> None:
-    assert HEADER.format == "<" + "".join(kind for _, kind in FIELDS.values())
-    offset = 0
-    for at, kind in FIELDS.values():
-        assert at == offset
-        offset += struct.calcsize("<" + kind)
-    assert HEADER.size == offset == 192
+    assert HEADER.fields is not None
+    laid = {name: (at, kind.itemsize) for name, (kind, at, *_) in HEADER.fields.items()}
+    assert laid == {name: (at, struct.calcsize("<" + kind)) for name, (at, kind) in FIELDS.items()}
+    assert HEADER.itemsize == 192
 
 
 @pytest.mark.parametrize("field", [name for name in FIELDS if name not in ("header_sum", "trailer_sum")])

@@ -16,12 +16,11 @@ from kvkit.format import arrays
 from kvkit.format.codecs import compress, decompress
 from kvkit.format.names import METADATA
 from kvkit.format.record import (
-    CODEC_OFFSET,
     CODECS,
     HEADER,
-    MAGIC,
     Damage,
     RecordError,
+    is_compressed,
     parent_name,
     read_header,
 )
@@ -194,7 +193,7 @@ class ObjectTier(ThreadedTier):
                     raise
             else:
                 heads = [b[:size] for (offset, size), b in zip(ranges, buffers, strict=True) if offset == 0]
-                if not any(_is_compressed(head) for head in heads):
+                if not any(is_compressed(head) for head in heads):
                     return
             self._compressed.add(name)  # written when the tier had a codec
         size = self._store.size(name)
@@ -208,12 +207,12 @@ class ObjectTier(ThreadedTier):
         copy_ranges(name, self._restored(name, packed), ranges, buffers)
 
     def _is_stored_compressed(self, name: str) -> bool:
-        head = memoryview(bytearray(HEADER.size))
+        head = memoryview(bytearray(HEADER.itemsize))
         try:
             self._store.read_ranges(name, [(0, len(head))], [head])
         except OSError:
             return False
-        return _is_compressed(head)
+        return is_compressed(head)
 
     def _restored(self, name: str, packed: memoryview) -> memoryview:
         """The record that `packed` was made of.
@@ -277,7 +276,7 @@ class ObjectTier(ThreadedTier):
     def _get_one(self, name: str, lease: Lease) -> None:
         if self.codec == "none":
             super()._get_one(name, lease)
-            if not _is_compressed(lease.buffer[: lease.used]):
+            if not is_compressed(lease.buffer[: lease.used]):
                 return
             packed = self._scratch(lease.used)[: lease.used]  # written when the tier had a codec
             packed[:] = lease.buffer[: lease.used]
@@ -404,10 +403,6 @@ class ObjectTier(ThreadedTier):
 def _packed_bytes(size: int) -> int:
     """Bytes that a record of `size` may take compressed: what does not compress grows a little."""
     return size + size // 8 + (1 << 20)
-
-
-def _is_compressed(record: memoryview) -> bool:
-    return len(record) >= HEADER.size and record[: len(MAGIC)] == MAGIC and record[CODEC_OFFSET] != 0
 
 
 def _tidy(tier: str, folder: Folder, access: Access) -> None:
