@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.tiers.testing import record_names
+from kvkit.tiers.testing.contract import record_names
 
 
 class Batch:

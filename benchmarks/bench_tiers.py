@@ -19,7 +19,7 @@ from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import record_names
+from kvkit.tiers.testing.contract import record_names
 from timing import forget, interleaved, nothing, ratio
 
 RECORDS = 32

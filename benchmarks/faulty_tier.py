@@ -13,7 +13,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.plugins import GROUP
-from kvkit.tiers.testing import Fault, FaultyTier, random_plan
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, random_plan
 
 FAULTS = {
     "get": [Fault.FAIL, Fault.FLIP, Fault.TRUNCATE],

@@ -35,7 +35,7 @@ from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.link import Identity
 from kvkit.staging import Staging, release_all
-from kvkit.tiers.testing import SLOT_BYTES, record_bytes, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, record_bytes, record_names
 
 IDENTITY = Identity(
     "soak", namespace="soak", layout="soak", slot_bytes=SLOT_BYTES, secret=b"of the soak test"

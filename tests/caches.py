@@ -16,7 +16,7 @@ from kvkit.moving.policy import Policy
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Wrapper
+from kvkit.tiers.testing.faulty import Wrapper
 
 CHUNK = 8
 DEADLINE_S = 60.0

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
-from kvkit.tiers.testing import SLOT_BYTES, SLOTS
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (

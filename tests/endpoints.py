@@ -14,7 +14,7 @@ from managed import ManagedCache
 
 from kvkit.cache import CacheServer
 from kvkit.observe.http import Server
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 TOKEN = "correct-horse-battery-staple"
 HEAD = f"POST /lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()

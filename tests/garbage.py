@@ -9,7 +9,7 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
 from typing import Any, Self
 
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 WELL = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 

@@ -31,7 +31,7 @@ from kvkit.handoff.transport.link import Identity
 from kvkit.handoff.transport.tls import server_context
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier
-from kvkit.tiers.testing import SLOT_BYTES, record_bytes
+from kvkit.tiers.testing.contract import SLOT_BYTES, record_bytes
 
 LONG_S = 60.0
 """Longer than any test takes."""

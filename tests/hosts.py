@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import IPv4Address, IPv4Network
 from typing import TypeVar
 
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 T = TypeVar("T")
 NEW_NETWORK = 0x40000000

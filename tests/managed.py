@@ -15,7 +15,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE, Health, HealthState
 from kvkit.tiers.memory import MemoryTier
-from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES
+from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES
 
 
 @dataclass(frozen=True)

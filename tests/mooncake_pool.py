@@ -30,7 +30,7 @@ from kvkit.staging import Staging, release_all
 from kvkit.tiers import mooncake
 from kvkit.tiers.base import Tier, TierError, TierFull
 from kvkit.tiers.mooncake import PREFIX, MooncakeTier
-from kvkit.tiers.testing import (
+from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     SLOT_BYTES,
     SLOTS,

@@ -9,7 +9,7 @@ from servers import Process
 
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier, TierError
-from kvkit.tiers.testing import (
+from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     RECORDS,
     Completions,

@@ -23,7 +23,7 @@ from servers import Process, free_ports
 from kvkit.router.app import Router
 from kvkit.router.engines import Lookup
 from kvkit.router.settings import read_router_config
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 Body = dict[str, Any]
 

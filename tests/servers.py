@@ -27,7 +27,7 @@ from typing import Literal, Self
 
 import pytest
 
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 from tests.waiting import START_S, wait_until
 
 

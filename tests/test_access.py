@@ -11,7 +11,7 @@ import pytest
 from endpoints import TOKEN
 
 from kvkit.observe.access import ServerError, is_loopback, make_token, read_token
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 
 @pytest.mark.parametrize(

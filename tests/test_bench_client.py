@@ -11,7 +11,7 @@ from servers import free_ports
 
 from kvkit.bench.client import ClientError, Completion, Target, connect, counted_hits, drive
 from kvkit.bench.workloads import CompletionRequest, chat
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 SHORT_S = 0.3
 """Less than a server that hangs takes."""

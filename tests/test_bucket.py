@@ -25,7 +25,7 @@ from kvkit.tiers.bucket import Bucket
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.stores import StoreSettings
-from kvkit.tiers.testing import (
+from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     RECORDS,
     Completions,
@@ -94,7 +94,7 @@ def test_another_process_writes_and_a_restart_finds_it(s3: S3Server, url: str, s
 WRITER = """
 import sys
 from kvkit.staging import Staging
-from kvkit.tiers.testing import SLOT_BYTES, SLOTS, put, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, put, record_names
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.stores import StoreSettings
 tier = ObjectTier(sys.argv[1], StoreSettings(options={"endpoint": sys.argv[2]}))

@@ -26,7 +26,8 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import DEADLINE_S, Fault, FaultyTier, Wrapper
+from kvkit.tiers.testing.contract import DEADLINE_S
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 
 
 def sequence(length: int, seed: int = 0) -> npt.NDArray[np.int32]:

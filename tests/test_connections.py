@@ -20,7 +20,7 @@ from managed import ManagedCache
 
 from kvkit.observe import connections
 from kvkit.observe.http import Server
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /tiers HTTP/1.1\r\nHost: x\r\n", HEAD])
@@ -105,7 +105,7 @@ import json, os, resource, sys
 from managed import ManagedCache
 from kvkit.observe import connections
 from kvkit.observe.http import Server
-from kvkit.tiers.testing import put, record_names
+from kvkit.tiers.testing.contract import put, record_names
 from kvkit.tiers.objects import ObjectTier
 
 token, store = sys.argv[1:]

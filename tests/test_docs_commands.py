@@ -17,7 +17,7 @@ from servers import free_ports, together
 from typed import Typed
 
 from kvkit.bench.workloads import WORKLOADS
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 EVERY = [block for page in PAGES for block in blocks(page)]
 

@@ -31,7 +31,7 @@ from kvkit.tiers.folder import TEMPORARY, Folder
 from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.stores import StoreSettings
-from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
+from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 Run = Callable[..., None]
 

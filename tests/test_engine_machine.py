@@ -28,7 +28,7 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier, LatencyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, LatencyTier
 from kvkit.workers import Transfer
 
 TIMEOUT_S, LATE_S = 0.05, 0.002

@@ -23,7 +23,7 @@ from waiting import wait_for
 
 from kvkit.router import answers, engines, openai
 from kvkit.router.routing import Candidate, RoutingLimits, choose_decode
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT, COUNT = "short", 8

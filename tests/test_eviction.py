@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkit.tiers.eviction.policies import POLICIES
-from kvkit.tiers.eviction.state import State, add, add_run, pin, remove, touch, use_run
+from kvkit.tiers.eviction.state import EvictionState, add, add_run, pin, remove, touch, use_run
 
 CAPACITY, QUOTA = 20, 12
 names = st.sampled_from("abcdefgh")
@@ -28,7 +28,7 @@ class AgainstAList(RuleBasedStateMachine):
         quota=st.sampled_from([None, QUOTA]),
     )
     def begin(self, policy: str, quota: int | None) -> None:
-        self.state = State(CAPACITY, policy, quota)
+        self.state = EvictionState(CAPACITY, policy, quota)
         self.model: dict[str, dict[str, Any]] = {}
         self.pins: dict[str, float] = {}
         self.refused: set[str] = set()
@@ -131,14 +131,14 @@ TestEviction = AgainstAList.TestCase
 
 @given(st.lists(st.tuples(names, sizes)), st.sampled_from(list(POLICIES)))
 def test_without_a_limit_nothing_leaves(events: list[tuple[str, int]], policy: str) -> None:
-    state = State(None, policy)
+    state = EvictionState(None, policy)
     assert all(add(state, name, size, may_evict=lambda _: False) == [] for name, size in events)
     assert set(state.entries) == {name for name, _ in events}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_chain_shrinks_from_its_end(policy: str) -> None:
-    state = State(8, policy)
+    state = EvictionState(8, policy)
     chain = [f"c{i}" for i in range(8)]
     for before, name in zip([None, *chain], chain, strict=False):
         assert add(state, name, 1, parent=before) == []
@@ -150,7 +150,7 @@ def test_a_chain_shrinks_from_its_end(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_records_that_a_scan_found_are_linked_by_use(policy: str) -> None:
-    state = State(4, policy)
+    state = EvictionState(4, policy)
     for name in ("a", "b", "c", "d"):
         add(state, name, 1)
     touch(state, ["a", "b", "c", "d"])
@@ -162,7 +162,7 @@ def test_records_that_a_scan_found_are_linked_by_use(policy: str) -> None:
 @given(st.lists(st.integers(0, 30), max_size=400), st.integers(5, 12))
 def test_s3fifo_is_that_of_the_paper(requests: list[int], capacity: int) -> None:
     """Against the pseudo-code of the paper, on single records of one byte."""
-    state = State(capacity, "s3fifo")
+    state = EvictionState(capacity, "s3fifo")
     small: deque[str] = deque()
     main: deque[str] = deque()
     ghost: deque[str] = deque()
@@ -208,7 +208,7 @@ def test_s3fifo_is_that_of_the_paper(requests: list[int], capacity: int) -> None
 @given(st.lists(st.integers(0, 30), max_size=400), st.integers(5, 12))
 def test_arc_is_that_of_the_paper(requests: list[int], capacity: int) -> None:
     """Against its cases on single records of one byte, where a record is used twice per request."""
-    state = State(capacity, "arc")
+    state = EvictionState(capacity, "arc")
     queues: list[list[str]] = [[], []]  # T1, T2: the least recently used first
     ghosts: list[list[str]] = [[], []]  # B1, B2
     target = 0
@@ -243,7 +243,7 @@ def test_arc_is_that_of_the_paper(requests: list[int], capacity: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_chain_too_long_the_beginning_stays(policy: str) -> None:
-    state = State(3, policy)
+    state = EvictionState(3, policy)
     chain = [f"c{i}" for i in range(6)]
     taken = [add(state, name, 1, parent=before) for before, name in pairwise([None, *chain])]
     assert taken == [[], [], [], None, None, None]
@@ -262,7 +262,7 @@ def test_of_a_chain_too_long_the_beginning_stays(policy: str) -> None:
 )
 def test_a_run_is_added_as_its_records_are(runs: list[tuple[int, int]], capacity: int, policy: str) -> None:
     """Chains that share their first two records, added and used."""
-    together, apart = State(capacity, policy), State(capacity, policy)
+    together, apart = EvictionState(capacity, policy), EvictionState(capacity, policy)
     for number, length in runs:
         names = [f"{number if i >= 2 else number % 2}.{i}" for i in range(length)]
         run = use_run(together, names)
@@ -279,7 +279,7 @@ def test_a_run_is_added_as_its_records_are(runs: list[tuple[int, int]], capacity
 
 
 def test_refused_records_change_nothing_that_shows() -> None:
-    state = State(3)
+    state = EvictionState(3)
     for name in "abc":
         add(state, name, 1)
     pin(state, ["a"], until=10.0)
@@ -290,7 +290,7 @@ def test_refused_records_change_nothing_that_shows() -> None:
 
 
 def test_many_events_cost_little_memory() -> None:
-    state, chance = State(100, "lru"), random.Random(0)
+    state, chance = EvictionState(100, "lru"), random.Random(0)
     for _ in range(20_000):
         add(state, str(chance.randrange(500)), 1)
     assert sum(len(heap) for heap in state._leaves.values()) < 1000

@@ -98,17 +98,10 @@ WIDE = (
 """Functions that still take more."""
 TWICE = (
     "Admit",
-    "Policy",
-    "PolicyConfig",
     "Refuse",
-    "Report",
     "Role",
-    "Run",
-    "State",
     "Step",
-    "TierConfig",
     "Transfer",
-    "_Item",
 )
 """Names that still mean two things."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

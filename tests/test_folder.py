@@ -22,7 +22,7 @@ from kvkit.tiers.base import TierError
 from kvkit.tiers.folder import ASIDE, TEMPORARY, Access, Folder
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.stores import StoreSettings
-from kvkit.tiers.testing import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 NAMES = record_names(4)
 ARRAY = os.path.dirname(NAMES[0])
@@ -247,7 +247,7 @@ def test_two_processes_write_the_same_names(tmp_path: Path, staging: Staging) ->
 import sys
 from kvkit.format.record import ALIGN
 from kvkit.staging import Staging
-from kvkit.tiers.testing import SLOT_BYTES, SLOTS, put, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, put, record_names
 from kvkit.tiers.objects import ObjectTier
 staging = Staging(SLOT_BYTES, SLOTS)
 tier = ObjectTier(sys.argv[1])
@@ -281,7 +281,7 @@ tier.close()
 def test_a_killed_process_leaves_whole_records(tmp_path: Path, staging: Staging) -> None:
     program = """
 import sys
-from kvkit.tiers.testing import record_bytes, record_names
+from kvkit.tiers.testing.contract import record_bytes, record_names
 from kvkit.tiers.folder import Folder
 folder = Folder(sys.argv[1])
 for i, name in enumerate(record_names(10**6)):

@@ -21,7 +21,7 @@ from kvkit.format.record import RecordFormat
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.workers import Forked, Workers
 
 TOKENS = np.arange(40, dtype=np.int32)

@@ -32,7 +32,7 @@ from kvkit.handoff.transport.channel import MAX_FIRST_BODY_BYTES, Channel, Chann
 from kvkit.handoff.transport.link import Link
 from kvkit.handoff.transport.stream import HEADER, Stream, StreamChannel
 from kvkit.handoff.transport.unix import LocalChannel
-from kvkit.tiers.testing import SLOT_BYTES
+from kvkit.tiers.testing.contract import SLOT_BYTES
 
 SEEDS = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "corpus/frames").iterdir())}
 FIRST_BYTES = 64 << 10

@@ -48,7 +48,7 @@ from kvkit.handoff.transport.channel import ChannelError, ChannelIdle
 from kvkit.handoff.transport.unix import PeerArena
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.memory import MemoryTier
-from kvkit.tiers.testing import SLOT_BYTES, Completions, put, record_bytes, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, Completions, put, record_bytes, record_names
 
 ADDRESSES = pytest.mark.parametrize("transport", ["unix", "tcp"])
 

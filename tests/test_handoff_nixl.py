@@ -11,7 +11,7 @@ from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.tier import HandoffTier
 from kvkit.staging import Staging, release_all
-from kvkit.tiers.testing import SLOT_BYTES, Completions, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, Completions, record_names
 
 pytest.importorskip("nixl_cu12")
 RECORDS = 40

@@ -37,7 +37,7 @@ from kvkit.handoff.transport.door import MAX_STRANGERS
 from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
 from kvkit.handoff.transport.stream import HEADER
 from kvkit.staging import Staging, release_all
-from kvkit.tiers.testing import SLOT_BYTES, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
 
 MIB = 1 << 20
 STRANGERS = 300

@@ -13,7 +13,8 @@ from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.tier import HandoffTier
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import OnComplete, TierError, complete
-from kvkit.tiers.testing import SLOT_BYTES, SLOTS, TierContract, Wrapper, put, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, TierContract, put, record_names
+from kvkit.tiers.testing.faulty import Wrapper
 
 
 class SentTo(Wrapper):

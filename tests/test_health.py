@@ -21,7 +21,7 @@ from kvkit.tiers.health import (
     Circuit,
     Health,
 )
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 LONGEST_S = max(PAUSES_S)
 

@@ -32,7 +32,8 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import DEADLINE_S, Wrapper, put, record_names
+from kvkit.tiers.testing.contract import DEADLINE_S, put, record_names
+from kvkit.tiers.testing.faulty import Wrapper
 
 ROUTES = [("GET", "/metrics"), ("GET", "/health"), ("GET", "/tiers")]
 ROUTES += [("POST", "/lookup"), ("POST", "/clear"), ("POST", "/pin"), ("GET", "/nothing")]

@@ -24,7 +24,7 @@ from kvkit.tiers.base import OnComplete, Ranges, Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier, Wrapper
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.workers import Closed
 
 

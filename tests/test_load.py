@@ -20,7 +20,7 @@ from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -22,7 +22,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 CHUNK = 8
 # few, so that they meet again; they share prefixes, and chunks repeat after other prefixes

@@ -23,7 +23,7 @@ from kvkit.handoff.protocol.messages import (
     decode,
     encode,
 )
-from kvkit.tiers.testing import record_names
+from kvkit.tiers.testing.contract import record_names
 
 TYPES = get_args(AnyMessage)
 EXTREMES = [-(2**63), -1, 0, 1, 2**31, 2**40, 2**63, 2**64 - 1, float("nan"), float("inf"), -0.0, 1e308]

@@ -24,7 +24,7 @@ from kvkit.handoff.transport.link import Identity
 from kvkit.moving.counts import Histogram
 from kvkit.observe import metrics
 from kvkit.staging import Staging
-from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, record_names
+from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, record_names
 
 TIERS = ("near", "[far]")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -29,7 +29,8 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, Fault, FaultyTier, record_names
+from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, record_names
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 LAYOUT = small_layout()
 ENGINE = Engine(LAYOUT, small_namespace(LAYOUT, CHUNK))

@@ -16,7 +16,7 @@ from kvkit.moving.plan import RetrievePlan, Segment, cut
 from kvkit.moving.sequence import Chunks
 from kvkit.staging import release_all
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 from kvkit.workers import Transfer
 
 CHUNKS, CHUNK, PER_CHUNK = 5, 8, 2

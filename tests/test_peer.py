@@ -19,18 +19,18 @@ from kvkit.handoff.transport.channel import Channel
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, TierError
 from kvkit.tiers.memory import MemoryTier
-from kvkit.tiers.testing import (
+from kvkit.tiers.testing.contract import (
     RECORDS,
     SLOT_BYTES,
     SLOTS,
     Completions,
     TierContract,
-    Wrapper,
     get,
     put,
     record_bytes,
     record_names,
 )
+from kvkit.tiers.testing.faulty import Wrapper
 
 
 class Through(Wrapper):

@@ -103,7 +103,7 @@ FILES = {
         import pytest
         from kvkit.config import load_config, open_cache
         from kvkit.staging import Staging
-        from kvkit.tiers.testing import RECORDS, SLOT_BYTES, SLOTS, TierContract
+        from kvkit.tiers.testing.contract import RECORDS, SLOT_BYTES, SLOTS, TierContract
         from kvkit.tiers.plugins import open_plugin
         from engine import small_layout
 

@@ -13,7 +13,7 @@ from kvkit.format.record import RecordFormat
 from kvkit.staging import release_all
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 
 def test_a_prefetch_brings_the_leading_run_into_memory(tmp_path: Path) -> None:

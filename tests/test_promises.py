@@ -18,7 +18,7 @@ from test_parts import open_cache
 from kvkit.cache import Cache
 from kvkit.moving.promises import Promises
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 NAMES = "abc"
 

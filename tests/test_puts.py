@@ -16,7 +16,7 @@ from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier
+from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 
 def hanging(folder: Path, name: str) -> FaultyTier:

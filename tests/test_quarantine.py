@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkit.moving.quarantine import MAX_SHUNNED, SHUNNED_S, Quarantine
-from kvkit.tiers.testing import record_names
+from kvkit.tiers.testing.contract import record_names
 
 
 def test_a_record_is_shunned_in_its_tier_for_a_while() -> None:

@@ -15,7 +15,15 @@ from kvkit.format.record import Damage
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, Tier, TierError, TierFull
 from kvkit.tiers.redis import PREFIX, RedisTier
-from kvkit.tiers.testing import RECORDS, SLOT_BYTES, TierContract, get, put, record_bytes, record_names
+from kvkit.tiers.testing.contract import (
+    RECORDS,
+    SLOT_BYTES,
+    TierContract,
+    get,
+    put,
+    record_bytes,
+    record_names,
+)
 
 TIMEOUT_S = 1.0
 PASSWORD = "a-password-that-must-not-be-shown"

@@ -44,7 +44,7 @@ from waiting import wait_for
 
 from kvkit.observe.http import Server
 from kvkit.router.engines import Engine, LookupQuery
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 
 def test_a_prompt_is_prefilled_and_then_decoded(start: Start) -> None:

@@ -20,7 +20,7 @@ from kvkit.cache import Cache, CacheTimeout
 from kvkit.staging import release_all
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier, random_plan
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, random_plan
 
 THREADS, SECONDS = 50, 60.0
 FAULTS = {

@@ -27,7 +27,8 @@ from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.spread import SpreadTier, path_of
 from kvkit.tiers.striped import parts
-from kvkit.tiers.testing import SLOT_BYTES, SLOTS, Fault, FaultyTier, Wrapper, get, put, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, get, put, record_names
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 
 FAIL = Fault.FAIL
 

@@ -20,7 +20,7 @@ from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier, Wrapper
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.workers import Transfer
 
 

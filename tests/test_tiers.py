@@ -24,22 +24,19 @@ from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.spread import SpreadTier
 from kvkit.tiers.stores import StoreSettings
-from kvkit.tiers.testing import (
+from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     RECORDS,
     SLOT_BYTES,
     SLOTS,
     Completions,
-    Fault,
-    FaultyTier,
-    LatencyTier,
     TierContract,
     get,
     put,
-    random_plan,
     record_bytes,
     record_names,
 )
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, LatencyTier, random_plan
 
 
 def memory_url() -> str:

@@ -25,7 +25,7 @@ from rich.console import Console
 from kvkit.observe.access import ServerError
 from kvkit.observe.http import Server
 from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for, watch
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 TOKEN = "correct-horse-battery-staple"
 

@@ -28,7 +28,7 @@ from kvkit.tiers import mooncake, redis
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.stores import StoreSettings
-from kvkit.tiers.testing import SLOT_BYTES, get, put, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, get, put, record_names
 
 MARK = "S3CR3T"
 # whatever a TOML file can hold in one line, with what separates the parts of a URL more often than not

@@ -21,7 +21,7 @@ from small_models import COMMON, QWEN, VOCABULARY, save
 from transformers import DeepseekV2Config, Gemma3TextConfig, PretrainedConfig
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 GEMMA = Gemma3TextConfig(
     **COMMON,

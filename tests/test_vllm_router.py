@@ -34,7 +34,7 @@ from vllm_server import Served
 from waiting import wait_for
 
 from kvkit.router import metrics as router_metrics
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CHUNK = 2 * BLOCK

@@ -36,7 +36,8 @@ from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.moving.sequence import UnknownModel
-from kvkit.tiers.testing import Fault, FaultyTier, Plan, record_names
+from kvkit.tiers.testing.contract import record_names
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, Plan
 from kvkit.workers import Transfer
 
 BLOCKS, BLOCK, CHUNK = 12, 8, 16

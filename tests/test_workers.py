@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 import pytest
 from waiting import wait_for
 
-from kvkit.tiers.testing import DEADLINE_S
+from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.workers import Closed, Workers
 
 

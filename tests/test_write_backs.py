@@ -19,7 +19,7 @@ from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import Fault, FaultyTier, Wrapper
+from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 
 
 class Logged(Wrapper):

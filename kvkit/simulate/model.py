@@ -76,7 +76,7 @@ class Node:
     """One node: its role's policy and its tiers; shared ones are the same object on every node."""
 
     policy: Policy
-    tiers: dict[str, eviction.State]
+    tiers: dict[str, eviction.EvictionState]
     free_at_s: float = 0.0
     served: int = 0
 
@@ -138,16 +138,16 @@ class Simulator:
             report.cost_per_month[name] = held / 1e9 * tier.price_per_gb_month
         return report
 
-    def _nodes(self, role: Role, count: int, shared: dict[str, eviction.State]) -> list[Node]:
+    def _nodes(self, role: Role, count: int, shared: dict[str, eviction.EvictionState]) -> list[Node]:
         policy = in_effect(self.config.policy_of(role), self._near)
         return [
             Node(policy, {n: shared[n] if n in shared else self._tier(n) for n in self.config.tiers})
             for _ in range(count)
         ]
 
-    def _tier(self, name: str) -> eviction.State:
+    def _tier(self, name: str) -> eviction.EvictionState:
         tier = self.config.tiers[name]
-        return eviction.State(None if tier.capacity is None else int(tier.capacity), tier.eviction)
+        return eviction.EvictionState(None if tier.capacity is None else int(tier.capacity), tier.eviction)
 
     def _route(self, nodes: list[Node], request: Request, prompt: Sequence[str]) -> Node:
         route = self.config.nodes.route

@@ -21,7 +21,7 @@ _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """One simulation.
 
     Attributes:
@@ -39,7 +39,7 @@ def compare(
     config: SimulationConfig,
     policies: Sequence[str] = (),
     sweep: tuple[str, Sequence[int]] | None = None,
-) -> list[Run]:
+) -> list[SimulatedRun]:
     """Simulate every policy (none: as configured) at every capacity of a tier (none: as configured).
 
     Args:
@@ -57,12 +57,12 @@ def compare(
         everywhere = {name: {"eviction": policy} for name in config.tiers} if policy else {}
         chosen = config.with_tiers(everywhere)
         if sweep is None:
-            runs.append(Run(policy, None, simulate(trace, chosen)))
+            runs.append(SimulatedRun(policy, None, simulate(trace, chosen)))
             continue
         tier, capacities = sweep
         for capacity in capacities:
             sized = chosen.with_tiers({tier: {"capacity": capacity}})
-            runs.append(Run(policy, capacity, simulate(trace, sized)))
+            runs.append(SimulatedRun(policy, capacity, simulate(trace, sized)))
     return runs
 
 
@@ -94,7 +94,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     return tier, [int(capacity) for capacity in capacities]
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def as_json(run: SimulatedRun) -> dict[str, Any]:
     """A run as plain numbers; times are in seconds, the percentiles those of all requests."""
     report = run.report
     return {
@@ -131,7 +131,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"mean": math.fsum(ordered) / len(ordered), "p50": rank(0.5), "p99": rank(0.99)}
 
 
-def table(runs: Sequence[Run], config: SimulationConfig, swept: str | None) -> Table:
+def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | None) -> Table:
     """Runs as rows."""
     tiers = list(config.tiers)
     handed_over = config.nodes.decode > 0
@@ -157,7 +157,7 @@ def table(runs: Sequence[Run], config: SimulationConfig, swept: str | None) -> T
     return shown
 
 
-def plot(runs: Sequence[Run], swept: str, path: Path) -> None:
+def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
     """Hit rates against the capacity of the tier that was swept, as a PNG: a line per policy for the hits of
     that tier, and a dashed one for those of all tiers.
 

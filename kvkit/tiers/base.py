@@ -2,7 +2,7 @@
 
 A tier knows nothing of tokens or layouts: it moves bytes between objects and leased slots. Names look like
 "<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0" (`kvkit.format.names`). An object is written once,
-never changed; equal names hold equal bytes. `kvkit.tiers.testing.TierContract` checks an implementation.
+never changed; equal names hold equal bytes. `kvkit.tiers.testing.contract.TierContract` checks a tier.
 """
 
 from __future__ import annotations

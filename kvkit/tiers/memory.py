@@ -50,7 +50,7 @@ class MemoryTier(Tier):
         self.name = name
         self.slots = slots
         self._slot_bytes = staging.slot_bytes
-        self._state = eviction.State(capacity_bytes, policy, quota_bytes)
+        self._state = eviction.EvictionState(capacity_bytes, policy, quota_bytes)
         self._keep_s = keep_s
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()

@@ -107,7 +107,7 @@ class ObjectTier(ThreadedTier):
         self._local = threading.local()
         self._lock = threading.Lock()
         self._writing: Counter[str] = Counter()
-        self._index = eviction.State(capacity_bytes, policy, quota_bytes)
+        self._index = eviction.EvictionState(capacity_bytes, policy, quota_bytes)
         try:
             for record, size in self._store.scan():
                 self._note(record, size)

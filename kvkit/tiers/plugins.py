@@ -12,7 +12,7 @@ A package names a factory there, under the kind that a configuration asks for:
     def open_tier(name, staging, settings):     # name = "fast", settings = {"path": "/x"}
         return MyTier(name, settings["path"])
 
-`kvkit.tiers.testing.TierContract` tells whether the tier does what a tier must.
+`kvkit.tiers.testing.contract.TierContract` tells whether the tier does what a tier must.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the tests call on a client machine. `stream` is the line to the tests, of JSON messages.
 
-`root` is the name of a folder on the mount. Records hold `kvkit.tiers.testing.record_bytes` of their names.
+`root` is the name of a folder on the mount. Records hold `record_bytes` of their names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvkit.staging import Staging
 from kvkit.tiers import folder as files
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.testing import DEADLINE_S, SLOT_BYTES, SLOTS, TierContract, get, put, record_bytes
+from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, SLOTS, TierContract, get, put, record_bytes
 
 
 def say(stream: TextIO, message: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from machines import LEASE_S, Client, Server
 
 from kvkit.tiers.folder import TEMPORARY, Folder
-from kvkit.tiers.testing import SLOT_BYTES, TierContract, record_bytes, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, TierContract, record_bytes, record_names
 
 NAMES = record_names(8)
 ARRAY = NAMES[0].rpartition("/")[0]

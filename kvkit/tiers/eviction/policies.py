@@ -1,6 +1,6 @@
 """Eviction policies: which of the records that may go, goes first. A new one is a class above `POLICIES`.
 
-A policy sees the records of one `kvkit.tiers.eviction.state.State`, which keeps them in one queue, or in two.
+A policy sees the records of one `EvictionState`, which keeps them in one queue, or in two.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from heapq import heappop, heappush
 from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry
 
 _MOST_REFUSED = 1024  # names
-_Item = tuple[int, int, str]
+_Leaf = tuple[int, int, str]
 """(rank, ticket, name) of a record that was a leaf: lower goes sooner"""
 
 
-class State:
+class EvictionState:
     """Records of one place.
 
     Args:
@@ -53,13 +53,13 @@ class State:
         self.entries: dict[str, Entry] = {}
         self._followers: dict[str, int] = {}  # held records by parent, held or not
         self._bytes: dict[tuple[str, int], int] = {}  # by owner ("": all) and queue
-        self._leaves: dict[tuple[str, int], list[_Item]] = {}  # heaps; items may be out of date
+        self._leaves: dict[tuple[str, int], list[_Leaf]] = {}  # heaps; items may be out of date
         self._pins: dict[str, float] = {}
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
         self._events = 0
 
 
-def touch(state: State, names: Iterable[str]) -> None:
+def touch(state: EvictionState, names: Iterable[str]) -> None:
     """Note that `names` were used: records of a chain, each following the one before it. Mutates `state`.
 
     Names that are not held are passed over.
@@ -80,7 +80,7 @@ def touch(state: State, names: Iterable[str]) -> None:
         before = name
 
 
-def use_run(state: State, names: Sequence[str]) -> int:
+def use_run(state: EvictionState, names: Sequence[str]) -> int:
     """How many of `names`, a chain, are held from the first on; these were used. Mutates `state`."""
     entries = state.entries
     run = 0
@@ -93,7 +93,7 @@ def use_run(state: State, names: Sequence[str]) -> int:
 
 
 def add(
-    state: State,
+    state: EvictionState,
     name: str,
     size: int,
     *,
@@ -114,7 +114,7 @@ def add(
 
 
 def add_run(
-    state: State,
+    state: EvictionState,
     names: Sequence[str],
     size: int,
     *,
@@ -163,14 +163,14 @@ def add_run(
     return added, victims
 
 
-def refuse(state: State, name: str) -> None:
+def refuse(state: EvictionState, name: str) -> None:
     """Note that `name` found no room: what follows it is of no use until it is held. Mutates `state`."""
     state._refused[name] = None
     if len(state._refused) > _MOST_REFUSED:
         del state._refused[next(iter(state._refused))]
 
 
-def remove(state: State, name: str) -> bool:
+def remove(state: EvictionState, name: str) -> bool:
     """Note that `name` is gone; whether it was held. Mutates `state`."""
     if name not in state.entries:
         return False
@@ -179,7 +179,7 @@ def remove(state: State, name: str) -> bool:
     return True
 
 
-def pin(state: State, names: Iterable[str], until: float) -> int:
+def pin(state: EvictionState, names: Iterable[str], until: float) -> int:
     """Let go of none of `names` before the time `until`; returns how many are held. Mutates `state`."""
     held = [name for name in names if name in state.entries]
     for name in held:
@@ -187,7 +187,7 @@ def pin(state: State, names: Iterable[str], until: float) -> int:
     return len(held)
 
 
-def note(state: State, name: str, size: int, *, parent: str | None = None, owner: str = "") -> None:
+def note(state: EvictionState, name: str, size: int, *, parent: str | None = None, owner: str = "") -> None:
     """Note that `name` is held, be it beyond the capacity; one that is held already is touched. Mutates."""
     if name in state.entries:
         touch(state, (name,))
@@ -197,13 +197,13 @@ def note(state: State, name: str, size: int, *, parent: str | None = None, owner
     _hold(state, name, entry)
 
 
-def clear(state: State) -> None:
+def clear(state: EvictionState) -> None:
     """Note that nothing is held any more. Mutates `state`."""
     for name in list(state.entries):
         remove(state, name)
 
 
-def _new(state: State, name: str, size: int, owner: str) -> Entry:
+def _new(state: EvictionState, name: str, size: int, owner: str) -> Entry:
     """An entry for a record that comes now."""
     state._events = event = state._events + 1
     policy = state.policy
@@ -214,7 +214,7 @@ def _new(state: State, name: str, size: int, owner: str) -> Entry:
 
 
 def _make_room(
-    state: State,
+    state: EvictionState,
     owner: str,
     size: int,
     now: float,
@@ -226,7 +226,7 @@ def _make_room(
         excess = _excess(state, scope, size)
         if excess <= 0:
             continue
-        passed: list[tuple[int, _Item]] = []  # leaves that may not be let go now
+        passed: list[tuple[int, _Leaf]] = []  # leaves that may not be let go now
         while excess > 0:
             victim = _next_leaf(state, scope, now, may_evict, passed)
             if victim is None:
@@ -241,7 +241,7 @@ def _make_room(
     return True
 
 
-def _excess(state: State, scope: str, size: int) -> int:
+def _excess(state: EvictionState, scope: str, size: int) -> int:
     """Bytes that `scope` must let go so that `size` more fit."""
     if not scope:
         return 0 if state.capacity_bytes is None else state.used_bytes + size - state.capacity_bytes
@@ -252,11 +252,11 @@ def _excess(state: State, scope: str, size: int) -> int:
 
 
 def _next_leaf(
-    state: State,
+    state: EvictionState,
     scope: str,
     now: float,
     may_evict: Callable[[str], bool] | None,
-    passed: list[tuple[int, _Item]],
+    passed: list[tuple[int, _Leaf]],
 ) -> str | None:
     """The leaf of `scope` to let go next; those that may not go are moved from the heaps to `passed`."""
     leaves, entries, followers, policy = state._leaves, state.entries, state._followers, state.policy
@@ -287,19 +287,19 @@ def _next_leaf(
             return name
 
 
-def _is_long(state: State, scope: str) -> bool:
+def _is_long(state: EvictionState, scope: str) -> bool:
     """Whether the first queue of `scope` has more than its share of the room."""
     held = state._bytes.get((scope, SMALL), 0)
     limit = (state.quota_bytes if scope else state.capacity_bytes) or 0
     return state.policy.is_long(held, limit, _room(state))
 
 
-def _room(state: State) -> int:
+def _room(state: EvictionState) -> int:
     """Bytes that may be held, or by one owner where there is no other limit."""
     return state.capacity_bytes or state.quota_bytes or 0
 
 
-def _promote(state: State, name: str, entry: Entry) -> None:
+def _promote(state: EvictionState, name: str, entry: Entry) -> None:
     """To the queue of what was used again."""
     _count(state, entry, -entry.size)
     entry.queue = MAIN
@@ -308,7 +308,7 @@ def _promote(state: State, name: str, entry: Entry) -> None:
         _offer(state, name, entry)
 
 
-def _requeue(state: State, name: str, entry: Entry) -> None:
+def _requeue(state: EvictionState, name: str, entry: Entry) -> None:
     """To the end of the main queue, as if it came now."""
     _forget(state, name)
     state._events += 1
@@ -316,7 +316,7 @@ def _requeue(state: State, name: str, entry: Entry) -> None:
     _hold(state, name, entry)
 
 
-def _hold(state: State, name: str, entry: Entry) -> None:
+def _hold(state: EvictionState, name: str, entry: Entry) -> None:
     state.entries[name] = entry
     if entry.parent is not None:
         state._followers[entry.parent] = state._followers.get(entry.parent, 0) + 1
@@ -325,7 +325,7 @@ def _hold(state: State, name: str, entry: Entry) -> None:
         _offer(state, name, entry)
 
 
-def _forget(state: State, name: str) -> Entry:
+def _forget(state: EvictionState, name: str) -> Entry:
     entry = state.entries.pop(name)
     _count(state, entry, -entry.size)
     if entry.parent is not None:
@@ -333,7 +333,7 @@ def _forget(state: State, name: str) -> Entry:
     return entry
 
 
-def _count(state: State, entry: Entry, size: int) -> None:
+def _count(state: EvictionState, entry: Entry, size: int) -> None:
     state.used_bytes += size
     if state.policy.queued or state.quota_bytes is not None:
         for scope in _scopes(state, entry):
@@ -341,7 +341,7 @@ def _count(state: State, entry: Entry, size: int) -> None:
             state._bytes[share] = state._bytes.get(share, 0) + size
 
 
-def _offer(state: State, name: str, entry: Entry) -> None:
+def _offer(state: EvictionState, name: str, entry: Entry) -> None:
     item = state.policy.rank(entry), entry.ticket, name
     for scope in _scopes(state, entry):
         heap = state._leaves.get((scope, entry.queue))
@@ -350,11 +350,11 @@ def _offer(state: State, name: str, entry: Entry) -> None:
         heappush(heap, item)
 
 
-def _scopes(state: State, entry: Entry) -> tuple[str, ...]:
+def _scopes(state: EvictionState, entry: Entry) -> tuple[str, ...]:
     return ("",) if state.quota_bytes is None or not entry.owner else ("", entry.owner)
 
 
-def _release(state: State, parent: str) -> None:
+def _release(state: EvictionState, parent: str) -> None:
     """One record less follows `parent`, which may be a leaf now."""
     left = state._followers[parent] - 1
     if left:

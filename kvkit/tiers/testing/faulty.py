@@ -1,0 +1,295 @@
+"""For tests of what uses tiers: wrappers that make any tier slow, or faulty on plan."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from functools import partial
+
+import numpy as np
+
+from kvkit.staging import Lease, release_all
+from kvkit.tiers.base import OnComplete, Ranges, Tier, complete
+
+
+class Wrapper(Tier):
+    """A tier that passes everything on to `inner`; a base to change single operations."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.scope = inner.scope
+        self.codec = inner.codec
+        self.near = inner.near
+        self.transient = inner.transient
+        self.reads_at_once = inner.reads_at_once
+        self.reads_parts = inner.reads_parts
+        self.slots = inner.slots
+
+    def limit(self, slot_bytes: int) -> None:
+        super().limit(slot_bytes)
+        self.inner.limit(slot_bytes)
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        return self.inner.count_leading(names)
+
+    def count_unneeded(self, names: Sequence[str]) -> int:
+        return self.inner.count_unneeded(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self.inner.get(names, leases, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self.inner.put(names, leases, on_complete)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.inner.delete(names)
+
+    def size(self, name: str) -> int | None:
+        return self.inner.size(name)
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        return self.inner.scan()
+
+    def borrow(self, name: str) -> Lease | None:
+        return self.inner.borrow(name)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_ranges(name, ranges, buffers)
+
+    def waiting(self) -> int:
+        return self.inner.waiting()
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        return self.inner.pin(names, seconds)
+
+    def describe(self, array: str, metadata: bytes) -> None:
+        self.inner.describe(array, metadata)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class LatencyTier(Wrapper):
+    """`inner`, with each batch of gets and puts started, and each lookup answered, so many seconds later.
+
+    Closing does not wait for the delays: what they hold back starts at once.
+    """
+
+    def __init__(self, inner: Tier, *, get_s: float = 0.0, put_s: float = 0.0, run_s: float = 0.0) -> None:
+        super().__init__(inner)
+        self._get_s, self._put_s, self._run_s = get_s, put_s, run_s
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._delayed: set[threading.Thread] = set()
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        self._closing.wait(self._run_s)
+        return self.inner.count_leading(names)
+
+    def count_unneeded(self, names: Sequence[str]) -> int:
+        self._closing.wait(self._run_s)
+        return self.inner.count_unneeded(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._later(self._get_s, self.inner.get, names, leases, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        self._later(self._put_s, self.inner.put, names, leases, on_complete)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            delayed = list(self._delayed)
+        for thread in delayed:
+            thread.join()
+        self.inner.close()
+
+    def _later(
+        self,
+        seconds: float,
+        start: Callable[[Sequence[str], Sequence[Lease], OnComplete], None],
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        held = [lease.share() for lease in leases]
+
+        def wait_and_start() -> None:
+            self._closing.wait(seconds)
+            start(names, held, on_complete)
+            release_all(held)
+            with self._lock:
+                self._delayed.discard(thread)
+
+        thread = threading.Thread(target=wait_and_start, name=f"kvkit-{self.name}-later", daemon=True)
+        with self._lock:
+            self._delayed.add(thread)
+            thread.start()
+
+
+class Fault(StrEnum):
+    """What goes wrong with one operation on one object.
+
+    FAIL: OSError. HANG: it waits for `FaultyTier.release`, then goes on as planned by `inner`. FLIP: one bit
+    of what a get returns is wrong. TRUNCATE: a get returns the first half. DROP: a put completes, but keeps
+    nothing. FLIP and TRUNCATE are for gets, DROP for puts.
+    """
+
+    FAIL = "fail"
+    HANG = "hang"
+    FLIP = "flip"
+    TRUNCATE = "truncate"
+    DROP = "drop"
+
+
+Plan = Callable[[str, str], Fault | None]
+"""(operation, object name) -> the fault, or None. Asked from any thread.
+
+Operations: "count" (what a tier holds, or does not want; named by its first object), "get", "put", "delete",
+"size".
+"""
+
+
+def random_plan(seed: int, share: float, faults: dict[str, Sequence[Fault]]) -> Plan:
+    """A plan by which `share` (0 to 1) of the objects meet one of `faults[operation]`.
+
+    It depends on seed, operation and name alone: not on the order of calls, nor on threads.
+    """
+
+    def plan(operation: str, name: str) -> Fault | None:
+        choices = faults.get(operation, ())
+        rng = np.random.default_rng([seed, zlib.crc32(f"{operation} {name}".encode())])
+        if not choices or rng.random() >= share:
+            return None
+        return choices[int(rng.integers(len(choices)))]
+
+    return plan
+
+
+class FaultyTier(Wrapper):
+    """`inner`, but for the faults that `plan` names. Keeps the contract: each name completes once.
+
+    A record whose get has a fault is not lent either. Closing releases what hangs.
+    """
+
+    def __init__(self, inner: Tier, plan: Plan) -> None:
+        super().__init__(inner)
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._hanging: list[Callable[[], None]] = []
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        """Let go on what hangs, now and from now on."""
+        with self._lock:
+            self._released.set()
+            hanging, self._hanging = self._hanging, []
+        for go_on in hanging:
+            go_on()
+
+    @property
+    def hanging(self) -> int:
+        """Gets and puts that hang."""
+        with self._lock:
+            return len(self._hanging)
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        if names:
+            self._meet("count", names[0])
+        return self.inner.count_leading(names)
+
+    def count_unneeded(self, names: Sequence[str]) -> int:
+        if names:
+            self._meet("count", names[0])
+        return self.inner.count_unneeded(names)
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            self._move("get", name, lease, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            self._move("put", name, lease, on_complete)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._meet("delete", name)
+            self.inner.delete([name])
+
+    def size(self, name: str) -> int | None:
+        self._meet("size", name)
+        return self.inner.size(name)
+
+    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self._meet("get", name)
+        self.inner.get_ranges(name, ranges, buffers)
+        if self._plan("get", name) in (Fault.FLIP, Fault.TRUNCATE):
+            buffers[-1][0] ^= 1
+
+    def borrow(self, name: str) -> Lease | None:
+        return self.inner.borrow(name) if self._plan("get", name) is None else None
+
+    def close(self) -> None:
+        self.release()
+        self.inner.close()
+
+    def _meet(self, operation: str, name: str) -> None:
+        """The fault of an operation that answers at once."""
+        fault = self._plan(operation, name)
+        if fault is Fault.FAIL:
+            raise _failure(operation, name)
+        if fault is Fault.HANG:
+            self._released.wait()
+
+    def _move(self, operation: str, name: str, lease: Lease, on_complete: OnComplete) -> None:
+        fault = self._plan(operation, name)
+        if fault is Fault.FAIL:
+            complete(on_complete, name, lease.share(), _failure(operation, name))
+        elif fault is Fault.DROP:
+            complete(on_complete, name, lease.share(), None)
+        elif fault in (Fault.FLIP, Fault.TRUNCATE):
+            self.inner.get([name], [lease], partial(self._spoil, fault, lease.share(), on_complete))
+        else:
+            start = partial(self.inner.get if operation == "get" else self.inner.put, [name])
+            if fault is not Fault.HANG or not self._hang(start, lease, on_complete):
+                start([lease], on_complete)
+
+    def _hang(
+        self,
+        start: Callable[[Sequence[Lease], OnComplete], None],
+        lease: Lease,
+        on_complete: OnComplete,
+    ) -> bool:
+        """Keep an operation, with a share of its slot, for `release`; False if that was called already."""
+        held = lease.share()
+
+        def go_on() -> None:
+            with held:
+                start([held], on_complete)
+
+        with self._lock:
+            if not self._released.is_set():
+                self._hanging.append(go_on)
+                return True
+        held.release()
+        return False
+
+    @staticmethod
+    def _spoil(
+        fault: Fault, lease: Lease, on_complete: OnComplete, name: str, error: BaseException | None
+    ) -> None:
+        """Harm what was got, then report it as if all were well."""
+        if error is None and fault is Fault.TRUNCATE:
+            lease.used //= 2
+        elif error is None and lease.used:
+            bit = zlib.crc32(name.encode()) % (8 * lease.used)
+            lease.array[bit // 8] ^= np.uint8(1 << bit % 8)
+        complete(on_complete, name, lease, error)
+
+
+def _failure(operation: str, name: str) -> OSError:
+    return OSError(errno.EIO, f"planned fault: {operation}", name)
