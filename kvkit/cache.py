@@ -208,15 +208,8 @@ class Cache:
         retrieve_from: Sequence[str] | None = None,
     ) -> Transfer[Hit]:
         """`lookup` in the background."""
-        look = partial(
-            self.lookup,
-            tokens,
-            namespace,
-            wait_s=wait_s,
-            first=first,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            retrieve_from=retrieve_from,
-        )
+        look = partial(self.lookup, tokens, namespace, wait_s=wait_s, first=first)
+        look = partial(look, prefill_tokens_per_s=prefill_tokens_per_s, retrieve_from=retrieve_from)
         return Transfer.start(self._looking, lambda _: look())
 
     def query(self, tokens: Any, namespace: Namespace | None = None) -> Hit:

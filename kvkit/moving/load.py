@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 from kvkit.format import record
 from kvkit.format.rope import Rotation
@@ -23,6 +24,7 @@ from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
 
+@dataclass(eq=False)
 class Load:
     """The KV of a hit, on its way into the engine's pages. To be run once.
 
@@ -34,25 +36,18 @@ class Load:
         rotate: by how many positions keys move on the way, a chunk each.
     """
 
-    modest = False
+    tiers: TierSet
+    puts: Puts
+    prefetched: Prefetched
+    hit: Hit
+    pages: Sequence[SequencePages]
+    rotate: Rotation | None = None
+    modest: ClassVar[bool] = False
     """Whether reads leave room for others': see `PlanReads`."""
 
-    def __init__(
-        self,
-        tiers: TierSet,
-        puts: Puts,
-        prefetched: Prefetched,
-        hit: Hit,
-        pages: Sequence[SequencePages],
-        rotate: Rotation | None = None,
-    ) -> None:
-        self._tiers = tiers
-        self._puts = puts
-        self._prefetched = prefetched
-        self._chunks = hit.chunks
-        self._pages = pages
-        self._rotate = rotate
-        self._plan = hit.plan
+    def __post_init__(self) -> None:
+        self._chunks = self.hit.chunks
+        self._plan = self.hit.plan
         self._done = 0  # chunks
         self._used: Counter[str] = Counter()
         self._bad: set[tuple[str, int]] = set()
@@ -61,25 +56,23 @@ class Load:
         """Load what there is, until it is all there or `transfer` is stopped. Mutates the pages."""
         # 1. what lies nearer by now is taken from there; more than was found then is not wanted
         found = RetrievePlan(self._plan.chunks, self._plan.segments)
-        self._plan = self._tiers.nearest(self._chunks, found)
-        with WriteBacks(self._tiers, self._puts, self._chunks) as back:
+        self._plan = self.tiers.nearest(self._chunks, found)
+        with WriteBacks(self.tiers, self.puts, self._chunks) as back:
             while self._done < self._plan.chunks and not transfer.stopped:
                 # 2. every segment's reads start, in order of need
                 segments = self._usable_segments()
                 if not segments:
                     continue
-                reads = PlanReads(self._tiers, self._chunks, segments, self._prefetched, self.modest)
+                reads = PlanReads(self.tiers, self._chunks, segments, self.prefetched, self.modest)
                 transfer.when_stopped(reads.interrupt)
                 try:
                     while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:
                         if reads.short:
                             back.start()
-                        # 3. records that were read and verified, of one tier, are ...
+                        # 3. records that were read and verified, of one tier
                         ready = reads.take()
                         try:
-                            if (
-                                ready
-                            ):  # 4. ... used, and 5. written back: after the last read, or if slots lack
+                            if ready:  # 4. used, 5. written back, later
                                 self._use(reads.tier, self._done, ready)
                                 back.hold(reads.tier, self._done, ready)
                         finally:
@@ -91,12 +84,12 @@ class Load:
                 # 6. what could not be had there is sought elsewhere
                 if reads.failed is not None:
                     name, error = reads.failed
-                    self._tiers.ended(reads.tier, name, error)
+                    self.tiers.ended(reads.tier, name, error)
                     if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
                         break
                     self._seek_elsewhere(reads.tier)
         if transfer.stopped:
-            self._tiers.count(Counts.note_cancelled)
+            self.tiers.count(Counts.note_cancelled)
         size = self._chunks.chunk_tokens
         loaded = Loaded(self._done * size, {tier: n * size for tier, n in self._used.items() if n})
         self._note(loaded)
@@ -109,7 +102,7 @@ class Load:
         """
         rest = [Segment(s.tier, max(s.start, self._done), s.stop) for s in self._plan.segments]
         rest = [s for s in rest if s.stop > self._done]
-        usable = list(takewhile(lambda s: not self._tiers.passed_over(s.tier), rest))
+        usable = list(takewhile(lambda s: not self.tiers.passed_over(s.tier), rest))
         if not usable:
             self._seek_elsewhere(rest[0].tier)
         return usable
@@ -117,43 +110,42 @@ class Load:
     def _seek_elsewhere(self, tier: str) -> None:
         """Plan the rest anew: `tier` does not have the next chunk."""
         self._bad.add((tier, self._done))
-        self._plan = self._tiers.find(self._chunks, planning.clip(self._plan, self._done), self._bad)
+        self._plan = self.tiers.find(self._chunks, planning.clip(self._plan, self._done), self._bad)
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         """Make something of validated records that `tier` delivered, chunk `first` on."""
         groups = self._chunks.groups
         count = len(leases) // groups
-        rotate = self._rotate
+        rotate = self.rotate
         if rotate is not None:
             rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
-        for g, (form, group) in enumerate(zip(self._chunks.formats, self._pages, strict=True)):
+        for g, (form, group) in enumerate(zip(self._chunks.formats, self.pages, strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
             unpack(group.pages, payloads, **group.rows(form, first, count), rotate=rotate)
 
     def _note(self, loaded: Loaded) -> None:
         """Count what was made of it."""
-        self._tiers.count_loaded(self._chunks, loaded)
+        self.tiers.count_loaded(self._chunks, loaded)
 
 
+@dataclass(eq=False, kw_only=True)
 class _Nearer(Load):
     """A load that ends in slots, which `shelve` has kept; without, it is only written back."""
 
+    shelve: bool
     modest = True
 
-    def __init__(self, tiers: TierSet, puts: Puts, prefetched: Prefetched, hit: Hit, shelve: bool) -> None:
-        super().__init__(tiers, puts, prefetched, hit, pages=())
-        self._shelve = shelve
-
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
-        if self._shelve and not self._tiers.tiers[tier].near:
+        if self.shelve and not self.tiers.tiers[tier].near:
             names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
-                self._prefetched.keep(name, lease, self)
+                self.prefetched.keep(name, lease, self)
 
     def _note(self, loaded: Loaded) -> None:
         pass
 
 
+@dataclass(eq=False)
 class Prefetch:
     """What tiers further away hold of `chunks`, on its way into the tiers that the policy writes back to.
 
@@ -161,15 +153,14 @@ class Prefetch:
     as it is.
     """
 
-    def __init__(self, tiers: TierSet, puts: Puts, prefetched: Prefetched, chunks: Chunks) -> None:
-        self._tiers = tiers
-        self._puts = puts
-        self._prefetched = prefetched
-        self._chunks = chunks
+    tiers: TierSet
+    puts: Puts
+    prefetched: Prefetched
+    chunks: Chunks
 
     def run(self, transfer: Transfer[Any]) -> Hit:
         """Bring it nearer, until all is or `transfer` is stopped; what can be had then."""
-        tiers, chunks = self._tiers, self._chunks
+        tiers, chunks = self.tiers, self.chunks
         # 1. what lies far away
         found = tiers.find(chunks, RetrievePlan(len(chunks)), frozenset())
         near = [name for name, tier in tiers.tiers.items() if tier.near]
@@ -179,10 +170,10 @@ class Prefetch:
         first, stop = far[0].start, far[-1].stop
         shelve = not set(near) & set(tiers.policy.write_back_to)
         if shelve and not tiers.policy.write_back_to:  # more than the slots hold would be read for nothing
-            stop = min(stop, first + self._prefetched.slots // chunks.groups)
+            stop = min(stop, first + self.prefetched.slots // chunks.groups)
         # 2. is read as for a load
         wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
-        loaded = _Nearer(tiers, self._puts, self._prefetched, wanted, shelve).run(transfer)
+        loaded = _Nearer(tiers, self.puts, self.prefetched, wanted, (), shelve=shelve).run(transfer)
         # 3. what of it came ends the hit
         if loaded.tokens < wanted.tokens:
             found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
@@ -191,31 +182,29 @@ class Prefetch:
         return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks), frozenset()))
 
 
+@dataclass(eq=False)
 class ChunkRead:
     """The verified records of one chunk, on their way into slots.
 
     They are written back as those of a load are, to a tier that holds the chunk before them.
     """
 
-    def __init__(
-        self, tiers: TierSet, puts: Puts, prefetched: Prefetched, chunks: Chunks, chunk: int
-    ) -> None:
-        self._tiers = tiers
-        self._puts = puts
-        self._prefetched = prefetched
-        self._chunks = chunks
-        self._chunk = chunk
+    tiers: TierSet
+    puts: Puts
+    prefetched: Prefetched
+    chunks: Chunks
+    chunk: int
 
     def run(self, transfer: Transfer[Any]) -> list[Lease]:
         """A lease per layer group, for the caller to release; empty if no tier has them."""
-        tiers, chunks, chunk = self._tiers, self._chunks, self._chunk
+        tiers, chunks, chunk = self.tiers, self.chunks, self.chunk
         for tier in tiers.policy.retrieve_from:
             if transfer.stopped:
                 break
             if not tiers.usable(tier) or tiers.ask(tier, chunks.records(chunk, chunk + 1)) < chunks.groups:
                 continue
             segment = Segment(tier, chunk, chunk + 1)
-            reads = PlanReads(tiers, chunks, [segment], self._prefetched)
+            reads = PlanReads(tiers, chunks, [segment], self.prefetched)
             transfer.when_stopped(reads.interrupt)
             leases: list[Lease] = []
             try:
@@ -223,7 +212,7 @@ class ChunkRead:
                 if reads.failed is not None:
                     tiers.ended(tier, *reads.failed)
                 if leases:
-                    self._puts.write_back(tier, chunks, chunk, leases, self._continued())
+                    self.puts.write_back(tier, chunks, chunk, leases, self._continued())
                     found, leases = leases, []
                     return found
             finally:
@@ -233,9 +222,9 @@ class ChunkRead:
 
     def _continued(self) -> list[str]:
         """The tiers to write back to that hold the chunk before this one."""
-        targets = self._tiers.policy.write_back_to
-        if self._chunk == 0:
+        targets = self.tiers.policy.write_back_to
+        if self.chunk == 0:
             return list(targets)
-        before = self._chunks.records(self._chunk - 1, self._chunk)
-        usable = [tier for tier in targets if self._tiers.usable(tier)]
-        return [tier for tier in usable if self._tiers.ask(tier, before) == len(before)]
+        before = self.chunks.records(self.chunk - 1, self.chunk)
+        usable = [tier for tier in targets if self.tiers.usable(tier)]
+        return [tier for tier in usable if self.tiers.ask(tier, before) == len(before)]

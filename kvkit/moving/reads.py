@@ -100,7 +100,15 @@ class PlanReads:
             reads.restart()
 
     def _fill(self) -> None:
-        """Start reads, in the order of need, while there are slots."""
+        """Start reads, in the order of need, while there are slots. Of each segment, in chunks:
+
+            [ taken | in flight: read, or being read | not begun )
+            start   first                            next        stop
+
+        1. moves every `next` on until its tier has as much to read as it reads at once, 2. further, until
+        there are no slots to spare or MAX_IN_FLIGHT chunks are in flight, or, if modest, until the tier has
+        MODEST times what it reads at once.
+        """
         # 1. what each tier works on at once
         room = {reads.tier: self._tiers.tiers[reads.tier].reads_at_once for reads in self._reads}
         for reads in self._reads:

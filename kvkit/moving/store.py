@@ -29,6 +29,7 @@ class Stored:
     new_tokens: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Store:
     """Chunks on their way from the engine's pages into tiers. To be run once, or closed.
 
@@ -39,36 +40,25 @@ class Store:
         copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
     """
 
-    def __init__(
-        self,
-        tiers: TierSet,
-        puts: Puts,
-        chunks: Chunks,
-        pages: Sequence[SequencePages],
-        targets: Sequence[str],
-        promise: Promise,
-        ready: Callable[[], object] = lambda: None,
-        copy_first: bool = False,
-    ) -> None:
-        self._tiers = tiers
-        self._puts = puts
-        self._chunks = chunks
-        self._pages = pages
-        self._targets = targets
-        self._promise = promise
-        self._ready = ready
-        self._copy_first = copy_first
+    tiers: TierSet
+    puts: Puts
+    chunks: Chunks
+    pages: Sequence[SequencePages]
+    targets: Sequence[str]
+    promise: Promise
+    ready: Callable[[], object] = lambda: None
+    copy_first: bool = False
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
         """Copy what a target lacks and start putting it, until that is all or `transfer` is stopped."""
-        tiers, chunks = self._tiers, self._chunks
+        tiers, chunks = self.tiers, self.chunks
         stored: set[int] = set()
         try:
             # 1. the engine has computed what is stored
-            self._ready()
+            self.ready()
             # 2. what each target lacks; some are asked when they get it
-            later = self._asked_later() if self._copy_first else []
-            lacking = self._puts.plan(chunks, [t for t in self._targets if t not in later]).segments
+            later = self._asked_later() if self.copy_first else []
+            lacking = self.puts.plan(chunks, [t for t in self.targets if t not in later]).segments
             unknown = [Segment(t, 0, len(chunks)) for t in later]
             plan = StorePlan((*lacking, *unknown))
             position = plan.start
@@ -85,8 +75,8 @@ class Store:
                             break
                         self._pack(position, leases)
                     # 5. put
-                    stored |= self._puts.put(lacking, chunks, position, leases, self._promise)
-                    stored |= self._puts.put(unknown, chunks, position, leases, self._promise, asks=True)
+                    stored |= self.puts.put(lacking, chunks, position, leases, self.promise)
+                    stored |= self.puts.put(unknown, chunks, position, leases, self.promise, asks=True)
                 finally:
                     release_all(leases)
                 position += len(leases) // chunks.groups
@@ -98,20 +88,20 @@ class Store:
 
     def close(self) -> None:
         """Promise no more than tiers were given."""
-        self._promise.close()
+        self.promise.close()
 
     def _asked_later(self) -> list[str]:
         """The targets outside this process."""
-        tiers = self._tiers
-        return [t for t in self._targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
+        tiers = self.tiers
+        return [t for t in self.targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
 
     def _slots(self, first: int, stop: int, transfer: Transfer[Stored]) -> list[Lease]:
         """Slots for as many of chunks [first, stop) as there are; none if one chunk's do not come free."""
-        groups = self._chunks.groups
+        groups = self.chunks.groups
         count = min(MAX_IN_FLIGHT, stop - first) * groups
         try:
-            leases = self._tiers.staging.acquire(
-                count, self._tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+            leases = self.tiers.staging.acquire(
+                count, self.tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
             )
         except Stopped:
             return []
@@ -123,9 +113,9 @@ class Store:
 
     def _pack(self, first: int, leases: Sequence[Lease]) -> None:
         """Fill slots with the sealed records of chunks `first` on, groups side by side."""
-        chunks = self._chunks
+        chunks = self.chunks
         count = len(leases) // chunks.groups
-        for g, (form, group) in enumerate(zip(chunks.formats, self._pages, strict=True)):
+        for g, (form, group) in enumerate(zip(chunks.formats, self.pages, strict=True)):
             mine = leases[g :: chunks.groups]
             payloads = [record.payload(form, lease.array) for lease in mine]
             rows = group.rows(form, first, count)
