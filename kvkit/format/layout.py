@@ -146,16 +146,6 @@ class LayerGroup:
         """Bytes of one chunk over all layers of the group, exact."""
         return len(self.layers) * self.layer_bytes(chunk_tokens)
 
-    def page_strides(self, blocks: int) -> tuple[int, int, int, int]:
-        """Strides of a layer's pages [B, H, N, C], in elements: `strides`, or dense in `order`.
-
-        `blocks` is the number of blocks in the pool (it decides strides where B is not outermost).
-        """
-        if self.strides is not None:
-            return self.strides
-        b, h, n, c = (self._order_strides(blocks)[axis] for axis in "BHNC")
-        return b, h, n, c
-
     def pages(self, blocks: int, fill_byte: int = 0, device: str = "cpu") -> list[torch.Tensor]:
         """A new pool of dense pages in `order`: one [B, H, N, C] view per layer of one allocation.
 
