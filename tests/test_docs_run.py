@@ -125,6 +125,10 @@ def configure(page: str, folder: Path, extra: str = "") -> None:
     (folder / "kvkit.toml").write_text('staging = "16MiB"\n' + text + extra)
 
 
+def test_keys_and_records_are_of_use_without_a_cache() -> None:
+    run_page("docs/concepts.md")
+
+
 def test_recipes_run_and_print_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configure("docs/recipes.md", tmp_path)
     monkeypatch.chdir(tmp_path)
