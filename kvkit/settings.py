@@ -19,9 +19,14 @@ class ConfigError(ValueError):
     """A setting is unknown or impossible. The message names the setting, the value and the choices."""
 
 
-def explain(entry: Any, known: Sequence[str]) -> str:
-    """One pydantic error as "setting = value: what is wrong; the choices"; `known` are the settings there."""
-    where = ".".join(str(part) for part in entry["loc"]) or "policy"
+def explain(entry: Any, known: Sequence[str], together: str = "policy") -> str:
+    """One pydantic error as "setting = value: what is wrong; the choices".
+
+    Args:
+        known: the settings there.
+        together: what is wrong where it is no single setting; empty: the message names it.
+    """
+    where = ".".join(str(part) for part in entry["loc"]) or together
     if entry["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(entry["loc"][-1]), known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -29,7 +34,8 @@ def explain(entry: Any, known: Sequence[str]) -> str:
     secret = not _SECRET.isdisjoint(entry["loc"])
     value = "" if secret or isinstance(entry["input"], dict) else f" = {shown(repr(entry['input']))}"
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
-    return f"{where}{value}: {entry['msg'].removeprefix('Value error, ')}{hint}"
+    message = entry["msg"].removeprefix("Value error, ") + hint
+    return f"{where}{value}: {message}" if where else message
 
 
 def grouped_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -54,7 +54,10 @@ def test_engines_have_the_name_of_their_address_or_their_own() -> None:
         ({"decode": D, "port": 70000}, "port = 70000"),
         ({"decode": D, "request_timeout_s": float("inf")}, "request_timeout_s = inf"),
         ({"decode": D, "direct_token": 2}, "direct_token: unknown setting; did you mean 'direct_tokens'"),
-        ({"decode": {"d": D["d"] | {"hand": 1}}}, "decode.d.hand: unknown setting; .*the settings are url"),
+        (
+            {"decode": {"d": D["d"] | {"hand": 1}}},
+            "decode.d.hand: unknown setting; .*here are url",
+        ),
         ({"decode": D, "prefill": D}, "prefill.d: there is a decode.d, too"),
         ({"decode": {"d": D["d"] | {"token_file": "t"}}}, "d.token_file: given without d.cache"),
         ({"decode": {"d": D["d"] | {"handoff": "tcp://h"}}}, "d.handoff = 'tcp://h': tcp://h: want unix:///"),

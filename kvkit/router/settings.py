@@ -14,9 +14,8 @@ handoff = "tcp://10.0.0.2:9478"         # where that engine takes in what P comp
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -25,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvkit.handoff.transport import addresses
 from kvkit.router.routing import RoutingLimits
-from kvkit.settings import ConfigError
+from kvkit.settings import ConfigError, explain
 
 DEFAULT_PORT = 8000
 _LIMITS = RoutingLimits()
@@ -167,7 +166,15 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
     try:
         return RouterConfig(**values)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from error
+        raise ConfigError(
+            "\n".join(f"{source}: {explain(e, _choices(e['loc']), '')}" for e in error.errors())
+        ) from error
+
+
+def _choices(where: Sequence[str | int]) -> list[str]:
+    """The settings that there are beside one."""
+    model = EngineConfig if where[:1] in (("prefill",), ("decode",)) and len(where) > 1 else RouterConfig
+    return list(model.model_fields)
 
 
 def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
@@ -199,17 +206,3 @@ def _address(url: str) -> str:
         return urlsplit(url).netloc or url
     except ValueError:
         return url
-
-
-def _explain(error: Any) -> str:
-    """A problem in words: setting, value, choices."""
-    where = ".".join(map(str, error["loc"]))
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        model = EngineConfig if where.startswith(("prefill.", "decode.")) else RouterConfig
-        known = list(model.model_fields)
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{where}: unknown setting; {hint}the settings are {', '.join(known)}"
-    value = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
-    return f"{where}{value}: {message}" if where else message
