@@ -90,7 +90,7 @@ def fill(staging: Staging, names: Sequence[str]) -> list[Any]:
 
 
 def assert_holds(tier: Tier, names: Sequence[str]) -> None:
-    """All of `names` can be had, and are what they should be."""
+    """All of `names` are available, and are what they should be."""
     assert tier.count_leading(names) == len(names)
     for name in names:
         lease = tier.borrow(name)

@@ -7,7 +7,7 @@ import hmac
 
 import pytest
 
-from kvkit.handoff.transport.auth import NONCE_BYTES, Role, is_proof, new_nonce, prove
+from kvkit.handoff.transport.auth import NONCE_BYTES, Side, is_proof, new_nonce, prove
 
 SECRET, CLIENT, SERVER = b"s3cret", b"client hello", b"server hello"
 
@@ -18,7 +18,7 @@ def test_a_proof_is_the_mac_that_the_documentation_says() -> None:
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
-def test_each_side_accepts_the_proof_of_the_other(role: Role) -> None:
+def test_each_side_accepts_the_proof_of_the_other(role: Side) -> None:
     assert is_proof(prove(SECRET, role, CLIENT, SERVER), SECRET, role, CLIENT, SERVER)
 
 

@@ -96,14 +96,6 @@ WIDE = (
     "scores",
 )
 """Functions that still take more."""
-TWICE = (
-    "Admit",
-    "Refuse",
-    "Role",
-    "Step",
-    "Transfer",
-)
-"""Names that still mean two things."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 
@@ -220,7 +212,7 @@ def test_each_class_name_is_defined_once() -> None:
     for path in files("kvkit", "kernels", "adapters"):
         for name in class_names(path):
             homes[name].append(str(path.relative_to(HOUSE)))
-    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in TWICE} == {}
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("module", modules())

@@ -15,14 +15,14 @@ from kvkit.handoff.protocol import outgoing, states
 from kvkit.handoff.protocol.outgoing import Outgoing, SendCancel, SendCommit, Stage
 from kvkit.handoff.protocol.states import (
     Action,
-    Admit,
     Buffer,
     Complete,
+    Deny,
     End,
     Forget,
+    Grant,
     Limits,
     Phase,
-    Refuse,
     Unexpected,
     check_integrity,
 )
@@ -35,7 +35,7 @@ def names(word: str) -> list[str]:
     return list(word)
 
 
-def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Step:
+def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Next:
     given = {"elsewhere": (), "deadline_s": 100.0} | more
     return states.reserve(buffer, transfer, f"peer of {transfer}", names(word), now=now, **given)
 
@@ -50,7 +50,7 @@ def bring(buffer: Buffer, transfer: str, count: int, now: float = 0.0) -> Buffer
     return buffer
 
 
-def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Step:
+def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Next:
     """All that is still to come comes in, and is committed."""
     found = buffer.transfers[transfer]
     buffer = bring(buffer, transfer, len(found.own - found.arrived), now)
@@ -65,7 +65,7 @@ def test_the_order_that_is_a_deadlock_elsewhere() -> None:
     """8 slots, A and B of 6, in the order A1, B1, A2."""
     buffer = Buffer.empty(8, LIMITS)
     buffer, actions = reserve(buffer, "A", "abcdef")
-    assert kinds(actions) == [("Admit", "A")]
+    assert kinds(actions) == [("Grant", "A")]
     buffer = bring(buffer, "A", 3)
     buffer, actions = reserve(buffer, "B", "ghijkl")
     assert actions == ()
@@ -74,7 +74,7 @@ def test_the_order_that_is_a_deadlock_elsewhere() -> None:
     buffer, actions = states.release(buffer, "A", "used", 0.0)
     assert kinds(actions) == [("End", "A")]
     buffer, actions = states.freed(buffer, 6, 0.0)
-    assert kinds(actions) == [("Admit", "B")]
+    assert kinds(actions) == [("Grant", "B")]
     buffer, actions = finish(buffer, "B")
     assert kinds(actions) == [("Complete", "B")]
     check_integrity(buffer)
@@ -82,17 +82,17 @@ def test_the_order_that_is_a_deadlock_elsewhere() -> None:
 
 def test_what_never_fits_is_refused_at_once() -> None:
     buffer, (refusal,) = reserve(Buffer.empty(3, LIMITS), "A", "abcd")
-    assert refusal == Refuse("A", "peer of A", "4 records do not fit the buffer's 3 slots")
+    assert refusal == Deny("A", "peer of A", "4 records do not fit the buffer's 3 slots")
     assert not buffer.transfers
     buffer, actions = reserve(buffer, "A", "abcd", elsewhere="ab")
-    assert actions == (Admit("A", "peer of A", 4, frozenset({2, 3})),)
+    assert actions == (Grant("A", "peer of A", 4, frozenset({2, 3})),)
 
 
 def test_records_are_shared_until_the_last_holder_ends() -> None:
     buffer, _ = reserve(Buffer.empty(4, LIMITS), "A", "abc")
     buffer, _ = finish(buffer, "A")
     buffer, actions = reserve(buffer, "B", "abcd")
-    assert actions == (Admit("B", "peer of B", 4, frozenset({3})),)
+    assert actions == (Grant("B", "peer of B", 4, frozenset({3})),)
     buffer, (end,) = states.release(buffer, "A", "used", 0.0)
     assert end == End("A", "peer of A", "used", frozenset(), ())
     buffer, _ = finish(buffer, "B")
@@ -122,7 +122,7 @@ def test_what_is_missing_takes_no_slot() -> None:
     buffer, actions = reserve(buffer, "B", "ef")
     assert actions == ()
     buffer, actions = states.freed(buffer, 2, 0.0)
-    assert kinds(actions) == [("Admit", "B")]
+    assert kinds(actions) == [("Grant", "B")]
 
 
 def test_deadlines() -> None:
@@ -132,7 +132,7 @@ def test_deadlines() -> None:
     assert states.next_deadline(buffer) == 3.0
     assert states.expire(buffer, 2.9) == (buffer, ())
     buffer, actions = states.expire(buffer, 10.0)
-    assert [(a.transfer, a.reason) for a in actions if isinstance(a, Refuse)] == [
+    assert [(a.transfer, a.reason) for a in actions if isinstance(a, Deny)] == [
         ("B", "no slots came free in time"),
         ("C", "no slots came free in time"),
     ]
@@ -151,10 +151,10 @@ def test_damaged_records_are_let_go() -> None:
     buffer, _ = reserve(Buffer.empty(3, LIMITS), "A", "ab")
     buffer, _ = finish(buffer, "A")
     buffer, _ = reserve(buffer, "B", "bc")
-    buffer, actions = states.discard(buffer, ["b", "x"])
+    buffer, actions = states.delete(buffer, ["b", "x"])
     assert actions == (Forget(("b",)),)
     check_integrity(buffer)
-    assert states.discard(buffer, ["b"]) == (buffer, ())
+    assert states.delete(buffer, ["b"]) == (buffer, ())
     buffer, (end,) = states.release(buffer, "A", "used", 0.0)
     assert end == End("A", "peer of A", "used", frozenset(), ("a",))
 
@@ -166,7 +166,7 @@ def test_a_lost_sender_leaves_what_it_committed() -> None:
     buffer, _ = finish(buffer, "A")
     buffer = bring(buffer, "B", 1)
     buffer, actions = states.lost(buffer, "P", 0.0)
-    assert sorted(kinds(actions)) == [("End", "B"), ("Refuse", "C")]
+    assert sorted(kinds(actions)) == [("Deny", "C"), ("End", "B")]
     assert list(buffer.transfers) == ["A"]
     assert buffer.held == {"a": 1, "b": 1}
 
@@ -185,7 +185,7 @@ def test_events_of_others_do_not_count() -> None:
     with pytest.raises(Unexpected, match="record 0"):
         states.arrived(bring(buffer, "A", 1), "A", "peer of A", 0, 0.0)
     again, (refusal,) = reserve(buffer, "A", "c")
-    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal, Deny)
     assert again == buffer
 
 
@@ -193,9 +193,9 @@ def test_closing_lets_what_comes_in_come_in() -> None:
     buffer, _ = reserve(Buffer.empty(2, LIMITS), "A", "ab")
     buffer, _ = reserve(buffer, "B", "cd")
     buffer, actions = states.close(buffer, 0.0, at_once=False)
-    assert kinds(actions) == [("Refuse", "B")]
+    assert kinds(actions) == [("Deny", "B")]
     _, (refusal,) = reserve(buffer, "C", "a")
-    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal, Deny)
     assert "closing" in refusal.reason
     buffer, actions = finish(buffer, "A")
     assert kinds(actions) == [("Complete", "A")]
@@ -224,10 +224,10 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
     """Every world that one event makes of this one."""
     buffer = world.buffer
 
-    def after(outcome: states.Step, transfer: str = "", faults: int = world.faults) -> World:
+    def after(outcome: states.Next, transfer: str = "", faults: int = world.faults) -> World:
         changed, actions = outcome
         check_integrity(changed)
-        over = {a.transfer for a in actions if isinstance(a, End | Refuse)}
+        over = {a.transfer for a in actions if isinstance(a, End | Deny)}
         todo = tuple((t, rest[1:] if t == transfer else rest) for t, rest in world.todo)
         return World(changed, todo, faults, world.ended | over)
 
@@ -300,13 +300,13 @@ class BufferMachine(RuleBasedStateMachine):
         self.asked: list[str] = []
         self.admitted: list[str] = []
 
-    def take(self, outcome: states.Step) -> None:
+    def take(self, outcome: states.Next) -> None:
         self.buffer, actions = outcome
         for action in actions:
-            if isinstance(action, Admit):
+            if isinstance(action, Grant):
                 self.admitted.append(action.transfer)
                 assert len(action.own) <= self.buffer.slots
-            if isinstance(action, Admit | Refuse):
+            if isinstance(action, Grant | Deny):
                 self.asked.remove(action.transfer)
 
     @rule(
@@ -347,9 +347,9 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.buffer.held)
     @rule(data=st.data())
-    def discard(self, data: st.DataObject) -> None:
+    def delete(self, data: st.DataObject) -> None:
         gone = data.draw(st.sets(st.sampled_from(sorted(self.buffer.held)), min_size=1)) | {"unknown"}
-        self.take(states.discard(self.buffer, gone))
+        self.take(states.delete(self.buffer, gone))
         assert not gone & self.buffer.held.keys()
 
     @precondition(lambda self: self.buffer.lent)

@@ -121,7 +121,7 @@ class Endpoint:
         elif isinstance(message, Pull):
             self._send(link, message)
         elif isinstance(message, Release):
-            self._stop(link, message.transfer)
+            self._release(link, message.transfer)
         elif self._receiver is None:
             raise Unexpected(f"{type(message).__name__}: this node takes no records")
         elif isinstance(message, Reserve):
@@ -190,7 +190,7 @@ class Endpoint:
                 link.send(data, lease, None, lambda: not over.is_set(), lambda error: None)
         link.say(Commit(pull.transfer, tuple(missing)))
 
-    def _stop(self, link: Link, transfer: str) -> None:
+    def _release(self, link: Link, transfer: str) -> None:
         with self._lock:
             over = self._pulls.pop((link.number, transfer), None)
         if over is not None:

@@ -29,7 +29,7 @@ class Status:
     Attributes:
         phase: None when it ended.
         records: of the transfer.
-        held: how many can be had; all or none, but for those that its sender said are missing.
+        held: how many are available; all or none, but for those that its sender said are missing.
         reason: why it ended.
     """
 
@@ -156,10 +156,10 @@ class Receiver:
         with self._lock:
             self._apply(states.release(self._buffer, transfer, reason, time.monotonic()))
 
-    def discard(self, names: Sequence[str]) -> None:
-        """Let go of records, whoever holds them: they are damaged."""
+    def delete(self, names: Sequence[str]) -> None:
+        """Release records, whoever holds them: they are damaged."""
         with self._lock:
-            self._apply(states.discard(self._buffer, names))
+            self._apply(states.delete(self._buffer, names))
 
     def status(self, transfer: str) -> Status | None:
         """Where a transfer is; None if it is not known, or no longer."""
@@ -183,7 +183,7 @@ class Receiver:
             return self.status(transfer)
 
     def count_leading(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, can be had."""
+        """How many of `names`, from the first on, are available."""
         with self._lock:
             return next((i for i, name in enumerate(names) if name not in self._records), len(names))
 
@@ -225,7 +225,7 @@ class Receiver:
         self.arena.check_integrity()
 
     def close(self, timeout_s: float) -> None:
-        """Admit nothing more, let come in what is coming for so long, then let everything go."""
+        """Admit nothing more, let come in what is coming for so long, then release everything."""
         with self._changed:
             if self._closed:
                 return
@@ -257,7 +257,7 @@ class Receiver:
         with self._lock:
             self._apply(states.freed(self._buffer, 1, time.monotonic()))
 
-    def _apply(self, outcome: states.Step, writes_on: bool = True) -> None:
+    def _apply(self, outcome: states.Next, writes_on: bool = True) -> None:
         """Take over a new state and carry out its actions. The lock is held.
 
         `writes_on`: senders of transfers that end do not know yet, and may go on writing into shared slots.
@@ -274,26 +274,26 @@ class Receiver:
                     source.say(message)
         self._changed.notify_all()
         self._deadlines.changed()
-        if any(not isinstance(action, states.Admit | states.Forget) for action in actions):
+        if any(not isinstance(action, states.Grant | states.Forget) for action in actions):
             for changed in self._watchers:
                 changed(self)
 
     def _carry_out(
         self,
-        action: states.Admit | states.Refuse | states.Complete | states.End,
+        action: states.Grant | states.Deny | states.Complete | states.End,
         source: Source | None,
         writes_on: bool,
     ) -> Iterator[Message]:
         """Do what an action says; what to tell the sender."""
         transfer = action.transfer
-        if isinstance(action, states.Admit):
+        if isinstance(action, states.Grant):
             count = len(action.own)
             leases = self.arena.acquire(count, 0.0, at_least=count) if count else []
             taken = dict(zip(sorted(action.own), leases, strict=True))
             self._filling[transfer] = taken
             slots = (taken[i].slot if i in taken else -1 for i in range(action.names))
             yield Admit(transfer, tuple(slots))
-        elif isinstance(action, states.Refuse):
+        elif isinstance(action, states.Deny):
             self.outcomes["refused"] += 1
             self._remember(transfer, action.reason)
             yield Refuse(transfer, action.reason)

@@ -30,7 +30,7 @@ from kvkit.handoff.protocol.messages import (
     Reserve,
     transfer_name,
 )
-from kvkit.handoff.protocol.outgoing import Outgoing, Send, Sent, Stage, Step
+from kvkit.handoff.protocol.outgoing import Instruction, Outgoing, Send, Sent, Stage
 from kvkit.handoff.protocol.states import Outcome, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
@@ -173,7 +173,7 @@ class Sender:
         self._event(transfer, lambda state: outgoing.finish(state, time.monotonic()))
 
     def cancel(self, transfer: str, reason: str = "cancelled") -> None:
-        """Give a transfer up. Nothing happens if it is over."""
+        """End a transfer. Nothing happens if it is over."""
         self._event(transfer, lambda state: outgoing.cancelled(state, reason))
 
     def transfers(self) -> dict[str, Stage]:
@@ -182,7 +182,7 @@ class Sender:
             return {name: entry.state.stage for name, entry in self._open.items()}
 
     def close(self, timeout_s: float) -> None:
-        """Give up what is not confirmed within so many seconds, then end every link."""
+        """Cancel what is not confirmed within so many seconds, then end every link."""
         with self._changed:
             if self._closed:
                 return
@@ -271,7 +271,7 @@ class Sender:
                 return
             settle()
 
-    def _say(self, entry: _Open, step: Step, record: _Put | None) -> None:
+    def _say(self, entry: _Open, step: Instruction, record: _Put | None) -> None:
         transfer = entry.handle.id
         if isinstance(step, Send):
             assert record is not None

@@ -196,10 +196,10 @@ class BufferSize:
         """
         block_tokens = min(group.block_tokens for group in layout.groups)
         chunks, rest = divmod(tokens, namespace.chunk_tokens)
-        parts = -(-max(rest - 1, 0) // block_tokens)
+        blocks = -(-max(rest - 1, 0) // block_tokens)
         if chunks:  # a request that is a token short of its last whole chunk may take more
-            parts = max(parts, namespace.chunk_tokens // block_tokens - 1)
-        return (chunks + parts) * self.chunk_slots
+            blocks = max(blocks, namespace.chunk_tokens // block_tokens - 1)
+        return (chunks + blocks) * self.chunk_slots
 
 
 def open_handoff(
@@ -219,7 +219,7 @@ def open_handoff(
 
     Raises:
         ValueError: a size, a certificate or an address is impossible.
-        OSError: the buffer's memory cannot be had, or an address is taken.
+        OSError: the buffer's memory is not available, or an address is taken.
     """
     client, server = None, None
     if config.tls_ca is not None:

@@ -60,7 +60,7 @@ class HandoffTier(Tier):
 
     def delete(self, names: Sequence[str]) -> None:
         if self.receiver is not None:
-            self.receiver.discard(names)
+            self.receiver.delete(names)
 
     def size(self, name: str) -> int | None:
         return None if self.receiver is None else self.receiver.size(name)

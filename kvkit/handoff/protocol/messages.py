@@ -144,7 +144,7 @@ class Commit(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Receiver: everything is in, and can be had."""
+    """Receiver: everything is in, and available."""
 
     transfer: Id
 
@@ -156,7 +156,7 @@ class Cancel(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Receiver: it needs the transfer no more: used, expired or given up. The sender answers `Cancel`."""
+    """Receiver: it needs the transfer no more: used, expired or cancelled. The sender answers `Cancel`."""
 
     transfer: Id
     reason: Reason

@@ -46,7 +46,7 @@ class SendCancel:
     """Say that nothing more is written."""
 
 
-Step = Send | SendCommit | SendCancel
+Instruction = Send | SendCommit | SendCancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Outgoing:
         return Outgoing(transfer, tuple(names), Stage.ASKED, now + deadline_s, transfer_s)
 
 
-Sent = tuple[Outgoing, tuple[Step, ...]]
+Sent = tuple[Outgoing, tuple[Instruction, ...]]
 
 
 def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Sent:
@@ -130,17 +130,17 @@ def done(out: Outgoing) -> Sent:
 
 
 def refused(out: Outgoing, reason: str) -> Sent:
-    """The receiver has no room, or gave up."""
+    """The receiver has no room, or is gone."""
     return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), ())
 
 
 def released(out: Outgoing, reason: str) -> Sent:
-    """The receiver gave up: say that nothing more is written, whatever this transfer's stage is."""
+    """The receiver released it: say that nothing more is written, whatever this transfer's stage is."""
     return (out if out.stage is Stage.ENDED else _over(out, reason)), (SendCancel(),)
 
 
 def cancelled(out: Outgoing, reason: str) -> Sent:
-    """The sender gives up."""
+    """The sender cancels."""
     return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), (SendCancel(),))
 
 

@@ -51,7 +51,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Incoming:
     """One transfer, as its receiver knows it.
 
     Attributes:
@@ -87,7 +87,7 @@ class Buffer:
     Attributes:
         slots: of the buffer.
         free: those that a transfer may have.
-        lent: those that transfers gave up and that somebody still reads or writes.
+        lent: those that transfers have released and that somebody still reads or writes.
         transfers: by id, in the order of arrival.
         held: by name of a record, the number of transfers that hold it.
         closed: whether nothing more is admitted.
@@ -97,7 +97,7 @@ class Buffer:
     limits: Limits
     free: int
     lent: int = 0
-    transfers: Mapping[str, Transfer] = field(default_factory=dict)
+    transfers: Mapping[str, Incoming] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     closed: bool = False
 
@@ -108,7 +108,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class Grant:
     """Take a slot for each of `own`, and tell the sender."""
 
     transfer: str
@@ -118,7 +118,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class Deny:
     """Tell the sender that there will be no slots."""
 
     transfer: str
@@ -128,7 +128,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The records of `keep` can be had from now on; let the slots of `drop` go. Tell the sender."""
+    """The records of `keep` are available from now on; release the slots of `drop`. Tell the sender."""
 
     transfer: str
     peer: Hashable
@@ -138,7 +138,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The transfer is over: let the slots of `drop` go, and the records of `forget`. Tell the sender."""
+    """The transfer is over: release the slots of `drop`, and the records of `forget`. Tell the sender."""
 
     transfer: str
     peer: Hashable
@@ -149,13 +149,13 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Let these records go."""
+    """Release these records."""
 
     names: tuple[str, ...]
 
 
-Action = Admit | Refuse | Complete | End | Forget
-Step = tuple[Buffer, tuple[Action, ...]]
+Action = Grant | Deny | Complete | End | Forget
+Next = tuple[Buffer, tuple[Action, ...]]
 
 
 class Unexpected(ValueError):
@@ -170,7 +170,7 @@ def reserve(
     elsewhere: Collection[str],
     deadline_s: float,
     now: float,
-) -> Step:
+) -> Next:
     """A sender asks for slots for distinct `names`, but for those that this node has `elsewhere`."""
     outside = frozenset(i for i, name in enumerate(names) if name in elsewhere)
     reason = None
@@ -183,13 +183,13 @@ def reserve(
     elif len(names) - len(outside) > buffer.slots:
         reason = f"{len(names) - len(outside)} records do not fit the buffer's {buffer.slots} slots"
     if reason is not None:
-        return buffer, (Refuse(transfer, peer, reason),)
+        return buffer, (Deny(transfer, peer, reason),)
     deadline = now + min(deadline_s, buffer.limits.allocation_s)
-    waiting = Transfer(transfer, peer, tuple(names), Phase.WAITING, deadline, elsewhere=outside)
+    waiting = Incoming(transfer, peer, tuple(names), Phase.WAITING, deadline, elsewhere=outside)
     return _admit(_put(buffer, waiting), now)
 
 
-def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Step:
+def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Next:
     """A record is in its slot. Nothing happens if the transfer is over.
 
     Raises:
@@ -205,7 +205,7 @@ def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: floa
     return _put(buffer, changed), ()
 
 
-def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Step:
+def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Next:
     """All that comes is in, but for `missing`. Nothing happens if the transfer is over.
 
     Raises:
@@ -236,21 +236,21 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     return changed, (Complete(transfer, peer, frozenset(keep), drop), *admitted)
 
 
-def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Step:
-    """The sender gives up. Nothing happens to what is committed, or over."""
+def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
+    """The sender cancels. Nothing happens to what is committed, or over."""
     found = buffer.transfers.get(transfer)
     if found is None or found.peer != peer or found.phase is Phase.COMMITTED:
         return buffer, ()
     return _end(buffer, [found], "cancelled by its sender", now)
 
 
-def release(buffer: Buffer, transfer: str, reason: str, now: float) -> Step:
+def release(buffer: Buffer, transfer: str, reason: str, now: float) -> Next:
     """Nobody here needs the transfer any more. Nothing happens if it is over."""
     found = buffer.transfers.get(transfer)
     return (buffer, ()) if found is None else _end(buffer, [found], reason, now)
 
 
-def discard(buffer: Buffer, names: Collection[str]) -> Step:
+def delete(buffer: Buffer, names: Collection[str]) -> Next:
     """These records are damaged: no transfer holds them any longer."""
     gone = tuple(name for name in names if name in buffer.held)
     if not gone:
@@ -267,19 +267,19 @@ def discard(buffer: Buffer, names: Collection[str]) -> Step:
     return changed, (Forget(gone),)
 
 
-def lost(buffer: Buffer, peer: Hashable, now: float) -> Step:
+def lost(buffer: Buffer, peer: Hashable, now: float) -> Next:
     """A sender is gone. What it committed stays."""
     gone = [t for t in buffer.transfers.values() if t.peer == peer and t.phase is not Phase.COMMITTED]
     return _end(buffer, gone, "its sender is gone", now)
 
 
-def freed(buffer: Buffer, count: int, now: float) -> Step:
+def freed(buffer: Buffer, count: int, now: float) -> Next:
     """So many slots that were lent are nobody's any more."""
     assert count <= buffer.lent, f"{count} slots came back, {buffer.lent} were away"
     return _admit(replace(buffer, lent=buffer.lent - count, free=buffer.free + count), now)
 
 
-def expire(buffer: Buffer, now: float) -> Step:
+def expire(buffer: Buffer, now: float) -> Next:
     """End what is past its deadline."""
     reasons = {
         Phase.WAITING: "no slots came free in time",
@@ -294,7 +294,7 @@ def expire(buffer: Buffer, now: float) -> Step:
     return buffer, tuple(actions)
 
 
-def close(buffer: Buffer, now: float, *, at_once: bool) -> Step:
+def close(buffer: Buffer, now: float, *, at_once: bool) -> Next:
     """Admit nothing more, and end what waits; `at_once`, everything."""
     buffer = replace(buffer, closed=True)
     gone = [t for t in buffer.transfers.values() if at_once or t.phase is Phase.WAITING]
@@ -325,7 +325,7 @@ def check_integrity(buffer: Buffer) -> None:
     assert holders == dict(buffer.held), buffer
 
 
-def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Transfer | None:
+def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Incoming | None:
     """The transfer that something came for; None if it is over, which its sender may not know yet."""
     found = buffer.transfers.get(transfer)
     if found is not None and (found.peer != peer or found.phase is not Phase.RECEIVING):
@@ -333,11 +333,11 @@ def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Transfer | None
     return found
 
 
-def _put(buffer: Buffer, transfer: Transfer) -> Buffer:
+def _put(buffer: Buffer, transfer: Incoming) -> Buffer:
     return replace(buffer, transfers={**buffer.transfers, transfer.id: transfer})
 
 
-def _admit(buffer: Buffer, now: float) -> Step:
+def _admit(buffer: Buffer, now: float) -> Next:
     """Admit those who wait, in order, while the first of them fits."""
     actions: list[Action] = []
     for transfer in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
@@ -352,12 +352,12 @@ def _admit(buffer: Buffer, now: float) -> Step:
         deadline = now + buffer.limits.transfer_s
         admitted = replace(transfer, phase=Phase.RECEIVING, shared=shared, own=own, deadline=deadline)
         buffer = replace(_put(buffer, admitted), held=held, free=buffer.free - len(own))
-        actions.append(Admit(transfer.id, transfer.peer, len(transfer.names), own))
+        actions.append(Grant(transfer.id, transfer.peer, len(transfer.names), own))
     return buffer, tuple(actions)
 
 
-def _end(buffer: Buffer, ending: Sequence[Transfer], reason: str, now: float) -> Step:
-    """End transfers; who waited behind them may come in."""
+def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) -> Next:
+    """End transfers; who waited after them may come in."""
     if not ending:
         return buffer, ()
     transfers, held, lent = dict(buffer.transfers), dict(buffer.held), buffer.lent
@@ -365,7 +365,7 @@ def _end(buffer: Buffer, ending: Sequence[Transfer], reason: str, now: float) ->
     for transfer in ending:
         del transfers[transfer.id]
         if transfer.phase is Phase.WAITING:
-            actions.append(Refuse(transfer.id, transfer.peer, reason))
+            actions.append(Deny(transfer.id, transfer.peer, reason))
             continue
         forget = []
         for index in sorted(transfer.holds):

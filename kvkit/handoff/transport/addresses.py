@@ -75,13 +75,13 @@ def parse(address: str) -> Path | tuple[str, int]:
     Raises:
         ValueError: it is neither.
     """
-    parts = urlsplit(address)
-    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
-        return Path(parts.path)
-    if parts.scheme in ("tcp", "nixl") and parts.hostname and not parts.path:
+    url = urlsplit(address)
+    if url.scheme == "unix" and not url.netloc and url.path.startswith("/"):
+        return Path(url.path)
+    if url.scheme in ("tcp", "nixl") and url.hostname and not url.path:
         with suppress(ValueError):
-            if parts.port is not None:
-                return parts.hostname, parts.port
+            if url.port is not None:
+                return url.hostname, url.port
     raise ValueError(f"{address}: want unix:///<path>, tcp://<host>:<port> or nixl://<host>:<port>")
 
 

@@ -8,7 +8,7 @@ import secrets
 from typing import Literal
 
 NONCE_BYTES = 32
-Role = Literal["client", "server"]
+Side = Literal["client", "server"]
 
 
 def new_nonce() -> bytes:
@@ -16,7 +16,7 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def prove(secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -> bytes:
+def prove(secret: bytes, role: Side, client_hello: bytes, server_hello: bytes) -> bytes:
     """The proof of one side: depends on its role, so that it cannot be sent back, and on all that was said.
 
     Args:
@@ -32,6 +32,6 @@ def prove(secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -
     return mac.digest()
 
 
-def is_proof(proof: bytes, secret: bytes, role: Role, client_hello: bytes, server_hello: bytes) -> bool:
+def is_proof(proof: bytes, secret: bytes, role: Side, client_hello: bytes, server_hello: bytes) -> bool:
     """Whether this is the proof of the side that has `role`; takes as long either way."""
     return hmac.compare_digest(proof, prove(secret, role, client_hello, server_hello))

@@ -113,7 +113,7 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Shut down and let go of the connection. Not to be called inside `place`."""
+        """Shut down and release the connection. Not to be called inside `place`."""
 
 
 class Listener(ABC):

@@ -63,7 +63,7 @@ class Door:
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Let nobody in any more, and put out who has not proved itself."""
+        """Let nobody in any more, and abort who has not proved itself."""
         self._closed.set()
         self._listener.close()
         self._thread.join(timeout_s)
@@ -74,7 +74,7 @@ class Door:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                channel = self._listener.accept(self._put_out_late())
+                channel = self._listener.accept(self._abort_late())
             except ChannelIdle:
                 continue
             except ChannelClosed:
@@ -108,7 +108,7 @@ class Door:
                 first.link.abort()
             first.link.join(max(grace_s, _PAUSE_S))
 
-    def _put_out_late(self) -> float:
+    def _abort_late(self) -> float:
         """End who took too long; in how many seconds another may have."""
         now = time.monotonic()
         wait_s = _ACCEPT_S

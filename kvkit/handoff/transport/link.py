@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from kvkit.handoff.protocol.messages import (
     VERSION,
@@ -148,7 +148,7 @@ class Link:
     def __init__(
         self,
         open_channel: Callable[[], Channel],
-        role: Literal["client", "server"],
+        role: auth.Side,
         identity: Identity,
         handler: Handler,
         *,
@@ -391,7 +391,7 @@ class Link:
         if not client:
             channel.send(ours)
         hellos = (ours, theirs) if client else (theirs, ours)
-        other: Literal["client", "server"] = "server" if client else "client"
+        other: auth.Side = "server" if client else "client"
         if client:
             channel.send(encode(Proof(auth.prove(secret, "client", *hellos))))
         proof = decode(self._receive(channel))

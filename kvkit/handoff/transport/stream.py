@@ -55,9 +55,9 @@ class Stream:
         self._room = select.poll()
         self._room.register(sock, select.POLLOUT)
 
-    def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send all of `parts`, none of them empty."""
-        left = list(parts)
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
+        """Send all of `buffers`, none of them empty."""
+        left = list(buffers)
         while left:
             try:
                 sent = self.socket.sendmsg(left, (), socket.MSG_DONTWAIT)
@@ -161,21 +161,21 @@ class StreamChannel(Channel):
                 f"a body of {len(body)} bytes with a payload of {size}: "
                 f"want at most {MAX_BODY_BYTES} and {_MAX_PAYLOAD_BYTES}"
             )
-        parts = [payload.cast("B")] if payload is not None and size else []
+        buffers = [payload.cast("B")] if payload is not None and size else []
         with self._frame() as deadline:
             self._held.append(HEADER.pack(len(body), size) + body)
-            if parts or not more or len(self._held) >= _HELD_FRAMES:
-                self._send_held(deadline, *parts)
+            if buffers or not more or len(self._held) >= _HELD_FRAMES:
+                self._send_held(deadline, *buffers)
 
     def flush(self) -> None:
         if self._held:
             with self._frame() as deadline:
                 self._send_held(deadline)
 
-    def _send_held(self, deadline: float, *parts: memoryview) -> None:
+    def _send_held(self, deadline: float, *buffers: memoryview) -> None:
         held = b"".join(self._held)
         self._held.clear()
-        self._stream.send([held, *parts] if held else parts, deadline)
+        self._stream.send([held, *buffers] if held else buffers, deadline)
 
     @contextmanager
     def _frame(self) -> Iterator[float]:

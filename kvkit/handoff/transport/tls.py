@@ -67,10 +67,10 @@ class TlsStream(Stream):
         self._shaken = False
         self._raw = memoryview(bytearray(_FIRST_PIECE_BYTES))
 
-    def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
         self.handshake(deadline)
-        for part in parts:
-            data = memoryview(part)
+        for buffer in buffers:
+            data = memoryview(buffer)
             for start in range(0, len(data), _PIECE_BYTES):
                 with self._cipher:
                     self._tls.write(data[start : start + _PIECE_BYTES])
