@@ -314,7 +314,8 @@ def test_a_changed_token_is_no_match(blended: BlendedModel) -> None:
 def test_a_colliding_key_is_no_match(blended: BlendedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = prompt()
     flushed(blended, tokens[32:40])
-    monkeypatch.setattr("kvkit.cache.chunk_keys", lambda ids, size, *_: [bytes(16)] * (len(ids) // size))
+    same = lambda ids, size, *_: [bytes(16)] * (len(ids) // size)  # noqa: E731
+    monkeypatch.setattr("kvkit.moving.sequence.chunk_keys", same)
     flushed(blended, tokens[32:40])
     assert blended.prefill(tokens, [(32, 40)]).reused_tokens == 8
     assert blended.prefill(tokens, [(70, 78)]).reused_tokens == 0  # the same key, other tokens
