@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvkit.bench.workloads import CompletionRequest
 from kvkit.format.urls import shown
@@ -192,12 +193,10 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
 def counted_hits(server: Target) -> int | None:
     """Prompt tokens that a vLLM server did not compute since it was started, by its metrics; else None."""
     try:
-        text = _get(f"{server.url}/metrics", _METRICS_S).decode()
-        found = [f for f in text_string_to_metric_families(text) if f.name in HIT_COUNTERS]
-    except (OSError, http.client.HTTPException, ValueError):
+        samples = _counters(server, HIT_COUNTERS)
+    except ClientError:
         return None
-    samples = [s.value for f in found for s in f.samples if s.name.endswith("_total")]
-    return int(sum(samples)) if samples else None
+    return int(sum(sample.value for sample in samples)) if samples else None
 
 
 def loaded_tokens(server: Target) -> dict[str, int]:
@@ -206,13 +205,22 @@ def loaded_tokens(server: Target) -> dict[str, int]:
     Raises:
         ClientError: it does not tell.
     """
+    samples = _counters(server, ["vllm:kvkit_loaded_tokens"])
+    return {s.labels["tier"]: int(s.value) for s in samples if s.labels["rank"] == "0"}
+
+
+def _counters(server: Target, names: Sequence[str]) -> list[Sample]:
+    """The samples of some of a server's counters.
+
+    Raises:
+        ClientError: it has no metrics.
+    """
     try:
         text = _get(f"{server.url}/metrics", _METRICS_S).decode()
-        found = [f for f in text_string_to_metric_families(text) if f.name == "vllm:kvkit_loaded_tokens"]
+        found = [f for f in text_string_to_metric_families(text) if f.name in names]
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ClientError(f"{server.url}/metrics: {_words(error)}") from error
-    samples = [s for f in found for s in f.samples if s.name.endswith("_total") and s.labels["rank"] == "0"]
-    return {sample.labels["tier"]: int(sample.value) for sample in samples}
+    return [sample for family in found for sample in family.samples if sample.name.endswith("_total")]
 
 
 def _get(url: str, timeout_s: float) -> bytes:

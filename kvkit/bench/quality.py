@@ -294,7 +294,7 @@ class Judge:
         return blend(self.decoder, pages, sample.prompt, plan, method.selection, sees=sees)
 
     def _logits(self, ids: NDArray[np.int32], kv: GrowingCache, keep: int = 1) -> torch.Tensor:
-        """Logits [keep, V] of the last tokens (0: of all) behind those in `kv`, whose KV is appended."""
+        """Logits [keep, V] of the last tokens (0: of all) after those in `kv`, whose KV is appended."""
         inputs = torch.from_numpy(ids.astype(np.int64))[None].to(self.decoder.device)
         out = self.model(input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=keep)
         logits: torch.Tensor = out.logits[0]
@@ -355,7 +355,7 @@ class _BlockMask:
         return self.decoder.qkv(layer, h)
 
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
-        if layer < self.layers - 1:  # behind the last layer there is only the question's last row
+        if layer < self.layers - 1:  # after the last layer there is only the question's last row
             o[torch.from_numpy(self.zeros)] = 0
         return self.decoder.post(layer, h, o)
 

@@ -1,9 +1,9 @@
 """What blending reuses and recomputes: spans of a prompt, and the choice of tokens, as plain functions.
 
-Blending reuses KV that was computed behind another prefix (CacheBlend, https://arxiv.org/abs/2405.16444). The
+Blending reuses KV that was computed after another prefix (CacheBlend, https://arxiv.org/abs/2405.16444). The
 tokens of a prompt are then of three kinds:
 
-    exact      their KV is what a full prefill computes: the true prefix, or a span at its own position behind
+    exact      their KV is what a full prefill computes: the true prefix, or a span at its own position after
                the same tokens
     reused     their KV was computed elsewhere: keys are rotated to the new position, but no token of such a
                span has seen what stands before the span in this prompt
@@ -78,7 +78,7 @@ class BlendPlan:
 
     @property
     def reused(self) -> NDArray[np.bool_]:
-        """bool [N]: tokens whose KV was computed behind another prefix; these can be selected."""
+        """bool [N]: tokens whose KV was computed after another prefix; these can be selected."""
         reused = ~self.exact
         reused[self.computed] = False
         return reused
@@ -105,7 +105,7 @@ class Selection:
         layers: of `question_attention`: in how many layers the question looks before the choice is made, or
             fewer where that would take more than half of the budget.
         value_norm: of `question_attention`: weigh attention by the norm of the value that is attended to.
-        fade: of `question_attention`: a score counts half so many tokens behind its span's start, a third at
+        fade: of `question_attention`: a score counts half so many tokens after its span's start, a third at
             twice as many, and so on: the KV of later tokens, which saw more of their own span, differs less
             from what a full prefill computes. 0: scores do not fade.
 

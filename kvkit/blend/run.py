@@ -251,7 +251,7 @@ class _Run:
         layers: range,
         look: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Run rows through layers; h after them, of the last row alone behind the model's last layer.
+        """Run rows through layers; h after them, of the last row alone after the model's last layer.
 
         Mutates the rows' pages. `look` is shown every layer's rotated q and the logsumexp of its attention.
         """

@@ -78,7 +78,7 @@ class Managed(metrics.Observed, Protocol):
         """What is stored for a model (None: the base model) and a cache salt; raises `UnknownModel`."""
 
     def query(self, tokens: Any, namespace: Namespace, /) -> QueryResult:
-        """How long a leading run of `tokens` can be had, and where."""
+        """How long a leading run of `tokens` is available, and where."""
 
     def clear(self, tier: str, /) -> int:
         """Remove every record of a tier; how many there were."""

@@ -134,7 +134,7 @@ class _Pieces:
 
 
 def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
-    """Count a record, and verify it; False if it was let go since it was found: the store is in use."""
+    """Count a record, and verify it; False if it was removed since it was found: the store is in use."""
     wrong = ""
     try:
         header, _, damage = record.examine(_Pieces(store, name, size).read, size)

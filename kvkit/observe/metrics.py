@@ -13,7 +13,7 @@
 | kvkit_stored_records_total | tier | records that were put completely |
 | kvkit_stored_bytes_total | tier | the same in bytes |
 | kvkit_written_back_records_total | tier | those among them that a load from another tier brought |
-| kvkit_evicted_records_total | tier | records let go to make room |
+| kvkit_evicted_records_total | tier | records evicted to make room |
 | kvkit_refused_records_total | tier | records that there was no room for |
 | kvkit_damaged_records_total | tier, cause | records that did not verify |
 | kvkit_errors_total | tier, direction | records that a tier failed to deliver (get) or to take (put) |
@@ -109,7 +109,7 @@ class CacheCollector(Collector):
             ("kvkit_stored_records", "Records that were put completely", counts.stored_records),
             ("kvkit_stored_bytes", "Bytes that were put completely", counts.stored_bytes),
             ("kvkit_written_back_records", "Records put after a load", counts.written_back_records),
-            ("kvkit_evicted_records", "Records let go to make room", counts.evicted_records),
+            ("kvkit_evicted_records", "Records evicted to make room", counts.evicted_records),
             ("kvkit_refused_records", "Records that there was no room for", counts.refused),
             ("kvkit_timeouts", "Answers that missed their deadline", counts.timeouts),
         ):

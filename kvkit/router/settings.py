@@ -181,7 +181,7 @@ def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
     """Engines of the command line by name: each is [NAME=]URL[,SETTING=VALUE]...
 
     Raises:
-        ConfigError: two have the same name, or something behind a comma is no setting.
+        ConfigError: two have the same name, or something after a comma is no setting.
     """
     found: dict[str, dict[str, str]] = {}
     for text in given:
