@@ -115,7 +115,7 @@ class Staging:
 
     Raises:
         StagingError: a size is below 1.
-        OSError: the memory cannot be had.
+        OSError: the memory is not available.
     """
 
     def __init__(self, slot_bytes: int, slots: int, *, shared: bool = False) -> None:

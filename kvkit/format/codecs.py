@@ -128,7 +128,7 @@ def _zstd_bytes(frame: memoryview) -> int | None:
 def _blosc_bytes(frame: memoryview) -> int | None:
     """Bytes that a Blosc frame says it makes; None if it is not as long as it says.
 
-    c-blosc is not told how long it is, and would read on behind one that is shorter.
+    c-blosc is not told how long it is, and would read past the end of one that is shorter.
     """
     if len(frame) < 16:
         return None

@@ -396,7 +396,7 @@ def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
 
 
 def read_header(record: Buffer) -> Header:
-    """Parse and check the header at the start of `record`; reads nothing behind it.
+    """Parse and check the header at the start of `record`; reads nothing after it.
 
     Raises:
         RecordError: it is not a header, of another version, cut short, or damaged.

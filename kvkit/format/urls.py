@@ -51,7 +51,7 @@ def hide(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def _cut(url: str) -> tuple[str, str, str]:
-    """The protocols of a chain with their ://, all that precedes the last @ behind a host, and the rest."""
+    """The protocols of a chain with their ://, all up to the last @ where there is a host, the rest."""
     protocols, separator, rest = url.partition("://")
     if not separator:
         return "", "", url

@@ -80,8 +80,8 @@ class Counts:
         loaded_tokens, loaded_bytes: what was put into the engine, verified, by the tier it came from.
         stored_records, stored_bytes: what was put completely, by tier; written-back records are among them.
         written_back_records: records that were put completely after a load from another tier, by tier.
-        evicted_records: records that a tier let go to make room, by tier.
-        refused: records that a tier had no room for, whatever it let go, or had no slots for while its puts
+        evicted_records: records that a tier evicted, by tier.
+        refused: records that a tier had no room for, whatever it evicted, or had no slots for while its puts
             hung, by tier.
         damaged: records that did not verify, by (tier, cause).
         read_errors, write_errors: records that a tier failed to deliver or to take, by tier.

@@ -203,7 +203,7 @@ class LayerLoad:
             self._lent.clear()
 
     def _borrow(self) -> None:
-        """Hold on to the records that lie in memory, which might be let go while earlier layers are used.
+        """Hold on to the records that lie in memory, which might be evicted while earlier layers are used.
 
         The run ends before the first tier that failed since the lookup.
         """
@@ -350,7 +350,7 @@ class LayerLoad:
         A piece of a record that is `lent` is there already, or comes with it.
 
         Raises:
-            OSError: it is not to be had.
+            OSError: it is not available.
         """
         form = self._chunks.formats[layer.group]
         name = self._chunks.names[chunk * self._chunks.groups + layer.group]

@@ -81,7 +81,7 @@ class Load:
                         self._used[reads.tier] += len(ready) // self._chunks.groups
                 finally:
                     reads.abandon()
-                # 6. what could not be had there is sought elsewhere
+                # 6. what was not available there is sought elsewhere
                 if reads.failed is not None:
                     name, error = reads.failed
                     self.tiers.ended(reads.tier, name, error)

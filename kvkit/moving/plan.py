@@ -22,7 +22,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RetrievePlan:
-    """The leading run that can be had: consecutive segments from chunk 0 on, out of `wanted` chunks."""
+    """The leading run that is available: consecutive segments from chunk 0 on, out of `wanted` chunks."""
 
     wanted: int
     segments: tuple[Segment, ...] = ()

@@ -56,7 +56,7 @@ class UnreadableObject(DamagedObject):
 
 
 class TierFull(TierError):
-    """A record does not fit the tier's capacity, whatever is let go."""
+    """A record does not fit the tier's capacity, whatever is evicted."""
 
 
 class Tier(ABC):
@@ -73,7 +73,7 @@ class Tier(ABC):
         reads_parts: whether `get_ranges` moves no more than what it is asked for.
         slots: of staging that its records may keep.
         largest: bytes of the largest record, without compression; what is larger is damaged, and not read.
-        evicted: records that were let go to make room so far.
+        evicted: records that were evicted so far.
     """
 
     name: str

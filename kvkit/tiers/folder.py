@@ -483,7 +483,7 @@ def _clear_away(path: str) -> None:
 
 
 def _mode(path: str) -> int:
-    """The permission bits of what is at `path`; 0 where they cannot be had."""
+    """The permission bits of what is at `path`; 0 where they cannot be read."""
     try:
         return stat.S_IMODE(os.stat(path).st_mode)
     except OSError:

@@ -14,10 +14,10 @@ from kvkit.tiers.settings import TierConfig
 
 
 class MemoryTier(Tier):
-    """Records in slots of `staging`; what is let go for others, `eviction` decides.
+    """Records in slots of `staging`; what is evicted for others, `eviction` decides.
 
     A put keeps a share of the slot, `borrow` lends it out. A record counts as a whole slot. Slots that are on
-    loan may be let go: their memory returns when the last share does, so the arena must have more slots than
+    loan may be evicted: their memory returns when the last share does, so the arena must have more slots than
     this tier (`capacity_bytes` below the arena's), or nothing is left to read into.
 
     Args:

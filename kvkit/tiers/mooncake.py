@@ -1,7 +1,7 @@
 """Records in a Mooncake Store: memory that machines pool, over TCP or RDMA, straight from and into slots.
 
 A master knows what lies where; every client may give memory to the pool. What is held is asked of the master
-each time, in one round trip per `_NAMES` records. The master decides what is let go. A machine that dies
+each time, in one round trip per `_NAMES` records. The master decides what is evicted. A machine that dies
 takes its records with it: until the master notices (`client_ttl`, 10 s) they are still said to be there, and
 reading them fails.
 """

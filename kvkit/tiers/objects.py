@@ -369,7 +369,7 @@ class ObjectTier(ThreadedTier):
             raise
 
     def _evict(self, victim: str) -> None:
-        """Delete what the index has let go; if that fails, it is held again, and still takes room."""
+        """Delete what the index has evicted; if that fails, it is held again, and still takes room."""
         try:
             self._store.delete(victim)
         except OSError:

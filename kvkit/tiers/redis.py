@@ -1,7 +1,7 @@
 """Records in a Redis or Valkey server: an index and small-record tier that hosts share.
 
-The server's own `maxmemory` and `maxmemory-policy` decide what is let go. What is held is asked of the server
-each time, in one round trip per `_BATCH` records.
+The server's own `maxmemory` and `maxmemory-policy` decide what is evicted. What is held is asked of the
+server each time, in one round trip per `_BATCH` records.
 """
 
 from __future__ import annotations

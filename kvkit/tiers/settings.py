@@ -49,7 +49,7 @@ class TierConfig(BaseModel):
     spread: Literal["by_key", "by_rank", "stripe"] = Field(
         "by_key", description="of several urls: records over them, one for each rank, or parts of each record"
     )
-    eviction: PolicyName = Field("lru", description="which records are let go beyond the capacity")
+    eviction: PolicyName = Field("lru", description="which records are evicted beyond the capacity")
     quota: ByteSize | None = Field(
         None, description="bytes that one model and cache salt may have, none: no limit", gt=0
     )

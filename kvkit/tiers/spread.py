@@ -42,7 +42,7 @@ class SpreadTier(Tier):
 
     @property
     def evicted(self) -> int:  # type: ignore[override]
-        """Records that any path let go."""
+        """Records that any path evicted."""
         return sum(path.evicted for path in self._paths)
 
     def limit(self, slot_bytes: int) -> None:

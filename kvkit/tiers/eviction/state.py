@@ -1,8 +1,8 @@
-"""Which records to let go: pure functions (state, event) -> victims; each mutates only the given state.
+"""Which records to evict: pure functions (state, event) -> victims; each mutates only the given state.
 
 Records form chains: a chunk is of no use without its parent. So only a record that no held record follows is
-let go, and a chain shrinks from its end, whatever the policy. Among those the policy
-chooses (`kvkit.tiers.eviction.policies`).
+evicted, and a chain shrinks from its end, whatever the policy. Among those the policy chooses
+(`kvkit.tiers.eviction.policies`).
 
 A lookup uses what it finds, and so does the store that ends the same request: one use makes nothing old.
 """
@@ -102,11 +102,11 @@ def add(
     now: float = 0.0,
     may_evict: Callable[[str], bool] | None = None,
 ) -> list[str] | None:
-    """Note that `name` of `size` bytes, which follows `parent`, is held; returns the victims to let go first.
+    """Note that `name` of `size` bytes, which follows `parent`, is held; returns the victims to evict first.
 
     A name that is held already is only touched. Victims are gone from `state` when this returns; none of them
     is pinned at the time `now`, precedes `name`, or is one that `may_evict` (None: all may go) denies. None
-    means that there is no room, or none for what `name` follows (`refuse`): then nothing is let go. Mutates
+    means that there is no room, or none for what `name` follows (`refuse`): then nothing is evicted. Mutates
     `state`.
     """
     added, victims = add_run(state, (name,), size, parent=parent, owner=owner, now=now, may_evict=may_evict)
@@ -125,7 +125,7 @@ def add_run(
 ) -> tuple[int, list[str]]:
     """`add` for each of `names`, a chain of records of `size` bytes, until one finds no room.
 
-    Returns how many are held now, and the victims to let go first. Mutates `state`.
+    Returns how many are held now, and the victims to evict first. Mutates `state`.
     """
     entries, followers = state.entries, state._followers
     limited = state.capacity_bytes is not None or state.quota_bytes is not None
@@ -136,7 +136,7 @@ def add_run(
             touch(state, (name,))
         else:
             if parent is not None:
-                followers[parent] = followers.get(parent, 0) + 1  # neither it nor what it follows is let go
+                followers[parent] = followers.get(parent, 0) + 1  # neither it nor what it follows is evicted
             if limited or state._refused:
                 gone: list[tuple[str, Entry]] = []
                 if parent in state._refused or not _make_room(state, owner, size, now, may_evict, gone):
@@ -226,7 +226,7 @@ def _make_room(
         excess = _excess(state, scope, size)
         if excess <= 0:
             continue
-        passed: list[tuple[int, _Leaf]] = []  # leaves that may not be let go now
+        passed: list[tuple[int, _Leaf]] = []  # leaves that may not be evicted now
         while excess > 0:
             victim = _next_leaf(state, scope, now, may_evict, passed)
             if victim is None:
@@ -242,7 +242,7 @@ def _make_room(
 
 
 def _excess(state: EvictionState, scope: str, size: int) -> int:
-    """Bytes that `scope` must let go so that `size` more fit."""
+    """Bytes that `scope` must evict so that `size` more fit."""
     if not scope:
         return 0 if state.capacity_bytes is None else state.used_bytes + size - state.capacity_bytes
     if state.quota_bytes is None:
@@ -258,7 +258,7 @@ def _next_leaf(
     may_evict: Callable[[str], bool] | None,
     passed: list[tuple[int, _Leaf]],
 ) -> str | None:
-    """The leaf of `scope` to let go next; those that may not go are moved from the heaps to `passed`."""
+    """The leaf of `scope` to evict next; those that may not be are moved from the heaps to `passed`."""
     leaves, entries, followers, policy = state._leaves, state.entries, state._followers, state.policy
     rank_of = policy.rank
     small, main = leaves.get((scope, SMALL)), leaves.get((scope, MAIN))
