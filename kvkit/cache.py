@@ -40,7 +40,7 @@ from kvkit.moving.sequence import (
     SequencePages,
     UnknownModel,
     check_pages,
-    formats_of,
+    largest_record_bytes,
 )
 from kvkit.moving.store import Store, Stored
 from kvkit.moving.tier_set import TierSet
@@ -128,7 +128,7 @@ class Cache:
         self.tiers = {tier.name: tier for tier in tiers}
         if len(self.tiers) != len(tiers):
             raise CacheError(f"tiers: two share a name, {[tier.name for tier in tiers]}")
-        biggest = max(form.record_bytes for form in formats_of(layout, namespace))
+        biggest = largest_record_bytes(layout, namespace)
         if staging.slot_bytes < biggest:
             raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
         if staging.slots < len(layout.groups):

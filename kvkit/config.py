@@ -57,7 +57,7 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -76,11 +76,12 @@ from pydantic_settings import (
 )
 
 from kvkit.cache import Cache, SpaceOf
+from kvkit.format.keys import DIGEST_BYTES
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.format.record import RecordFormat
 from kvkit.handoff.settings import HandoffConfig, open_handoff
 from kvkit.moving.policy import Policy
 from kvkit.moving.policy import check as check_policy
+from kvkit.moving.sequence import largest_record_bytes
 from kvkit.observe.access import (
     DEFAULT_PORT,
     MIN_TOKEN_CHARS,
@@ -95,6 +96,11 @@ from kvkit.settings import ConfigError, explain
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.settings import TierConfig, open_tier
+
+if TYPE_CHECKING:
+    HashName = str
+else:
+    HashName = Literal[tuple(DIGEST_BYTES)]
 
 _PREFIX = "KVKIT_"
 _ENVIRONMENT = "environment"
@@ -157,7 +163,7 @@ class Config(BaseSettings):
         hide_input_in_errors=True,
     )
     chunk_tokens: int = Field(256, description="tokens per chunk", ge=1, le=2**20)
-    hash: Literal["xxh3_128", "blake3", "sha256"] = Field("xxh3_128", description="digest of the keys")
+    hash: HashName = Field("xxh3_128", description="digest of the keys")
     staging: ByteSize = Field(
         ByteSize(512 << 20), description="bytes of slots that records pass through", gt=0
     )
@@ -264,8 +270,7 @@ def open_cache(
     """
     if not config.tiers and config.handoff is None:
         raise ConfigError("tiers: none given; want at least one, such as [tiers.disk] with a url")
-    groups = range(len(layout.groups))
-    slot_bytes = max(RecordFormat.of(layout, g, namespace).record_bytes for g in groups)
+    slot_bytes = largest_record_bytes(layout, namespace)
     passing = config.staging // slot_bytes
     if passing < len(layout.groups):
         raise ConfigError(

@@ -11,8 +11,8 @@ import numpy as np
 from engine import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
-from kvkit.format.record import RecordFormat
 from kvkit.moving.policy import Policy
+from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.objects import ObjectTier
@@ -55,8 +55,7 @@ class Recorder(Wrapper):
 
 
 def new_staging(engine: Engine, slots: int) -> Staging:
-    form = [RecordFormat.of(engine.layout, g, engine.namespace) for g in range(len(engine.layout.groups))]
-    return Staging(max(f.record_bytes for f in form), slots)
+    return Staging(largest_record_bytes(engine.layout, engine.namespace), slots)
 
 
 def new_cache(engine: Engine, staging: Staging, tiers: Sequence[Tier], **policy: Any) -> Cache:

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from kvkit.cache import Cache, CacheError, CacheTimeout, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
-from kvkit.format.record import Damage, RecordFormat
+from kvkit.format.record import Damage
 from kvkit.moving import tier_set
 from kvkit.moving.policy import Policy, PolicyError
+from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
@@ -45,8 +46,7 @@ def open_cache(
     extra: Sequence[Tier] = (),
 ) -> Cache:
     layout = engine.layout
-    forms = [RecordFormat.of(layout, g, engine.namespace) for g in range(len(layout.groups))]
-    staging = Staging(max(form.record_bytes for form in forms), slots)
+    staging = Staging(largest_record_bytes(layout, engine.namespace), slots)
     tiers: list[Tier] = []
     if memory_slots:
         tiers.append(MemoryTier(staging, memory_slots * staging.slot_bytes))

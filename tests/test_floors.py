@@ -70,7 +70,6 @@ LONG = (
     "kvkit/tiers/objects.py",
     "kvkit/tiers/testing.py",
     "tests/test_channels.py",
-    "tests/test_config.py",
     "tests/test_handoff.py",
     "tests/test_jax.py",
     "tests/test_pages_numba.py",

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_va
 
 from kvkit.format.keys import namespace_digest
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.format.record import RecordFormat
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, peer_name
@@ -24,6 +23,7 @@ from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport import addresses, tls
 from kvkit.handoff.transport.link import Identity
 from kvkit.moving.policy import Policy, Role, for_role
+from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.base import Tier
 
@@ -171,8 +171,7 @@ class BufferSize:
         """
         assert config.buffer is not None
         groups = range(len(layout.groups))
-        biggest = max(RecordFormat.of(layout, g, namespace).record_bytes for g in groups)
-        slot_bytes = -(-biggest // PAGE_BYTES) * PAGE_BYTES
+        slot_bytes = -(-largest_record_bytes(layout, namespace) // PAGE_BYTES) * PAGE_BYTES
         chunks = config.buffer // (slot_bytes * len(groups))
         have = f"buffer={config.buffer.human_readable()}"
         if chunks < 1:
@@ -271,11 +270,10 @@ def _open_buffer(config: HandoffConfig, layout: KVLayout, namespace: Namespace) 
 def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:
     """What a node of this namespace says of itself: requests differ in LoRA and salt, nodes do not."""
     base = namespace_digest(replace(namespace, lora="", salt=""))
-    groups = range(len(layout.groups))
     return Identity(
         node=f"{platform.node()}/{namespace.rank}",
         namespace=base[:16].hex(),
         layout=layout.fingerprint(),
-        slot_bytes=max(RecordFormat.of(layout, g, namespace).record_bytes for g in groups),
+        slot_bytes=largest_record_bytes(layout, namespace),
         secret=secret,
     )

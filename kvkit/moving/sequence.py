@@ -195,6 +195,11 @@ def formats_of(layout: KVLayout, namespace: Namespace) -> tuple[RecordFormat, ..
     return tuple(RecordFormat.of(layout, group, namespace) for group in range(len(layout.groups)))
 
 
+def largest_record_bytes(layout: KVLayout, namespace: Namespace) -> int:
+    """Bytes of the largest record of any layer group: the smallest slot that takes them all."""
+    return max(form.record_bytes for form in formats_of(layout, namespace))
+
+
 def clear_gaps(rows: ChunkRows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
     """Zero the pieces whose chunk has blocks or slots that are not there. Mutates them.
 
