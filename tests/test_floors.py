@@ -67,8 +67,6 @@ KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers."""
 LONG = (
     "adapters/vllm/worker.py",
-    "kvkit/tiers/objects.py",
-    "kvkit/tiers/testing.py",
     "tests/test_channels.py",
     "tests/test_handoff.py",
     "tests/test_jax.py",
@@ -77,12 +75,10 @@ LONG = (
 )
 """Files still to be divided."""
 WIDE = (
-    "__init__",
     "_attend",
     "_attention",
     "_blend_attention",
     "check_scatter",
-    "_fixed",
     "_query_scores",
     "_rope_scatter",
     "attention",
