@@ -44,7 +44,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from kvkit.moving.policy import Policy, Role, check
-from kvkit.simulate.errors import SimulationError, explain
+from kvkit.settings import explain
+from kvkit.simulate.errors import SimulationError
 from kvkit.tiers.eviction.policies import PolicyName
 
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
@@ -197,7 +198,7 @@ def load_simulation(path: str | Path) -> SimulationConfig:
     try:
         return SimulationConfig.model_validate(values)
     except ValidationError as error:
-        lines = [explain(entry, str(path), _choices(entry["loc"][:-1])) for entry in error.errors()]
+        lines = [f"{path}: {explain(entry, _choices(entry['loc'][:-1]), '')}" for entry in error.errors()]
         raise SimulationError("\n".join(lines)) from error
 
 

@@ -27,7 +27,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkit.simulate.errors import SimulationError, explain
+from kvkit.settings import explain
+from kvkit.simulate.errors import SimulationError
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -97,7 +98,9 @@ def read_trace(path: str | Path) -> Trace:
                 continue
             line = _Line.model_validate_json(text)
         except ValidationError as error:
-            raise SimulationError("\n".join(explain(e, where) for e in error.errors())) from error
+            known = list(_Header.model_fields)
+            told = [f"{where}: {explain(e, known, '')}" for e in error.errors()]
+            raise SimulationError("\n".join(told)) from error
         found.append((line, _ids(line, block_tokens, headed, where)))
     if not found:
         raise SimulationError(f"{path}: no requests")
