@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from channels import DEADLINE_S, fill, nowhere, pattern
 from hosts import Host
-from test_channels import DEADLINE_S, fill, nowhere, pattern
 
 from kvkit.handoff.transport.addresses import connect, listen
 from kvkit.handoff.transport.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout, Listener

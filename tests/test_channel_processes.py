@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_channels import DEADLINE_S, SHORT_S, SLOT_BYTES, fill, nowhere, open_descriptors, pattern
+from channels import DEADLINE_S, SHORT_S, SLOT_BYTES, fill, nowhere, open_descriptors, pattern
 
 from kvkit.handoff.transport import nixl, unix
 from kvkit.handoff.transport.addresses import connect, listen

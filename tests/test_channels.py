@@ -1,158 +1,46 @@
 """Transports of handoff against their contract: kvkit.handoff.transport.channel and what implements it."""
+# ruff: noqa: F811
 
 from __future__ import annotations
 
-import fcntl
-import gc
-import multiprocessing
 import os
-import resource
-import signal
 import socket
-import ssl
-import stat
-import struct
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 
-import numpy as np
 import pytest
-import trustme
+from channels import (  # noqa: F401 - some are fixtures
+    DEADLINE_S,
+    SHORT_S,
+    TRICKLED,
+    Pair,
+    Raw,
+    Transport,
+    address,
+    arena,
+    certificates,
+    fill,
+    nowhere,
+    pair,
+    pattern,
+    raw,
+    short,
+    threads,
+    transport,
+)
 
 from kvkit.handoff.protocol.messages import MAX_BODY_BYTES
-from kvkit.handoff.transport import nixl, unix
-from kvkit.handoff.transport.addresses import connect, listen, of_rank, parse
+from kvkit.handoff.transport import nixl
 from kvkit.handoff.transport.channel import (
     MAX_FIRST_BODY_BYTES,
     Channel,
     ChannelClosed,
-    ChannelError,
     ChannelIdle,
     ChannelTimeout,
     FrameError,
-    Listener,
 )
 from kvkit.handoff.transport.stream import HEADER
-from kvkit.handoff.transport.tls import client_context, server_context
 from kvkit.staging import PAGE_BYTES, Staging
-
-DEADLINE_S = 60.0
-SHORT_S = 0.3
-SLOT_BYTES = 4 * PAGE_BYTES
-TRICKLED = 32 << 20
-
-
-def nowhere(body: bytes) -> memoryview | None:
-    raise AssertionError(f"a payload came with {body!r}")
-
-
-def fill(channel: Channel) -> None:
-    """Send more than sockets hold."""
-    for _ in range(100):
-        channel.send(b"x" * MAX_BODY_BYTES)
-
-
-def pattern(size: int, seed: int = 0) -> memoryview:
-    return memoryview(np.random.default_rng(seed).bytes(size))
-
-
-@dataclass(frozen=True)
-class Transport:
-    """Where to listen, and how to encrypt."""
-
-    address: str
-    server_tls: ssl.SSLContext | None = None
-    client_tls: ssl.SSLContext | None = None
-
-
-class Pair:
-    """Both ends of a channel, and the listener between them."""
-
-    def __init__(self, transport: Transport, timeout_s: float = DEADLINE_S) -> None:
-        self.listener = listen(transport.address, timeout_s=timeout_s, tls=transport.server_tls)
-        where = self.listener.address
-        with ThreadPoolExecutor(1) as other:  # TLS takes both at once
-            connecting = other.submit(connect, where, timeout_s=timeout_s, tls=transport.client_tls)
-            self.server = self.listener.accept(DEADLINE_S)
-            while not connecting.done():
-                with suppress(ChannelIdle):
-                    self.server.receive(nowhere, 0.01)
-            self.client = connecting.result(DEADLINE_S)
-        self.client.trusted = self.server.trusted = True
-
-    def close(self) -> None:
-        for end in (self.client, self.server, self.listener):
-            end.close()
-
-
-class Certificates:
-    """An authority, and files of it and of what it signs."""
-
-    def __init__(self, folder: Path, *names: str) -> None:
-        authority = trustme.CA()
-        self.ca, self.own = folder / "ca.pem", folder / "own.pem"
-        authority.cert_pem.write_to_path(self.ca)
-        authority.issue_cert(*names).private_key_and_cert_chain_pem.write_to_path(self.own)
-
-    def server(self, peers: Path | None = None) -> ssl.SSLContext:
-        return server_context(self.own, self.own, peers)
-
-    def client(self, shown: Path | None = None) -> ssl.SSLContext:
-        return client_context(self.ca, shown, shown)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"), "127.0.0.1")
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"unix://{tmp_path}/run/kvkit.sock" if request.param == "unix" else "tcp://127.0.0.1:0"
-
-
-@pytest.fixture(params=["unix", "tcp", "tls", "nixl"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path, certificates: Certificates) -> Transport:
-    if request.param == "unix":
-        return Transport(f"unix://{tmp_path}/run/kvkit.sock")
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu12")
-    if request.param != "tls":
-        return Transport(f"{request.param}://127.0.0.1:0")
-    return Transport("tcp://127.0.0.1:0", certificates.server(), certificates.client())
-
-
-@pytest.fixture
-def pair(transport: Transport) -> Iterator[Pair]:
-    pair = Pair(transport)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-def short(transport: Transport) -> Iterator[Pair]:
-    """A pair whose frames have to be through in no time."""
-    pair = Pair(transport, SHORT_S)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-def arena() -> Iterator[Staging]:
-    arena = Staging(SLOT_BYTES, 4, shared=True)
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
 
 
 def test_bodies_and_payloads_arrive_in_order_both_ways(pair: Pair, threads: ThreadPoolExecutor) -> None:
@@ -237,31 +125,6 @@ def test_waiting_for_a_frame_ends_without_harm(pair: Pair) -> None:
     assert pair.server.receive(nowhere, DEADLINE_S) == b"late"
 
 
-def test_a_shared_arena_is_written_into_where_that_is_possible(pair: Pair, arena: Staging) -> None:
-    """The same calls on each transport, and the same bytes in the slot."""
-    for lease in arena.acquire(arena.slots, 0, at_least=arena.slots):
-        lease.array[:] = 7
-    pair.server.share(arena)
-    pair.server.send(b"welcome")
-    assert pair.client.receive(nowhere, DEADLINE_S) == b"welcome"
-    assert pair.client.one_sided == isinstance(pair.client, unix.LocalChannel | nixl.NixlChannel)
-    size = SLOT_BYTES - 100
-    source = Staging(2 * SLOT_BYTES, 2)
-    source.buffers[1][:size] = pattern(size)
-    if pair.client.one_sided:
-        for slot, too_much in [(4, 1), (-1, 1), (0, SLOT_BYTES + 1)]:
-            with pytest.raises(ValueError, match=f"slot {slot}, {too_much} bytes: the peer has 4 slots"):
-                pair.client.send(b"", source.buffers[1][:too_much], slot)
-    pair.client.send(b"data", source.buffers[1][:size], 2)
-    source.close()
-    place: Callable[[bytes], memoryview | None]
-    place = nowhere if pair.client.one_sided else lambda body: arena.buffers[2][:size]
-    assert pair.server.receive(place, DEADLINE_S) == b"data"
-    assert arena.buffers[2][:size] == pattern(size)
-    assert (arena.arrays[2][size:] == 7).all()
-    assert all((arena.arrays[other] == 7).all() for other in (0, 1, 3))
-
-
 def test_the_end_of_the_peer_is_noticed_at_once(pair: Pair, threads: ThreadPoolExecutor) -> None:
     waiting = threads.submit(pair.server.receive, nowhere, DEADLINE_S)
     pair.client.close()
@@ -294,33 +157,6 @@ def test_a_peer_that_stops_reading_is_given_up(short: Pair) -> None:
         fill(short.client)
     with pytest.raises(ChannelClosed):
         short.client.send(b"more")
-
-
-class Raw:
-    """A peer that sends what it likes."""
-
-    def __init__(self, listener: Listener) -> None:
-        where = parse(listener.address)
-        family = socket.AF_UNIX if isinstance(where, Path) else socket.AF_INET
-        self.socket = socket.socket(family)
-        self.socket.settimeout(DEADLINE_S)
-        self.socket.connect(str(where) if isinstance(where, Path) else where)
-        self.channel = listener.accept(DEADLINE_S)
-
-    def close(self) -> None:
-        self.socket.close()
-        self.channel.close()
-
-
-@pytest.fixture
-def raw(address: str) -> Iterator[Raw]:
-    """A peer that is trusted, and sends bytes."""
-    listener = listen(address, timeout_s=SHORT_S)
-    raw = Raw(listener)
-    raw.channel.trusted = True
-    yield raw
-    raw.close()
-    listener.close()
 
 
 def test_a_body_that_is_too_large_is_refused_unread(raw: Raw) -> None:
@@ -404,88 +240,6 @@ def test_a_trickle_does_not_move_the_deadline(raw: Raw, threads: ThreadPoolExecu
     sending.result(DEADLINE_S)
 
 
-def test_accept_waits_for_a_while_and_wakes_on_close(address: str, threads: ThreadPoolExecutor) -> None:
-    listener = listen(address, timeout_s=DEADLINE_S)
-    with pytest.raises(ChannelIdle):
-        listener.accept(0.01)
-    waiting = threads.submit(listener.accept, DEADLINE_S)
-    listener.close()
-    with pytest.raises(ChannelClosed):
-        waiting.result(DEADLINE_S)
-    with pytest.raises(ChannelError, match="cannot be reached"):
-        connect(listener.address, timeout_s=DEADLINE_S)
-
-
-def test_a_listener_outlives_a_shortage_of_descriptors(address: str) -> None:
-    listener = listen(address, timeout_s=DEADLINE_S)
-    with closing(connect(listener.address, timeout_s=DEADLINE_S)):
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
-        try:
-            with pytest.raises(ChannelIdle, match="Too many open files"):
-                listener.accept(DEADLINE_S)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        listener.accept(DEADLINE_S).close()
-    listener.close()
-
-
-def test_a_peer_that_leaves_at_once() -> None:
-    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S)
-    where = parse(listener.address)
-    assert not isinstance(where, Path)
-    gone = socket.create_connection(where)
-    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    gone.close()  # resets
-    with pytest.raises(ChannelIdle, match="is not let in, or left at once"):
-        listener.accept(DEADLINE_S)
-    with closing(connect(listener.address, timeout_s=DEADLINE_S)):
-        listener.accept(DEADLINE_S).close()
-    listener.close()
-
-
-def test_only_its_owner_reaches_a_local_endpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "kvkit.sock"
-    listener = listen(f"unix://{path}", timeout_s=DEADLINE_S)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    listener.close()
-    assert not path.exists()
-    path.parent.chmod(0o750)
-    with pytest.raises(ValueError, match=f"others may enter {path.parent} .mode 0750., want mode 0700"):
-        listen(f"unix://{path}", timeout_s=DEADLINE_S)
-
-
-def test_a_local_endpoint_takes_over_from_one_that_was_killed(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "kvkit.sock"
-    path.parent.mkdir(mode=0o700)
-    dead = socket.socket(socket.AF_UNIX)
-    dead.bind(str(path))
-    dead.listen()
-    with pytest.raises(OSError, match=f"unix://{path} cannot be listened at: Address already in use"):
-        listen(f"unix://{path}", timeout_s=DEADLINE_S)
-    dead.close()
-    listener = listen(f"unix://{path}", timeout_s=DEADLINE_S)
-    connect(listener.address, timeout_s=DEADLINE_S).close()
-    listener.close()
-    path.write_text("no socket")
-    with pytest.raises(OSError, match="Address already in use"):
-        listen(f"unix://{path}", timeout_s=DEADLINE_S)
-    assert path.read_text() == "no socket"
-
-
-def test_a_local_endpoint_leaves_the_socket_of_its_successor(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "kvkit.sock"
-    first = listen(f"unix://{path}", timeout_s=DEADLINE_S)
-    path.rename(path.with_name("kept"))  # so that its number is not given to the next
-    second = listen(f"unix://{path}", timeout_s=DEADLINE_S)
-    first.close()
-    connect(second.address, timeout_s=DEADLINE_S).close()
-    second.close()
-
-
 def test_the_agent_of_nixl_ends_with_its_last_user() -> None:
     pytest.importorskip("nixl_cu12")
     pair = Pair(Transport("nixl://127.0.0.1:0"))
@@ -494,255 +248,3 @@ def test_the_agent_of_nixl_ends_with_its_last_user() -> None:
     assert list(nixl._agents) == [True]
     pair.close()
     assert not nixl._agents
-
-
-@pytest.mark.parametrize(
-    "bad", ["", "unix://run/s", "tcp://h", "tcp://:1", "tcp://h:99999", "tcp://h:x", "http://h:1", "/run/s"]
-)
-def test_what_is_no_address(bad: str) -> None:
-    with pytest.raises(ValueError, match="want unix:///<path>, tcp"):
-        connect(bad, timeout_s=DEADLINE_S)
-
-
-def test_a_path_that_no_socket_can_have(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="may have 107 bytes"):
-        listen(f"unix://{tmp_path}/{'x' * 108}", timeout_s=DEADLINE_S)
-
-
-def attempt(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[str, str]:
-    """What both sides say when their first frames cannot be exchanged."""
-    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S, tls=server)
-
-    def call() -> None:
-        channel = connect(listener.address, timeout_s=DEADLINE_S, tls=client)
-        try:
-            channel.receive(nowhere, DEADLINE_S)
-        finally:
-            channel.close()
-
-    with ThreadPoolExecutor(1) as other:
-        calling = other.submit(call)
-        channel = listener.accept(DEADLINE_S)
-        with pytest.raises(ChannelError) as here:
-            channel.receive(nowhere, DEADLINE_S)
-        channel.close()
-        listener.close()
-        with pytest.raises(ChannelError) as there:
-            calling.result(DEADLINE_S)
-    return str(here.value), str(there.value)
-
-
-def test_only_a_certificate_of_the_authority_and_for_the_address_is_accepted(
-    certificates: Certificates, tmp_path: Path
-) -> None:
-    others = Certificates(tmp_path, "127.0.0.1")
-    here, there = attempt(others.server(), certificates.client())
-    assert "CERTIFICATE_VERIFY_FAILED" in there
-    assert "UNKNOWN_CA" in here
-    elsewhere = Certificates(tmp_path, "10.0.0.1")
-    _, there = attempt(elsewhere.server(), elsewhere.client())
-    assert "IP address mismatch" in there
-
-
-def test_peers_may_be_asked_for_a_certificate(certificates: Certificates) -> None:
-    here, there = attempt(certificates.server(peers=certificates.ca), certificates.client())
-    assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in here
-    assert "CERTIFICATE_REQUIRED" in there
-    transport = Transport(
-        "tcp://127.0.0.1:0",
-        certificates.server(peers=certificates.ca),
-        certificates.client(shown=certificates.own),
-    )
-    pair = Pair(transport)
-    pair.client.send(b"known")
-    assert pair.server.receive(nowhere, DEADLINE_S) == b"known"
-    pair.close()
-
-
-def test_garbage_instead_of_tls(certificates: Certificates) -> None:
-    listener = listen("tcp://127.0.0.1:0", timeout_s=DEADLINE_S, tls=certificates.server())
-    raw = Raw(listener)
-    raw.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(ChannelError, match="HTTP_REQUEST"):
-        raw.channel.receive(nowhere, DEADLINE_S)
-    raw.close()
-    listener.close()
-
-
-def test_files_that_are_no_certificates(tmp_path: Path) -> None:
-    missing = tmp_path / "none.pem"
-    with pytest.raises(ValueError, match=f"certificate={missing}, key={missing}, ca=None: .*No such file"):
-        server_context(missing, missing)
-
-
-def offer(peer: socket.socket, descriptors: list[int], slot_bytes: int, slots: int) -> None:
-    body = struct.pack("<QQ", slot_bytes, slots)
-    socket.send_fds(peer, [HEADER.pack(len(body), 2**32 - 1) + body], descriptors)
-
-
-class Passing:
-    """A peer of this host that listens, is trusted, and passes descriptors on."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(folder / "peer.sock"))
-            listening.listen()
-            self.channel = connect(f"unix://{folder}/peer.sock", timeout_s=DEADLINE_S)
-            self.socket = listening.accept()[0]
-        self.channel.trusted = True
-
-    def offer(self, descriptors: list[int], slot_bytes: int, slots: int) -> None:
-        offer(self.socket, descriptors, slot_bytes, slots)
-
-    def close(self) -> None:
-        self.socket.close()
-        self.channel.close()
-
-
-def open_descriptors() -> int:
-    gc.collect()  # memory that is mapped keeps its descriptor
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("kind", ["file", "unsealed", "another size", "no slots", "no pages", "two"])
-def test_a_descriptor_that_is_no_arena_is_refused(tmp_path: Path, arena: Staging, kind: str) -> None:
-    """What could be truncated under us would kill the process that writes there."""
-    assert arena.descriptor is not None
-    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    for descriptor in (file, unsealed):
-        os.ftruncate(descriptor, 4 * SLOT_BYTES)
-    before = open_descriptors()
-    peer = Passing(tmp_path)
-    offered, size, slots = {
-        "file": ([file], SLOT_BYTES, 4),
-        "unsealed": ([unsealed], SLOT_BYTES, 4),
-        "another size": ([arena.descriptor], SLOT_BYTES, 5),
-        "no slots": ([arena.descriptor], 0, 0),
-        "no pages": ([arena.descriptor], 1, 4 * SLOT_BYTES),
-        "two": ([arena.descriptor] * 2, SLOT_BYTES, 4),
-    }[kind]
-    peer.offer(offered, size, slots)
-    with pytest.raises(FrameError, match="shares what is no arena"):
-        peer.channel.receive(nowhere, DEADLINE_S)
-    assert not peer.channel.one_sided
-    peer.close()
-    assert open_descriptors() == before
-    os.close(file)
-    os.close(unsealed)
-
-
-def test_only_one_arena_is_taken(tmp_path: Path, arena: Staging) -> None:
-    assert arena.descriptor is not None
-    peer = Passing(tmp_path)
-    peer.offer([arena.descriptor], SLOT_BYTES, 4)
-    with pytest.raises(ChannelIdle):
-        peer.channel.receive(nowhere, 0.01)
-    assert peer.channel.one_sided
-    peer.offer([arena.descriptor], SLOT_BYTES, 4)
-    with pytest.raises(FrameError, match="one arena for each channel"):
-        peer.channel.receive(nowhere, DEADLINE_S)
-    peer.close()
-
-
-def test_a_descriptor_that_belongs_to_nothing(tmp_path: Path, arena: Staging) -> None:
-    assert arena.descriptor is not None
-    before = open_descriptors()
-    peer = Passing(tmp_path)
-    socket.send_fds(peer.socket, [HEADER.pack(1, 0) + b"!"], [arena.descriptor])
-    assert peer.channel.receive(nowhere, DEADLINE_S) == b"!"
-    with pytest.raises(FrameError, match="no arena with it"):
-        peer.channel.receive(nowhere, DEADLINE_S)
-    peer.close()
-    assert open_descriptors() <= before
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_who_connects_can_pass_nothing(tmp_path: Path, arena: Staging, trusted: bool) -> None:
-    """An arena goes to the side that connected. What else comes is closed by the system."""
-    assert arena.descriptor is not None
-    with closing(listen(f"unix://{tmp_path}/run/kvkit.sock", timeout_s=DEADLINE_S)) as listener:
-        before = open_descriptors()
-        peer = Raw(listener)
-        peer.channel.trusted = trusted
-        offer(peer.socket, [arena.descriptor], SLOT_BYTES, 4)
-        with pytest.raises(FrameError, match=r"shares what is no arena|a payload before it proved"):
-            peer.channel.receive(nowhere, DEADLINE_S)
-        assert not peer.channel.one_sided
-        assert open_descriptors() == before + 2
-        peer.close()
-
-
-def test_no_arena_is_taken_from_who_connected(pair: Pair, arena: Staging) -> None:
-    if pair.client.share(arena):
-        with pytest.raises(FrameError, match="arena"):
-            pair.server.receive(nowhere, DEADLINE_S)
-    assert not pair.server.one_sided
-
-
-def test_an_arena_is_not_taken_from_who_proved_nothing(tmp_path: Path, arena: Staging) -> None:
-    assert arena.descriptor is not None
-    before = open_descriptors()
-    peer = Passing(tmp_path)
-    peer.channel.trusted = False
-    peer.offer([arena.descriptor], SLOT_BYTES, 4)
-    with pytest.raises(FrameError, match="a payload before it proved itself"):
-        peer.channel.receive(nowhere, DEADLINE_S)
-    peer.close()
-    assert open_descriptors() == before
-
-
-def test_memory_that_a_peer_only_claims_to_have_is_not_brought_in() -> None:
-    """Its owner touched the first MiB of 64; who maps it touches no more."""
-    size = 64 << 20
-    descriptor = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
-    os.pwrite(descriptor, b"x" * (1 << 20), 0)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    before = os.fstat(descriptor).st_blocks
-    arena = unix.PeerArena(os.dup(descriptor), PAGE_BYTES, size // PAGE_BYTES)
-    arena._toucher.join(DEADLINE_S)
-    assert os.fstat(descriptor).st_blocks == before
-    arena.close()
-    os.close(descriptor)
-
-
-def listen_as(user: int, folder: Path, ready: Connection) -> None:
-    """A process of another user that listens."""
-    os.chown(folder, user, user)
-    os.chdir(folder)  # which it may be in, though not reach
-    os.setuid(user)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind("kvkit.sock")
-        listening.listen()
-        ready.send(None)
-        signal.pause()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
-def test_a_process_of_another_user_is_no_peer(tmp_path: Path) -> None:
-    """One that put its socket where ours should be: those of root are let in, so this one is not root's."""
-    context = multiprocessing.get_context("spawn")
-    ready, theirs = context.Pipe()
-    other = context.Process(target=listen_as, args=(65534, tmp_path, theirs), daemon=True)
-    other.start()
-    ready.recv()
-    with pytest.raises(ChannelClosed, match=r"process \d+ is of user 65534, want 0 or root"):
-        connect(f"unix://{tmp_path}/kvkit.sock", timeout_s=DEADLINE_S)
-    other.kill()
-    other.join(DEADLINE_S)
-
-
-def test_an_arena_that_cannot_be_shared(tmp_path: Path) -> None:
-    pair = Pair(Transport(f"unix://{tmp_path}/run/kvkit.sock"))
-    private = Staging(SLOT_BYTES, 1)
-    with pytest.raises(ValueError, match="shared=True"):
-        pair.server.share(private)
-    private.close()
-    pair.close()
-
-
-def test_every_rank_has_an_address() -> None:
-    assert of_rank("unix:///run/kvkit/d-{rank}.sock", 1) == "unix:///run/kvkit/d-1.sock"
-    assert of_rank("tcp://[::1]:700{rank}", 0) == "tcp://[::1]:7000"
-    assert of_rank("tcp://[::1]:7000", 3) == "tcp://[::1]:7000"

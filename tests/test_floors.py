@@ -67,8 +67,6 @@ KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers."""
 LONG = (
     "adapters/vllm/worker.py",
-    "tests/test_channels.py",
-    "tests/test_handoff.py",
     "tests/test_jax.py",
     "tests/test_pages_numba.py",
     "tests/test_vllm_worker.py",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from channels import Certificates
 from handoff_nodes import (
     IDENTITY,
     LONG_S,
@@ -24,7 +25,6 @@ from handoff_nodes import (
     new_sender,
     raw_socket,
 )
-from test_channels import Certificates
 from waiting import wait_for
 
 from kvkit.handoff import endpoint
