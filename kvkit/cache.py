@@ -162,7 +162,7 @@ class Cache:
         prefill_tokens_per_s: float | None = None,
         retrieve_from: Sequence[str] | None = None,
     ) -> Hit:
-        """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) can be had, and where.
+        """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) is available, and where.
 
         Reads no payload and changes nothing. A tier that fails holds nothing.
 
@@ -295,7 +295,7 @@ class Cache:
         return slots // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
-        """Bring what `tokens` will hit nearer, in the background; the future is what can then be had.
+        """Bring what `tokens` will hit nearer, in the background; the future is what is available then.
 
         Verified records of the leading run go to the tiers in memory that the policy writes back to; without
         any, up to half of the staging slots hold them until a load takes them or others need the room. Loads

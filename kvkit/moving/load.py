@@ -159,7 +159,7 @@ class Prefetch:
     chunks: Chunks
 
     def run(self, transfer: Transfer[Any]) -> Hit:
-        """Bring it nearer, until all is or `transfer` is stopped; what can be had then."""
+        """Bring it nearer, until all is or `transfer` is stopped; what is available then."""
         tiers, chunks = self.tiers, self.chunks
         # 1. what lies far away
         found = tiers.find(chunks, RetrievePlan(len(chunks)), frozenset())

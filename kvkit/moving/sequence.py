@@ -134,7 +134,7 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The leading run that can be had: `tokens` tokens, whole chunks, `by_tier` of them at each tier."""
+    """The leading run that is available: `tokens` tokens, whole chunks, `by_tier` of them at each tier."""
 
     chunks: Chunks
     plan: RetrievePlan
