@@ -6,19 +6,23 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
+from kvkit.adapters.engine.loads import PagesOf, PromptHit, PromptLoad, result_of
+from kvkit.adapters.engine.lookups import Lookups, Question
+from kvkit.adapters.engine.prefetches import Prefetches
+from kvkit.adapters.engine.speed import Speed
+from kvkit.adapters.engine.tally import Tally
 from kvkit.adapters.vllm import pages, stats
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.prefetches import Prefetches
 from kvkit.adapters.vllm.settings import Settings
-from kvkit.adapters.vllm.speed import Speed
 from kvkit.adapters.vllm.step import (
     Ask,
     LoadTask,
@@ -30,18 +34,15 @@ from kvkit.adapters.vllm.step import (
     Tables,
     WorkerReport,
 )
-from kvkit.adapters.vllm.tally import Tally
-from kvkit.cache import Cache, Loaded, Stored
+from kvkit.cache import Cache, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.handoff.prompt import PromptPiece, Prompts, tail_of
+from kvkit.handoff.prompt import PromptPiece, Prompts
 from kvkit.handoff.protocol.messages import HANDOFF
-from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.addresses import of_rank
-from kvkit.moving.layerwise import LayerLoad
-from kvkit.moving.sequence import Hit, SequencePages, UnknownModel
+from kvkit.moving.sequence import SequencePages, UnknownModel
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
@@ -50,76 +51,6 @@ IDLE_WAIT_S = 0.01
 """How long a step that computes nothing waits for a lookup or a load, so that the engine does not spin."""
 SAVE_WAIT_S = 0.25
 """How long a step waits for the last one's saves while there are too few slots, before it calls them off."""
-NEWS_S = 5.0
-"""How long a request waits for word of its transfer once the prefill engine has answered: that one asks for
-room before it computes."""
-
-NOTHING = Loaded(0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """The answer to `ask`, to be given by `until` on the monotonic clock."""
-
-    ask: Ask
-    hit: Transfer[Hit]
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What question `number` found: whole chunks, and the blocks of an unfilled one behind them."""
-
-    number: int
-    hit: Hit
-    tail: Hit | None
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A load: by `transfer`, by `layers`, or by neither where it is done, or there was nothing to load.
-
-    Attributes:
-        base: token that its first chunk begins with.
-        began: on the monotonic clock.
-        tail: of the blocks behind the last whole chunk, by a transfer of their own.
-        whole: tokens that come before the tail.
-    """
-
-    load: LoadTask
-    base: int
-    began: float
-    transfer: Transfer[Loaded] | None = None
-    tail: Transfer[Loaded] | None = None
-    whole: int = 0
-    layers: LayerLoad | None = None
-    result: Loaded = NOTHING
-
-    @property
-    def done(self) -> bool:
-        return self.layers is None and all(move.done() for move in self._moves)
-
-    def cancel(self) -> None:
-        """Have it end soon. The pages are in use until it is done."""
-        for move in self._moves:
-            move.cancel()
-
-    def loaded(self) -> Loaded:
-        """What was loaded; waits for it."""
-        if self.layers is not None:
-            for _ in self.layers:
-                pass
-            return self.layers.loaded
-        loaded = self.result if self.transfer is None else _result(self.transfer) or NOTHING
-        if self.tail is None or loaded.tokens < self.whole:
-            return loaded
-        tail = _result(self.tail) or NOTHING
-        by_tier = Counter(loaded.by_tier) + Counter(tail.by_tier)
-        return Loaded(loaded.tokens + tail.tokens, by_tier)
-
-    @property
-    def _moves(self) -> list[Transfer[Loaded]]:
-        return [move for move in (self.transfer, self.tail) if move is not None]
 
 
 class Worker:
@@ -160,19 +91,13 @@ class Worker:
         self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
         self._wakes = self._seen = 0
-        self._lookups: dict[str, _Lookup] = {}
-        self._refused: list[LookupAnswer] = []
-        self._hits: dict[str, _Found] = {}
-        self._awaited: dict[str, tuple[Ask, float]] = {}  # since when, on the monotonic clock
-        self._received: dict[str, str] = {}
-        self._loading: dict[str, _Loading] = {}
+        self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
         self._saving: list[Transfer[Stored]] = []
         self._patience_s = SAVE_WAIT_S
         self._kept: set[str] = set()
         self._sent: set[str] = set()
         self._handed_off: set[str] = set()
         self._windows = pages.has_windows(specs)
-        self._receiver: Receiver | None = None
         self._prompts: Prompts | None = None
         self._block = math.lcm(*(next(iter(group.values())).block_size for group in specs))
         self._began = time.monotonic()
@@ -198,11 +123,22 @@ class Worker:
         self._prefetches = Prefetches(self.cache)
         self._speed = Speed(self._namespace.chunk_tokens)
         self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != HANDOFF)
+        self._receiver: Receiver | None = None
         handoff = self.cache.tiers.get(HANDOFF)
         if isinstance(handoff, HandoffTier):
             self._receiver, self._prompts = handoff.receiver, self._open_prompts(handoff)
             if self._receiver is not None:
                 self._receiver.watch(self._wake)
+        told = self._settings.prefill_tokens_per_s
+        self._lookups = Lookups(
+            self.cache,
+            self._receiver,
+            block_tokens=self._block,
+            timeout_s=self._settings.lookup_timeout_s,
+            handoff_timeout_s=self._settings.handoff_timeout_s,
+            tokens_per_s=lambda: told or self._speed.tokens_per_s,
+            wake=self._wake,
+        )
         self._number = {
             name: layer
             for group in self._groups
@@ -263,11 +199,7 @@ class Worker:
             for transfer in step.unwanted:
                 self._receiver.release(transfer, "not wanted")
         for ask in step.asks:
-            if ask.transfer and self._receiver is not None:
-                self._received[ask.request] = ask.transfer
-                self._awaited[ask.request] = ask, time.monotonic()
-            else:
-                self._look_up(ask)
+            self._lookups.ask(self._question(ask))
         self._receive()
         for name in step.called_off:
             self._prefetches.end(name)
@@ -285,42 +217,27 @@ class Worker:
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
-        for load in step.loads:
-            found = self._hits.pop(load.request, None)
-            chunk = self._namespace.chunk_tokens
-            first, last = load.start // chunk, -(-load.stop // chunk)
-            loading = _Loading(load, first * chunk, time.monotonic())
-            if found is not None and found.number == load.number:
-                part = found.hit.part(min(first, found.hit.plan.chunks), last)
-                places = self._places(load.blocks, 0, (last - first) * chunk)
-                if found.tail is not None and load.stop > found.hit.tokens:
-                    self._load_tail(loading, found.hit, found.tail)
-                if self._settings.load == "layerwise":
-                    loading.layers = self.cache.load_layers(part, places)
-                elif self._settings.load == "sync":
-                    # in this thread, so in the order of the engine's stream, which may be zeroing the pages
-                    loading.result = self.cache.load(part, places)
-                else:
-                    loading.transfer = self.cache.load_async(part, places)
-                    loading.transfer.add_done_callback(self._wake)
-            self._loading[load.request] = loading
-            self._tally.begin(load.request)
+        for task in step.loads:
+            self._tally.begin(task.request)
+            self._loading[task.request] = (
+                task,
+                PromptLoad.begin(
+                    self.cache,
+                    self._lookups.claim(task.request, task.number),
+                    task.start,
+                    task.stop,
+                    self._pages_of(task.blocks, self._chunk_start(task.start)),
+                    self._settings.load,
+                    self._wake,
+                ),
+            )
         if self._settings.load == "sync":
             self._finish_all(step.number)
 
-    def _load_tail(self, loading: _Loading, hit: Hit, tail: Hit) -> None:
-        """Start loading what lies behind the whole chunks of `hit`, as far as it is not there."""
-        load, size = loading.load, tail.chunks.chunk_tokens
-        first, last = max(load.start - hit.tokens, 0) // size, -(-(load.stop - hit.tokens) // size)
-        start, stop = (hit.tokens + count * size - loading.base for count in (first, last))
-        loading.whole = max(0, hit.tokens - loading.base)
-        loading.tail = self.cache.load_async(tail.part(first, last), self._places(load.blocks, start, stop))
-        loading.tail.add_done_callback(self._wake)
-
     def wait_for_layer(self, name: str) -> None:
         """Return when a layer is loaded, for every load of this step."""
-        for loading in self._loading.values():
-            for number in loading.layers or ():
+        for _, load in self._loading.values():
+            for number in load.layers or ():
                 if number == self._number[name]:
                     break
 
@@ -355,17 +272,14 @@ class Worker:
         The third set is of those whose blocks were kept for a last save, and no longer need to be.
         """
         for name in requests:
-            self._hits.pop(name, None)
-            self._awaited.pop(name, None)
-            if name in self._lookups:
-                self._lookups.pop(name).hit.cancel()
+            self._lookups.cancel(name)
             if name in self._loading:
-                self._loading[name].cancel()
+                self._loading[name][1].cancel()
             else:
-                self._release(name)
+                self._lookups.release(name)
             if name in self._lengths:  # what was to be begun for it has been
                 self._tally.over(name, self._lengths.pop(name))
-        done = {name for name, loading in self._loading.items() if loading.done}
+        done = {name for name, (_, load) in self._loading.items() if load.done}
         if self._prompts is not None:
             self._prompts.go_on()
             for name in self._prompts.done(requests):
@@ -373,7 +287,7 @@ class Worker:
         sent = {name for name in self._sent | self._handed_off if self._may_free(name)}
         self._sent -= sent
         self._handed_off -= sent
-        return done, {name for name in done if not self._finish(self._loading.pop(name))}, sent
+        return done, {name for name in done if not self._finish(*self._loading.pop(name))}, sent
 
     def invalid_blocks(self) -> set[int]:
         """Blocks that were to be loaded since the last call and hold nothing."""
@@ -383,19 +297,7 @@ class Worker:
     def report(self) -> WorkerReport | None:
         """What the scheduler does not know yet."""
         self._receive()
-        answers, self._refused = self._refused, []
-        now = time.monotonic()
-        for name, lookup in list(self._lookups.items()):
-            if not lookup.hit.done() and now < lookup.until:
-                continue
-            del self._lookups[name]
-            hit = None
-            if lookup.hit.done():
-                hit = _result(lookup.hit)
-            else:
-                lookup.hit.cancel()
-                log.info("%s: not looked up within %s s", name, self._settings.lookup_timeout_s)
-            answers.append(self._answer(lookup.ask, hit))
+        answers = [self._answer(question, hit) for question, hit in self._lookups.answers()]
         failed, self._failed = self._failed, []
         failed_step = self._failed_step if self._failed_step != self._told_step else 0
         self._told_step = self._failed_step
@@ -415,63 +317,54 @@ class Worker:
             self._loras.close()
         self.cache.close()
 
-    def _receive(self) -> None:
-        """Look up for requests whose transfers arrived, or will not."""
-        assert self._receiver is not None or not self._awaited
+    def _receive(self) -> bool:
+        """Look up what was sent for requests, and came or will not; whether there was any."""
         self._seen = self._wakes
-        for name, (ask, since) in list(self._awaited.items()):
-            assert self._receiver is not None
-            status = self._receiver.status(ask.transfer)
-            over = status is not None and status.phase in (None, Phase.COMMITTED)
-            patience_s = self._settings.handoff_timeout_s
-            if status is None and ask.computed_there:
-                patience_s = min(patience_s, NEWS_S)
-            if over or time.monotonic() >= since + patience_s:
-                if status is None or status.phase is not Phase.COMMITTED:
-                    reason = "it did not come" if status is None else status.reason or str(status.phase)
-                    log.warning("%s: nothing from the prefill engine: %s", name, reason)
-                del self._awaited[name]
-                self._look_up(ask)
+        return self._lookups.receive()
 
-    def _answer(self, ask: Ask, hit: Hit | None) -> LookupAnswer:
-        """What a lookup found, and the blocks of an unfilled chunk that came with it."""
-        rank, space = self._namespace.rank, self._space(ask.sequence)
-        if hit is None or space is None:
-            return LookupAnswer(ask.request, ask.number, rank, 0, ())
-        tail = None
-        if ask.request in self._received and len(hit.chunks) == hit.plan.chunks:
-            rest = tail_of(hit.chunks, ask.sequence.tokens, self._block, ask.sequence.rest)
-            if rest is not None:
-                tail = self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
-        self._hits[ask.request] = _Found(ask.number, hit, tail)
-        found = [part for part in (hit, tail) if part is not None]
-        segments = tuple(segment for part in found for segment in _segments(part))
-        tokens = min(sum(part.tokens for part in found), len(ask.sequence.tokens))
-        return LookupAnswer(ask.request, ask.number, rank, tokens, segments)
+    def _question(self, ask: Ask) -> Question:
+        return Question(
+            ask.request,
+            ask.number,
+            ask.sequence.tokens,
+            partial(self._space, ask.sequence),
+            rest=ask.sequence.rest,
+            computed=ask.computed,
+            transfer=ask.transfer,
+            computed_there=ask.computed_there,
+        )
 
-    def _release(self, request: str) -> None:
-        """Give back what was received for a request."""
-        transfer = self._received.pop(request, None)
-        if transfer is not None and self._receiver is not None:
-            self._receiver.release(transfer)
+    def _answer(self, question: Question, hit: PromptHit | None) -> LookupAnswer:
+        segments = () if hit is None else hit.segments
+        tokens = min(sum(tokens for _, tokens in segments), len(question.tokens))
+        return LookupAnswer(question.request, question.number, self._namespace.rank, tokens, segments)
 
     def _may_free(self, request: str) -> bool:
         """Whether no save and no transfer of a finished request reads its pages."""
         saved = request not in self._kept
         return saved and (self._prompts is None or request not in self._prompts)
 
-    def _places(self, blocks: Tables, start: int, stop: int) -> list[SequencePages]:
-        """Where tokens [start, stop) lie, counted from the first of `blocks`."""
-        places = []
-        for group in self._groups:
-            first, last = start // group.block_tokens, -(-stop // group.block_tokens)
-            places.append(group.place(blocks[group.table][first:last], stop - start))
-        return places
+    def _chunk_start(self, token: int) -> int:
+        return token // self._namespace.chunk_tokens * self._namespace.chunk_tokens
+
+    def _pages_of(self, blocks: Tables, base: int) -> PagesOf:
+        """Where tokens lie whose `blocks` begin with token `base`."""
+
+        def pages(start: int, stop: int) -> list[SequencePages]:
+            return [
+                group.place(
+                    blocks[group.table][
+                        (start - base) // group.block_tokens : -(-(stop - base) // group.block_tokens)
+                    ],
+                    stop - start,
+                )
+                for group in self._groups
+            ]
+
+        return pages
 
     def _piece(self, send: SendTask, ready: Callable[[], object] | None) -> PromptPiece:
-        def pages(start: int, stop: int) -> list[SequencePages]:
-            return self._places(send.blocks, start - send.first, stop - send.first)
-
+        pages = self._pages_of(send.blocks, send.first)
         return PromptPiece(send.first, send.stop, pages, ready or (lambda: None), send.last)
 
     def _open_prompts(self, handoff: HandoffTier) -> Prompts | None:
@@ -486,23 +379,6 @@ class Worker:
             allocation_s=self._settings.handoff_timeout_s,
             wake=self._wake,
         )
-
-    def _look_up(self, ask: Ask) -> None:
-        timeout_s, space = self._settings.lookup_timeout_s, self._space(ask.sequence)
-        if space is None:
-            self._refused.append(self._answer(ask, None))
-            return
-        hit = self.cache.lookup_async(
-            ask.sequence.tokens,
-            space,
-            wait_s=timeout_s / 2,  # a slow save shall not cost what the tiers have already
-            first=ask.computed // self._namespace.chunk_tokens,
-            prefill_tokens_per_s=self._settings.prefill_tokens_per_s or self._speed.tokens_per_s,
-        )
-        hit.add_done_callback(self._wake)
-        if ask.request in self._lookups:  # nobody waits for the answer to an earlier question
-            self._lookups[ask.request].hit.cancel()
-        self._lookups[ask.request] = _Lookup(ask, hit, time.monotonic() + timeout_s)
 
     def _save(self, save: SaveTask, ready: Callable[[], object] | None) -> None:
         """Store what a request computed; handing off is not this one's business."""
@@ -522,7 +398,7 @@ class Worker:
             on_done=lambda: self._tally.done(save.request),
             copy_first=True,
         )
-        transfer.add_done_callback(lambda done: self._stats.stored(_result(done), time.monotonic() - began))
+        transfer.add_done_callback(lambda done: self._stats.stored(result_of(done), time.monotonic() - began))
         self._saving.append(transfer)
 
     def _complete(self, part: SaveTask | SendTask, first: int, stop: int) -> int:
@@ -543,24 +419,24 @@ class Worker:
     def _finish_all(self, step: int) -> None:
         """End the loads that a step waits for."""
         for name in list(self._loading):
-            if not self._finish(self._loading.pop(name)):
+            if not self._finish(*self._loading.pop(name)):
                 self._failed_step = step
 
-    def _finish(self, loading: _Loading) -> bool:
+    def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
         """Note how a load ended; whether it kept its promise."""
-        loaded, load = loading.loaded(), loading.load
-        self._release(load.request)
-        end = min(loading.base + loaded.tokens, load.stop)
-        kept = end == load.stop
-        self._stats.loaded(loaded, time.monotonic() - loading.began, kept)
-        self._tally.hit(load.request, loaded.by_tier)
-        self._tally.done(load.request)
+        end, loaded = load.finish()
+        self._lookups.release(task.request)
+        kept = end == task.stop
+        self._stats.loaded(loaded, time.monotonic() - load.began, kept)
+        self._tally.hit(task.request, loaded.by_tier)
+        self._tally.done(task.request)
         if not kept:
-            log.warning("%s: loaded up to token %d of %d", load.request, max(end, load.start), load.stop)
-            self._failed.append(load.request)
-            if len(load.blocks) == 1:  # ids mean something in one group only
+            end = max(end, task.start)
+            log.warning("%s: loaded up to token %d of %d", task.request, end, task.stop)
+            self._failed.append(task.request)
+            if len(task.blocks) == 1:  # ids mean something in one group only
                 size = self._groups[0].block_tokens
-                self._invalid.update(load.blocks[0][(max(end, load.start) - loading.base) // size :])
+                self._invalid.update(task.blocks[0][(end - load.base) // size :])
                 self._invalid.discard(-1)
         return kept
 
@@ -585,21 +461,17 @@ class Worker:
         """
 
         def something() -> bool:
-            lookups = [lookup.hit for lookup in self._lookups.values()]
-            transfers = bool(self._awaited) or (self._prompts is not None and self._prompts.under_way)
-            under_way = bool(lookups) or bool(self._loading) or transfers
-            some = any(lookup.done() for lookup in lookups) or any(x.done for x in self._loading.values())
+            transfers = self._lookups.awaiting or (self._prompts is not None and self._prompts.under_way)
+            under_way = self._lookups.under_way or bool(self._loading) or transfers
+            some = self._lookups.done or any(load.done for _, load in self._loading.values())
             came = transfers and self._wakes != self._seen
             return some or came or not under_way
 
         until, came_last = time.monotonic() + IDLE_WAIT_S, True
         while came_last:
-            awaited = len(self._awaited)
             with self._changed:
                 self._changed.wait_for(something, until - time.monotonic())
-            if awaited:
-                self._receive()
-            came_last = len(self._awaited) < awaited
+            came_last = self._lookups.awaiting and self._receive()
 
     def _wake(self, _: object) -> None:
         with self._changed:
@@ -610,7 +482,7 @@ class Worker:
         """Have nothing found that was stored before: other weights wrote it. Shared tiers keep it."""
         self._epoch = epoch
         self._namespace = replace(self._base, revision=f"{self._base.revision}#{epoch}")
-        self._hits.clear()
+        self._lookups.clear()
         self._prefetches.end_all()
         for name, tier in self.cache.tiers.items():
             if tier.near:
@@ -626,22 +498,3 @@ class Worker:
             return None
         self._adapters[sequence.lora.name] = known
         return replace(self._namespace, lora=known, salt=sequence.salt)
-
-
-T = TypeVar("T")
-
-
-def _result(transfer: Future[T]) -> T | None:
-    """What a transfer that is done, or will be soon, came to; None if it failed."""
-    try:
-        return transfer.result()
-    except CancelledError:
-        return None
-    except Exception as error:
-        log.warning("a lookup, a load or a save failed: %s", error or type(error).__name__)
-        return None
-
-
-def _segments(hit: Hit) -> tuple[tuple[str, int], ...]:
-    size = hit.chunks.chunk_tokens
-    return tuple((s.tier, (s.stop - s.start) * size) for s in hit.plan.segments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.adapters.vllm.speed import REMEMBERED, Speed
+from kvkit.adapters.engine.speed import REMEMBERED, Speed
 
 
 def test_nothing_is_known_before_a_large_step() -> None:
