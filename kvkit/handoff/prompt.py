@@ -310,7 +310,8 @@ class Prompts:
             return not prompt.over and expected
         if prompt.handle.done.done():
             return False
-        if prompt.over or prompt.handle.queued or any(not store.done() for store in prompt.stores):
+        stored = prompt.told_last and not prompt.waiting  # maybe since `go_on`, which commits it
+        if stored or prompt.over or prompt.handle.queued or any(not store.done() for store in prompt.stores):
             return True
         return bool(prompt.waiting) and (prompt.handle.admitted.done() or expected)
 
