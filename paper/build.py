@@ -19,7 +19,7 @@ import typst
 
 from kvkit.bench import demo
 from kvkit.blend import plan
-from kvkit.format import record
+from kvkit.format import names, record
 from kvkit.format.layout import ORDERS
 from kvkit.kernels.pages.reference import LARGEST
 from kvkit.moving import reads
@@ -210,8 +210,8 @@ def collect(folder: Path) -> dict[str, Any]:
         "blend": {size: _blended(folder / f"blend-{size}-{path.name}", size) for size in BLEND},
         "constants": {
             "align": record.ALIGN,
-            "high_bits": record.HIGH_BITS,
-            "low_bits": record.LOW_BITS,
+            "high_bits": names.HIGH_BITS,
+            "low_bits": names.LOW_BITS,
             "in_flight": reads.MAX_IN_FLIGHT,
             "failures": health.FAILURES_TO_PAUSE,
             "first_pause_s": health.PAUSES_S[0],
