@@ -22,7 +22,7 @@ NEEDED = (
     *("torch", "triton", "numba", "xxhash", "fsspec", "google_crc32c", "pydantic", "pydantic_settings"),
     *("prometheus_client", "rich", "typer", "pytest", "pytest_benchmark", "hypothesis", "transformers"),
 )
-TESTS = ("gpu", "end_to_end", "blend_triton", "problems", "tuning", "pages", "staging")
+TESTS = ("gpu", "end_to_end", "attention_triton", "problems", "search", "pages_numba", "staging")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 KVKIT = (sys.executable, "-c", "from kvkit.cli import main; main()")
 

@@ -1,18 +1,69 @@
-"""What the checks of every operation share."""
+"""What the checks of every operation share: an array's form, whatever library it is of, and the error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
+
+from kvkit.format.rope import Rope
+
+FLOATS = ("float32", "float16", "bfloat16")
+"""Dtypes that can be computed with."""
 
 
 class LaunchError(ValueError):
     """A kernel cannot run on these arguments; nothing was written. Names the argument and its value."""
 
 
-def check_overlap(name: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+class Form(NamedTuple):
+    """What a check looks at, of a tensor or a JAX array.
+
+    Args:
+        shape: of every axis.
+        dtype: its name, such as bfloat16.
+        strides: in elements; None of a JAX array, which has none.
+        device: its name; "" of a JAX array, which may be anywhere.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    device: str = ""
+
+    @staticmethod
+    def of(x: Any) -> Form:
+        """That of a tensor, or of whatever else has a shape and a dtype."""
+        dtype = str(x.dtype).removeprefix("torch.")
+        if not callable(getattr(x, "stride", None)):
+            return Form(tuple(x.shape), dtype)
+        return Form(tuple(x.shape), dtype, tuple(x.stride()), str(x.device))
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}" + (f" on {self.device}" if self.device else "")
+
+
+def check_form(name: str, x: Form, want: Form) -> None:
+    """Refuse what has not the shape, dtype and device of `want`, or is not contiguous."""
+    if x._replace(strides=None) != want._replace(strides=None):
+        raise LaunchError(f"{name}: {x}, want {want}")
+    if x.strides is not None and any(
+        n > 1 and stride != math.prod(x.shape[i + 1 :])
+        for i, (n, stride) in enumerate(zip(x.shape, x.strides, strict=True))
+    ):
+        raise LaunchError(f"{name}: strides {x.strides}, want it contiguous")
+
+
+def check_overlap(name: str, x: Form) -> None:
     """Refuse strides by which two elements share memory, or axes interleave."""
     extent = 1
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+    for stride, size in sorted((s, n) for s, n in zip(x.strides or (), x.shape, strict=False) if n > 1):
         if stride < extent:
-            raise LaunchError(f"{name}: {tuple(shape)} strides {tuple(strides)} overlap or interleave")
+            raise LaunchError(f"{name}: {x.shape} strides {x.strides} overlap or interleave")
         extent += (size - 1) * stride
+
+
+def check_rope(name: str, rope: Rope, channels: int) -> None:
+    """Refuse rotary channels beyond those of a head."""
+    last = rope.first + rope.channels
+    if last > channels:
+        raise LaunchError(f"{name}: channels {rope.first} to {last}, but a head of K has {channels}")

@@ -66,15 +66,12 @@ FLOORS_AT_MOST, ENTRIES_AT_MOST, LINES_AT_MOST, PARAMETERS_AT_MOST = 10, 20, 600
 KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers."""
 LONG = (
-    "tests/test_jax.py",
-    "tests/test_pages_numba.py",
 )
 """Files still to be divided."""
 WIDE = (
     "_attend",
     "_attention",
     "_blend_attention",
-    "check_scatter",
     "_query_scores",
     "_rope_scatter",
     "attention",

@@ -44,7 +44,8 @@ def blend_attention(
     Raises:
         LaunchError: an argument does not fit.
     """
-    checks.check_attention(q, k_pages, v_pages, rows, scale, window, softcap)
+    checks.check_attention(q, k_pages, v_pages, scale, window, softcap)
+    checks.check_rows(rows, q, k_pages)
     if q.device.type == "cpu":
         from kvkit.kernels.attention import torch_cpu
 
@@ -94,7 +95,8 @@ def rope_scatter(
     Raises:
         LaunchError: an argument does not fit; nothing was written.
     """
-    checks.check_scatter(q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation)
+    checks.check_scatter(q, k, v, cos_sin, k_pages, v_pages, rope)
+    checks.check_slots(q, slots, k_pages.shape[0] * k_pages.shape[2], deviation)
     if q.device.type == "cpu":
         from kvkit.kernels.attention import torch_cpu
 
@@ -119,10 +121,7 @@ def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     Raises:
         LaunchError: an argument does not fit.
     """
-    checks.check_floats("new", new, 3, None)
-    checks.check_floats("old", old, 3, new)
-    if old.shape != new.shape:
-        raise LaunchError(f"old: {tuple(old.shape)}, but new is {tuple(new.shape)}")
+    checks.check_deviation(new, old)
     if new.device.type == "cpu":
         from kvkit.kernels.attention import torch_cpu
 
@@ -162,12 +161,12 @@ def query_scores(
     Raises:
         LaunchError: an argument does not fit.
     """
-    checks.check_attention(q, k_pages, k_pages if v_pages is None else v_pages, rows, scale, window, softcap)
+    checks.check_attention(q, k_pages, k_pages if v_pages is None else v_pages, scale, window, softcap)
+    checks.check_rows(rows, q, k_pages)
     if len(rows.lengths) != 1:
         raise LaunchError(f"rows: of {len(rows.lengths)} requests, want one")
-    if lse is not None and (lse.shape != q.shape[:2] or lse.dtype != torch.float32 or lse.device != q.device):
-        found = f"{tuple(lse.shape)} {lse.dtype} on {lse.device}"
-        raise LaunchError(f"lse: {found}, want {tuple(q.shape[:2])} float32 on {q.device}")
+    if lse is not None:
+        checks.check_lse(lse, q)
     if q.device.type == "cpu":
         from kvkit.kernels.attention import torch_cpu
 

@@ -14,7 +14,6 @@ kernels are not called through jax-triton: they start on a plan that the host ma
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,15 +23,12 @@ from jax import lax
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.attention import pallas
+from kvkit.kernels.attention import checks, pallas
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages.jax import (
-    FLOATS,
     Ids,
     bits,
-    check,
     check_int,
-    check_rope,
     in_range,
     rotate,
     scatter,
@@ -99,7 +95,7 @@ def blend_attention(
     Raises:
         LaunchError: an argument does not fit.
     """
-    _check_attention(q, k_pages, v_pages, scale, window, softcap)
+    checks.check_attention(q, k_pages, v_pages, scale, window, softcap)
     if tables.ndim != 2 or not tables.size:
         raise LaunchError(f"tables: {tables.shape}, want [requests, blocks], none of them 0")
     for name, ids, shape in (
@@ -138,30 +134,26 @@ def rope_scatter(
     Raises:
         LaunchError: an argument does not fit. Slots out of range are treated as by `pack`.
     """
-    for name, x, kind in (("q", q, "Hq"), ("k", k, "H"), ("v", v, "H")):
-        if x.ndim != 3 or x.shape[0] != len(q):
-            raise LaunchError(f"{name}: {x.shape}, want [M, {kind}, channels], M = {len(q)} as in q")
-        if str(x.dtype) not in FLOATS:
-            raise LaunchError(f"{name}: {x.dtype}, want one of {', '.join(FLOATS)}")
-    if k_pages.ndim != 4 or not k_pages.size:
-        raise LaunchError(f"k_pages: {k_pages.shape}, want [B, H, N, D], none of them 0")
-    check("k_pages", k_pages, (k_pages.shape[0], k.shape[1], k_pages.shape[2], k.shape[2]), str(k.dtype))
-    check("v_pages", v_pages, (*k_pages.shape[:3], v.shape[2]), str(v.dtype))
-    if v.shape[1] != k.shape[1]:
-        raise LaunchError(f"v: {v.shape}, want {k.shape[1]} heads as k")
-    if q.shape[2] != k.shape[2]:
-        raise LaunchError(f"q: {q.shape}, want {k.shape[2]} channels as k")
-    check_rope(rope, k.shape[2])
-    check("cos_sin", cos_sin, (len(q), rope.channels), "float32")
+    checks.check_scatter(q, k, v, cos_sin, k_pages, v_pages, rope)
     check_int("slots", slots, (len(q),))
     every = in_range("slots", slots, k_pages.shape[0] * k_pages.shape[2])
     made: Scattered = _rope_scatter(q, k, v, cos_sin, every, k_pages, v_pages, rope, deviation)
     return made
 
 
-@jax.jit
 def token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Squared distance of each token's [H, D] of new and old [N, H, D]: float32 [N], computed in it."""
+    """Squared distance of each token's [H, D] of new and old [N, H, D]: float32 [N], computed in it.
+
+    Raises:
+        LaunchError: an argument does not fit.
+    """
+    checks.check_deviation(new, old)
+    distance: jax.Array = _token_deviation(new, old)
+    return distance
+
+
+@jax.jit
+def _token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
 
 
@@ -195,7 +187,7 @@ def query_scores(
     Raises:
         LaunchError: an argument does not fit.
     """
-    _check_attention(q, k_pages, k_pages if v_pages is None else v_pages, scale, window, softcap)
+    checks.check_attention(q, k_pages, k_pages if v_pages is None else v_pages, scale, window, softcap)
     if table.ndim != 1 or not table.size:
         raise LaunchError(f"table: {table.shape}, want [blocks], at least 1")
     for name, ids, shape in (
@@ -205,7 +197,7 @@ def query_scores(
     ):
         check_int(name, ids, shape)
     if lse is not None:
-        check("lse", lse, q.shape[:2], "float32")
+        checks.check_lse(lse, q)
     mass: jax.Array = _query_scores(
         q, k_pages, v_pages, table, positions, length, scale, window, softcap, lse
     )
@@ -342,7 +334,7 @@ def _rope_scatter(
     changed = None
     if deviation:
         block, n, keep = where(slots, k_pages)
-        changed = jnp.where(keep, token_deviation(turned, k_pages[block, :, n]), 0.0)
+        changed = jnp.where(keep, _token_deviation(turned, k_pages[block, :, n]), 0.0)
     return Scattered(
         rotate(q, cos_sin[:, None], rope),
         scatter(k_pages, slots, bits(turned)),
@@ -448,30 +440,3 @@ def _dot(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """float32 products; of float32 in full, where a GPU's default would be TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(form, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _check_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> None:
-    if q.ndim != 3 or str(q.dtype) not in FLOATS:
-        raise LaunchError(f"q: {q.shape} {q.dtype}, want [M, Hq, D] of {', '.join(FLOATS)}")
-    if k_pages.ndim != 4 or not k_pages.size:
-        raise LaunchError(f"k_pages: {k_pages.shape}, want [B, H, N, D], none of them 0")
-    blocks, heads, tokens, _ = k_pages.shape
-    check("k_pages", k_pages, (blocks, heads, tokens, q.shape[2]), str(q.dtype))
-    if v_pages.ndim != 4:
-        raise LaunchError(f"v_pages: {v_pages.shape}, want [B, H, N, Dv]")
-    check("v_pages", v_pages, (blocks, heads, tokens, v_pages.shape[3]), str(q.dtype))
-    if not q.shape[1] or q.shape[1] % heads:
-        raise LaunchError(f"q: {q.shape[1]} query heads, want a multiple of the {heads} KV heads")
-    if not math.isfinite(scale):
-        raise LaunchError(f"scale={scale}: want a finite number")
-    if window is not None and window < 1:
-        raise LaunchError(f"window={window}: want None or at least 1 token")
-    if softcap is not None and not softcap > 0:
-        raise LaunchError(f"softcap={softcap}: want None or a number above 0")

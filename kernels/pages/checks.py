@@ -8,11 +8,8 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup, LayoutError
 from kvkit.format.rope import RopeError, Rotation
-from kvkit.kernels.checks import LaunchError, check_overlap
+from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_overlap, check_rope
 from kvkit.kernels.pages import reference
-
-CONVERTIBLE = ("float32", "float16", "bfloat16")
-"""Dtypes of pages that can be rotated or quantised."""
 
 
 def dense(name: str, tensor: torch.Tensor, group: LayerGroup, channels: int) -> torch.Tensor:
@@ -26,7 +23,7 @@ def dense(name: str, tensor: torch.Tensor, group: LayerGroup, channels: int) -> 
         raise LaunchError(f"{name}: {tuple(tensor.shape)}, want {want}, none of them 0")
     if tensor.stride(3) != 1:
         raise LaunchError(f"{name}: stride {tensor.stride()}, want C innermost (stride 1)")
-    check_overlap(name, tensor.shape, tensor.stride())
+    check_overlap(name, Form.of(tensor))
     return tensor.detach().view(torch.uint8)
 
 
@@ -42,7 +39,7 @@ def opaque(name: str, tensor: object, page_bytes: int) -> torch.Tensor:
             f"{name}: {tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, "
             f"want blocks of page_bytes={page_bytes} contiguous bytes"
         )
-    check_overlap(name, tensor.shape, tensor.stride())
+    check_overlap(name, Form.of(tensor))
     # a permuted block is contiguous bytes too, but torch views only what is innermost as bytes
     flat = tensor.detach().as_strided((len(tensor), page_bytes // item), (tensor.stride(0), 1))
     return flat.view(torch.uint8)[:, None, None, :]
@@ -116,14 +113,11 @@ def turns_of(
     group: LayerGroup, rotation: Rotation, chunks: int, tokens: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """cos and sin [U, R] and each token's row [chunks, T] of a rotation that fits the group."""
-    if group.opaque or group.dtype not in CONVERTIBLE:
+    if group.opaque or group.dtype not in FLOATS:
         kind = "opaque" if group.opaque else group.dtype
-        raise LaunchError(f"rotate: the pages are {kind}, want {', '.join(CONVERTIBLE)}")
+        raise LaunchError(f"rotate: the pages are {kind}, want {', '.join(FLOATS)}")
     rope = rotation.rope
-    if rope.first + rope.channels > group.k_size:
-        raise LaunchError(
-            f"rotate: rotary channels {rope.first} to {rope.first + rope.channels}, K has {group.k_size}"
-        )
+    check_rope("rotate", rope, group.k_size)
     try:
         return rotation.resolve(chunks, tokens)
     except RopeError as error:

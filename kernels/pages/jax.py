@@ -30,14 +30,13 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
-from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_rope
 from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX, Quantised
 
 JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
 
 Ids: TypeAlias = jax.Array | NDArray[np.integer[Any]]
 
-FLOATS = ("float32", "float16", "bfloat16")
 
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -71,7 +70,11 @@ def pack(
     _check_pages(group, pages, quantised)
     every = _slots(group, pages, blocks, slots)
     if records is not None:
-        check("records", records, _record_shape(group, every, quantised), _record_dtype(group, quantised))
+        check_form(
+            "records",
+            Form.of(records),
+            Form(_record_shape(group, every, quantised), _record_dtype(group, quantised)),
+        )
     found: jax.Array = _pack(group, pages, every, records, quantised)
     return found
 
@@ -103,18 +106,18 @@ def unpack(
     _check_pages(group, pages, quantised)
     every = _slots(group, pages, blocks, slots)
     shape = _record_shape(group, every, quantised)
-    check("records", records, shape, _record_dtype(group, quantised))
+    check_form("records", Form.of(records), Form(shape, _record_dtype(group, quantised)))
     if (rope is None) != (turns is None):
         raise LaunchError("rope, turns: give both or neither")
     if rope is not None and turns is not None:
-        check_rope(rope, group.k_size)
+        check_rope("rope", rope, group.k_size)
         if group.dtype not in FLOATS:
             raise LaunchError(f"rope: pages hold {group.dtype}, want one of {', '.join(FLOATS)}")
         if turns.ndim == 2:
             turns = turns[:, None]
-            check("turns", turns, (shape[0], 1, rope.channels), "float32")
+            check_form("turns", Form.of(turns), Form((shape[0], 1, rope.channels), "float32"))
         else:
-            check("turns", turns, (shape[0], shape[3], rope.channels), "float32")
+            check_form("turns", Form.of(turns), Form((shape[0], shape[3], rope.channels), "float32"))
     filled: JaxPages = _unpack(group, pages, records, every, rope, turns, quantised)
     return filled
 
@@ -295,20 +298,6 @@ def check_int(name: str, ids: Ids, shape: tuple[int, ...]) -> None:
         raise LaunchError(f"{name}: {ids.shape}, want {shape}")
 
 
-def check(name: str, x: jax.Array | NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
-    """Refuse what has not this shape and dtype."""
-    if x.shape != shape or str(x.dtype) != dtype:
-        raise LaunchError(f"{name}: {x.shape} {x.dtype}, want {shape} {dtype}")
-
-
-def check_rope(rope: Rope, channels: int) -> None:
-    """Refuse rotary channels beyond those of a head."""
-    if rope.first + rope.channels > channels:
-        raise LaunchError(
-            f"rope: channels {rope.first} to {rope.first + rope.channels}, a head has {channels}"
-        )
-
-
 def _check_pages(group: LayerGroup, pages: JaxPages, quantised: Quantised | None) -> None:
     if group.opaque:
         raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
@@ -329,7 +318,7 @@ def _check_pages(group: LayerGroup, pages: JaxPages, quantised: Quantised | None
             if x.ndim != 4 or not x.size:
                 raise LaunchError(f"{name}: {x.shape}, want [B, {group.kv_heads}, N, {size}], none of them 0")
             pool = pool or x.shape
-            check(name, x, (pool[0], group.kv_heads, pool[2], size), group.dtype)
+            check_form(name, Form.of(x), Form((pool[0], group.kv_heads, pool[2], size), group.dtype))
 
 
 def _record_shape(group: LayerGroup, slots: jax.Array, quantised: Quantised | None) -> tuple[int, ...]:
