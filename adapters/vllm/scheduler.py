@@ -371,6 +371,11 @@ class Scheduler:
     def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SaveTask]:
         """The chunks that this step completes.
 
+            tokens     |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |
+            computed   [------ before this step -----[ this step [
+            saved      [-------- before -------[--- now ---[
+                                               first       stop
+
         A sliding window's older blocks may be gone (-1), even within the first chunk that is saved, as far as
         they lie a window before the tokens that were computed when it was begun. Whoever resumes at that
         chunk's end or behind it attends to a window before that end, which begins later: the zeros in their
@@ -397,7 +402,13 @@ class Scheduler:
                 yield SaveTask(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
 
     def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SendTask]:
-        """What of prompts that are handed off this step completes: whole chunks, and the rest at the end."""
+        """What of prompts that are handed off this step completes: whole chunks, and the rest at the end.
+
+        tokens     |  chunk 0  |  chunk 1  |  chunk 2  |       | the prompt's end
+        computed   [------ before this step -----[- this step -[
+        sent       [-------- before -------[------- now -------[
+                                           first               stop
+        """
         chunk = self._sizes.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
