@@ -117,14 +117,13 @@ def _move(
         from kvkit.kernels.pages import numba
 
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
-        job = pages.span, pages.heads, row_bytes, addresses, every, to_records, threads, (pages, arrays)
+        job = numba.Job.of(pages.table, pages.span, pages.heads, row_bytes, addresses, every, to_records)
         if plain:
-            numba.move(pages.table, *job)
+            numba.move(job, threads, (pages, arrays))
         else:
             rope = None if rotation is None else rotation.rope
-            group = pages.group
-            k_bytes = group.k_size * group.item_bytes
-            numba.convert(pages.table, *job, group.channels, k_bytes, group.dtype, quantised, turns, rope)
+            conversion = numba.Conversion.of(pages.group, quantised, turns, rope)
+            numba.convert(job, conversion, threads, (pages, arrays))
     elif plain:
         (reference.pack if to_records else reference.unpack)(pages.parts, arrays, every, shape)
     elif quantised is not None and to_records:

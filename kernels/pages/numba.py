@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages.reference import SMALLEST_AMAX
 
@@ -34,112 +35,115 @@ def _jit(function: F) -> F:
     return cast(F, numba.njit(nogil=True, cache=True)(function))
 
 
-def move(
-    parts: NDArray[np.int64],
-    span: int,
-    heads: int,
-    row_bytes: int,
-    records: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    to_records: bool,
-    threads: int,
-    owners: object,
-) -> None:
-    """Pack (`to_records`) or unpack, as the `reference` beside this says. Checks nothing; writes where told.
+class Job(NamedTuple):
+    """Chunks to pack (`to_records`) or unpack, as numba takes them: make it by `of`.
 
-    Args:
+    Attributes:
         parts: [P, 7], `Pages.table`.
         span: slots whose rows are the token stride apart: N, or more where blocks follow one another.
         heads: H.
-        row_bytes: C in bytes.
+        row_bytes: of a record's row: C elements, or codes and scales.
         records: [chunks], addresses of canonical [L, H, T, C].
         slots: [chunks, T], below the number of slots; a slot < 0 is skipped.
-        threads: at most so many work at it, the caller's included.
-        owners: of the memory at these addresses: kept alive until the last thread is done.
+        runs: [chunks, T], how many tokens from each on lie the token stride apart.
+        bytes: of all its pages.
+        rows: (part, token) rows of a piece, which a thread takes at a time.
+        stream: whether what it writes goes around the caches.
     """
-    job_bytes, rows = _sizes(parts, heads, slots)
-    turn = np.zeros(1, np.int64)
-    runs = _runs(slots, span)
-    stream = job_bytes >= STREAM_BYTES
 
-    def work(_: object) -> None:
-        _move(turn, rows, parts, span, heads, row_bytes, records, slots, runs, to_records, stream)
+    parts: NDArray[np.int64]
+    span: int
+    heads: int
+    row_bytes: int
+    records: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    to_records: bool
+    bytes: int
+    rows: int
+    stream: bool
 
-    _share(work, threads if job_bytes >= INLINE_BYTES else 1, owners)
+    @staticmethod
+    def of(
+        parts: NDArray[np.int64],
+        span: int,
+        heads: int,
+        row_bytes: int,
+        records: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        to_records: bool,
+    ) -> Job:
+        """The job of these; see the attributes."""
+        size = slots.size * heads * int(parts[:, 2].sum())
+        rows = max(1, PIECE_BYTES * slots.size * len(parts) // max(1, size))
+        runs = _runs(slots, span)
+        return Job(
+            *(parts, span, heads, row_bytes, records, slots, runs, to_records),
+            *(size, rows, size >= STREAM_BYTES),
+        )
 
 
-def convert(
-    parts: NDArray[np.int64],
-    span: int,
-    heads: int,
-    row_bytes: int,
-    records: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    to_records: bool,
-    threads: int,
-    owners: object,
-    channels: int,
-    k_bytes: int,
-    dtype: str,
-    quantised: str | None,
-    turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None,
-    rope: Rope | None,
-) -> None:
-    """Pack or unpack through 8-bit codes, a rotation of K, or both: `reference.encode` and `decode`.
+class Conversion(NamedTuple):
+    """Rows that pass through 8-bit codes, a rotation of K, or both, as numba takes them: make it by `of`.
 
-    Args:
-        row_bytes: of a record's row: C elements, or codes and scales.
+    Attributes:
+        kind: of the pages' dtype, in `DTYPES`.
+        form: of the records, in `FORMS`.
+        cos_sin: [U, R], empty where nothing is rotated.
+        which: [chunks, T], each token's row of it.
+        first: the channel that rotation begins at.
+        interleaved: whether neighbours are rotated, and not halves.
         channels: C, K's and V's.
         k_bytes: K's share of a row of the pages.
-        dtype: of the pages: float32, float16 or bfloat16.
-        quantised: fp8, int8, or None where records hold `dtype`.
-        turns: cos and sin [U, R] and each token's row [chunks, T], or None.
-        rope: whose turns they are, or None.
-
-    The other arguments are those of `move`.
     """
-    job_bytes, rows = _sizes(parts, heads, slots)
+
+    kind: int
+    form: int
+    cos_sin: NDArray[np.float32]
+    which: NDArray[np.int32]
+    first: int
+    interleaved: bool
+    channels: int
+    k_bytes: int
+
+    @staticmethod
+    def of(
+        group: LayerGroup,
+        quantised: str | None,
+        turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None,
+        rope: Rope | None,
+    ) -> Conversion:
+        """That of pages of `group`, to records of 8-bit codes or of its dtype (None), by these turns."""
+        cos_sin, which = turns or (np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
+        first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
+        return Conversion(
+            *(DTYPES.index(group.dtype), FORMS.index(quantised), cos_sin, which, first, interleaved),
+            *(group.channels, group.k_size * group.item_bytes),
+        )
+
+
+def move(job: Job, threads: int, owners: object) -> None:
+    """Pack or unpack, as the `reference` beside this says. Checks nothing; writes where told.
+
+    Args:
+        threads: at most so many work at it, the caller's included.
+        owners: of the memory that the job has addresses of: kept alive until the last thread is done.
+    """
     turn = np.zeros(1, np.int64)
-    runs = _runs(slots, span)
-    stream = job_bytes >= STREAM_BYTES
-    cos_sin, which = turns or (np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
-    kind, form = DTYPES.index(dtype), FORMS.index(quantised)
-    first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
-    widest = int(parts[:, 2].max())
+    _share(lambda _: _move(turn, job), threads if job.bytes >= INLINE_BYTES else 1, owners)
+
+
+def convert(job: Job, conversion: Conversion, threads: int, owners: object) -> None:
+    """As `move`, row by row through `conversion`: `reference.encode` and `decode`."""
+    turn = np.zeros(1, np.int64)
+    widest = int(job.parts[:, 2].max())
 
     def work(_: object) -> None:
         room = np.empty((4, 2 * widest + LINE_BYTES), np.uint8)
         room_of = [row.ctypes.data + -row.ctypes.data % LINE_BYTES for row in room]
-        _convert(
-            turn,
-            rows,
-            parts,
-            span,
-            heads,
-            row_bytes,
-            records,
-            slots,
-            runs,
-            to_records,
-            stream,
-            kind,
-            form,
-            cos_sin,
-            which,
-            first,
-            interleaved,
-            channels,
-            k_bytes,
-            np.array(room_of, np.int64),
-        )
+        _convert(turn, job, conversion, np.array(room_of, np.int64))
 
-    _share(work, threads if job_bytes >= INLINE_BYTES else 1, owners)
-
-
-def _sizes(parts: NDArray[np.int64], heads: int, slots: NDArray[np.int64]) -> tuple[int, int]:
-    """Bytes of all the pages of a job, and how many (part, token) rows make a piece."""
-    job_bytes = slots.size * heads * int(parts[:, 2].sum())
-    return job_bytes, max(1, PIECE_BYTES * slots.size * len(parts) // max(1, job_bytes))
+    _share(work, threads if job.bytes >= INLINE_BYTES else 1, owners)
 
 
 def _share(work: Callable[[object], None], threads: int, owners: object) -> None:
@@ -250,20 +254,9 @@ def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
 
 
 @_jit
-def _move(
-    turn: NDArray[np.int64],
-    rows: int,
-    parts: NDArray[np.int64],
-    span: int,
-    heads: int,
-    row_bytes: int,
-    records: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    runs: NDArray[np.int64],
-    to_records: bool,
-    stream: bool,
-) -> None:
-    """Take pieces of `rows` rows, in the order (chunk, part, token), until none is left."""
+def _move(turn: NDArray[np.int64], job: Job) -> None:
+    """Take pieces of the job's rows, in the order (chunk, part, token), until none is left."""
+    parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows, stream = job
     chunks, tokens = slots.shape
     total = chunks * len(parts) * tokens
     while True:
@@ -498,29 +491,10 @@ def _row(
 
 
 @_jit
-def _convert(
-    turn: NDArray[np.int64],
-    rows: int,
-    parts: NDArray[np.int64],
-    span: int,
-    heads: int,
-    row_bytes: int,
-    records: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    runs: NDArray[np.int64],
-    to_records: bool,
-    stream: bool,
-    kind: int,
-    form: int,
-    cos_sin: NDArray[np.float32],
-    which: NDArray[np.int32],
-    first: int,
-    interleaved: bool,
-    channels: int,
-    k_bytes: int,
-    room: NDArray[np.int64],
-) -> None:
+def _convert(turn: NDArray[np.int64], job: Job, conversion: Conversion, room: NDArray[np.int64]) -> None:
     """`_move` by rows, each of them through float32 in the processor's nearest cache."""
+    parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows, stream = job
+    kind, form, cos_sin, which, first, interleaved, channels, k_bytes = conversion
     chunks, tokens = slots.shape
     total = chunks * len(parts) * tokens
     rotary = cos_sin.shape[1]
