@@ -154,7 +154,7 @@ class TierContract:
             assert np.array_equal(found, record_bytes(name))
         self.finish(tier, staging)
 
-    def test_run_ends_at_the_first_gap(self, tier: Tier, staging: Staging) -> None:
+    def test_the_leading_count_ends_at_the_first_gap(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
         put(tier, staging, names[:3] + names[4:6])
         assert tier.count_leading(names) == 3
