@@ -128,7 +128,7 @@ def render(page: str) -> str:
         "face": face,
         "names": names,
         "commands": commands,
-        "metrics": lambda: documented_metrics(metrics.__doc__ or ""),
+        "metrics": lambda: documented_metrics(metrics.METRICS),
         "router_metrics": lambda: documented_metrics(router_metrics.__doc__ or ""),
         "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
     }

@@ -75,7 +75,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvkit.cache import Cache, SpaceOf
+from kvkit.cache import Cache, CacheServer, SpaceOf
 from kvkit.format.keys import DIGEST_BYTES
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.settings import HandoffConfig, open_handoff
@@ -91,7 +91,6 @@ from kvkit.observe.access import (
     make_token,
     read_token,
 )
-from kvkit.observe.http import Server
 from kvkit.settings import ConfigError, explain
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
@@ -333,7 +332,11 @@ def _open_handoff(
         raise ConfigError(f"handoff: {error}") from error
 
 
-def _open_server(config: Config, cache: Cache) -> Server:
+def _open_server(config: Config, cache: Cache) -> CacheServer:
+    try:
+        from kvkit.observe.http import Server
+    except ImportError as error:
+        raise ServerError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
     settings = config.server
     token = (
         settings.token.get_secret_value()

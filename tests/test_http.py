@@ -414,7 +414,7 @@ def test_many_clients_at_once(server: Server) -> None:
     assert sorted(answers) == sorted([*range(8)] * 16)
 
 
-def test_impossible_settings_are_named(cache: ManagedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_settings_are_named(cache: ManagedCache) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServerError, match=rf"server\.host='127\.0\.0\.1', server\.port={port}: .*in use"):
@@ -427,9 +427,6 @@ def test_impossible_settings_are_named(cache: ManagedCache, monkeypatch: pytest.
         with pytest.raises(ServerError, match=r"server\.token: want at least 16") as caught:
             Server(cache, token=token, port=0)
         assert not token or token not in str(caught.value)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ServerError, match=r"uvicorn is missing: pip install 'kvkit\[server\]'"):
-        Server(cache, token=TOKEN, port=0)
 
 
 def test_beyond_loopback_there_is_a_warning(cache: ManagedCache, caplog: pytest.LogCaptureFixture) -> None:
@@ -463,3 +460,7 @@ def test_a_configuration_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with opened(enabled=True, port=port, token=TOKEN) as cache:
         assert cache.server is not None
         assert call(cache.server, "GET", "/tiers")[0] == 200
+    monkeypatch.delitem(sys.modules, "kvkit.observe.http")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"uvicorn is missing: pip install 'kvkit\[server\]'"):
+        opened(enabled=True, port=0)

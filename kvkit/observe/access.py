@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -23,6 +24,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens there (port 0: at any that is free), and its URL.
+
+    Raises:
+        OSError, OverflowError: the address is none of this host's, or taken.
+    """
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return listening, f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
 def default_token_file() -> Path:

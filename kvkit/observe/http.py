@@ -26,27 +26,29 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
+import uvicorn
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import UnknownModel
 from kvkit.observe import metrics
-from kvkit.observe.access import DEFAULT_PORT, ServerError, check_token, is_loopback
+from kvkit.observe.access import DEFAULT_PORT, ServerError, check_token, is_loopback, listen
+from kvkit.observe.connections import HttpListener
 from kvkit.tiers.health import HealthState
 from kvkit.workers import Workers
 
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
 """The longest request: a prompt of over a million tokens."""
@@ -56,35 +58,6 @@ _WORSE: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
 _ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
 _CLOSE_S = 2
-
-
-class QueryResult(Protocol):
-    """What a lookup says."""
-
-    @property
-    def tokens(self) -> int:
-        """Length of the leading run."""
-
-    @property
-    def by_tier(self) -> Mapping[str, int]:
-        """Tokens of it at each tier."""
-
-
-class Managed(metrics.Observed, Protocol):
-    """The part of a cache that the endpoint shows and steers."""
-
-    @property
-    def space_of(self) -> Callable[[str | None, str], Namespace]:
-        """What is stored for a model (None: the base model) and a cache salt; raises `UnknownModel`."""
-
-    def query(self, tokens: Any, namespace: Namespace, /) -> QueryResult:
-        """How long a leading run of `tokens` is available, and where."""
-
-    def clear(self, tier: str, /) -> int:
-        """Remove every record of a tier; how many there were."""
-
-    def pin(self, tokens: Any, seconds: float, namespace: Namespace, /) -> int:
-        """Keep the leading run of `tokens` for `seconds`; its length in tokens."""
 
 
 class Server:
@@ -97,12 +70,12 @@ class Server:
         timeout_s: the longest that a request waits for the cache, in seconds.
 
     Raises:
-        ServerError: a setting is impossible, the address is taken, or a package is missing.
+        ServerError: a setting is impossible, or the address is taken.
     """
 
     def __init__(
         self,
-        cache: Managed,
+        cache: Cache,
         *,
         token: str,
         host: str = "127.0.0.1",
@@ -111,15 +84,7 @@ class Server:
     ) -> None:
         check_token(token, "server.token")
         try:
-            import starlette  # noqa: F401 - here, so that a missing package is known before a port is taken
-            import uvicorn
-
-            from kvkit.observe.connections import HttpListener
-        except ImportError as error:
-            raise ServerError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family)
+            self._socket, self.url = listen(host, port)
             # what is accepted has it too; without, an answer waits 40 ms for the client's acknowledgement
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError) as error:
@@ -129,8 +94,6 @@ class Server:
         app = _guarded(_app(cache, self._workers, self._clearing, timeout_s), token)
         if not is_loopback(host):
             log.warning("server.host=%r: other hosts can reach it, and tokens travel in plain text", host)
-        bound = self._socket.getsockname()[1]
-        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
         settings = uvicorn.Config(
             app,
             loop="asyncio",
@@ -172,31 +135,20 @@ class Server:
             self._socket.close()
 
 
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_Asgi = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
-
-
-def _guarded(app: _Asgi, token: str) -> _Asgi:
+def _guarded(app: ASGIApp, token: str) -> ASGIApp:
     """`app` for those who show the token; others get 401 before anything they sent is looked at."""
-    from starlette.responses import JSONResponse
-
     wanted = token.encode()
 
-    async def guarded(scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, given = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
-        headers = {"Connection": "close"}
+        answer, headers = app, {"Connection": "close"}
         if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), wanted):
             headers["WWW-Authenticate"] = "Bearer"
-            refusal = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
-            await refusal(scope, receive, send)
+            answer = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
         elif not scope["state"]["connection"].show_token():
-            refusal = JSONResponse({"error": "too many requests are under way"}, 503, headers)
-            await refusal(scope, receive, send)
-        else:
-            await app(scope, receive, send)
+            answer = JSONResponse({"error": "too many requests are under way"}, 503, headers)
+        await answer(scope, receive, send)
 
     return guarded
 
@@ -225,14 +177,8 @@ class _PinBody(_LookupBody):
 _B = TypeVar("_B", bound=_Body)
 
 
-def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
+def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
     """The routes. What may wait for a tier, or takes long to parse, runs in threads, with a deadline."""
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route
-
     registry = metrics.register(cache)
 
     async def show_metrics(request: Request) -> Response:
@@ -284,12 +230,19 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
 
     def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers) -> Route:
         def work(raw: bytes) -> dict[str, Any]:
-            return act(_parsed(model, raw))
+            try:
+                body = model.model_validate_json(raw)
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+                where = ".".join(map(str, first["loc"])) or "body"
+                wanted = ", ".join(model.model_fields)
+                raise HTTPException(422, f"{where}: {first['msg']}; the fields are {wanted}") from None
+            return act(body)
 
         async def endpoint(request: Request) -> Response:
             raw = await _read(request)
             # shielded: a worker completes its future even when nobody waits for it any more
-            future = asyncio.wrap_future(threads.submit(partial(work, raw)))
+            future = asyncio.wrap_future(threads.submit(lambda: work(raw)))
             try:
                 return JSONResponse(await asyncio.wait_for(asyncio.shield(future), timeout_s))
             except TimeoutError:
@@ -327,8 +280,6 @@ def _app(cache: Managed, workers: Workers, clearing: Workers, timeout_s: float) 
 
 async def _read(request: Request) -> bytes:
     """The body, up to MAX_BODY_BYTES and within BODY_S seconds."""
-    from starlette.exceptions import HTTPException
-
     close = {"Connection": "close"}
     too_long = HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes", close)
     declared = request.headers.get("content-length", "0")
@@ -344,15 +295,3 @@ async def _read(request: Request) -> bytes:
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {BODY_S} s", close) from None
     return bytes(body)
-
-
-def _parsed(model: type[_B], raw: bytes) -> _B:
-    from starlette.exceptions import HTTPException
-
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        wanted = ", ".join(model.model_fields)
-        raise HTTPException(422, f"{where}: {first['msg']}; the fields are {wanted}") from None

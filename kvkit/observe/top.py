@@ -30,7 +30,7 @@ from kvkit.observe.access import DEFAULT_PORT, default_token_file, is_loopback, 
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
-_WENT = ("evicted", "refused", "damaged")
+_WENT, _FAILED = ("evicted", "refused", "damaged"), ("errors", "timeouts")
 _MOST_BYTES = 64 << 20
 
 
@@ -53,10 +53,6 @@ class Snapshot:
     url: str
     tiers: list[dict[str, Any]]
     samples: Mapping[tuple[str, _Labels], float]
-
-    def value(self, name: str, **labels: str) -> float:
-        """The sample of that name with those labels; 0 where there is none."""
-        return self.samples.get((name, frozenset(labels.items())), 0.0)
 
     def sum(self, name: str, **labels: str) -> float:
         """Sum of the samples of that name with those labels, whatever their others."""
@@ -141,22 +137,12 @@ def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
         f"hit rate {100 * hit / asked:.1f} %" if asked else "hit rate -",
         f"lookups{per} {_short(change('kvkit_lookups_total'))}",
         f"tokens{per} {_short(asked)}",
-        f"slots {now.value('kvkit_slots_in_use'):.0f} of {now.value('kvkit_slots'):.0f}",
-        f"puts under way {now.value('kvkit_puts_under_way'):.0f}",
+        f"slots {now.sum('kvkit_slots_in_use'):.0f} of {now.sum('kvkit_slots'):.0f}",
+        f"puts under way {now.sum('kvkit_puts_under_way'):.0f}",
     )
     shown = Table("tier", "state", "queue", box=None, header_style="bold", padding=(0, 1))
-    for title in (
-        f"hit tok{per}",
-        f"load tok{per}",
-        f"get B{per}",
-        "p50",
-        "p99",
-        f"put B{per}",
-        "p50",
-        "p99",
-    ):
-        shown.add_column(title, justify="right")
-    for title in ("evicted", "refused", "damaged", "errors", "timeouts"):
+    rates = (f"hit tok{per}", f"load tok{per}", f"get B{per}", "p50", "p99", f"put B{per}", "p50", "p99")
+    for title in (*rates, *_WENT, *_FAILED):
         shown.add_column(title, justify="right")
     for tier in now.tiers:
         name, state = tier["name"], str(tier.get("state", ""))
@@ -164,7 +150,7 @@ def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
         shown.add_row(
             escape(name),
             f"[{colour}]{escape(state)}[/]",
-            _short(now.value("kvkit_queue_depth", tier=name)),
+            _short(now.sum("kvkit_queue_depth", tier=name)),
             _short(change("kvkit_hit_tokens_total", tier=name)),
             _short(change("kvkit_loaded_tokens_total", tier=name)),
             _short(change("kvkit_loaded_bytes_total", tier=name)),
@@ -172,7 +158,7 @@ def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
             _short(change("kvkit_stored_bytes_total", tier=name)),
             *_quantiles(now, before, name, "put"),
             *(_short(now.sum(f"kvkit_{what}_records_total", tier=name)) for what in _WENT),
-            *(_short(now.sum(f"kvkit_{what}_total", tier=name)) for what in ("errors", "timeouts")),
+            *(_short(now.sum(f"kvkit_{what}_total", tier=name)) for what in _FAILED),
         )
     return Group(head, "", shown)
 
