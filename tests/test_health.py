@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
+from copy import copy
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvkit.tiers import health
 from kvkit.tiers.health import (
     CURRENT_S,
     FAILURES_TO_PAUSE,
@@ -18,12 +17,18 @@ from kvkit.tiers.health import (
     REMEMBERED,
     SLOW_FACTOR,
     TRIAL_S,
-    Circuit,
     Health,
 )
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 LONGEST_S = max(PAUSES_S)
+
+
+def twin_of(health: Health) -> Health:
+    """One of the same history, to ask what would be."""
+    twin = Health()
+    vars(twin).update({name: copy(value) for name, value in vars(health).items() if name != "_lock"})
+    return twin
 
 
 class Breaker(RuleBasedStateMachine):
@@ -108,34 +113,45 @@ class Breaker(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_shut_out_for_ever(self) -> None:
-        later, allowed = health.ask(self.health._circuit, self.now + max(LONGEST_S, TRIAL_S))
-        assert allowed
-        assert health.worked(later, self.now).pauses == 0
+        twin, later = twin_of(self.health), self.now + max(LONGEST_S, TRIAL_S)
+        assert twin.usable(later)
+        twin.worked(later)
+        assert twin.state(later) in ("ok", "slow")
 
 
 TestBreaker = Breaker.TestCase
 TestBreaker.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
+def pause_s(breaker: Health, now: float) -> float:
+    """The shortest wait from `now` on, in seconds, after which `breaker` is tried again."""
+    return next(pause for pause in PAUSES_S if twin_of(breaker).usable(now + pause))
+
+
 def test_pauses_grow_and_are_bounded() -> None:
-    circuit, now, lengths = Circuit(), 0.0, []
-    for _ in range(5000):
-        circuit = health.failed(circuit, now, timed_out=True)
-        lengths.append(circuit.until - now)
-        now = circuit.until
-        circuit, allowed = health.ask(circuit, now)
-        assert allowed
-    assert lengths[: len(PAUSES_S)] == pytest.approx(PAUSES_S)
+    breaker, now, lengths = Health(), 0.0, []
+    for _ in range(500):
+        breaker.failed(now, timed_out=True)
+        assert not twin_of(breaker).usable(now)
+        lengths.append(pause_s(breaker, now))
+        now += lengths[-1]
+        assert breaker.usable(now)
+    assert lengths[: len(PAUSES_S)] == list(PAUSES_S)
     assert list(PAUSES_S) == sorted(set(PAUSES_S))
-    assert max(lengths) == pytest.approx(LONGEST_S)
-    circuit = health.worked(circuit, now)
-    assert health.failed(circuit, now, timed_out=True).until - now == PAUSES_S[0], "success forgets the past"
+    assert max(lengths) == LONGEST_S
+    breaker.worked(now)
+    breaker.failed(now, timed_out=True)
+    assert pause_s(breaker, now) == PAUSES_S[0], "success forgets the past"
 
 
 def test_what_began_before_the_pause_decides_nothing() -> None:
-    opened = health.failed(Circuit(), 0.0, timed_out=True)
-    assert health.failed(opened, 1.0) == opened
-    assert health.worked(opened, 1.0) == opened
+    breaker = Health()
+    breaker.failed(0.0, timed_out=True)
+    breaker.failed(1.0)
+    assert pause_s(breaker, 0.0) == PAUSES_S[0]
+    breaker.worked(1.0, 0.5)
+    assert breaker.state(1.0) == "open"
+    assert breaker.record_s(1.0) is None
 
 
 def test_a_success_ends_a_row_of_failures() -> None:
@@ -206,22 +222,23 @@ def test_slow_is_against_what_the_tier_did_before(usual: float) -> None:
 
 
 def test_latencies_are_kept_through_a_pause_and_bounded() -> None:
-    circuit = Circuit()
+    breaker = Health()
     for _ in range(3 * REMEMBERED):
-        circuit = health.worked(circuit, 0.0, 1.0)
-    assert len(circuit.latencies) == REMEMBERED
-    opened = health.failed(circuit, 0.0, timed_out=True)
-    closed = health.worked(opened, PAUSES_S[0])
-    assert closed.latencies == circuit.latencies
+        breaker.worked(0.0, 1.0)
+    assert len(breaker._latencies) == REMEMBERED
+    breaker.failed(0.0, timed_out=True)
+    breaker.worked(PAUSES_S[0])
+    assert list(breaker._latencies) == [1.0] * REMEMBERED
 
 
 def test_a_records_time_is_the_median_of_late_and_forgotten_after_a_while() -> None:
-    circuit = Circuit()
-    assert health.record_s(circuit, 0.0) is None
+    breaker = Health()
+    assert breaker.record_s(0.0) is None
     for seconds in [9.0] * RECENT + [0.5] * (RECENT // 2) + [0.25] * (RECENT // 2 + 1):
-        circuit = health.worked(circuit, 7.0, seconds)
-    assert health.record_s(circuit, 7.0) == 0.25
-    assert health.record_s(circuit, 7.0 + CURRENT_S) == 0.25
-    assert health.record_s(circuit, 7.1 + CURRENT_S) is None, "old figures say nothing"
-    paused = health.failed(circuit, 8.0, timed_out=True)
-    assert health.record_s(health.worked(paused, 8.0 + PAUSES_S[0]), 9.0) == 0.25
+        breaker.worked(7.0, seconds)
+    assert breaker.record_s(7.0) == 0.25
+    assert breaker.record_s(7.0 + CURRENT_S) == 0.25
+    assert breaker.record_s(7.1 + CURRENT_S) is None, "old figures say nothing"
+    breaker.failed(8.0, timed_out=True)
+    breaker.worked(8.0 + PAUSES_S[0])
+    assert breaker.record_s(9.0) == 0.25
