@@ -5,14 +5,24 @@ from __future__ import annotations
 import errno
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Ranges, Tier, complete
+
+_Start = Callable[[Sequence[Lease], OnComplete], None]
+
+
+def _passed_on(method: str) -> Callable[..., Any]:
+    def call(self: Wrapper, *args: Any, **named: Any) -> Any:
+        return getattr(self.inner, method)(*args, **named)
+
+    return call
 
 
 class Wrapper(Tier):
@@ -20,57 +30,26 @@ class Wrapper(Tier):
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.scope = inner.scope
-        self.codec = inner.codec
-        self.near = inner.near
-        self.transient = inner.transient
-        self.reads_at_once = inner.reads_at_once
-        self.reads_parts = inner.reads_parts
-        self.slots = inner.slots
+        for attribute in Tier.__annotations__:
+            setattr(self, attribute, getattr(inner, attribute))
 
     def limit(self, slot_bytes: int) -> None:
         super().limit(slot_bytes)
         self.inner.limit(slot_bytes)
 
-    def count_leading(self, names: Sequence[str]) -> int:
-        return self.inner.count_leading(names)
-
-    def count_unneeded(self, names: Sequence[str]) -> int:
-        return self.inner.count_unneeded(names)
-
-    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self.inner.get(names, leases, on_complete)
-
-    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self.inner.put(names, leases, on_complete)
-
-    def delete(self, names: Sequence[str]) -> None:
-        self.inner.delete(names)
-
-    def size(self, name: str) -> int | None:
-        return self.inner.size(name)
-
-    def scan(self) -> Iterator[tuple[str, int]]:
-        return self.inner.scan()
-
-    def borrow(self, name: str) -> Lease | None:
-        return self.inner.borrow(name)
-
-    def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        self.inner.get_ranges(name, ranges, buffers)
-
-    def waiting(self) -> int:
-        return self.inner.waiting()
-
-    def pin(self, names: Sequence[str], seconds: float) -> int:
-        return self.inner.pin(names, seconds)
-
-    def describe(self, array: str, metadata: bytes) -> None:
-        self.inner.describe(array, metadata)
-
-    def close(self) -> None:
-        self.inner.close()
+    count_leading = _passed_on("count_leading")
+    count_unneeded = _passed_on("count_unneeded")
+    get = _passed_on("get")
+    put = _passed_on("put")
+    delete = _passed_on("delete")
+    size = _passed_on("size")
+    scan = _passed_on("scan")
+    borrow = _passed_on("borrow")
+    get_ranges = _passed_on("get_ranges")
+    waiting = _passed_on("waiting")
+    pin = _passed_on("pin")
+    describe = _passed_on("describe")
+    close = _passed_on("close")
 
 
 class LatencyTier(Wrapper):
@@ -95,10 +74,10 @@ class LatencyTier(Wrapper):
         return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._later(self._get_s, self.inner.get, names, leases, on_complete)
+        self._later(self._get_s, partial(self.inner.get, names), leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._later(self._put_s, self.inner.put, names, leases, on_complete)
+        self._later(self._put_s, partial(self.inner.put, names), leases, on_complete)
 
     def close(self) -> None:
         self._closing.set()
@@ -108,19 +87,12 @@ class LatencyTier(Wrapper):
             thread.join()
         self.inner.close()
 
-    def _later(
-        self,
-        seconds: float,
-        start: Callable[[Sequence[str], Sequence[Lease], OnComplete], None],
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-    ) -> None:
+    def _later(self, seconds: float, start: _Start, leases: Sequence[Lease], on_complete: OnComplete) -> None:
         held = [lease.share() for lease in leases]
 
         def wait_and_start() -> None:
             self._closing.wait(seconds)
-            start(names, held, on_complete)
+            start(held, on_complete)
             release_all(held)
             with self._lock:
                 self._delayed.discard(thread)
@@ -184,7 +156,7 @@ class FaultyTier(Wrapper):
         self._released = threading.Event()
 
     def release(self) -> None:
-        """Let go on what hangs, now and from now on."""
+        """End every hang, now and from now on."""
         with self._lock:
             self._released.set()
             hanging, self._hanging = self._hanging, []
@@ -208,12 +180,10 @@ class FaultyTier(Wrapper):
         return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        for name, lease in zip(names, leases, strict=True):
-            self._move("get", name, lease, on_complete)
+        self._move("get", self.inner.get, names, leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        for name, lease in zip(names, leases, strict=True):
-            self._move("put", name, lease, on_complete)
+        self._move("put", self.inner.put, names, leases, on_complete)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -245,25 +215,26 @@ class FaultyTier(Wrapper):
         if fault is Fault.HANG:
             self._released.wait()
 
-    def _move(self, operation: str, name: str, lease: Lease, on_complete: OnComplete) -> None:
-        fault = self._plan(operation, name)
-        if fault is Fault.FAIL:
-            complete(on_complete, name, lease.share(), _failure(operation, name))
-        elif fault is Fault.DROP:
-            complete(on_complete, name, lease.share(), None)
-        elif fault in (Fault.FLIP, Fault.TRUNCATE):
-            self.inner.get([name], [lease], partial(self._spoil, fault, lease.share(), on_complete))
-        else:
-            start = partial(self.inner.get if operation == "get" else self.inner.put, [name])
-            if fault is not Fault.HANG or not self._hang(start, lease, on_complete):
-                start([lease], on_complete)
-
-    def _hang(
+    def _move(
         self,
-        start: Callable[[Sequence[Lease], OnComplete], None],
-        lease: Lease,
+        operation: str,
+        start: Callable[[Sequence[str], Sequence[Lease], OnComplete], None],
+        names: Sequence[str],
+        leases: Sequence[Lease],
         on_complete: OnComplete,
-    ) -> bool:
+    ) -> None:
+        for name, lease in zip(names, leases, strict=True):
+            fault = self._plan(operation, name)
+            if fault is Fault.FAIL:
+                complete(on_complete, name, lease.share(), _failure(operation, name))
+            elif fault is Fault.DROP:
+                complete(on_complete, name, lease.share(), None)
+            elif fault in (Fault.FLIP, Fault.TRUNCATE):
+                start([name], [lease], partial(self._spoil, fault, lease.share(), on_complete))
+            elif fault is not Fault.HANG or not self._hang(partial(start, [name]), lease, on_complete):
+                start([name], [lease], on_complete)
+
+    def _hang(self, start: _Start, lease: Lease, on_complete: OnComplete) -> bool:
         """Keep an operation, with a share of its slot, for `release`; False if that was called already."""
         held = lease.share()
 
