@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ from kvkit.format.record import ALIGN
 from kvkit.settings import ConfigError
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import DamagedObject, OnComplete, UnreadableObject, complete
+from kvkit.tiers.folder import Folder
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.spread import SpreadTier, path_of
-from kvkit.tiers.striped import parts
+from kvkit.tiers.striped import StripedStore, parts
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, get, put, record_names
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 
@@ -192,6 +194,20 @@ def test_a_stripe_without_one_part_is_a_miss(part: int, tmp_path: Path) -> None:
     again = ObjectTier(urls)
     assert again.count_leading([other]) == 1
     again.close()
+
+
+def test_deleting_a_stripe_tries_every_disk_and_says_which_failed(tmp_path: Path) -> None:
+    class Broken(Folder):
+        def delete(self, name: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), f"{self.root}/{name}")
+
+    disks = [Broken(str(tmp_path / "0")), Folder(str(tmp_path / "1")), Folder(str(tmp_path / "2"))]
+    name = record_names(1)[0]
+    stripe = StripedStore("disk", disks)
+    stripe.write(name, memoryview(bytes(3 * ALIGN)))
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "0"))):
+        stripe.delete(name)
+    assert [disk.size(name) for disk in disks] == [ALIGN, None, None]
 
 
 def test_a_stripe_that_breaks_off_leaves_nothing(tmp_path: Path, small_disk: Path) -> None:

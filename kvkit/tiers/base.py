@@ -55,6 +55,16 @@ class UnreadableObject(DamagedObject):
         self.name = name
 
 
+def too_large(name: str, size: int, room: int) -> DamagedObject:
+    """The error of an object of `size` bytes that does not fit a slot's `room`."""
+    return DamagedObject(f"{name}: {size} bytes do not fit the slot's {room}", Damage.OVERSIZE)
+
+
+def cut_short(name: str, count: int, offset: int, size: int) -> DamagedObject:
+    """The error of an object that has only `count` of the `size` bytes from `offset` on."""
+    return DamagedObject(f"{name}: {count} of the {size} bytes from {offset} on are there", Damage.TRUNCATED)
+
+
 class TierFull(TierError):
     """A record does not fit the tier's capacity, whatever is evicted."""
 
@@ -137,7 +147,7 @@ class Tier(ABC):
         return 0
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        """Let go of none of `names` within so many seconds, whatever else needs room; how many are held."""
+        """Evict none of `names` within so many seconds, whatever else needs room; how many are held."""
         return 0
 
     def borrow(self, name: str) -> Lease | None:
@@ -169,14 +179,41 @@ class Tier(ABC):
 
 
 class ObjectStore(Protocol):
-    """Where the objects of an `ObjectTier` lie; as `kvkit.tiers.folder.Folder`. Blocking, and thread-safe."""
+    """Where the objects of an `ObjectTier` lie. Blocking, and thread-safe.
 
-    def size(self, name: str) -> int | None: ...
-    def read(self, name: str, buffer: memoryview) -> int: ...
-    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None: ...
-    def write(self, name: str, data: memoryview) -> None: ...
-    def delete(self, name: str) -> None: ...
-    def scan(self) -> Iterator[tuple[str, int]]: ...
+    Whatever goes wrong is an OSError; DamagedObject where one object is to blame.
+    """
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the object; None if it is missing, or is no object.
+
+        Raises:
+            DamagedObject: it cannot be looked at.
+        """
+
+    def read(self, name: str, buffer: memoryview) -> int:
+        """Read the object into `buffer`; returns its bytes. Mutates `buffer`.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            DamagedObject: it is larger than the buffer, no object, or cannot be read.
+        """
+
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        """Read parts of the object, each to the front of its buffer. Mutates `buffers`.
+
+        Raises:
+            FileNotFoundError, DamagedObject: as `read` does, or it ends before a range does.
+        """
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Make the object, complete at once; done already if it exists. Nothing is left of one that fails."""
+
+    def delete(self, name: str) -> None:
+        """Remove the object, or what lies in its place; missing is fine."""
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of every record, oldest first where that is known."""
 
 
 class ThreadedTier(Tier):
@@ -218,7 +255,7 @@ class ThreadedTier(Tier):
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         if size > self.largest:
-            raise DamagedObject(f"{name}: {size} bytes do not fit a slot's {self.largest}", Damage.OVERSIZE)
+            raise too_large(name, size, self.largest)
         whole = memoryview(bytearray(size))
         copy_ranges(name, whole[: self.read(name, whole)], ranges, buffers)
 
@@ -296,9 +333,7 @@ def copy_ranges(name: str, record: memoryview, ranges: Ranges, buffers: Sequence
     """
     for (offset, size), buffer in zip(ranges, buffers, strict=True):
         if offset + size > len(record):
-            raise DamagedObject(
-                f"{name}: {size} bytes from {offset} on are not in its {len(record)}", Damage.TRUNCATED
-            )
+            raise cut_short(name, max(0, len(record) - offset), offset, size)
         buffer[:size] = record[offset : offset + size]
 
 
@@ -313,7 +348,7 @@ def get_by_copy(tier: Tier, names: Sequence[str], leases: Sequence[Lease], on_co
         else:
             with source:
                 if source.used > len(target.buffer):
-                    error = DamagedObject(f"{name}: {source.used} bytes do not fit the slot", Damage.OVERSIZE)
+                    error = too_large(name, source.used, len(target.buffer))
                 else:
                     target.array[: source.used] = source.record
                     target.used = source.used

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import from_url
+
 from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.format.urls import hide, shown
-from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
+from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short, too_large
 from kvkit.tiers.folder import check_name
-
-THREADS = 16
-"""Requests at a time: they wait for the network, not for a disk."""
 
 _PIECE_BYTES = 256 << 10  # of a body, handed on at a time: stays in the processor's cache
 _RETRIES = 3
@@ -43,9 +44,6 @@ class Bucket:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
-        from obstore.exceptions import BaseError
-        from obstore.store import from_url
-
         # a request and then one retry, each with its own limit, and the pause between them, make timeout_s
         once, pause = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
         scheme, _, rest = url.partition("://")
@@ -68,9 +66,6 @@ class Bucket:
         self._timeout_s = timeout_s
 
     def size(self, name: str) -> int | None:
-        """Bytes of the object, None if it is missing."""
-        import obstore
-
         check_name(name)
         try:
             with self._failing("cannot be looked up", name, reading=True):
@@ -79,35 +74,15 @@ class Bucket:
             return None
 
     def read(self, name: str, buffer: memoryview) -> int:
-        """Read the object into `buffer`; returns its bytes. Mutates `buffer`.
-
-        Raises:
-            FileNotFoundError: it is missing.
-            DamagedObject: it is larger than the buffer.
-            TierError: it could not be read.
-        """
-        import obstore
-
         check_name(name)
         with self._failing("cannot be read", name, reading=True):
             result = obstore.get(self._store, name)
             size = result.meta["size"]
             if size > len(buffer):
-                raise DamagedObject(
-                    f"{name}: {size} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE
-                )
+                raise too_large(name, size, len(buffer))
             return _stream(result, buffer)
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        """Read (offset, bytes) ranges of the object, each into its buffer; neighbours are one request.
-
-        Raises:
-            FileNotFoundError: it is missing.
-            DamagedObject: it ends before a range does.
-            TierError: it could not be read.
-        """
-        import obstore
-
         check_name(name)
         with self._failing("cannot be read", name, reading=True):
             if len(ranges) == 1:
@@ -122,19 +97,9 @@ class Bucket:
                     buffer[:count] = memoryview(part)
         for count, (offset, size) in zip(counts, ranges, strict=True):
             if count < size:
-                raise DamagedObject(
-                    f"{name}: {count} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
-                )
+                raise cut_short(name, count, offset, size)
 
     def write(self, name: str, data: memoryview) -> None:
-        """Make the object, complete at once; done already if it exists.
-
-        Raises:
-            TierError: it could not be written.
-        """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         check_name(name)
         try:
             with self._failing("cannot be written", name):
@@ -145,9 +110,6 @@ class Bucket:
             raise TierError(f"{name} cannot be written: the bucket does not exist") from error
 
     def delete(self, name: str) -> None:
-        """Remove the object; missing is fine."""
-        import obstore
-
         check_name(name)
         try:
             with self._failing("cannot be deleted", name):
@@ -156,9 +118,6 @@ class Bucket:
             return
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of every record, oldest first."""
-        import obstore
-
         with self._failing("cannot be listed"):
             found = [
                 (meta["last_modified"], meta["path"], meta["size"])
@@ -173,8 +132,6 @@ class Bucket:
     @contextmanager
     def _failing(self, what: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
         """Turn obstore's errors into short ones, but for those that mean missing or existing."""
-        from obstore.exceptions import AlreadyExistsError, BaseError
-
         try:
             yield
         except AlreadyExistsError:

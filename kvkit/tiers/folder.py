@@ -35,7 +35,7 @@ from typing import Literal, TypeVar, get_args
 
 from kvkit.format.names import GROUP, METADATA, RECORD, SPACE, is_record
 from kvkit.format.record import ALIGN, Damage
-from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
+from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short, too_large
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,7 +81,9 @@ def check_name(name: str) -> None:
 
 
 class Folder:
-    """Files below `root`, which need not exist before the first write. Thread-safe and process-safe.
+    """Files below `root`, which need not exist before the first write, as an `ObjectStore`.
+
+    Thread-safe and process-safe.
 
     Args:
         root: a folder, absolute or relative to the current one.
@@ -102,11 +104,6 @@ class Folder:
         self._nfs = file_system(self.root) in ("nfs", "nfs4")
 
     def size(self, name: str) -> int | None:
-        """Bytes of the file, None if it is missing, or something else lies in its place.
-
-        Raises:
-            DamagedObject: it cannot be looked at.
-        """
         path = self._path(name)
         try:
             with self._blaming(name):
@@ -116,50 +113,20 @@ class Folder:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, name: str, buffer: memoryview) -> int:
-        """Read the file into `buffer`; returns its bytes. Mutates `buffer`.
-
-        Raises:
-            FileNotFoundError: it is missing.
-            DamagedObject: it is larger than the buffer, no regular file, or cannot be read.
-        """
         with self._opened(name) as file:
             size = os.fstat(file).st_size
             if size > len(buffer):
-                raise DamagedObject(
-                    f"{name}: {size} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE
-                )
-            done = 0
-            while done < size:
-                count = os.preadv(file, [buffer[done:size]], done)
-                if count == 0:  # cut short meanwhile: the record's own checks find that
-                    break
-                done += count
-            return done
+                raise too_large(name, size, len(buffer))
+            return _read_at(file, buffer[:size], 0)  # cut short meanwhile: the record's own checks find that
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        """Read parts of the file, each to the front of its buffer. Mutates `buffers`.
-
-        Raises:
-            FileNotFoundError: it is missing.
-            DamagedObject: it ends before a range does, is no regular file, or cannot be read.
-        """
         with self._opened(name) as file:
             for (offset, size), buffer in zip(ranges, buffers, strict=True):
-                done = 0
-                while done < size:
-                    count = os.preadv(file, [buffer[done:size]], offset + done)
-                    if count == 0:
-                        raise DamagedObject(
-                            f"{name}: {done} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
-                        )
-                    done += count
+                count = _read_at(file, buffer[:size], offset)
+                if count < size:
+                    raise cut_short(name, count, offset, size)
 
     def write(self, name: str, data: memoryview) -> None:
-        """Make the file, complete at once; done already if it exists. What else lies in its place makes way.
-
-        Raises:
-            OSError: it could not be written, and nothing is left behind.
-        """
         path = self._path(name)
         with suppress(DamagedObject):  # what cannot be looked at may be replaced all the same
             if self.size(name) is not None:
@@ -201,11 +168,6 @@ class Folder:
             _sync_folder(folder)
 
     def delete(self, name: str) -> None:
-        """Remove the file, or what lies in its place; missing is fine.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
         path = self._path(name)
         with suppress(FileNotFoundError):
             try:
@@ -216,7 +178,6 @@ class Folder:
                 _clear_away(path)
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of every record, oldest first."""
         found = []
         for space in _folders(self.root, _SPACE):
             for group in _folders(space.path, _GROUP):
@@ -512,6 +473,14 @@ def _lock(file: int) -> None:
         OSError: there are no locks here, or the file is gone.
     """
     fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+
+
+def _read_at(file: int, buffer: memoryview, offset: int) -> int:
+    """Read from `offset` on until the buffer is full, or the file ends; returns the bytes."""
+    done = 0
+    while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], offset + done)):
+        done += count
+    return done
 
 
 def _write_all(file: int, data: memoryview) -> None:

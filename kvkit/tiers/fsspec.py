@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 
 from kvkit.format.names import is_record
 from kvkit.format.record import Damage
-from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject
+from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short
 from kvkit.tiers.folder import TEMPORARY, check_name
 
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs"}
@@ -56,9 +56,7 @@ class FsspecStore:
             parts = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
         for part, (offset, size), buffer in zip(parts, ranges, buffers, strict=True):
             if len(part) < size:
-                raise DamagedObject(
-                    f"{name}: {len(part)} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
-                )
+                raise cut_short(name, len(part), offset, size)
             buffer[:size] = part
 
     def write(self, name: str, data: memoryview) -> None:

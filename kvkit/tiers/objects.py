@@ -26,7 +26,6 @@ from kvkit.format.record import (
 )
 from kvkit.format.urls import shown
 from kvkit.staging import Lease, Staging
-from kvkit.tiers import bucket
 from kvkit.tiers.base import (
     DamagedObject,
     ObjectStore,
@@ -48,6 +47,8 @@ from kvkit.tiers.striped import StripedStore
 from kvkit.workers import Closed
 
 log = logging.getLogger(__name__)
+
+_REQUESTS = 16  # at a time: they wait for the network, not for a disk
 
 
 class ObjectTier(ThreadedTier):
@@ -97,7 +98,7 @@ class ObjectTier(ThreadedTier):
         self._store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
         if threads is None:
-            threads = (default_threads() if local else bucket.THREADS) * len(stores)
+            threads = (default_threads() if local else _REQUESTS) * len(stores)
         self._looks = 1 if local else threads
         super().__init__(name, threads)
         self.scope = store.scope

@@ -24,7 +24,9 @@ from kvkit.tiers.base import (
     TierError,
     TierFull,
     check_scope,
+    cut_short,
     default_threads,
+    too_large,
 )
 from kvkit.tiers.folder import check_name
 from kvkit.tiers.registry import TIERS
@@ -139,9 +141,7 @@ class RedisTier(ThreadedTier):
             if count != size:
                 if self.size(name) is None:
                     raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
-                raise DamagedObject(
-                    f"{name}: {count} of the {size} bytes from {offset} on are there", Damage.TRUNCATED
-                )
+                raise cut_short(name, count or 0, offset, size)
 
     def write(self, name: str, record: memoryview) -> None:
         with self._failing(name, "cannot be written"):
@@ -284,7 +284,7 @@ class _Wire:
         if size < 0:
             return None
         if size > len(buffer):
-            raise DamagedObject(f"{name}: {size} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE)
+            raise too_large(name, size, len(buffer))
         done = min(size, len(self._ahead))
         buffer[:done] = self._ahead[:done]
         del self._ahead[:done]

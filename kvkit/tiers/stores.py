@@ -14,7 +14,6 @@ from fsspec.utils import get_protocol
 
 from kvkit.format.urls import hide, shown
 from kvkit.tiers.base import ObjectStore, Scope
-from kvkit.tiers.bucket import Bucket
 from kvkit.tiers.folder import Access, Folder
 from kvkit.tiers.fsspec import FsspecStore, file_system_at
 from kvkit.tiers.registry import TIERS, kind_of
@@ -61,6 +60,8 @@ def open_store(tier: str, url: str, settings: StoreSettings) -> ObjectStore:
     options = settings.options
     try:
         if kind_of(url) is TIERS["bucket"] and find_spec("obstore") is not None:
+            from kvkit.tiers.bucket import Bucket
+
             return Bucket(url, options, settings.timeout_s)
         if "::" in url and get_protocol(url.rpartition("::")[2]) in LocalFileSystem.protocol:
             raise ValueError(f"url={shown(url)!r}: a folder behind another store; want the folder itself")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from kvkit.format.record import ALIGN, Damage
-from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges
+from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges, too_large
 
 
 class StripedStore:
@@ -29,7 +29,7 @@ class StripedStore:
     def read(self, name: str, buffer: memoryview) -> int:
         total = self._total(name)
         if total > len(buffer):
-            raise DamagedObject(f"{name}: {total} bytes do not fit the slot's {len(buffer)}", Damage.OVERSIZE)
+            raise too_large(name, total, len(buffer))
         places = parts(total, len(self._stores))
         with self._blaming(name):
             return sum(
@@ -65,8 +65,9 @@ class StripedStore:
             raise
 
     def delete(self, name: str) -> None:
-        for store in self._stores:
-            store.delete(name)
+        with ExitStack() as others:  # one that fails does not keep the others from it
+            for store in reversed(self._stores):
+                others.callback(store.delete, name)
 
     def scan(self) -> Iterator[tuple[str, int]]:
         others = [dict(store.scan()) for store in self._stores[1:]]
