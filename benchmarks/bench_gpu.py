@@ -17,6 +17,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.checks import Turns
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 
@@ -62,10 +63,10 @@ ROPE = Rope(tuple((500000.0 ** -(np.arange(64) / 64)).tolist()))
 WAYS: dict[str, dict[str, Any]] = {
     "pack": {"to_records": True},
     "unpack": {},
-    "unpack rotated": {"rope": ROPE},
+    "unpack rotated": {"rotated": True},
     "pack fp8": {"to_records": True, "quantised": "fp8"},
     "unpack fp8": {"quantised": "fp8"},
-    "unpack fp8 rotated": {"quantised": "fp8", "rope": ROPE},
+    "unpack fp8 rotated": {"quantised": "fp8", "rotated": True},
     "pack int8": {"to_records": True, "quantised": "int8"},
     "unpack int8": {"quantised": "int8"},
 }
@@ -77,15 +78,16 @@ def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     """The kernel alone, records on the device, against a copy there that reads and writes as many bytes."""
     from kvkit.kernels.pages import triton as kernels
 
-    how = {"to_records": False, "quantised": None, "rope": None, **WAYS[way]}
+    how = {"to_records": False, "quantised": None, "rotated": False, **WAYS[way]}
     group = replace(LLAMA, order=order)
     records_group = group.quantised() if how["quantised"] else group
     size = records_group.chunk_bytes(CHUNK_TOKENS)
     blocks = np.random.default_rng(0).permutation(CHUNKS * CHUNK_TOKENS // 16).reshape(CHUNKS, -1)
     pages = Pages.of(group, group.pages(blocks.size, fill_byte=1, device="cuda"))
     records = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(CHUNKS)]
-    if how["rope"]:
-        how["turns"] = Rotation(ROPE, np.arange(CHUNKS) * 1000).resolve(CHUNKS, CHUNK_TOKENS)
+    if how.pop("rotated"):
+        rotation = Rotation(ROPE, np.arange(CHUNKS) * 1000)
+        how["turns"] = Turns(ROPE, *rotation.resolve(CHUNKS, CHUNK_TOKENS))
     addresses = np.array([record.data_ptr() for record in records])
     made = kernels.move(pages, addresses, blocks, **how)
     benchmark.pedantic(made.run, rounds=1)

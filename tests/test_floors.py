@@ -73,7 +73,6 @@ WIDE = (
     "_rope_scatter",
     "attention",
     "blend_attention",
-    "move",
     "query_scores",
     "rope_scatter",
     "scatter",

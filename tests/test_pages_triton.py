@@ -27,6 +27,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import api
 from kvkit.kernels.pages import triton as kernels
 from kvkit.kernels.pages.api import Pages
+from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu runs it compiled")
@@ -41,9 +42,8 @@ def by_triton(
     quantised: Any = None,
 ) -> None:
     """What `pack` and `unpack` do for pages on a GPU."""
-    blocks, slots = (job.ids, None) if job.granular == "blocks" else (None, job.ids)
-    turns = None if rotation is None else rotation.resolve(*job.slots.shape)
-    api._on_device(pages, records, blocks, slots, rotation, turns, quantised, to_records)
+    turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*job.slots.shape))
+    api._on_device(pages, records, job.ids, to_records, job.granular == "slots", quantised, turns)
 
 
 @settings(max_examples=20, deadline=None)
@@ -98,14 +98,13 @@ def made(
     pages = Pages.of(group, group.pages(2))
     rope = Rope((1.0,) * pairs) if pairs else None
     tokens = 2 * group.block_tokens
-    turns = Rotation(rope, np.array([1])).resolve(1, tokens) if rope else None
+    turns = Turns(rope, *Rotation(rope, np.array([1])).resolve(1, tokens)) if rope else None
     return kernels.move(
         pages,
         np.array([4096 + at]),
         np.array([[0, 1]]),
         to_records,
         quantised=quantised,
-        rope=rope,
         turns=turns,
         config=config,
     )
@@ -160,7 +159,8 @@ def test_configurations_give_the_same_bytes() -> None:
     pages = group.pages(3)
     for tensor in pages:
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-    ids, turns = np.array([[2, 0]]), Rotation(Rope((1.0,) * 20), np.array([3])).resolve(1, 8)
+    ids, rope = np.array([[2, 0]]), Rope((1.0,) * 20)
+    turns = Turns(rope, *Rotation(rope, np.array([3])).resolve(1, 8))
     for quantised in (None, "fp8"):
         size = (group.quantised() if quantised else group).chunk_bytes(8)
         results = []
@@ -173,16 +173,8 @@ def test_configurations_give_the_same_bytes() -> None:
                 Pages.of(group, pages), address, ids, True, quantised=quantised, config=config
             )
             pack.run()
-            kernels.move(
-                Pages.of(group, out),
-                address,
-                ids,
-                False,
-                quantised=quantised,
-                rope=Rope((1.0,) * 20),
-                turns=turns,
-                config=config,
-            ).run()
+            into = Pages.of(group, out)
+            kernels.move(into, address, ids, False, quantised=quantised, turns=turns, config=config).run()
             results.append((record, out))
         for record, out in results[1:]:
             np.testing.assert_array_equal(record, results[0][0])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvkit.format.rope import Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import checks, reference
+from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.reference import Quantised
 
@@ -109,7 +110,9 @@ def _move(
     if not chunks:
         return
     if pages.device.type == "cuda":
-        _on_device(pages, records, blocks, slots, rotation, turns, quantised, to_records)
+        ids = blocks if slots is None else slots
+        assert ids is not None
+        _on_device(pages, records, ids, to_records, slots is not None, quantised, turns)
         return
     arrays = [record for record in records if isinstance(record, np.ndarray)]
     plain = rotation is None and quantised is None
@@ -121,8 +124,7 @@ def _move(
         if plain:
             numba.move(job, threads, (pages, arrays))
         else:
-            rope = None if rotation is None else rotation.rope
-            conversion = numba.Conversion.of(pages.group, quantised, turns, rope)
+            conversion = numba.Conversion.of(pages.group, quantised, turns)
             numba.convert(job, conversion, threads, (pages, arrays))
     elif plain:
         (reference.pack if to_records else reference.unpack)(pages.parts, arrays, every, shape)
@@ -135,20 +137,18 @@ def _move(
 def _on_device(
     pages: Pages,
     records: Sequence[Record],
-    blocks: NDArray[np.int64] | None,
-    slots: NDArray[np.int64] | None,
-    rotation: Rotation | None,
-    turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None,
-    quantised: Quantised | None,
+    ids: NDArray[np.int64],
     to_records: bool,
+    slots: bool,
+    quantised: Quantised | None,
+    turns: Turns | None,
 ) -> None:
     """One Triton launch. Records that the device cannot reach go through a buffer in its memory."""
     from kvkit.kernels.pages import triton as kernels
 
-    device, ids = pages.device, blocks if slots is None else slots
-    assert ids is not None
+    device = pages.device
     given = [_tensor(record) for record in records]
-    whole_words = 1 if rotation is None or quantised else pages.group.item_bytes
+    whole_words = 1 if turns is None or quantised else pages.group.item_bytes
     far = [
         i
         for i, record in enumerate(given)
@@ -161,16 +161,8 @@ def _on_device(
         near[i] = row
         if not to_records or (ids < 0).any():  # what is skipped stays as it was
             row.copy_(given[i])
-    launch = kernels.move(
-        pages,
-        np.array([record.data_ptr() for record in near], np.int64),
-        ids,
-        to_records,
-        slots=slots is not None,
-        quantised=quantised,
-        rope=None if rotation is None else rotation.rope,
-        turns=turns,
-    )
+    addresses = np.array([record.data_ptr() for record in near], np.int64)
+    launch = kernels.move(pages, addresses, ids, to_records, slots=slots, quantised=quantised, turns=turns)
     if device.type == "cpu":  # interpreted
         launch.run()
     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup, LayoutError
-from kvkit.format.rope import RopeError, Rotation
+from kvkit.format.rope import Rope, RopeError, Rotation
 from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_overlap, check_rope
 from kvkit.kernels.pages import reference
 
@@ -109,17 +111,22 @@ def row_bytes(group: LayerGroup, quantised: str | None) -> int:
         raise LaunchError(f"quantised={quantised!r}: {error}") from error
 
 
-def turns_of(
-    group: LayerGroup, rotation: Rotation, chunks: int, tokens: int
-) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """cos and sin [U, R] and each token's row [chunks, T] of a rotation that fits the group."""
+class Turns(NamedTuple):
+    """A rotation of some chunks as kernels take it: a model's embedding, and `Rotation.resolve`."""
+
+    rope: Rope
+    cos_sin: NDArray[np.float32]  # [U, R]
+    which: NDArray[np.int32]  # [chunks, T], each token's row of them
+
+
+def turns_of(group: LayerGroup, rotation: Rotation, chunks: int, tokens: int) -> Turns:
+    """That of a rotation that fits the group."""
     if group.opaque or group.dtype not in FLOATS:
         kind = "opaque" if group.opaque else group.dtype
         raise LaunchError(f"rotate: the pages are {kind}, want {', '.join(FLOATS)}")
-    rope = rotation.rope
-    check_rope("rotate", rope, group.k_size)
+    check_rope("rotate", rotation.rope, group.k_size)
     try:
-        return rotation.resolve(chunks, tokens)
+        return Turns(rotation.rope, *rotation.resolve(chunks, tokens))
     except RopeError as error:
         raise LaunchError(f"rotate: {error}") from error
 

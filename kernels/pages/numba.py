@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
-from kvkit.format.rope import Rope
+from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.reference import SMALLEST_AMAX
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -110,11 +110,10 @@ class Conversion(NamedTuple):
     def of(
         group: LayerGroup,
         quantised: str | None,
-        turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None,
-        rope: Rope | None,
+        turns: Turns | None,
     ) -> Conversion:
         """That of pages of `group`, to records of 8-bit codes or of its dtype (None), by these turns."""
-        cos_sin, which = turns or (np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
+        rope, cos_sin, which = turns or (None, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
         first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
         return Conversion(
             *(DTYPES.index(group.dtype), FORMS.index(quantised), cos_sin, which, first, interleaved),

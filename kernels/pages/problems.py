@@ -14,6 +14,7 @@ from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages import triton as pages
+from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.tuning.cases import (
     INTERLEAVED,
@@ -156,8 +157,7 @@ def _move_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
             move.to_records,
             slots=move.slots,
             quantised=move.quantised,
-            rope=move.rope,
-            turns=rotation.resolve(*slots.shape) if rotation else None,
+            turns=Turns(rotation.rope, *rotation.resolve(*slots.shape)) if rotation else None,
             config=config,
         )
         return (launch,)

@@ -29,6 +29,7 @@ from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, be
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
+    from kvkit.kernels.pages.checks import Turns
     from kvkit.kernels.pages.memory import Pages
 
 VECTOR_BYTES = 16
@@ -68,8 +69,7 @@ def move(
     *,
     slots: bool = False,
     quantised: str | None = None,
-    rope: Rope | None = None,
-    turns: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None,
+    turns: Turns | None = None,
     config: KernelConfig | None = None,
 ) -> Launch:
     """The launch that packs (`to_records`) or unpacks. Copies its small arrays to the pages' device.
@@ -83,22 +83,21 @@ def move(
             Multiples of the dtype's size where keys that are not quantised are rotated.
         ids: [chunks, I], blocks, or with `slots` each token's block * N + place in the block; < 0 is skipped.
         quantised: form of the records, one of `reference.LARGEST`, or None.
-        rope, turns: None, or the model's and what `Rotation.resolve` returned: cos and sin [U, R], and each
-            token's row [chunks, T].
+        turns: None, or those of keys that are rotated.
         config: instead of the best that is known.
     """
-    if quantised is None and rope is None:
+    if quantised is None and turns is None:
         form = _copying(pages, records, to_records)
     elif to_records:
         form = _encoding(pages, records, quantised or "")
     else:
-        form = _decoding(pages, records, quantised, rope)
+        form = _decoding(pages, records, quantised, None if turns is None else turns.rope)
     if slots:
         blocks, places = np.divmod(ids, pages.tokens)
         ids = np.where(ids < 0, -1, blocks << 32 | places)
     arrays: dict[str, NDArray[Any]] = {"parts": form.parts, "records": records, "ids": ids}
     if turns is not None:
-        arrays |= {"cos_sin": turns[0], "which": turns[1]}
+        arrays |= {"cos_sin": turns.cos_sin, "which": turns.which}
     granule = 1 if slots else pages.tokens
     tokens = ids.shape[1] * granule
     arguments = {
