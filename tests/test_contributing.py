@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -27,12 +28,12 @@ def insert(path: Path, before: str, text: str) -> None:
     path.write_text(f"{head}\n{text}{line}{tail}")
 
 
-def run(copy: Path, *arguments: str) -> str:
-    """What Python prints, with the copy in place of kvkit."""
+def run(copy: Path, *arguments: str, **more: str) -> str:
+    """What Python prints, with the copy in place of kvkit and more of an environment."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=copy,
-        env=environment(copy, PYTHONPATH=f"{copy}:{ROOT / 'tests'}"),
+        env=environment(copy, PYTHONPATH=f"{copy}:{ROOT / 'tests'}", **more),
         capture_output=True,
         text=True,
         check=False,
@@ -92,3 +93,59 @@ assert [add(state, *entry) for entry in sizes.items()] == [[], [], [], ["b"]]
 """
     )
     run(copy, "evict.py")
+
+
+def test_a_new_kernel_is_a_folder_and_a_row(copy: Path) -> None:
+    folder = copy / "kvkit/kernels/blocks"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name, start in {
+        "reference": "What copying blocks means",
+        "checks": "What copying blocks takes",
+        "api": "Blocks copied within a pool: picks",
+        "triton": "Blocks copied within a pool, in Triton",
+        "problems": "The problems that copying blocks",
+    }.items():
+        (folder / f"{name}.py").write_text(on_page("CONTRIBUTING.md", f'"""{start}'))
+    rows = copy / "kvkit/kernels/tuning/problems.py"
+    row = on_page("CONTRIBUTING.md", "FOLDERS = ")
+    rows.write_text(re.sub(r"^FOLDERS = .*\n", row, rows.read_text(), flags=re.MULTILINE))
+
+    (copy / "interpret.py").write_text(
+        """
+import pytest
+import torch
+from kvkit.kernels.blocks.api import copy_blocks
+from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.tuning.problems import every_problem
+
+(problem,) = (problem for problem in every_problem() if problem.bucket.op == "copy_blocks")
+case = problem.make(torch.device("cpu"), True)
+for config in problem.space:
+    case.poison()
+    assert case.fault()
+    case.run(config)
+    assert case.fault() == ""
+pages, first = torch.arange(6.0).view(3, 2), torch.tensor([0])
+copy_blocks(pages, first, first + 2)
+assert pages.tolist() == [[0, 1], [2, 3], [0, 1]]
+with pytest.raises(LaunchError, match="sources: .* int32"):
+    copy_blocks(pages, first.int(), first + 2)
+"""
+    )
+    run(copy, "interpret.py", TRITON_INTERPRET="1")
+
+    (copy / "compile.py").write_text(
+        """
+from kvkit.kernels.blocks.problems import problems
+from kvkit.kernels.tuning.gate import GATE, faults, gate
+
+if __name__ == "__main__":
+    reports = gate(problems, 1)
+    assert [report.target for report in reports] == list(GATE)
+    assert faults(reports, problems()) == []
+"""
+    )
+    run(copy, "compile.py", TRITON_INTERPRET="0")
+    tune = "from kvkit.cli import main; main()", "tune", "--op", "copy_blocks", "--target", "sm_90"
+    assert "6 configurations, 0 of them not worth a run" in run(copy, "-c", *tune, TRITON_INTERPRET="0")
