@@ -121,7 +121,8 @@ def imported(code: str) -> Iterator[str]:
 
 
 def test_what_pages_and_examples_import_is_listed_as_public() -> None:
-    shown = [block.text for page in pages.PAGES for block in pages.blocks(page, "python")]
+    outside = [page for page in pages.PAGES if page != "CONTRIBUTING.md"]  # whose code is kvkit's own
+    shown = [block.text for page in outside for block in pages.blocks(page, "python")]
     programs = [text for text in shown if "import " in text]
     programs += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     for path in (ROOT / "examples").glob("*.ipynb"):
