@@ -30,7 +30,7 @@ class Request:
 
 
 def new_events(ranks: int = 1) -> Events:
-    return Events(TIERS.__getitem__, chunk_tokens=16, hash_tokens=4, ranks=ranks)
+    return Events(TIERS, chunk_tokens=16, hash_tokens=4, ranks=ranks)
 
 
 def test_a_chunk_is_told_with_its_blocks_when_all_ranks_have_it() -> None:

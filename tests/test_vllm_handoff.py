@@ -15,15 +15,8 @@ pytest.importorskip("vllm")
 from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, TABLE, Pair, Rank, piece
 from waiting import wait_for
 
-from kvkit.adapters.vllm.step import (
-    Ask,
-    LoadTask,
-    Lora,
-    SaveTask,
-    SendTask,
-    Sequence,
-    StepMetadata,
-)
+from kvkit.adapters.engine.question import Lora, Question, Sequence
+from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
 from kvkit.tiers.testing.contract import record_names
 from kvkit.tiers.testing.faulty import Fault
@@ -97,8 +90,8 @@ def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
     monkeypatch.setattr("kvkit.adapters.engine.lookups.NEWS_S", 0.0)
     pair = Pair(tmp_path, handoff_timeout_s=600.0)
     for computed_there, found in ((True, 0), (False, len(IDS))):
-        ask = Ask("a", 1, Sequence(IDS), transfer="t", computed_there=computed_there)
-        pair.decode.step(asks=[ask], idle=True)
+        ask = Question("a", 1, Sequence(IDS), transfer="t", computed_there=computed_there)
+        pair.decode.step(questions=[ask], idle=True)
         if not computed_there:
             assert pair.decode.worker.report() is None
             pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
@@ -109,11 +102,11 @@ def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
 def test_a_step_without_work_waits_for_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkit.adapters.vllm.worker.IDLE_WAIT_S", DEADLINE_S)
     pair = Pair(tmp_path)
-    ask = Ask("a", 1, Sequence(IDS), transfer="t")
+    ask = Question("a", 1, Sequence(IDS), transfer="t")
     found: list[dict[str, Phase]] = []
 
     def step() -> None:
-        pair.decode.step(asks=[ask], idle=True)
+        pair.decode.step(questions=[ask], idle=True)
         found.append(pair.receiver.transfers())
 
     thread = threading.Thread(target=step)
@@ -148,7 +141,7 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
     sequence, blocks = Sequence(IDS[:tokens]), -(-tokens // BLOCK)
     send = SendTask("a", "t", pair.address, sequence, 0, tokens, (TABLE[:blocks],), last=True)
     pair.finish(*pair.prefill.step(("a",), sends=[send]))
-    pair.decode.step(asks=[Ask("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
+    pair.decode.step(questions=[Question("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
     assert pair.decode.heard() == tokens
     into = [11, 10, 9, 8, 7, 6][:blocks]
     assert pair.decode.load(LoadTask("a", 1, 0, tokens, (into,)))
@@ -166,8 +159,8 @@ def test_the_end_of_a_prompt_is_loaded_after_blocks_that_the_engine_has(tmp_path
     pair.prefill.fill(3.0)
     sequence = Sequence(IDS[:tokens])
     pair.finish(*pair.prefill.step(("a",), sends=[piece(pair, "a", sequence.tokens, 0, tokens)]))
-    ask = Ask("a", 1, sequence, CHUNK + BLOCK, transfer="of-a", computed_there=True)
-    pair.decode.step(asks=[ask], idle=True)
+    ask = Question("a", 1, sequence, CHUNK + BLOCK, transfer="of-a", computed_there=True)
+    pair.decode.step(questions=[ask], idle=True)
     assert pair.decode.heard() == tokens
     assert pair.decode.load(LoadTask("a", 1, CHUNK + BLOCK, tokens, ([-1, 8],)))
     for tensor in pair.decode.pages.values():
@@ -303,7 +296,9 @@ def handed(pair: Pair) -> int:
     assert status.phase is Phase.COMMITTED
     came = pair.receiver.arena.slots - pair.receiver.arena.free
     assert came == pair.prefill.stored("handoff") - put, "nothing is copied that is not sent"
-    pair.decode.step(asks=[Ask("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True)
+    pair.decode.step(
+        questions=[Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
+    )
     assert pair.decode.heard() == len(IDS)
     chunks, rest = divmod(came, groups_of(pair))
     assert not rest

@@ -18,10 +18,10 @@ from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 from waiting import wait_for
 
+from kvkit.adapters.engine.question import Lora
 from kvkit.adapters.vllm import contents
 from kvkit.adapters.vllm.contents import Stamp
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.step import Lora
 
 PROMPT = prompt(300, seed=5, vocabulary=VOCABULARY)
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK

@@ -101,9 +101,9 @@ def asked(served: KVKitConnector, given: Request) -> list[int] | None:
     step = served._scheduler.plan({}, lambda name: None)
     served.request_finished_all_groups(given, ([],))
     if found == (0, False):
-        assert not step.asks
+        assert not step.questions
         return None
-    (ask,) = step.asks
+    (ask,) = step.questions
     return ask.sequence.tokens.tolist()
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from kvkit.adapters.engine.question import Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, RequestView, Scheduler, Sizes
-from kvkit.adapters.vllm.step import LookupAnswer, Sequence, StepMetadata, Tables, WorkerReport
+from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, Scheduler, Sizes
+from kvkit.adapters.vllm.step import LookupAnswer, StepMetadata, Tables, WorkerReport
 
 CHUNK, BLOCK = 8, 4
 
@@ -46,8 +47,7 @@ def request(tokens: int, name: str = "a") -> Request:
     return Request(name, list(range(100, 100 + tokens)), tokens)
 
 
-def tokens_of(view: RequestView, count: int) -> Sequence:
-    assert isinstance(view, Request)
+def tokens_of(view: Request, count: int) -> Sequence:
     assert count <= view.num_tokens, "a token that is not known"
     return Sequence(np.array(view.tokens[:count], np.int32))
 
@@ -66,7 +66,7 @@ def step(
 
 
 def answer(scheduler: Scheduler, asked: StepMetadata, tokens: int, rank: int = 0, tier: str = "disk") -> None:
-    (ask,) = asked.asks
+    (ask,) = asked.questions
     found = LookupAnswer(ask.request, ask.number, rank, tokens, ((tier, tokens),) if tokens else ())
     scheduler.hear(WorkerReport([found]))
 
@@ -76,9 +76,9 @@ def test_a_request_waits_for_its_answer_and_is_asked_about_once() -> None:
     assert scheduler.match(a, 0) == (None, False)
     asked = step(scheduler)
     assert asked.idle
-    assert [ask.sequence.tokens.tolist() for ask in asked.asks] == [a.tokens[:16]]
+    assert [ask.sequence.tokens.tolist() for ask in asked.questions] == [a.tokens[:16]]
     assert scheduler.match(a, 0) == (None, False)
-    assert not step(scheduler).asks
+    assert not step(scheduler).questions
     answer(scheduler, asked, 16)
     for _ in range(2):  # cheap and without side effects, as long as the request cannot be admitted
         assert scheduler.match(a, 0) == (16, True)
@@ -107,9 +107,9 @@ def test_the_last_token_is_always_computed(tokens: int, grain: int, found: int) 
     scheduler, a = new_scheduler(grain=grain), request(tokens)
     waits = scheduler.match(a, 0)
     asked = step(scheduler)
-    if asked.asks:
+    if asked.questions:
         assert waits == (None, False)
-        answer(scheduler, asked, len(asked.asks[0].sequence.tokens))
+        answer(scheduler, asked, len(asked.questions[0].sequence.tokens))
     assert scheduler.match(a, 0) == (found, found > 0)
 
 
@@ -161,7 +161,7 @@ def test_a_preempted_request_asks_with_what_it_generated() -> None:
     scheduler.admit(a, ([1, 2, 3],), 0)
     a.tokens += range(10)
     assert scheduler.match(a, 0) == (None, False)
-    (ask,) = step(scheduler).asks
+    (ask,) = step(scheduler).questions
     assert ask.sequence.tokens.tolist() == a.tokens[:16]
 
 
@@ -270,7 +270,7 @@ def test_what_there_is_nothing_to_bring_near_for_is_looked_at_once_until_it_is_a
     """Although vLLM asks about it in each step."""
     looked: list[str] = []
 
-    def has(view: RequestView) -> int:
+    def has(view: Request) -> int:
         looked.append(view.request_id)
         return 16
 
@@ -324,7 +324,7 @@ def test_what_must_not_be_read_is_not_asked_for() -> None:
     scheduler, a = new_scheduler(), request(20)
     a.skip_reading_prefix_cache = True
     assert scheduler.match(a, 0) == (0, False)
-    assert not step(scheduler).asks
+    assert not step(scheduler).questions
 
 
 def test_a_reset_forgets_answers() -> None:
@@ -351,7 +351,7 @@ def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
     a = request(20)
     assert scheduler.match(a, 0) == (0, False)
     planned = step(scheduler, {"a": 20}, ([1, 2, 3, 4, 5],))
-    assert not planned.asks
+    assert not planned.questions
     assert not planned.saves
 
 
@@ -524,7 +524,7 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
     assert scheduler.match(a, 0) == (None, False)
     asked = step(scheduler)
-    (ask,) = asked.asks
+    (ask,) = asked.questions
     assert (ask.transfer, ask.computed_there) == ("t", True)
     assert (ask.computed, len(ask.sequence.tokens)) == (0, 15)
     answer(scheduler, asked, 15, tier="handoff")

@@ -17,16 +17,9 @@ from servers import adjacent_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, SAVE, TABLE, Rank
 from waiting import wait_for
 
+from kvkit.adapters.engine.question import Lora, Question, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.step import (
-    Ask,
-    LoadTask,
-    Lora,
-    PrefetchTask,
-    SaveTask,
-    Sequence,
-    TokenIds,
-)
+from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
 from kvkit.moving.sequence import UnknownModel
 from kvkit.tiers.testing.faulty import Fault
 from kvkit.workers import Transfer
@@ -99,7 +92,7 @@ def test_nothing_of_an_adapter_that_is_not_known_is_stored_or_found(rank: Rank) 
     rank.worker.settle()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (0, 0)
-    rank.step(asks=[Ask("a", 1, nobody)], idle=True)
+    rank.step(questions=[Question("a", 1, nobody)], idle=True)
     assert rank.heard() == 0
 
 

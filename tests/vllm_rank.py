@@ -13,17 +13,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvkit.adapters.engine.question import Question, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.pages import group_pages
 from kvkit.adapters.vllm.settings import read_settings
-from kvkit.adapters.vllm.step import (
-    Ask,
-    LoadTask,
-    SaveTask,
-    SendTask,
-    Sequence,
-    StepMetadata,
-    TokenIds,
-)
+from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
@@ -64,17 +58,11 @@ class Rank:
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
         specs = {f"layers.{2 * group + i}": SPECS[group] for group in range(groups) for i in range(2)}
         self.pages = {name: torch.zeros(BLOCKS, 2, BLOCK, 2 * spec.head_size) for name, spec in specs.items()}
+        layout, where = group_pages([specs], self.pages, BLOCKS, opaque=True)
+        namespace = config.namespace(layout, model="m", dtype="float32", rank=number, world=world)
         self.worker = Worker(
-            config,
-            settings,
-            [specs],
-            BLOCKS,
-            lambda layout: config.namespace(layout, model="m", dtype="float32", rank=number, world=world),
-            tells_stores=False,
-            served=served,
-            loras=loras,
+            config, settings, layout, where, namespace, tells_stores=False, served=served, loras=loras
         )
-        self.worker.open(self.pages)
         self.waits = load != "async"
         self.number = 0
 
@@ -119,7 +107,7 @@ class Rank:
 
     def found(self, **told: Any) -> int:
         """Tokens of IDS that a lookup finds; the answer is number 1, for request a."""
-        self.step(asks=[Ask("a", 1, Sequence(IDS))], idle=True, **told)
+        self.step(questions=[Question("a", 1, Sequence(IDS))], idle=True, **told)
         return self.heard(**told)
 
     def heard(self, **told: Any) -> int:

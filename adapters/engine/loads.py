@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kvkit.cache import Cache, Loaded
@@ -40,9 +40,8 @@ class PromptHit:
         )
 
 
-@dataclass(slots=True)
 class PromptLoad:
-    """The load of tokens [start, stop) of a prompt, where there is nothing to load, too.
+    """The load of tokens [start, stop) of a prompt, where there is nothing to load, too. Begins at once.
 
         chunks    |       0       |       1       |   2
         blocks    |   |   |   |   |   |   |   |   |   |   |
@@ -50,24 +49,19 @@ class PromptLoad:
         wanted              [start                    stop[
         loaded    [base         whole             [from_tail[
 
+    Args:
+        hit: None: nothing is loaded.
+        start: what comes before it stays as it is.
+        how: `sync`: all but the tail is loaded in this thread, before this returns.
+        wake: called when something of it is over, from any thread.
+
     Attributes:
         base: token that its first chunk begins with.
-        tail_at: token that the tail begins with.
-        from_tail: the first of the tail's tokens that is loaded.
         began: on the monotonic clock.
     """
 
-    start: int
-    stop: int
-    base: int
-    tail_at: int = 0
-    from_tail: int = 0
-    began: float = field(default_factory=time.monotonic)
-    _whole: Transfer[Loaded] | LayerLoad | Loaded = NOTHING
-    _tail: Transfer[Loaded] | None = None
-
-    @staticmethod
-    def begin(
+    def __init__(
+        self,
         cache: Cache,
         hit: PromptHit | None,
         start: int,
@@ -75,41 +69,33 @@ class PromptLoad:
         pages: PagesOf,
         how: Literal["async", "sync", "layerwise"],
         wake: Callable[[object], object],
-    ) -> PromptLoad:
-        """Start it; `sync`: carry it out, but for the tail, in this thread.
-
-        Args:
-            hit: None: nothing is loaded.
-            start: what comes before it stays as it is.
-            wake: called when something of it is over, from any thread.
-        """
+    ) -> None:
         size = cache.namespace.chunk_tokens
         first, last = start // size, -(-stop // size)
-        load = PromptLoad(start, stop, first * size)
+        self.base = first * size
+        self.began = time.monotonic()
+        self._stop = stop
+        self._whole: Transfer[Loaded] | LayerLoad | Loaded = NOTHING
+        self._tail: Transfer[Loaded] | None = None
         if hit is None:
-            return load
-        part = hit.whole.part(min(first, hit.whole.plan.chunks), last)
-        if hit.tail is not None and stop > hit.whole.tokens:
-            load._begin_tail(cache, hit.whole.tokens, hit.tail, pages, wake)
-        places = pages(load.base, last * size)
+            return
+        self._tail_at = at = hit.whole.tokens
+        if hit.tail is not None and stop > at:
+            block = hit.tail.chunks.chunk_tokens
+            skipped, end = max(start - at, 0) // block, -(-(stop - at) // block)
+            self._from_tail = at + skipped * block
+            tail = hit.tail.part(skipped, end)
+            self._tail = cache.load_async(tail, pages(self._from_tail, at + end * block))
+            self._tail.add_done_callback(wake)
+        part, places = hit.whole.part(min(first, hit.whole.plan.chunks), last), pages(self.base, last * size)
         if how == "layerwise":
-            load._whole = cache.load_layers(part, places)
+            self._whole = cache.load_layers(part, places)
         elif how == "sync":
             # in this thread, so in the order of the engine's stream, which may be zeroing the pages
-            load._whole = cache.load(part, places)
+            self._whole = cache.load(part, places)
         else:
-            load._whole = cache.load_async(part, places)
-            load._whole.add_done_callback(wake)
-        return load
-
-    def _begin_tail(
-        self, cache: Cache, at: int, tail: Hit, pages: PagesOf, wake: Callable[[object], object]
-    ) -> None:
-        size = tail.chunks.chunk_tokens
-        first, last = max(self.start - at, 0) // size, -(-(self.stop - at) // size)
-        self.tail_at, self.from_tail = at, at + first * size
-        self._tail = cache.load_async(tail.part(first, last), pages(self.from_tail, at + last * size))
-        self._tail.add_done_callback(wake)
+            self._whole = cache.load_async(part, places)
+            self._whole.add_done_callback(wake)
 
     @property
     def layers(self) -> LayerLoad | None:
@@ -136,13 +122,13 @@ class PromptLoad:
         elif isinstance(whole, Transfer):
             whole = result_of(whole) or NOTHING
         end = self.base + whole.tokens
-        if self._tail is None or end < self.tail_at:
-            return min(end, self.stop), whole
+        if self._tail is None or end < self._tail_at:
+            return min(end, self._stop), whole
         tail = result_of(self._tail) or NOTHING
-        end = min(self.from_tail + tail.tokens, self.stop)
+        end = min(self._from_tail + tail.tokens, self._stop)
         by_tier = Counter(whole.by_tier)
-        by_tier.update({tier: min(tokens, end - self.from_tail) for tier, tokens in tail.by_tier.items()})
-        return end, Loaded(whole.tokens + end - self.from_tail, by_tier)
+        by_tier.update({tier: min(tokens, end - self._from_tail) for tier, tokens in tail.by_tier.items()})
+        return end, Loaded(whole.tokens + end - self._from_tail, by_tier)
 
     @property
     def _moves(self) -> list[Transfer[Loaded]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -36,13 +36,13 @@ class Tally:
 
     def __init__(self, tells: bool) -> None:
         self._tells = tells
-        self._requests: dict[str, _Tallied] = {}
+        self._requests: defaultdict[str, _Tallied] = defaultdict(_Tallied)
         self._lock = threading.Lock()
 
     def begin(self, request: str) -> None:
         """Note that a load or a save of a request is under way, until `done`."""
         with self._lock:
-            self._requests.setdefault(request, _Tallied()).under_way += 1
+            self._requests[request].under_way += 1
 
     def hit(self, request: str, tokens: Mapping[str, int]) -> None:
         """Note what a request's first load brought, by tier; what is loaded after a preemption was there."""
@@ -53,36 +53,31 @@ class Tally:
     def stored(self, request: str, tier: str, tokens: int) -> None:
         """Count what a tier has completely."""
         with self._lock:
-            found = self._requests.get(request)
-            if found is not None:  # or the line is out: its save failed, and had begun some puts
-                found.stored[tier] += tokens
+            if request in self._requests:  # or the line is out: its save failed, and had begun some puts
+                self._requests[request].stored[tier] += tokens
 
     def done(self, request: str) -> None:
         """Note that a load or a save is over: nothing more is counted for it."""
         with self._lock:
-            found = self._requests[request]
-            found.under_way -= 1
-            whole = self._take(request, found)
-        self._tell(request, whole)
+            self._requests[request].under_way -= 1
+        self._tell(request)
 
     def over(self, request: str, prompt_tokens: int) -> None:
         """Note that a request is over: nothing more is begun for it."""
         with self._lock:
-            found = self._requests.setdefault(request, _Tallied())
-            found.prompt_tokens = prompt_tokens
-            whole = self._take(request, found)
-        self._tell(request, whole)
+            self._requests[request].prompt_tokens = prompt_tokens
+        self._tell(request)
 
-    def _take(self, name: str, request: _Tallied) -> _Tallied | None:
-        """The request, if everything is over. The lock is held."""
-        if request.under_way or request.prompt_tokens is None:
-            return None
-        return self._requests.pop(name)
-
-    def _tell(self, name: str, request: _Tallied | None) -> None:
-        if request is not None and self._tells:
-            hit, stored = _shown(request.hit or {}), _shown(request.stored)
-            log.info("%s: of %d prompt tokens hit %s; stored %s", name, request.prompt_tokens, hit, stored)
+    def _tell(self, name: str) -> None:
+        """Write a request's line, and forget it, if everything is over."""
+        with self._lock:
+            found = self._requests.get(name)
+            if found is None or found.under_way or found.prompt_tokens is None:
+                return
+            del self._requests[name]
+        if self._tells:
+            hit, stored = _shown(found.hit or {}), _shown(found.stored)
+            log.info("%s: of %d prompt tokens hit %s; stored %s", name, found.prompt_tokens, hit, stored)
 
 
 def _shown(tokens: Mapping[str, int]) -> str:

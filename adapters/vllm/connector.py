@@ -10,13 +10,13 @@ import logging
 import math
 import time
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from kvkit.adapters.engine.question import Lora, Sequence
 from kvkit.adapters.vllm import pages
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.events import Events
@@ -33,12 +34,12 @@ from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
-from kvkit.adapters.vllm.settings import read_settings
+from kvkit.adapters.vllm.settings import Settings, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
-from kvkit.adapters.vllm.step import Lora, Sequence, StepMetadata, WorkerReport
+from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.config import Config
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.handoff.settings import HandoffConfig
 from kvkit.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -67,62 +68,49 @@ def log_as_vllm() -> None:
 class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
     """A best-effort cache: what it does not find, or cannot load, is computed.
 
+    vLLM makes one for its scheduler (`_scheduler`) and one for each worker (`_worker`, once there are pages).
+
     Raises:
         ConfigError: a setting is unknown, or impossible for this model.
     """
+
+    _scheduler: Scheduler
+    _worker: Worker
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        specs = pages.layer_specs(kv_cache_config, current_platform.is_cpu())
-        blocks = pages.check_chunks(self._config.chunk_tokens, specs)
-        parallel = vllm_config.parallel_config
-        _check(self._settings.load, len(specs), parallel)
-        if vllm_config.model_config.multimodal_config is not None:
-            _check_media(self._config.chunk_tokens)
-        kv_role, load = self._kv_transfer_config.kv_role, self._settings.load
-        _check_role(kv_role, self._config.handoff, load)
-        if load == "async" and vllm_config.max_concurrent_batches > 1:
-            _check_loads(kv_role, self._config.resolved_policy().retrieve_from)
-        self._scheduler: Scheduler | None = None
+        self._specs = pages.layer_specs(kv_cache_config, current_platform.is_cpu())
+        blocks = pages.check_chunks(self._config.chunk_tokens, self._specs)
+        _check(self._settings, self._config, vllm_config, len(blocks))
+        events, lora = vllm_config.kv_events_config, vllm_config.lora_config
+        self._tells_stores = events is not None and events.enable_kv_cache_events
+        self._loras: Loras | None = None
         self._events: Events | None = None
-        self._worker: Worker | None = None
-        events = vllm_config.kv_events_config
-        tells_stores = events is not None and events.enable_kv_cache_events
         if role == KVConnectorRole.WORKER:
-            model = vllm_config.model_config
-            self._worker = Worker(
-                self._config,
-                self._settings,
-                specs,
-                kv_cache_config.num_blocks,
-                self._namespace,
-                tells_stores,
-                None if vllm_config.lora_config is None else (model.served_model_name, model.model),
-                self._watch_loras(),
-            )
+            if lora is not None:
+                self._loras = Loras(str(lora.lora_dtype).removeprefix("torch."))
+                self._loras.watch()
             return
         self._media = Media()
-        # behind a window's end, only whole chunks are known to hold all that is attended to
-        grain = self._config.chunk_tokens if pages.has_windows(specs) else math.lcm(*blocks)
+        ranks = vllm_config.parallel_config.world_size
+        windows = pages.has_windows(spec for group in self._specs for spec in group.values())
+        # after a window's end, only whole chunks are known to hold all that is attended to
+        grain = self._config.chunk_tokens if windows else math.lcm(*blocks)
         self._scheduler = Scheduler(
-            Sizes(self._config.chunk_tokens, blocks, grain, not pages.has_windows(specs)),
+            Sizes(self._config.chunk_tokens, blocks, grain, not windows),
             self._sequence,
-            ranks=parallel.world_size,
+            ranks=ranks,
             waits=self._settings.load != "async",
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
             handoff=self._handoff,
             has=self._has,
         )
-        if tells_stores:
-            self._events = Events(
-                self._config.tiers.__getitem__,
-                self._config.chunk_tokens,
-                kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
-                parallel.world_size,
-            )
+        if self._tells_stores:
+            hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+            self._events = Events(self._config.tiers, self._config.chunk_tokens, hash_tokens, ranks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -136,28 +124,36 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     # the workers' side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
-        self._worker.open(kv_caches)
+        opaque = next(iter(kv_caches.values())).device.type == "cpu"
+        layout, groups = pages.group_pages(self._specs, kv_caches, self._kv_cache_config.num_blocks, opaque)
+        model = self._vllm_config.model_config
+        self._worker = Worker(
+            self._config,
+            self._settings,
+            layout,
+            groups,
+            self._namespace(layout),
+            self._tells_stores,
+            None if self._loras is None else (model.served_model_name, model.model),
+            self._loras,
+        )
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert self._worker is not None
-        if isinstance(kv_connector_metadata, StepMetadata) and kv_connector_metadata.preempted:
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        if kv_connector_metadata.preempted:
             self._worker.vacate()
         else:
             self._worker.settle()
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert self._worker is not None
-        self._worker.begin(self._step())
+        self._step = connector_metadata
+        self._worker.begin(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker is not None
-        self._worker.start_loads(self._step())
+        self._worker.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._settings.load == "layerwise":
-            assert self._worker is not None
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
@@ -166,11 +162,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Do nothing: whole chunks are saved after the forward, over all layers at once."""
 
     def wait_for_save(self) -> None:
-        assert self._worker is not None
-        self._worker.save(self._step())
+        self._worker.save(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self._worker is not None
         received, failed, sent = self._worker.finish(finished_req_ids)
         # with one group of layers, the blocks that failed say more: what came before them is kept
         one = len(self._kv_cache_config.kv_cache_groups) == 1
@@ -179,47 +173,39 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
         return self._worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        assert self._worker is not None
         return self._worker.report()
 
     def get_kv_connector_stats(self) -> Stats | None:
-        return None if self._worker is None else self._worker.take_stats()
+        return self._worker.take_stats() if hasattr(self, "_worker") else None
 
     def shutdown(self) -> None:
-        if self._worker is not None:
+        if hasattr(self, "_worker"):
             self._worker.close()
 
     # the scheduler's side
 
     def on_new_request(self, request: Any) -> None:
-        assert self._scheduler is not None
         self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
         return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self._scheduler is not None
         self._media.of(request)  # also where nothing of it is asked for: vLLM sees its media from now on
         self._scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        assert self._scheduler is not None
-        found: dict[CacheHitSource, int] = {}
+        found: Counter[CacheHitSource] = Counter()
         for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
-            source = self._source(tier)
-            found[source] = found.get(source, 0) + tokens
+            found[self._source(tier)] += tokens
         return found
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
         step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
         step.preempted = bool(scheduler_output.preempted_req_ids)
@@ -230,9 +216,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        assert self._scheduler is not None
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        report: WorkerReport | None = connector_output.kv_connector_worker_meta
+        if report is not None:
             self._scheduler.hear(report)
             if self._events is not None:
                 for stored in report.stored:
@@ -247,19 +232,16 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         told = self._scheduler.answer(request)
         return self._scheduler.finish(request, block_ids if whole else None), told if whole else None
 
     def reset_cache(self) -> bool:
-        assert self._scheduler is not None
         self._scheduler.forget(uuid.uuid4().hex)
         return True
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to take a step although it has no request: the workers hear of a reset in steps."""
-        assert self._scheduler is not None
         return self._scheduler.has_news
 
     @classmethod
@@ -273,10 +255,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def _handoff(self, request: Any) -> RemoteDecode | RemotePrefill | None:
         """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
         handoff = self._config.handoff
-        if handoff is None:
-            return None
         try:
-            return parameters.read(request.kv_transfer_params, handoff.peers)
+            return parameters.read(request.kv_transfer_params, handoff.peers) if handoff else None
         except ConfigError as error:
             log.warning("%s: nothing is handed off: %s", request.request_id, error)
             return None
@@ -291,30 +271,17 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return CacheHitSource.P2P
         return CacheHitSource.HOST if self._config.tiers[tier].in_memory else CacheHitSource.DISK
 
-    def _step(self) -> StepMetadata:
-        step = self._get_connector_metadata()
-        assert isinstance(step, StepMetadata)
-        return step
-
     def _sequence(self, request: Any, tokens: int) -> Sequence | None:
         """The first `tokens` tokens of vLLM's request; None where what some stand for is not known."""
         media = self._media.of(request)
         if request.prompt_embeds is not None or media is None:
             return None
-        told, lora = request.lora_request, None
-        if told is not None:
-            fused, anew = told.is_3d_lora_weight, told.load_inplace
-            lora = Lora(told.lora_int_id, told.lora_path, told.lora_name, fused, anew)
+        told = request.lora_request
+        lora = told and Lora(
+            told.lora_int_id, told.lora_path, told.lora_name, told.is_3d_lora_weight, told.load_inplace
+        )
         ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
         return Sequence(ids, lora, request.cache_salt or "", rest)
-
-    def _watch_loras(self) -> Loras | None:
-        settings = self._vllm_config.lora_config
-        if settings is None:
-            return None
-        loras = Loras(str(settings.lora_dtype).removeprefix("torch."))
-        loras.watch()
-        return loras
 
     def _namespace(self, layout: KVLayout) -> Namespace:
         """Of this rank's KV, without LoRA and salt."""
@@ -331,11 +298,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
 
 
-def _check(load: str, tables: int, parallel: Any) -> None:
+def _check(settings: Settings, config: Config, vllm_config: Any, tables: int) -> None:
     """
     Raises:
-        ConfigError: kvkit cannot serve this arrangement.
+        ConfigError: kvkit cannot serve this arrangement, or its settings do not go with vLLM's.
     """
+    load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
+    parallel, media = vllm_config.parallel_config, vllm_config.model_config.multimodal_config
     if load != "async" and (tables > 1 or parallel.world_size > 1):
         raise ConfigError(
             f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
@@ -345,42 +314,21 @@ def _check(load: str, tables: int, parallel: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
-
-
-def _check_media(chunk_tokens: int) -> None:
-    """
-    Raises:
-        ConfigError: a chunk's ids could not tell media apart.
-    """
-    if chunk_tokens < LEAST_TOKENS:
+    if media is not None and config.chunk_tokens < LEAST_TOKENS:
         raise ConfigError(
-            f"chunk_tokens = {chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes images or "
-            "other media: their digests have no room in fewer ids"
+            f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
+            "images or other media: their digests have no room in fewer ids"
         )
-
-
-def _check_role(role: str, handoff: HandoffConfig | None, load: str) -> None:
-    """
-    Raises:
-        ConfigError: what kvkit's settings say of handoff does not go with vLLM's.
-    """
-    if handoff is None:
-        return
-    if (role, handoff.role) in (("kv_producer", "decode"), ("kv_consumer", "prefill")):
-        fits = "prefill" if role == "kv_producer" else "decode"
-        raise ConfigError(f"handoff.role = {handoff.role!r}: kv_role is {role!r}; want {fits!r} or 'both'")
-    if handoff.receives and load != "async":
-        raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
-
-
-def _check_loads(role: str, retrieve_from: tuple[str, ...]) -> None:
-    """
-    Raises:
-        ConfigError: vLLM, where steps overlap, would let loads write into blocks that a step still writes to.
-    """
-    if role == "kv_producer" and retrieve_from:
+    if handoff is not None:
+        given, fits = handoff.role, {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
+        if {fits, given} == {"prefill", "decode"}:
+            raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
+        if handoff.receives and load != "async":
+            raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
+    overlap = load == "async" and vllm_config.max_concurrent_batches > 1
+    if overlap and role == "kv_producer" and (tiers := config.resolved_policy().retrieve_from):
         raise ConfigError(
-            f"kv_role = {role!r}: it loads from {', '.join(retrieve_from)}, and vLLM keeps the blocks of "
+            f"kv_role = {role!r}: it loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
             "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or load = 'sync'"
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -15,30 +15,18 @@ KEPT = 16_384
 """Chunks that are remembered while their records are on the way; the oldest give way."""
 
 
-class Hashed(Protocol):
-    """The part of vLLM's `Request` that names its blocks."""
-
-    request_id: str
-    block_hashes: Sequence[bytes]
-    lora_request: Any
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """Tokens whose ids are known."""
-
-
 class Events:
     """Events of the chunks that were given to workers to save.
 
     Args:
-        tiers: of the configuration.
+        tiers: of the configuration, by name.
         chunk_tokens: tokens of a chunk.
         hash_tokens: tokens that one of vLLM's block hashes stands for.
         ranks: workers that save.
     """
 
     def __init__(
-        self, tiers: Callable[[str], TierConfig], chunk_tokens: int, hash_tokens: int, ranks: int
+        self, tiers: Mapping[str, TierConfig], chunk_tokens: int, hash_tokens: int, ranks: int
     ) -> None:
         self._tiers = tiers
         self._chunk_tokens = chunk_tokens
@@ -48,18 +36,15 @@ class Events:
         self._counts: Counter[tuple[str, str, int]] = Counter()
         self._ready: list[KVCacheEvent] = []
 
-    def saved(self, request: Hashed, start: int, stop: int) -> None:
-        """Note that chunks [start, stop) of a request are on their way."""
+    def saved(self, request: Any, start: int, stop: int) -> None:
+        """Note that chunks [start, stop) of vLLM's request are on their way."""
+        lora, hashes = request.lora_request, request.block_hashes
         for chunk in range(start, stop):
             begin, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
             first, last = begin // self._hash_tokens, end // self._hash_tokens
-            hashes = [maybe_convert_block_hash(h) for h in request.block_hashes[first:last]]
-            lora = request.lora_request
             self._chunks[request.request_id, chunk] = {
-                "block_hashes": hashes,
-                "parent_block_hash": maybe_convert_block_hash(request.block_hashes[first - 1])
-                if first
-                else None,
+                "block_hashes": [maybe_convert_block_hash(h) for h in hashes[first:last]],
+                "parent_block_hash": maybe_convert_block_hash(hashes[first - 1]) if first else None,
                 "token_ids": list(request.all_token_ids[begin:end]),
                 "block_size": self._hash_tokens,
                 "lora_id": None if lora is None else lora.adapter_id,
@@ -78,7 +63,7 @@ class Events:
         told = self._chunks.get((request, chunk))
         if told is None:
             return
-        config = self._tiers(tier)
+        config = self._tiers[tier]
         self._ready.append(
             BlockStored(
                 **told,

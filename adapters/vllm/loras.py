@@ -10,9 +10,9 @@ from typing import Any
 
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from kvkit.adapters.engine.question import Lora
 from kvkit.adapters.vllm.contents import Stamp
 from kvkit.adapters.vllm.identity import Digests, adapter_files, adapter_fingerprint, contents
-from kvkit.adapters.vllm.step import Lora
 
 log = logging.getLogger(__name__)
 

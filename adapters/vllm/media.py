@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from vllm.multimodal.hasher import MultiModalHasher
 
-from kvkit.adapters.vllm.step import TokenIds
+from kvkit.adapters.engine.question import TokenIds
 from kvkit.format.keys import as_tokens
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,13 +117,9 @@ def check_chunks(chunk_tokens: int, groups: Sequence[Mapping[str, KVCacheSpec]])
     return sizes
 
 
-def has_windows(groups: Sequence[Mapping[str, KVCacheSpec]]) -> bool:
-    """Whether a group lets go of blocks that later tokens do not attend to."""
-    return any(
-        isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
-        for specs in groups
-        for spec in specs.values()
-    )
+def has_windows(specs: Iterable[KVCacheSpec]) -> bool:
+    """Whether one of them evicts blocks that later tokens do not attend to."""
+    return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
 
 
 def complete_tokens(

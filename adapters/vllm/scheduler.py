@@ -14,18 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, count, islice
-from typing import Any, Protocol
+from typing import Any
 
+from kvkit.adapters.engine.question import Question, Sequence
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.step import (
-    Ask,
     LoadTask,
     LookupAnswer,
     PrefetchTask,
     SaveTask,
     SendTask,
-    Sequence,
     StepMetadata,
     Tables,
     WorkerReport,
@@ -36,19 +35,6 @@ FRESH_S = 10.0
 
 AHEAD = 8
 """Queued requests for which something is brought near at a time. The workers bound its bytes."""
-
-
-class RequestView(Protocol):
-    """The part of vLLM's `Request` that is read here."""
-
-    request_id: str
-    num_computed_tokens: int
-    num_prompt_tokens: int
-    skip_reading_prefix_cache: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose ids are known: neither drafts nor what is being sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +73,7 @@ class _Request:
         passed_over: there is nothing to bring near for it, until it is admitted.
     """
 
-    view: RequestView
+    view: Any
     handoff: RemoteDecode | RemotePrefill | None = None
     sent: int | None = None
     question: _Question | None = None
@@ -115,14 +101,14 @@ class Scheduler:
     def __init__(
         self,
         sizes: Sizes,
-        sequence: Callable[[RequestView, int], Sequence | None],
+        sequence: Callable[[Any, int], Sequence | None],
         *,
         ranks: int,
         waits: bool,
         save_generated: bool,
         clock: Callable[[], float],
-        handoff: Callable[[RequestView], RemoteDecode | RemotePrefill | None] = lambda view: None,
-        has: Callable[[RequestView], int] = lambda view: 0,
+        handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda view: None,
+        has: Callable[[Any], int] = lambda view: 0,
     ) -> None:
         self._sizes = sizes
         self._sequence = sequence
@@ -137,23 +123,23 @@ class Scheduler:
         self._ahead: set[str] = set()
         self._called_off: list[str] = []
         self._numbers = count(1)
-        self._asks: list[Ask] = []
+        self._questions: list[Question] = []
         self._loads: list[LoadTask] = []
         self._last_saves: list[SaveTask] = []
         self._unwanted: list[str] = []
-        self._ended: dict[str, RequestView] = {}
+        self._ended: dict[str, Any] = {}
         self._prompts: dict[str, int] = {}  # of requests that have ended, until a step tells of them
         self._steps = 0
         self._heard = 0
         self._told_epoch = ""
         self.epoch = ""
 
-    def arrive(self, view: RequestView) -> None:
+    def arrive(self, view: Any) -> None:
         """Note a new request: it is queued, although vLLM may not ask about it for long."""
         self._request(view)
         self._queue[view.request_id] = None
 
-    def match(self, view: RequestView, computed: int) -> tuple[int | None, bool]:
+    def match(self, view: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens behind the first `computed` can be loaded, and whether that goes on between steps.
 
         None: not known yet. Notes a question where there is none; asked again, it says the same.
@@ -174,7 +160,7 @@ class Scheduler:
                 return 0, False
             question = request.question = _Question(next(self._numbers), wanted)
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
-            self._asks.append(Ask(view.request_id, question.number, sequence, computed, *transfer))
+            self._questions.append(Question(view.request_id, question.number, sequence, computed, *transfer))
             return None, False
         if question.known_at is None:
             return None, False
@@ -182,7 +168,7 @@ class Scheduler:
         found = max(0, min(self._least(question).tokens, most) - computed)
         return found, found > 0 and not self._waits
 
-    def admit(self, view: RequestView, blocks: Tables, tokens: int) -> None:
+    def admit(self, view: Any, blocks: Tables, tokens: int) -> None:
         """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
         request = self._request(view)
         self._leave(view.request_id)
@@ -219,7 +205,7 @@ class Scheduler:
         self._ended = {name: view for name, view in self._ended.items() if name in ended}
         step = StepMetadata(
             number=self._steps,
-            asks=self._asks,
+            questions=self._questions,
             prefetches=list(self._prefetches()),
             called_off=self._called_off,
             loads=self._loads,
@@ -233,7 +219,7 @@ class Scheduler:
             ended=self._prompts,
         )
         self._prompts = {}
-        self._asks, self._loads, self._last_saves, self._unwanted, self._called_off = [], [], [], [], []
+        self._questions, self._loads, self._last_saves, self._unwanted, self._called_off = [], [], [], [], []
         self._told_epoch = self.epoch
         return step
 
@@ -256,7 +242,7 @@ class Scheduler:
         """vLLM's request, of one that is not finished, or for which the last step saves."""
         return self._requests[request_id].view if request_id in self._requests else self._ended[request_id]
 
-    def finish(self, view: RequestView, blocks: Tables | None) -> bool:
+    def finish(self, view: Any, blocks: Tables | None) -> bool:
         """Forget a request; whether its blocks must stay until a worker tells that they are saved.
 
         With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet,
@@ -287,7 +273,7 @@ class Scheduler:
         self._ended[view.request_id] = view
         return True
 
-    def answer(self, view: RequestView) -> dict[str, Any] | None:
+    def answer(self, view: Any) -> dict[str, Any] | None:
         """What a request that ends tells the router: the parameters of the decode engine's request."""
         request = self._requests.get(view.request_id)
         if request is None or request.sent is None or not isinstance(request.handoff, RemoteDecode):
@@ -306,7 +292,7 @@ class Scheduler:
         """Whether the workers are to hear at once that everything is forgotten: others may ask them."""
         return self.epoch != self._told_epoch
 
-    def _request(self, view: RequestView) -> _Request:
+    def _request(self, view: Any) -> _Request:
         request = self._requests.get(view.request_id)
         if request is None:
             request = self._requests[view.request_id] = _Request(view, self._handoff(view))
@@ -343,26 +329,25 @@ class Scheduler:
         sequence = self._sequence(view, asked) if computed < min(asked, most) else None
         return None if sequence is None else PrefetchTask(view.request_id, sequence, computed)
 
-    def _asked(self, view: RequestView, receiving: RemotePrefill | None) -> tuple[int, int]:
+    def _asked(self, view: Any, receiving: RemotePrefill | None) -> tuple[int, int]:
         """How many tokens of a request are looked up, and how many of them may be loaded."""
         if receiving is not None:  # the unfilled last chunk comes, too
             asked = self._handed(view.num_tokens)
             return asked, min(asked, view.num_tokens - 1)
-        chunk, most = self._sizes.chunk_tokens, self._most(view)
+        # the last token is always computed, for its logits
+        chunk, most = self._sizes.chunk_tokens, self._whole_grains(view.num_tokens - 1)
         return min(view.num_tokens // chunk, -(-most // chunk)) * chunk, most
 
-    def _most(self, view: RequestView) -> int:
-        """Tokens that may be loaded: the last one is always computed, for its logits."""
-        return (view.num_tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
+    def _whole_grains(self, tokens: int) -> int:
+        return tokens // self._sizes.grain_tokens * self._sizes.grain_tokens
 
     def _handed(self, tokens: int) -> int:
         """Tokens of a prompt of so many that one engine sends and the other takes.
 
         Whoever takes them computes the last one in any case: if that has a block of its own, it does not go.
         """
-        if not self._sizes.whole:
-            return (tokens - 1) // self._sizes.grain_tokens * self._sizes.grain_tokens
-        return tokens - 1 if (tokens - 1) % self._sizes.grain_tokens == 0 else tokens
+        grains = self._whole_grains(tokens - 1)
+        return grains if not self._sizes.whole or grains == tokens - 1 else tokens
 
     def _least(self, question: _Question) -> LookupAnswer:
         """What every rank can load. All have answered."""
@@ -428,7 +413,7 @@ class Scheduler:
             cut = self._cut(table, first, -(-stop // chunk) * chunk, 0, stop)
             yield SendTask(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
 
-    def _known(self, view: RequestView, tokens: int) -> int:
+    def _known(self, view: Any, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved."""
         return tokens if self._save_generated else min(tokens, view.num_prompt_tokens)
 

@@ -8,67 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-TokenIds = npt.NDArray[np.int32]
+from kvkit.adapters.engine.question import Question, Sequence
+
 Tables = tuple[list[int], ...]
 """Block ids of a request per KV cache group of vLLM; -1: the block is not there, or not to be touched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """A LoRA adapter as vLLM is told of it.
-
-    Args:
-        number: vLLM's id of what it has in memory.
-        path: where its files are.
-        name: what requests call it. It is not part of the keys.
-        fused_experts: whether the weights of its experts are in one tensor a layer.
-        read_anew: whether vLLM reads its files again for each request.
-    """
-
-    number: int
-    path: str
-    name: str = ""
-    fused_experts: bool = False
-    read_anew: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """Whose KV it is: all that goes into the keys and differs between requests.
-
-    Args:
-        tokens: int32 [T], as `kvkit.adapters.vllm.media.identity` gives them.
-        lora: adapter of the request, None for none.
-        salt: the request's cache salt, empty for none.
-        rest: what the unfilled chunk at the end holds besides its tokens, as given there; empty for nothing.
-    """
-
-    tokens: TokenIds
-    lora: Lora | None = None
-    salt: str = ""
-    rest: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Look up `sequence` for a request. `number` tells the answer from those to earlier questions.
-
-    Args:
-        computed: tokens that vLLM has.
-        transfer: what a prefill engine sends, to be waited for; empty for none.
-        computed_there: whether that engine said that it has computed what it sends.
-    """
-
-    request: str
-    number: int
-    sequence: Sequence
-    computed: int = 0
-    transfer: str = ""
-    computed_there: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +95,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     """
 
     number: int = 0
-    asks: list[Ask] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     prefetches: list[PrefetchTask] = field(default_factory=list)
     called_off: list[str] = field(default_factory=list)
     loads: list[LoadTask] = field(default_factory=list)

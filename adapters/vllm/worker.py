@@ -7,29 +7,28 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from kvkit.adapters.engine.loads import PagesOf, PromptHit, PromptLoad, result_of
-from kvkit.adapters.engine.lookups import Lookups, Question
+from kvkit.adapters.engine.loads import PromptHit, PromptLoad, result_of
+from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.engine.prefetches import Prefetches
+from kvkit.adapters.engine.question import Question, Sequence
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.engine.tally import Tally
-from kvkit.adapters.vllm import pages, stats
+from kvkit.adapters.vllm import stats
 from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.pages import GroupPages, complete_tokens, has_windows
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.step import (
-    Ask,
     LoadTask,
     LookupAnswer,
     SaveTask,
     SendTask,
-    Sequence,
     StepMetadata,
     Tables,
     WorkerReport,
@@ -39,7 +38,6 @@ from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.prompt import PromptPiece, Prompts
 from kvkit.handoff.protocol.messages import HANDOFF
-from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.addresses import of_rank
 from kvkit.moving.sequence import SequencePages, UnknownModel
@@ -59,92 +57,91 @@ class Worker:
     Args:
         config: the tiers.
         settings: how to load.
-        specs: of every layer, per KV cache group of vLLM.
-        blocks: vLLM's blocks.
-        namespace: given the layout, this rank's; without LoRA and salt.
+        layout: of vLLM's KV cache.
+        groups: where it lies, an entry per group of the layout.
+        namespace: this rank's, without LoRA and salt.
         tells_stores: whether reports say what was stored.
         served: what requests call the base model, where they may name adapters, too; None: it has any name.
         loras: the adapters of this worker; None where there are none.
+
+    Raises:
+        ConfigError: a setting is impossible for this model.
     """
 
     def __init__(
         self,
         config: Config,
         settings: Settings,
-        specs: list[dict[str, Any]],
-        blocks: int,
-        namespace: Callable[[KVLayout], Namespace],
+        layout: KVLayout,
+        groups: list[GroupPages],
+        namespace: Namespace,
         tells_stores: bool,
         served: Collection[str] | None = None,
         loras: Loras | None = None,
     ) -> None:
-        self._config = config
-        self._loras = loras
         self._settings = settings
-        self._specs = specs
-        self._blocks = blocks
-        self._namespace_of = namespace
+        self._groups = groups
+        self._namespace = self._base = namespace
         self._tells_stores = tells_stores
         self._served = served
-        self._lengths: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
+        self._loras = loras
         self._adapters: dict[str, str] = {}  # what they hold, by the name that requests have for them
-        self._stored: deque[tuple[str, str, int]] = deque()
         self._changed = threading.Condition()
         self._wakes = self._seen = 0
-        self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
-        self._saving: list[Transfer[Stored]] = []
-        self._patience_s = SAVE_WAIT_S
-        self._kept: set[str] = set()
-        self._sent: set[str] = set()
-        self._handed_off: set[str] = set()
-        self._windows = pages.has_windows(specs)
-        self._prompts: Prompts | None = None
-        self._block = math.lcm(*(next(iter(group.values())).block_size for group in specs))
-        self._began = time.monotonic()
-        self._invalid: set[int] = set()
-        self._failed: list[str] = []
-        self._failed_step = 0
-        self._told_step = 0
-        self._epoch = ""
-
-    def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Open the cache over vLLM's pages, [B, H, N, C] by layer name.
-
-        Raises:
-            ConfigError: a setting is impossible for this model.
-        """
-        opaque = next(iter(tensors.values())).device.type == "cpu"
-        layout, self._groups = pages.group_pages(self._specs, tensors, self._blocks, opaque)
-        self._namespace = self._base = self._namespace_of(layout)
-        config = self._config.model_copy(update={"server": self._config.server.of_rank(self._namespace.rank)})
-        self.cache: Cache = open_cache(config, layout, self._namespace, self.space_of)
+        config = config.model_copy(update={"server": config.server.of_rank(namespace.rank)})
+        self.cache: Cache = open_cache(config, layout, namespace, self.space_of)
         self._stats = stats.Recorder(self.cache)
-        self._tally = Tally(tells=self._namespace.rank == 0)
+        self.take_stats = self._stats.take
+        self._tally = Tally(tells=namespace.rank == 0)
         self._prefetches = Prefetches(self.cache)
-        self._speed = Speed(self._namespace.chunk_tokens)
-        self._save_to = tuple(tier for tier in self.cache.policy.store_to if tier != HANDOFF)
-        self._receiver: Receiver | None = None
-        handoff = self.cache.tiers.get(HANDOFF)
+        self._speed = Speed(namespace.chunk_tokens)
+        tiers, policy = self.cache.tiers, self.cache.policy
+        self._save_to = tuple(tier for tier in policy.store_to if tier != HANDOFF)
+        block_tokens = math.lcm(*(group.block_tokens for group in groups))
+        sender, self._receiver, self._prompts = None, None, None
+        handoff = tiers.get(HANDOFF)
         if isinstance(handoff, HandoffTier):
-            self._receiver, self._prompts = handoff.receiver, self._open_prompts(handoff)
-            if self._receiver is not None:
-                self._receiver.watch(self._wake)
-        told = self._settings.prefill_tokens_per_s
+            sender, self._receiver = handoff.sender, handoff.receiver
+        if self._receiver is not None:
+            self._receiver.watch(self._wake)
+        if sender is not None:
+            self._prompts = Prompts(
+                self.cache,
+                sender,
+                shared=[name for name in policy.retrieve_from if tiers[name].scope == "shared"],
+                block_tokens=block_tokens,
+                allocation_s=settings.handoff_timeout_s,
+                wake=self._wake,
+            )
         self._lookups = Lookups(
             self.cache,
             self._receiver,
-            block_tokens=self._block,
-            timeout_s=self._settings.lookup_timeout_s,
-            handoff_timeout_s=self._settings.handoff_timeout_s,
-            tokens_per_s=lambda: told or self._speed.tokens_per_s,
+            self._space,
+            block_tokens=block_tokens,
+            timeout_s=settings.lookup_timeout_s,
+            handoff_timeout_s=settings.handoff_timeout_s,
+            tokens_per_s=lambda: settings.prefill_tokens_per_s or self._speed.tokens_per_s,
             wake=self._wake,
         )
-        self._number = {
+        self._layers = {
             name: layer
-            for group in self._groups
+            for group in groups
             for name, layer in zip(group.names, group.pages.group.layers, strict=True)
         }
-        self._cuda = self._groups[0].pages.device.type == "cuda"
+        self._windows = has_windows(group.spec for group in groups)
+        self._cuda = groups[0].pages.device.type == "cuda"
+        self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
+        self._saving: list[Transfer[Stored]] = []
+        self._patience_s = SAVE_WAIT_S
+        self._kept: set[str] = set()  # requests whose blocks stay for their last save
+        self._freed: set[str] = set()  # those whose save or transfer is over, until `finish` tells
+        self._lengths: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
+        self._stored: deque[tuple[str, str, int]] = deque()
+        self._invalid: set[int] = set()
+        self._failed: list[str] = []
+        self._failed_step = self._told_step = 0
+        self._epoch = ""
+        self._began = time.monotonic()
 
     def space_of(self, model: str | None, salt: str) -> Namespace:
         """What is stored now for requests with that model's name (None: the base model) and cache salt.
@@ -177,7 +174,7 @@ class Worker:
         if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
             self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
-        self._sent |= self._kept
+        self._freed |= self._kept
         self._kept.clear()
 
     def vacate(self) -> None:
@@ -198,8 +195,8 @@ class Worker:
         if self._receiver is not None:
             for transfer in step.unwanted:
                 self._receiver.release(transfer, "not wanted")
-        for ask in step.asks:
-            self._lookups.ask(self._question(ask))
+        for question in step.questions:
+            self._lookups.ask(question)
         self._receive()
         for name in step.called_off:
             self._prefetches.end(name)
@@ -210,27 +207,21 @@ class Worker:
         self._prefetches.go_on()
         if self._prompts is not None:
             for send in step.sends:
-                address, what = of_rank(send.address, self._namespace.rank), send.sequence
-                space = self._space(what)
-                self._prompts.begin(send.request, send.transfer, address, what.tokens, space, what.rest)
+                address, prompt = of_rank(send.address, self._namespace.rank), send.sequence
+                space = self._space(prompt)
+                self._prompts.begin(send.request, send.transfer, address, prompt.tokens, space, prompt.rest)
         self._began = time.monotonic()
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
         for task in step.loads:
             self._tally.begin(task.request)
-            self._loading[task.request] = (
-                task,
-                PromptLoad.begin(
-                    self.cache,
-                    self._lookups.claim(task.request, task.number),
-                    task.start,
-                    task.stop,
-                    self._pages_of(task.blocks, self._chunk_start(task.start)),
-                    self._settings.load,
-                    self._wake,
-                ),
-            )
+            hit = self._lookups.claim(task.request, task.number)
+            base = task.start - task.start % self._namespace.chunk_tokens
+            where = partial(self._pages, task.blocks, base)
+            how = self._settings.load
+            load = PromptLoad(self.cache, hit, task.start, task.stop, where, how, self._wake)
+            self._loading[task.request] = task, load
         if self._settings.load == "sync":
             self._finish_all(step.number)
 
@@ -238,7 +229,7 @@ class Worker:
         """Return when a layer is loaded, for every load of this step."""
         for _, load in self._loading.values():
             for number in load.layers or ():
-                if number == self._number[name]:
+                if number == self._layers[name]:
                     break
 
     def save(self, step: StepMetadata) -> None:
@@ -248,15 +239,18 @@ class Worker:
             self._finish_all(step.number)
         if self._failed_step > step.heard:
             return  # what was computed since may rest on tokens that were not loaded
-        ready = self._forward_done(step.computed) if step.saves or step.sends else None
         if not self._cuda:
             self._speed.note(step.computed, time.monotonic() - self._began)
+        reads = bool(step.saves or step.sends)
+        ready = self._forward_done(step.computed) if reads and self._cuda else lambda: None
         for save in step.saves:
             self._save(save, ready)
         if self._prompts is not None:
             for send in step.sends:
                 if self._complete(send, send.first, send.stop) == send.stop - send.first:
-                    self._prompts.send(send.request, self._piece(send, ready))
+                    where = partial(self._pages, send.blocks, send.first)
+                    piece = PromptPiece(send.first, send.stop, where, ready, send.last)
+                    self._prompts.send(send.request, piece)
                 else:
                     self._prompts.cancel(send.request, send.last)
             if self._settings.send == "sync" and step.sends:
@@ -282,11 +276,9 @@ class Worker:
         done = {name for name, (_, load) in self._loading.items() if load.done}
         if self._prompts is not None:
             self._prompts.go_on()
-            for name in self._prompts.done(requests):
-                self._handed_off.add(name)
-        sent = {name for name in self._sent | self._handed_off if self._may_free(name)}
-        self._sent -= sent
-        self._handed_off -= sent
+            self._freed |= self._prompts.done(requests)
+        sent = {name for name in self._freed - self._kept if name not in (self._prompts or ())}
+        self._freed -= sent
         return done, {name for name in done if not self._finish(*self._loading.pop(name))}, sent
 
     def invalid_blocks(self) -> set[int]:
@@ -306,10 +298,6 @@ class Worker:
             return None
         return WorkerReport(answers, failed, failed_step, stored)
 
-    def take_stats(self) -> stats.Stats | None:
-        """What was counted since the last call."""
-        return self._stats.take()
-
     def close(self) -> None:
         """Finish what was started, but for prefetches, and close the cache."""
         self._prefetches.end_all()
@@ -322,79 +310,39 @@ class Worker:
         self._seen = self._wakes
         return self._lookups.receive()
 
-    def _question(self, ask: Ask) -> Question:
-        return Question(
-            ask.request,
-            ask.number,
-            ask.sequence.tokens,
-            partial(self._space, ask.sequence),
-            rest=ask.sequence.rest,
-            computed=ask.computed,
-            transfer=ask.transfer,
-            computed_there=ask.computed_there,
-        )
-
     def _answer(self, question: Question, hit: PromptHit | None) -> LookupAnswer:
         segments = () if hit is None else hit.segments
-        tokens = min(sum(tokens for _, tokens in segments), len(question.tokens))
+        tokens = min(sum(tokens for _, tokens in segments), len(question.sequence.tokens))
         return LookupAnswer(question.request, question.number, self._namespace.rank, tokens, segments)
 
-    def _may_free(self, request: str) -> bool:
-        """Whether no save and no transfer of a finished request reads its pages."""
-        saved = request not in self._kept
-        return saved and (self._prompts is None or request not in self._prompts)
+    def _pages(self, blocks: Tables, base: int, start: int, stop: int) -> list[SequencePages]:
+        """Where tokens [start, stop) lie; `blocks` begin with token `base`."""
+        return [
+            group.place(blocks[group.table][(start - base) // group.block_tokens :], stop - start)
+            for group in self._groups
+        ]
 
-    def _chunk_start(self, token: int) -> int:
-        return token // self._namespace.chunk_tokens * self._namespace.chunk_tokens
-
-    def _pages_of(self, blocks: Tables, base: int) -> PagesOf:
-        """Where tokens lie whose `blocks` begin with token `base`."""
-
-        def pages(start: int, stop: int) -> list[SequencePages]:
-            return [
-                group.place(
-                    blocks[group.table][
-                        (start - base) // group.block_tokens : -(-(stop - base) // group.block_tokens)
-                    ],
-                    stop - start,
-                )
-                for group in self._groups
-            ]
-
-        return pages
-
-    def _piece(self, send: SendTask, ready: Callable[[], object] | None) -> PromptPiece:
-        pages = self._pages_of(send.blocks, send.first)
-        return PromptPiece(send.first, send.stop, pages, ready or (lambda: None), send.last)
-
-    def _open_prompts(self, handoff: HandoffTier) -> Prompts | None:
-        if handoff.sender is None:
-            return None
-        tiers = self.cache.tiers
-        return Prompts(
-            self.cache,
-            handoff.sender,
-            shared=tuple(name for name in self.cache.policy.retrieve_from if tiers[name].scope == "shared"),
-            block_tokens=self._block,
-            allocation_s=self._settings.handoff_timeout_s,
-            wake=self._wake,
-        )
-
-    def _save(self, save: SaveTask, ready: Callable[[], object] | None) -> None:
+    def _save(self, save: SaveTask, ready: Callable[[], object]) -> None:
         """Store what a request computed; handing off is not this one's business."""
         sequence, began, space = save.sequence, time.monotonic(), self._space(save.sequence)
         first = save.first * self._namespace.chunk_tokens
         tokens = self._complete(save, first, len(sequence.tokens))
         if not self._save_to or space is None or not tokens:
             return
+
+        def on_stored(tier: str, chunk: int) -> None:
+            self._tally.stored(save.request, tier, self._namespace.chunk_tokens)
+            if self._tells_stores:
+                self._stored.append((save.request, tier, save.first + chunk))
+
         self._tally.begin(save.request)
         chunks = self.cache.chunks(sequence.tokens[: first + tokens], space)
         transfer = self.cache.store_chunks(
             chunks.part(save.first, len(chunks)),
-            [group.place(save.blocks[group.table], tokens) for group in self._groups],
+            self._pages(save.blocks, first, first, first + tokens),
             to=self._save_to,
-            ready=ready or (lambda: None),
-            on_stored=self._note_stored(save),
+            ready=ready,
+            on_stored=on_stored,
             on_done=lambda: self._tally.done(save.request),
             copy_first=True,
         )
@@ -403,18 +351,10 @@ class Worker:
 
     def _complete(self, part: SaveTask | SendTask, first: int, stop: int) -> int:
         """How many of tokens [first, stop) have all of their blocks."""
-        count = pages.complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
+        count = complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
         if count < stop - first:
             log.warning("%s: tokens from %d on lack blocks, and are not stored", part.request, first + count)
         return count
-
-    def _note_stored(self, save: SaveTask) -> Callable[[str, int], None]:
-        def note(tier: str, chunk: int) -> None:
-            self._tally.stored(save.request, tier, self._namespace.chunk_tokens)
-            if self._tells_stores:
-                self._stored.append((save.request, tier, save.first + chunk))
-
-        return note
 
     def _finish_all(self, step: int) -> None:
         """End the loads that a step waits for."""
@@ -440,10 +380,8 @@ class Worker:
                 self._invalid.discard(-1)
         return kept
 
-    def _forward_done(self, computed: int) -> Callable[[], object] | None:
-        """What waits until the pages hold what this step computes; None: they do."""
-        if not self._cuda:
-            return None
+    def _forward_done(self, computed: int) -> Callable[[], object]:
+        """What waits until the pages hold what this step computes."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         began = self._began

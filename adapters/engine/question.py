@@ -1,0 +1,64 @@
+"""What an engine's scheduler asks of its workers about a prompt: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA adapter as the engine is told of it.
+
+    Args:
+        number: the engine's id of what it has in memory.
+        path: where its files are.
+        name: what requests call it. It is not part of the keys.
+        fused_experts: whether the weights of its experts are in one tensor a layer.
+        read_anew: whether the engine reads its files again for each request.
+    """
+
+    number: int
+    path: str
+    name: str = ""
+    fused_experts: bool = False
+    read_anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Whose KV it is: all that goes into the keys and differs between requests.
+
+    Args:
+        tokens: int32 [T], the ids that stand for them in keys.
+        lora: adapter of the request, None for none.
+        salt: the request's cache salt, empty for none.
+        rest: what decides the KV of the unfilled chunk at the end besides these, empty for nothing.
+    """
+
+    tokens: TokenIds
+    lora: Lora | None = None
+    salt: str = ""
+    rest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """How much of `sequence` can be loaded. `number` tells it from the request's earlier questions.
+
+    Args:
+        computed: tokens that the engine has.
+        transfer: what a prefill engine sends, to be waited for; empty for none.
+        computed_there: whether that engine said that it has computed what it sends.
+    """
+
+    request: str
+    number: int
+    sequence: Sequence
+    computed: int = 0
+    transfer: str = ""
+    computed_there: bool = False
