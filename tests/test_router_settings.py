@@ -25,7 +25,6 @@ def test_the_command_line_wins_and_adds_engines(tmp_path: Path) -> None:
         "d0": "http://h:1",
         "d1": "https://h:2",
     }
-    assert config.limits.spread == 7
 
 
 def test_engines_have_the_name_of_their_address_or_their_own() -> None:

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 import aiohttp
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from kvkit.observe.access import is_loopback
+from kvkit.observe.access import is_loopback, listen
 from kvkit.router import openai
 from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft
 from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
-from kvkit.router.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused, Said
+from kvkit.router.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Kind
 from kvkit.router.settings import RouterConfig
@@ -39,6 +38,7 @@ _REQUEST_HEADER = "X-Request-Id"
 _PASSED_ON = ("Authorization", _SESSION_HEADER, "traceparent", "tracestate")
 _CLIENT_LEFT = 499
 _CLOSE_S = 10.0
+_Answering = Callable[[Client, dict[str, str], bytes], Awaitable[web.StreamResponse]]
 
 
 class Router:
@@ -51,8 +51,6 @@ class Router:
     def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
         self._config = config
         self._lookup = lookup
-        self._prefills: list[Engine] = []
-        self._decodes: list[Engine] = []
 
     def app(self) -> web.Application:
         """The application. Run it with `handler_cancellation`, or clients that leave are not noticed."""
@@ -80,20 +78,16 @@ class Router:
             headers=PLAIN,
             auto_decompress=False,
         ) as session:
-            self._prefills = [
-                Engine(name, "prefill", engine, config, session) for name, engine in config.prefill.items()
-            ]
-            self._decodes = [
-                Engine(name, "decode", engine, config, session) for name, engine in config.decode.items()
-            ]
-            engines = [*self._prefills, *self._decodes]
+            prefills = [Engine(name, "prefill", e, config, session) for name, e in config.prefill.items()]
+            decodes = [Engine(name, "decode", e, config, session) for name, e in config.decode.items()]
+            self._engines = engines = [*prefills, *decodes]
             self._metrics = RouterMetrics(engines)
             lookup = self._lookup
             checks = []
             if lookup is None and any(engine.config.cache for engine in engines):
                 lookup = asked = CacheLookup(session)
                 checks = [asked.check(engine, config.health_timeout_s) for engine in engines]
-            self._dispatcher = Dispatcher(config, self._prefills, self._decodes, self._metrics, lookup)
+            self._dispatcher = Dispatcher(config, engines, self._metrics, lookup)
             for doubt in config.doubts:
                 log.warning(doubt)
             await asyncio.gather(*(engine.probe() for engine in engines), *checks)
@@ -105,74 +99,68 @@ class Router:
 
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """A completion, from its request to its last byte."""
-        client = Client(request, self._config.idle_timeout_s)
+
+        async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
+            asked = openai.parse(kind, data)
+            session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
+            routed = RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers)
+            return await self._dispatcher.answer(routed)
+
         status = _CLIENT_LEFT
         try:
             with self._metrics.seconds.labels("total").time():
-                response = await self._answer(kind, request, client)
+                response = await self._answer(request, complete)
             status = response.status
             return response
-        except ClientLeft:
-            return web.Response(status=_CLIENT_LEFT)
         finally:
             self._metrics.answers.labels(str(status)).inc()
 
-    async def _answer(self, kind: Kind, request: web.Request, client: Client) -> web.StreamResponse:
-        limit_s = self._config.request_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                headers = _headers(request)
-                asked = openai.parse(kind, await client.read())
-                session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
-                return await self._dispatcher.answer(
-                    RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers)
-                )
-        except openai.BadRequest as error:
-            return await client.fail(error.status, str(error))
-        except (Refused, Failed) as error:
-            if error.answer is not None and not client.began:
-                return _said(error.answer)
-            return await client.fail(error.status, str(error))
-        except TimeoutError:
-            return await client.fail(504, f"no answer within {limit_s:g} s")
-        except ClientLeft:
-            raise
-        except Exception:
-            log.exception("a mistake of the router's own")
-            return await client.fail(500, "the router made a mistake; its log has it")
-
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """What any D answers: the next one is asked where one fails."""
-        client = Client(request, self._config.idle_timeout_s)
+
+        async def first(_: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
+            method, path, limit_s = request.method, request.path, self._config.prefill_timeout_s
+            failure: EngineFailed | None = None
+            for engine in self._engines:
+                if engine.role == "decode" and engine.up:
+                    try:
+                        found = await engine.ask(method, path, data, headers, limit_s, openai.read_object)
+                    except EngineFailed as error:
+                        failure = error
+                    else:
+                        return web.json_response(found)
+            words = f"no decode engine answers: {failure or 'none is up'}"
+            raise Failed(503, words, None if failure is None else failure.answer)
+
+        return await self._answer(request, first)
+
+    async def _answer(self, request: web.Request, answer: _Answering) -> web.StreamResponse:
+        """What `answer` makes of a client, headers for engines and a body; an error in words, else."""
+        client, limit_s = Client(request, self._config.idle_timeout_s), self._config.request_timeout_s
         try:
-            headers, data = _headers(request), await client.read()
-        except openai.BadRequest as error:
-            return await client.fail(error.status, str(error))
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await answer(client, _headers(request), await client.read())
+            except openai.BadRequest as error:
+                return await client.fail(error.status, str(error))
+            except (Refused, Failed) as error:
+                if error.answer is None or client.began:
+                    return await client.fail(error.status, str(error))
+                status, body = error.answer  # as it came
+                return web.Response(status=status, body=body, content_type="application/json")
+            except TimeoutError:
+                return await client.fail(504, f"no answer within {limit_s:g} s")
+            except ClientLeft:
+                raise
+            except Exception:
+                log.exception("a mistake of the router's own")
+                return await client.fail(500, "the router made a mistake; its log has it")
         except ClientLeft:
             return web.Response(status=_CLIENT_LEFT)
-        failure: EngineFailed | None = None
-        for engine in [engine for engine in self._decodes if engine.up]:
-            try:
-                async with engine.request(
-                    request.method, request.path, data, headers, self._config.prefill_timeout_s
-                ) as (response, _):
-                    await engine.check(response)
-                    raw = await engine.read(response)
-                return web.json_response(openai.read_object(raw))
-            except Refused as refusal:
-                return _said(refusal.answer)
-            except EngineFailed as error:
-                failure = error
-            except ValueError as error:
-                failure = EngineFailed(engine, "error", str(error))
-        if failure is not None and failure.answer is not None:
-            return _said(failure.answer)
-        return await client.fail(503, f"no decode engine answers: {failure or 'none is up'}")
 
     async def _health(self, _: web.Request) -> web.Response:
-        engines = (*self._prefills, *self._decodes)
-        shown = [{"name": e.name, "role": e.role, "url": e.config.url, "up": e.up} for e in engines]
-        well = any(engine.up for engine in self._decodes)
+        shown = [{"name": e.name, "role": e.role, "url": e.config.url, "up": e.up} for e in self._engines]
+        well = any(engine.up for engine in self._engines if engine.role == "decode")
         return web.json_response({"engines": shown}, status=200 if well else 503)
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
@@ -186,29 +174,21 @@ def serve(config: RouterConfig) -> None:
     Raises:
         ConfigError: it cannot listen on its address.
     """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        listener = socket.create_server((config.host, config.port), family=family)
+        listening, url = listen(config.host, config.port)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"host = {config.host!r}, port = {config.port}: {error}") from error
     if not is_loopback(config.host):
         log.warning("host = %r: other hosts can reach it; it checks no keys itself", config.host)
-    host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%s", f"[{host}]" if ":" in host else host, port)
+    log.info("listening on %s", url)
     web.run_app(
         Router(config).app(),
-        sock=listener,
+        sock=listening,
         handler_cancellation=True,
         shutdown_timeout=_CLOSE_S,
         access_log=None,
         print=None,
     )
-
-
-def _said(answer: Said) -> web.Response:
-    """An engine's own error, as it came."""
-    status, body = answer
-    return web.Response(status=status, body=body, content_type="application/json")
 
 
 def _headers(request: web.Request) -> dict[str, str]:

@@ -8,17 +8,19 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import aiohttp
 
 from kvkit.observe.access import ServerError
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
+from kvkit.router.openai import Body
 from kvkit.router.routing import Candidate, MeasuredSpeed
 from kvkit.router.settings import EngineConfig, RouterConfig
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EngineRole = Literal["prefill", "decode"]
 Cause = Literal["unreachable", "error", "timeout", "cut", "aborted"]
@@ -37,6 +39,8 @@ MAX_MESSAGE_CHARS = 500
 PLAIN = {"Accept-Encoding": "identity"}
 """Of all requests: what is compressed has no length that could be held against a limit."""
 
+_UNKNOWN = "%s: what engine %s holds is not known"
+_NO_ANSWER = (aiohttp.ClientError, OSError, ServerError, TopError, ValueError)
 Said = tuple[int, bytes]
 """An error that an engine answered: its HTTP status, 400 to 599, and its JSON object."""
 
@@ -64,23 +68,15 @@ class Refused(RuntimeError):
         self.answer = status, body
 
 
+@dataclass(eq=False, slots=True)
 class EngineShare:
-    """One request's share of an engine's load. `add` and `computed` mutate it and the engine."""
+    """One request's share of an engine's load.
 
-    def __init__(self, engine: Engine, tokens: int) -> None:
-        self._engine = engine
-        self._tokens = 0
-        self.add(tokens)
+    Attributes:
+        tokens: of its prompt, those that the engine is yet to compute.
+    """
 
-    def add(self, tokens: int) -> None:
-        """So many more of its prompt are waited for."""
-        self._engine.waiting_tokens += tokens
-        self._tokens += tokens
-
-    def computed(self) -> None:
-        """Its prompt is no longer waited for."""
-        self._engine.waiting_tokens -= self._tokens
-        self._tokens = 0
+    tokens: int
 
 
 class Engine:
@@ -89,8 +85,6 @@ class Engine:
     Attributes:
         up: whether it answered when it was last asked for its health, and no request has failed to reach it
             since.
-        requests: under way at it.
-        waiting_tokens: of their prompts, those that it is yet to compute.
         prefill, handoff: as in `Candidate`.
     """
 
@@ -106,16 +100,25 @@ class Engine:
         self.role = role
         self.config = config
         self.up = False
-        self.requests = 0
-        self.waiting_tokens = 0
         self.prefill = MeasuredSpeed()
         self.handoff = MeasuredSpeed()
+        self._shares: set[EngineShare] = set()
         self._settings = settings
         self._session = session
         self._suspected = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
         self._missing = 0
         self._probed = False
+
+    @property
+    def requests(self) -> int:
+        """Under way at it."""
+        return len(self._shares)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts of its requests, those that it is yet to compute."""
+        return sum(share.tokens for share in self._shares)
 
     def candidate(self, held_tokens: int | None) -> Candidate:
         """What the choice of engines is made by."""
@@ -126,25 +129,25 @@ class Engine:
     @contextmanager
     def working(self, tokens: int) -> Iterator[EngineShare]:
         """Count a request whose prompt has `tokens` to compute. Mutates."""
-        share = EngineShare(self, tokens)
-        self.requests += 1
+        share = EngineShare(tokens)
+        self._shares.add(share)
         try:
             yield share
         finally:
-            self.requests -= 1
-            share.computed()
+            self._shares.remove(share)
 
     @asynccontextmanager
     async def request(
-        self, method: str, path: str, data: bytes, headers: Mapping[str, str], timeout_s: float
+        self, method: str, path: str, body: Body | bytes, headers: Mapping[str, str], timeout_s: float
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """The response to a request with a JSON body, and its deadline, which can be moved.
+        """The response to a request with a JSON body, written or not, and its deadline, which can be moved.
 
         The connection is cut where the context is left before the response's end: vLLM then stops computing.
 
         Raises:
-            EngineFailed: it cannot be reached, is late, is found to be down, or breaks off: from within the
-                context, too.
+            EngineFailed: it cannot be reached, is late, is found to be down, has an error of its own, or
+                breaks off: from within the context, too.
+            Refused: it says that the request is wrong.
         """
         try:
             async with asyncio.timeout(timeout_s) as deadline:
@@ -153,10 +156,12 @@ class Engine:
                     async with self._session.request(
                         method,
                         self.config.url + path,
-                        data=data,
+                        data=body if isinstance(body, bytes) else json.dumps(body).encode(),
                         headers={**headers, "Content-Type": "application/json"},
                         allow_redirects=False,
                     ) as response:
+                        if response.status != 200:
+                            raise await self._error(response)
                         yield response, deadline
                 finally:
                     self._deadlines.discard(deadline)
@@ -170,67 +175,42 @@ class Engine:
             self._suspected.set()
             raise EngineFailed(self, "cut", f"{type(error).__name__}: {error}") from error
 
-    @asynccontextmanager
-    async def post(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """`request`, where only HTTP status 200 will do.
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Body | bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        read: Callable[[bytes], T],
+    ) -> T:
+        """What `read` makes of the whole answer to a request.
 
         Raises:
-            EngineFailed: also for an error of its own.
-            Refused: it says that the request is wrong.
+            EngineFailed: as `request`; also where `read` raises a ValueError.
+            Refused: as `request`.
         """
-        data = json.dumps(body).encode()
-        async with self.request("POST", path, data, headers, timeout_s) as (response, deadline):
-            await self.check(response)
-            yield response, deadline
+        async with self.request(method, path, body, headers, timeout_s) as (response, _):
+            try:
+                return read(await read_body(response, MAX_ANSWER_BYTES))
+            except ValueError as error:
+                raise EngineFailed(self, "error", str(error)) from error
 
-    async def read(self, response: aiohttp.ClientResponse, limit_bytes: int = MAX_ANSWER_BYTES) -> bytes:
-        """The whole body of a response.
-
-        Raises:
-            EngineFailed: it is longer than that.
-        """
-        try:
-            return await read_body(response, limit_bytes)
-        except ValueError as error:
-            raise EngineFailed(self, "error", str(error)) from error
-
-    async def check(self, response: aiohttp.ClientResponse) -> None:
-        """Do nothing where its HTTP status is 200.
-
-        Raises:
-            EngineFailed, Refused: as `post`.
-        """
-        if response.status != 200:
-            raise self._error(response.status, await self.read(response, MAX_ERROR_BYTES))
-
-    def _error(self, status: int, raw: bytes) -> EngineFailed | Refused:
+    async def _error(self, response: aiohttp.ClientResponse) -> EngineFailed | Refused:
         """What an answer of another HTTP status than 200 comes to. Without JSON it says nothing against the
         request: something else than vLLM answers there."""
-        words = f"HTTP {status}: {_start(raw)}"
+        status, words = response.status, f"HTTP {response.status}"
         try:
+            raw = await read_body(response, MAX_ERROR_BYTES)
+            words += f": {_start(raw)}"
             answer = status, json.dumps(openai.read_object(raw)).encode()
-        except ValueError:
-            return EngineFailed(self, "error", words)
+        except ValueError as error:
+            return EngineFailed(self, "error", f"{words}: {error}")
         if not 400 <= status < 600:
             return EngineFailed(self, "error", words)
         if status >= 500 or status in RETRIED:
             return EngineFailed(self, "error", words, answer)
         return Refused(*answer)
-
-    async def tokenize(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, ...]:
-        """The token ids of a prompt.
-
-        Raises:
-            EngineFailed, Refused: as `post`.
-        """
-        async with self.post("/tokenize", body, headers, self._settings.lookup_timeout_s) as (response, _):
-            raw = await self.read(response)
-        try:
-            return openai.read_tokens(raw)
-        except ValueError as error:
-            raise EngineFailed(self, "error", f"/tokenize: {error}") from error
 
     async def watch(self) -> None:
         """Ask it for its health for ever, and at once where a request did not get through. Mutates."""
@@ -243,34 +223,34 @@ class Engine:
 
     async def probe(self) -> None:
         """Ask it for its health once. What is under way at an engine that is found down fails. Mutates."""
+        wrong, missing = "", MISSING_ANSWERS
         try:
             async with (
                 asyncio.timeout(self._settings.health_timeout_s),
                 self._session.get(self.config.url + "/health", allow_redirects=False) as response,
             ):
-                well, words = response.status == 200, f"HTTP {response.status}"
-                self._missing = 0 if well else MISSING_ANSWERS
+                if response.status != 200:
+                    wrong = f"HTTP {response.status}"
         except TimeoutError:
-            well, words = False, "no answer in time"
-            self._missing += 1
+            wrong, missing = "no answer in time", self._missing + 1
         except (aiohttp.ClientError, OSError) as error:
-            well, words = False, str(error)
-            self._missing = MISSING_ANSWERS
-        if well and not self.up:
-            log.info("%s engine %s is up: %s", self.role, self.name, self.config.url)
-        if not well and not self._probed:
-            log.warning("%s engine %s is not up: %s: %s", self.role, self.name, self.config.url, words)
+            wrong = f"{type(error).__name__}: {error}"
+        self._missing = missing if wrong else 0
+        if wrong and not self._probed:
+            log.warning("%s engine %s is not up: %s: %s", self.role, self.name, self.config.url, wrong)
         self._probed = True
-        if not well and self._missing >= MISSING_ANSWERS:
+        if not wrong:
+            if not self.up:
+                log.info("%s engine %s is up: %s", self.role, self.name, self.config.url)
+            self.up = True
+        elif missing >= MISSING_ANSWERS:
             if self.up or self._deadlines:
-                log.warning("%s engine %s is down: %s", self.role, self.name, words)
+                log.warning("%s engine %s is down: %s", self.role, self.name, wrong)
             self.up = False
             now = asyncio.get_running_loop().time()
             for deadline in self._deadlines:
                 if not deadline.expired():
                     deadline.reschedule(now)
-        elif well:
-            self.up = True
 
 
 async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
@@ -313,50 +293,47 @@ class CacheLookup:
         self._tokens: dict[str, str] = {}
 
     async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
-        url = engine.config.cache
-        if url is None:
+        if engine.config.cache is None:
             return None
         body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt}
         try:
-            async with self._session.post(
-                url + "/lookup",
-                data=json.dumps(body).encode(),
-                headers={"Authorization": f"Bearer {self._token(engine)}"},
-                allow_redirects=False,
-            ) as response:
-                if response.status == 404:  # an adapter, say, of which it has had no request yet
-                    log.info("%s: what engine %s holds for %.80r is not known", url, engine.name, query.model)
-                    return None
-                response.raise_for_status()
-                return openai.read_hit(await read_body(response, MAX_LOOKUP_BYTES))
-        except (aiohttp.ClientError, OSError, ServerError, TopError, ValueError) as error:
-            log.warning("%s: what engine %s holds is not known: %s", url, engine.name, error)
+            status, raw = await self._ask(engine, "POST", "/lookup", json.dumps(body).encode())
+            if status == 404:  # an adapter, say, of which it has had no request yet
+                log.info(_UNKNOWN + " for %.80r", engine.config.cache, engine.name, query.model)
+                return None
+            if status != 200:
+                raise ValueError(f"HTTP {status}")
+            return openai.read_hit(raw)
+        except _NO_ANSWER as error:
+            log.warning(_UNKNOWN + ": %s", engine.config.cache, engine.name, error)
             self._tokens.pop(engine.name, None)
             return None
 
     async def check(self, engine: Engine, timeout_s: float) -> None:
         """Say so in the log where an engine's endpoint cannot be asked."""
-        url = engine.config.cache
-        if url is None:
+        if engine.config.cache is None:
             return
         try:
-            headers = {"Authorization": f"Bearer {self._token(engine)}"}
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.get(url + "/health", headers=headers, allow_redirects=False) as response,
-            ):
-                words = f"HTTP {response.status}"
-                if response.status in (200, 503):  # 503: a tier is down, and the others can be asked about
-                    return
-        except TimeoutError:
-            words = "no answer in time"
-        except (aiohttp.ClientError, OSError, ServerError, TopError) as error:
-            words = str(error)
-        log.warning("%s.%s.cache = %s cannot be asked: %s", engine.role, engine.name, url, words)
+            async with asyncio.timeout(timeout_s):
+                status, _ = await self._ask(engine, "GET", "/health")
+            if status in (200, 503):  # 503: a tier is down, and the others can be asked about
+                return
+            wrong = f"HTTP {status}"
+        except _NO_ANSWER as error:
+            wrong = str(error) or "no answer in time"
+        url = engine.config.cache
+        log.warning("%s.%s.cache = %s cannot be asked: %s", engine.role, engine.name, url, wrong)
         self._tokens.pop(engine.name, None)
 
-    def _token(self, engine: Engine) -> str:
-        """Read when it is needed: an engine that starts for the first time makes the file."""
-        if engine.name not in self._tokens:
-            self._tokens[engine.name] = token_for(engine.config.cache or "", engine.config.token_file)
-        return self._tokens[engine.name]
+    async def _ask(
+        self, engine: Engine, method: str, path: str, data: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """HTTP status and body of an answer of an engine's endpoint; raises one of `_NO_ANSWER`."""
+        url = engine.config.cache or ""
+        if engine.name not in self._tokens:  # an engine that starts for the first time makes the file
+            self._tokens[engine.name] = token_for(url, engine.config.token_file)
+        headers = {"Authorization": f"Bearer {self._tokens[engine.name]}"}
+        async with self._session.request(
+            method, url + path, data=data, headers=headers, allow_redirects=False
+        ) as response:
+            return response.status, await read_body(response, MAX_LOOKUP_BYTES)

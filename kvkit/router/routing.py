@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
+from pydantic import BaseModel, ConfigDict, Field
+
 MIN_SAMPLE_TOKENS = 64
 """Fewer tokens in one request say little about a speed."""
 _NEWEST = 0.2
@@ -75,21 +77,27 @@ class Candidate:
         return max(0, prompt_tokens - (self.held_tokens or 0))
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingLimits:
-    """When the way over P is not worth it, and how even the load must be.
+class RoutingLimits(BaseModel):
+    """When the way over P is not worth it, and how even the load must be."""
 
-    Attributes:
-        direct_tokens: D computes up to so many new tokens itself.
-        direct_share: D computes up to this share of the prompt itself.
-        max_slowdown: the way over P may take so many times as long as D alone, as measured.
-        spread: D's whose requests are within so many of the least loaded one's count as equally loaded.
-    """
-
-    direct_tokens: int = 256
-    direct_share: float = 0.1
-    max_slowdown: float = 2.0
-    spread: int = 4
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    direct_tokens: int = Field(
+        default=256, description="a decode engine computes up to so many new tokens itself", ge=0
+    )
+    direct_share: float = Field(
+        default=0.1, description="a decode engine computes up to this share of a prompt itself", ge=0, le=1
+    )
+    max_slowdown: float = Field(
+        default=2.0,
+        description="the way over a prefill engine may take so many times as long as without, as measured",
+        gt=0,
+        le=1000,
+    )
+    spread: int = Field(
+        default=4,
+        description="a conversation stays where it is up to so many requests more than the least loaded has",
+        ge=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

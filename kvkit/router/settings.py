@@ -27,7 +27,6 @@ from kvkit.router.routing import RoutingLimits
 from kvkit.settings import ConfigError, explain
 
 DEFAULT_PORT = 8000
-_LIMITS = RoutingLimits()
 
 
 def _base_url(url: str) -> str:
@@ -71,36 +70,13 @@ class EngineConfig(BaseModel):
     )
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(RoutingLimits):
     """Every setting of the router."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=DEFAULT_PORT, description="0: any that is free", ge=0, le=65535)
     prefill: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
     decode: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
-    direct_tokens: int = Field(
-        default=_LIMITS.direct_tokens,
-        description="a decode engine computes up to so many new tokens itself",
-        ge=0,
-    )
-    direct_share: float = Field(
-        default=_LIMITS.direct_share,
-        description="a decode engine computes up to this share of a prompt itself",
-        ge=0,
-        le=1,
-    )
-    max_slowdown: float = Field(
-        default=_LIMITS.max_slowdown,
-        description="the way over a prefill engine may take so many times as long as without, as measured",
-        gt=0,
-        le=1000,
-    )
-    spread: int = Field(
-        default=_LIMITS.spread,
-        description="a conversation stays where it is up to so many requests more than the least loaded has",
-        ge=0,
-    )
     connect_timeout_s: PositiveSeconds = Field(default=5.0, description="to reach an engine")
     lookup_timeout_s: PositiveSeconds = Field(default=1.0, description="to ask the engines what they hold")
     prefill_timeout_s: PositiveSeconds = Field(default=120.0, description="for a prompt on a prefill engine")
@@ -140,10 +116,6 @@ class RouterConfig(BaseModel):
             for name, engine in self.decode.items()
             if self.prefill and engine.handoff is None
         ]
-
-    @property
-    def limits(self) -> RoutingLimits:
-        return RoutingLimits(self.direct_tokens, self.direct_share, self.max_slowdown, self.spread)
 
 
 def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfig:
