@@ -17,7 +17,7 @@ from kvkit.bench import demo, pd
 
 def _demo(found: dict[str, Any], path: Path) -> None:
     first, second = ([demo.Turn(**turn) for turn in found[key]] for key in ("first_process", "turns"))
-    demo.draw(first, second, path)
+    demo.picture(first, second).savefig(path, dpi=110)
 
 
 def _pd(found: dict[str, Any], path: Path) -> None:

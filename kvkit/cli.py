@@ -7,27 +7,31 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvkit.adapters.huggingface.smollm2 import ModelError
 from kvkit.bench.commands import bench, demo, doctor
+from kvkit.bench.files import BenchError
 from kvkit.environment import printable
 from kvkit.kernels.tuning.commands import tune
 from kvkit.observe.commands import inspect, top
 from kvkit.router.commands import router
+from kvkit.settings import ConfigError
 from kvkit.simulate.commands import simulate
 
 
 class _Commands(TyperGroup):
-    """Commands that end with `sys.exit(MESSAGE)` where something is wrong: it is shown as an error."""
+    """Commands that end with `sys.exit(MESSAGE)` or an exception where something is wrong: it is shown."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except SystemExit as error:
-            if not isinstance(error.code, str):
+        except (SystemExit, BenchError, ConfigError, ModelError) as error:
+            message = error.code if isinstance(error, SystemExit) else str(error)
+            if not isinstance(message, str):
                 raise
             from rich.console import Console
             from rich.markup import escape
 
-            text = escape("\n".join(map(printable, error.code.splitlines())))
+            text = escape("\n".join(map(printable, message.splitlines())))
             Console(stderr=True).print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
 

@@ -9,7 +9,8 @@ import pytest
 from completions import Completions
 from servers import free_ports
 
-from kvkit.bench.client import ClientError, Completion, Target, connect, counted_hits, drive
+from kvkit.bench.client import Completion, Target, connect, counted_hits, drive
+from kvkit.bench.files import BenchError
 from kvkit.bench.workloads import CompletionRequest, chat
 from kvkit.tiers.testing.contract import DEADLINE_S
 
@@ -140,13 +141,13 @@ def test_a_server_that_is_gone(server: Completions) -> None:
 )
 def test_a_url_that_is_none(url: str) -> None:
     """Figures and errors name the URL: one with a secret is refused, too."""
-    with pytest.raises(ClientError, match="want http://HOST:PORT") as caught:
+    with pytest.raises(BenchError, match="want http://HOST:PORT") as caught:
         connect("s", url)
     assert "hush" not in str(caught.value)
 
 
 def test_no_server_and_no_such_model(server: Completions) -> None:
-    with pytest.raises(ClientError, match=r"no OpenAI-compatible server .HTTPException: HTTP 404"):
+    with pytest.raises(BenchError, match=r"no OpenAI-compatible server .HTTPException: HTTP 404"):
         connect("s", server.url("good") + "/elsewhere")
-    with pytest.raises(ClientError, match=r"model = 'third': http.* has first, second"):
+    with pytest.raises(BenchError, match=r"model = 'third': http.* has first, second"):
         connect("s", server.url("good"), "third")

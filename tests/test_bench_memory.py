@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from waiting import wait_for
 
 from kvkit.bench import memory
+from kvkit.bench.files import BenchError
 from kvkit.bench.memory import LEAST_BYTES, PROCESS_BYTES, MemoryTooSmall, share, split
-from kvkit.bench.systems import StartError, serving
+from kvkit.bench.systems import serving
 from kvkit.config import load_config
 
 GIB = 1 << 30
@@ -112,7 +113,7 @@ def test_a_server_whose_child_the_kernel_kills_for_memory_is_said_so(group: Path
     worker = [sys.executable, "-c", f"{joining(group)}\nbytearray(1 << 30)"]
     server = f"import subprocess, sys\nsubprocess.run({worker!r})\nsys.exit('RuntimeError: cancelled')"
     with (
-        pytest.raises(StartError, match=r"it ended with 1, killed, for memory most likely \(4\.0 GiB\)"),
+        pytest.raises(BenchError, match=r"it ended with 1, killed, for memory most likely \(4\.0 GiB\)"),
         serving("it", [sys.executable, "-c", server], os.environ, tmp_path, lambda: False, "4.0 GiB"),
     ):
         pass
@@ -121,7 +122,7 @@ def test_a_server_whose_child_the_kernel_kills_for_memory_is_said_so(group: Path
 def test_a_server_that_is_killed_is_said_so(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     with (
-        pytest.raises(StartError, match="it ended with -9, killed, for memory most likely:"),
+        pytest.raises(BenchError, match="it ended with -9, killed, for memory most likely:"),
         serving("it", command, os.environ, tmp_path, lambda: False),
     ):
         pass
@@ -144,7 +145,7 @@ def test_a_server_that_is_killed_while_it_serves_is_said_so(tmp_path: Path) -> N
                 wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
                 raise ValueError("turn 1: RuntimeError: cancelled")
 
-    with pytest.raises(StartError, match=r"it served, killed, for memory most likely \(1 GiB\)") as caught:
+    with pytest.raises(BenchError, match=r"it served, killed, for memory most likely \(1 GiB\)") as caught:
         converse()
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkit.bench import pd
-from kvkit.bench.client import ClientError, connect, loaded_tokens
-from kvkit.bench.pd import FLOWS, TURNS, Flow, PdError, PdTurn
+from kvkit.bench.client import connect, loaded_tokens
+from kvkit.bench.files import BenchError
+from kvkit.bench.pd import FLOWS, TURNS, PdTurn
 from kvkit.bench.systems import routed
 from kvkit.cli import app
 from kvkit.config import load_config
@@ -44,14 +45,14 @@ def test_a_turn_that_fails_ends_it(engines: list[OpenAIEngine], tmp_path: Path) 
     decode = engines[1]
     with decode:
         decode.set(status=500)
-        with pytest.raises(PdError, match="turn 1 of alone: HTTPException: HTTP 500"):
+        with pytest.raises(BenchError, match="turn 1 of alone: HTTPException: HTTP 500"):
             pd.converse(connect("alone", decode.url), [])
 
 
 def test_what_an_engine_loaded_is_read_from_its_metrics() -> None:
     with Completions() as served:
         assert loaded_tokens(connect("s", served.url("counting"))) == {"disk": 7}
-        with pytest.raises(ClientError, match="/mute/metrics: "):
+        with pytest.raises(BenchError, match="/mute/metrics: "):
             loaded_tokens(connect("s", served.url("mute")))
 
 
@@ -98,7 +99,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-def test_the_settings_of_a_flow_are_valid_and_name_what_it_needs(flow: Flow, tmp_path: Path) -> None:
+def test_the_settings_of_a_flow_are_valid_and_name_what_it_needs(flow: str, tmp_path: Path) -> None:
     texts = pd.settings(flow, "unix:///d/socket", tmp_path)
     loaded = {}
     for role, text in texts.items():

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvkit.bench import systems
-from kvkit.bench.systems import StartError, ended_by_sigterm, missing, serving
+from kvkit.bench.files import BenchError
+from kvkit.bench.systems import ended_by_sigterm, missing, serving
 
 PARENT = """
 import subprocess, sys, time
@@ -46,7 +47,7 @@ def test_a_process_ends_with_its_children(tmp_path: Path) -> None:
 def test_a_process_that_ends_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     with (
-        pytest.raises(StartError, match="it ended with 1:\nno such model"),
+        pytest.raises(BenchError, match="it ended with 1:\nno such model"),
         serving("it", command, os.environ, tmp_path, lambda: False),
     ):
         pass
@@ -57,7 +58,7 @@ def test_what_was_wrong_first_is_told_with_the_end_of_the_log(tmp_path: Path) ->
     said = ["fine", "(EngineCore) ERROR 11-22: ValueError: no room", *(f"line {i}" for i in range(40))]
     command = [sys.executable, "-c", f"import sys; sys.exit({chr(10).join(said)!r})"]
     with (
-        pytest.raises(StartError, match=r"it ended with 1:\n.*ValueError: no room\nline 10\n(.|\n)*line 39$"),
+        pytest.raises(BenchError, match=r"it ended with 1:\n.*ValueError: no room\nline 10\n(.|\n)*line 39$"),
         serving("it", command, os.environ, tmp_path, lambda: False),
     ):
         pass
@@ -67,7 +68,7 @@ def test_a_process_that_never_serves(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(systems, "START_S", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with (
-        pytest.raises(StartError, match="it did not serve within"),
+        pytest.raises(BenchError, match="it did not serve within"),
         serving("it", command, os.environ, tmp_path, lambda: False),
     ):
         pass

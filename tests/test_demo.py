@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import demo
-from kvkit.bench.demo import DemoError, Turn
+from kvkit.bench.demo import Turn
+from kvkit.bench.files import BenchError
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_the_table_and_the_picture_of_turns_that_missed(tmp_path: Path) -> None:
     assert "none" in printed(terminal)
     assert "memory 64, disk 64" in printed(terminal)
     assert printed(terminal).count("✗") == 2
-    demo.draw(missed, missed, tmp_path / "demo.png")
+    demo.picture(missed, missed).savefig(tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size > 1000
 
 
@@ -113,7 +114,7 @@ def test_no_legend_hides_a_bar() -> None:
 
 
 def test_a_failing_process_is_an_error_with_what_it_said() -> None:
-    with pytest.raises(DemoError, match="ValueError: not enough values") as caught:
+    with pytest.raises(BenchError, match="ValueError: not enough values") as caught:
         list(demo._events(["no store"]))
     assert str(caught.value).startswith("a process of the demo failed:\nTraceback")
 
@@ -140,7 +141,7 @@ def test_text_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(demo, "_events", events)
     terminal = console()
-    with pytest.raises(DemoError, match="differs"):
+    with pytest.raises(BenchError, match="differs"):
         demo.run("any", tmp_path / "demo.json", tmp_path / "demo.png", terminal)
     assert "[/bold] as it is" in printed(terminal), "what the model says is not markup"
     assert json.loads((tmp_path / "demo.json").read_text())["turns"][0]["identical"] is False
@@ -149,7 +150,7 @@ def test_text_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 def test_nowhere_to_write(tmp_path: Path) -> None:
     for places in (("absent/a.json", "b.png"), ("a.json", "absent/b.png")):
         json_path, png_path = (tmp_path / place for place in places)
-        with pytest.raises(DemoError, match="absent"):
+        with pytest.raises(BenchError, match="absent"):
             demo.run("any", json_path, png_path, console())
 
 

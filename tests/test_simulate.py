@@ -17,8 +17,8 @@ from kvkit import cli
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
 from kvkit.moving.policy import Policy
+from kvkit.settings import ConfigError
 from kvkit.simulate.config import SimulatedTier, SimulationConfig, load_simulation
-from kvkit.simulate.errors import SimulationError
 from kvkit.simulate.model import Simulator, simulate
 from kvkit.simulate.report import as_json, compare, parse_sweep, summary
 from kvkit.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
@@ -295,7 +295,7 @@ GOOD = '{"timestamp": 0, "input_length": 1100, "hash_ids": [0, 1]}\n'
 def test_broken_traces(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text(text)
-    with pytest.raises(SimulationError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_trace(path)
     for word in ("broken.jsonl", *words):
         assert word in str(caught.value)
@@ -322,7 +322,7 @@ def test_broken_traces(tmp_path: Path, text: str, words: tuple[str, ...]) -> Non
 def test_broken_configurations(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
     path = tmp_path / "sim.toml"
     path.write_text(text)
-    with pytest.raises(SimulationError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_simulation(path)
     for word in ("sim.toml", *words):
         assert word in str(caught.value)
@@ -349,11 +349,11 @@ def test_summary_is_the_nearest_rank() -> None:
 def test_sweeps() -> None:
     assert parse_sweep("disk=1GiB, 1000") == ("disk", [2**30, 1000])
     for text in ("disk", "disk=", "disk=0", "disk=many"):
-        with pytest.raises(SimulationError, match="TIER=SIZE"):
+        with pytest.raises(ConfigError, match="TIER=SIZE"):
             parse_sweep(text)
-    with pytest.raises(SimulationError, match="'dsk': no such tier; the tiers are memory, disk"):
+    with pytest.raises(ConfigError, match="'dsk': no such tier; the tiers are memory, disk"):
         compare(mixed(3), SimulationConfig(), (), ("dsk", [1]))
-    with pytest.raises(SimulationError, match="compare = 'mru': want some of lru"):
+    with pytest.raises(ConfigError, match="compare = 'mru': want some of lru"):
         compare(mixed(3), SimulationConfig(), ["mru"])
 
 

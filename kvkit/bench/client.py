@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from kvkit.bench.files import BenchError
 from kvkit.bench.workloads import CompletionRequest
 from kvkit.format.urls import shown
 from kvkit.workers import Workers
@@ -29,10 +30,6 @@ from kvkit.workers import Workers
 HIT_COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
 """vLLM's counters of prompt tokens that it did not compute: in its own cache, in a connector's."""
 _METRICS_S = 30.0
-
-
-class ClientError(ValueError):
-    """A server cannot be used. The message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +76,20 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
     """Ask a server for its models, and take the first if `model` is None.
 
     Raises:
-        ClientError: the URL is none, nobody answers there, or there is no such model.
+        BenchError: the URL is none, nobody answers there, or there is no such model.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or shown(url) != url:
-        raise ClientError(f"url = {shown(url)!r}: want http://HOST:PORT or https://HOST, and no more")
+        raise BenchError(f"url = {shown(url)!r}: want http://HOST:PORT or https://HOST, and no more")
     base = url.rstrip("/").removesuffix("/v1")
     try:
         models = json.loads(_get(f"{base}/v1/models", timeout_s))["data"]
         known = {str(entry["id"]): entry for entry in models}
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise ClientError(f"{url}: no OpenAI-compatible server ({_words(error)})") from error
+        raise BenchError(f"{url}: no OpenAI-compatible server ({_words(error)})") from error
     chosen = model or next(iter(known), None)
     if chosen is None or chosen not in known:
-        raise ClientError(f"model = {chosen!r}: {url} has {', '.join(known) or 'none'}")
+        raise BenchError(f"model = {chosen!r}: {url} has {', '.join(known) or 'none'}")
     return Target(name, base, chosen, ignores_eos=known[chosen].get("owned_by") == "vllm")
 
 
@@ -194,7 +191,7 @@ def counted_hits(server: Target) -> int | None:
     """Prompt tokens that a vLLM server did not compute since it was started, by its metrics; else None."""
     try:
         samples = _counters(server, HIT_COUNTERS)
-    except ClientError:
+    except BenchError:
         return None
     return int(sum(sample.value for sample in samples)) if samples else None
 
@@ -203,7 +200,7 @@ def loaded_tokens(server: Target) -> dict[str, int]:
     """Tokens that a vLLM server with kvkit's connector has loaded so far, by tier.
 
     Raises:
-        ClientError: it does not tell.
+        BenchError: it does not tell.
     """
     samples = _counters(server, ["vllm:kvkit_loaded_tokens"])
     return {s.labels["tier"]: int(s.value) for s in samples if s.labels["rank"] == "0"}
@@ -213,13 +210,13 @@ def _counters(server: Target, names: Sequence[str]) -> list[Sample]:
     """The samples of some of a server's counters.
 
     Raises:
-        ClientError: it has no metrics.
+        BenchError: it has no metrics.
     """
     try:
         text = _get(f"{server.url}/metrics", _METRICS_S).decode()
         found = [f for f in text_string_to_metric_families(text) if f.name in names]
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ClientError(f"{server.url}/metrics: {_words(error)}") from error
+        raise BenchError(f"{server.url}/metrics: {_words(error)}") from error
     return [sample for family in found for sample in family.samples if sample.name.endswith("_total")]
 
 

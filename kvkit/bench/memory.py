@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvkit.bench.files import BenchError
 from kvkit.config import Config
 from kvkit.environment import gpu_name
 
@@ -27,7 +28,7 @@ _KILLED = re.compile(r"\(exit code: -9\)|Failed core proc\(s\): \{[^}]*: -9\b")
 """How vLLM names a process of its own that was killed."""
 
 
-class MemoryTooSmall(RuntimeError):
+class MemoryTooSmall(BenchError):
     """What is to be started does not fit. The message says what it takes and what there is."""
 
 

@@ -17,17 +17,16 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
 
-from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.client import Completion, Target, ask, connect, loaded_tokens
+from kvkit.bench.files import BenchError, model_folder, split_options, write_figures
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.bench.workloads import chat
-from kvkit.environment import describe
+from kvkit.simulate.report import panels
 
 TURNS = 4
 WORDS = 1600
@@ -37,13 +36,8 @@ BLOCK_BYTES = 1 << 30
 """Of each server, at most: more is of no use to one conversation."""
 TIER_BYTES = 5 << 28
 """Of both engines: staging twice, the memory tier, the buffer."""
-Flow = Literal["handoff", "pool", "pull", "both"]
-FLOWS: tuple[Flow, ...] = get_args(Flow)
+FLOWS = ("handoff", "pool", "pull", "both")
 _TIMEOUT_S = 300.0
-
-
-class PdError(RuntimeError):
-    """The conversation cannot be had. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +60,9 @@ class PdTurn:
 
 
 def run(
-    flow: Flow,
+    flow: str,
     model: str | None,
-    options: Sequence[str],
+    vllm: str,
     json_path: Path,
     png_path: Path,
     console: Console,
@@ -78,21 +72,23 @@ def run(
     Args:
         flow: one of `FLOWS`.
         model: hub id or folder; None: SmolLM2-135M-Instruct from its PyPI package.
-        options: more of vLLM's command line; what is there of memory stands.
+        vllm: more of vLLM's command line; what is there of memory stands.
 
     Raises:
-        PdError: vLLM is missing, or a request failed.
-        StartError: a server cannot be started.
-        MemoryTooSmall: the machine has too little memory for both engines.
+        BenchError: an argument is wrong, vLLM is missing, the machine has too little memory for both engines,
+            a server cannot be started, or a request failed.
+        ModelError: the model cannot be fetched.
     """
-    lacking = missing("kvkit")
-    if lacking is not None:
-        raise PdError(f"demo --pd: {lacking}")
+    if flow not in FLOWS:
+        raise BenchError(f"flow = {flow!r}: want one of {', '.join(FLOWS)}")
+    options = split_options(vllm)
+    if lacking := missing("kvkit"):
+        raise BenchError(f"demo --pd: {lacking}")
     with TemporaryDirectory(prefix="kvkit-pd-") as place, ended_by_sigterm():
         folder = Path(place)
         address = f"unix://{folder}/decode/handoff/socket"
         half, other = _halves(sorted(os.sched_getaffinity(0)))
-        name = model or str(smollm2.fetch())
+        name = model_folder(model, console)
         share = memory.share(name, servers=2, tiers=TIER_BYTES, most=BLOCK_BYTES, options=options)
         console.print(share.words, highlight=False, soft_wrap=True)
         chosen = (*share.options, *options)
@@ -118,8 +114,7 @@ def run(
         for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
     ]
     console.print(table(turns))
-    figures = {"flow": flow, "turns": [asdict(turn) for turn in turns], **describe()}
-    json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(json_path, flow=flow, turns=[asdict(turn) for turn in turns])
     draw(turns, png_path)
     return turns
 
@@ -130,38 +125,20 @@ def _halves(cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (tuple(cores[:middle]), tuple(cores[middle:])) if middle else ((), ())
 
 
-def settings(flow: Flow, address: str, pool: Path) -> dict[str, str]:
-    """The TOML file of each engine, by role.
-
-    Args:
-        address: where the decode engine listens.
-        pool: the shared folder.
-    """
+def settings(flow: str, address: str, pool: Path) -> dict[str, str]:
+    """The TOML file of each engine, by role; `address` is where D listens, `pool` the shared folder."""
     pools, pulls = flow in ("pool", "both"), flow in ("pull", "both")
     shared = [f'[tiers.pool]\nurl = "file://{pool}"\nscope = "shared"'] if pools else []
     near = ['[tiers.memory]\ncapacity = "256MiB"'] if pulls else []
     kept = ["memory"] * pulls + ["pool"] * pools
     peers = [f'peers = {{ decode = "{address}" }}'] if pulls else []
+    receives = f'[handoff]\nrole = "decode"\nbuffer = "512MiB"\nlisten = ["{address}"]'
+    of_p = _policy(["pool"] * pools + ["decode"] * pulls, ["handoff"])
+    of_d = _policy(["handoff", *kept], kept)
     head = f'chunk_tokens = {CHUNK_TOKENS}\nstaging = "256MiB"'
     return {
-        "prefill": "\n".join(
-            [
-                head,
-                *shared,
-                '[handoff]\nrole = "prefill"',
-                *peers,
-                _policy(["pool"] * pools + ["decode"] * pulls, ["handoff"]),
-            ]
-        ),
-        "decode": "\n".join(
-            [
-                head,
-                *near,
-                *shared,
-                f'[handoff]\nrole = "decode"\nbuffer = "512MiB"\nlisten = ["{address}"]',
-                _policy(["handoff", *kept], kept),
-            ]
-        ),
+        "prefill": "\n".join([head, *shared, '[handoff]\nrole = "prefill"', *peers, of_p]),
+        "decode": "\n".join([head, *near, *shared, receives, of_d]),
     }
 
 
@@ -174,8 +151,7 @@ def converse(server: Target, engines: Sequence[Target]) -> list[tuple[Completion
     """The answer to each turn, and what each of `engines` loaded meanwhile, by tier.
 
     Raises:
-        PdError: a request failed.
-        ClientError: an engine does not tell what it loaded.
+        BenchError: a request failed, or an engine does not tell what it loaded.
     """
     history = ""
     found = []
@@ -184,7 +160,7 @@ def converse(server: Target, engines: Sequence[Target]) -> list[tuple[Completion
         history += request.text
         answer = ask(server, request, history, _TIMEOUT_S)
         if answer.error is not None:
-            raise PdError(f"turn {number} of {server.name}: {answer.error}")
+            raise BenchError(f"turn {number} of {server.name}: {answer.error}")
         history += answer.text
         after = [loaded_tokens(engine) for engine in engines]
         grown = [
@@ -214,47 +190,33 @@ def table(turns: Sequence[PdTurn]) -> Table:
 
 
 def draw(turns: Sequence[PdTurn], path: Path) -> None:
-    """Draw a panel per turn: P, D and what is between them, an arrow for the tokens that came each way.
-
-    Raises:
-        OSError, ValueError: the picture cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, len(turns), figsize=(3.6 * len(turns), 2.6), squeeze=False, layout="constrained"
-    )
-    try:
-        for number, (axes, turn) in enumerate(zip(panels[0], turns, strict=True), 1):
-            axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
-            axes.axis("off")
-            computed = max(1, turn.prompt_tokens - sum(turn.prefill_hits.values()))
-            own = max(1, turn.prompt_tokens - sum(turn.decode_received.values()))
-            boxes: dict[str, tuple[float, float, int | None]]
-            boxes = {"P": (0.0, 0.0, computed), "D": (2.0, 0.0, own)}
-            ways = _ways(turn)
-            if any(tier == "pool" for _, tier, _ in ways):
-                boxes["pool"] = (1.0, 1.2, None)
-            for name, (x, y, tokens) in boxes.items():
-                text = name if tokens is None else f"{name}\ncomputes {tokens}"
-                axes.text(x, y, text, ha="center", va="center", bbox={"boxstyle": "round", "fc": "#e8eef4"})
-            for name, tier, tokens in ways:
-                start, end = boxes[_FROM[tier]][:2], boxes[name][:2]
-                lift = 0.15 if (_FROM[tier], name) == ("D", "P") else -0.15 if _FROM[tier] == "P" else 0.0
-                start, end = (start[0], start[1] + lift), (end[0], end[1] + lift)
-                gap = 16 if _FROM[tier] == "pool" else 44  # from the middle of a box, in points
-                arrow = {"arrowstyle": "->", "color": "#2e4057", "shrinkA": gap, "shrinkB": 44}
-                axes.annotate("", end, start, arrowprops=arrow)
-                middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + (0.12 if lift >= 0 else -0.22)
-                axes.text(*middle, str(tokens), ha="center", fontsize=8)
-        figure.savefig(path, dpi=120)
-    finally:
-        plt.close(figure)
+    """Draw a panel per turn: P, D and what is between them, an arrow for the tokens that came each way."""
+    figure, each = panels(len(turns), 3.6, 2.6)
+    for number, (axes, turn) in enumerate(zip(each, turns, strict=True), 1):
+        axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
+        axes.axis("off")
+        computed = max(1, turn.prompt_tokens - sum(turn.prefill_hits.values()))
+        own = max(1, turn.prompt_tokens - sum(turn.decode_received.values()))
+        boxes = {"P": f"P\ncomputes {computed}", "D": f"D\ncomputes {own}"}
+        ways = _ways(turn)
+        if any(tier == "pool" for _, tier, _ in ways):
+            boxes["pool"] = "pool"
+        for name, text in boxes.items():
+            box = {"boxstyle": "round", "fc": "#e8eef4"}
+            axes.text(*_PLACES[name], text, ha="center", va="center", bbox=box)
+        for name, tier, tokens in ways:
+            origin = _FROM[tier]
+            (x, y), (to_x, to_y) = _PLACES[origin], _PLACES[name]
+            lift = 0.15 if (origin, name) == ("D", "P") else -0.15 if origin == "P" else 0.0
+            gap = 16 if origin == "pool" else 44  # from the middle of a box, in points
+            arrow = {"arrowstyle": "->", "color": "#2e4057", "shrinkA": gap, "shrinkB": 44}
+            axes.annotate("", (to_x, to_y + lift), (x, y + lift), arrowprops=arrow)
+            above = lift + (0.12 if lift >= 0 else -0.22)
+            axes.text((x + to_x) / 2, (y + to_y) / 2 + above, str(tokens), ha="center", fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
+_PLACES = {"P": (0.0, 0.0), "D": (2.0, 0.0), "pool": (1.0, 1.2)}
 _FROM = {"pool": "pool", "decode": "D", "handoff": "P"}
 """Where a tier's KV comes from."""
 

@@ -30,11 +30,12 @@ from rich.table import Table
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
 from kvkit.adapters.huggingface.cached import GrowingCache, model_fingerprint, probe_layout
+from kvkit.bench.files import BenchError, model_folder
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
-from kvkit.blend.run import Attention, Blended, Positions, Sees, blend, recompute
-from kvkit.environment import describe
+from kvkit.blend.run import Blended, Positions, Sees, blend, recompute
 from kvkit.kernels.pages import reference
+from kvkit.simulate.report import panels
 
 Encode = Callable[[str], Sequence[int]]
 Measures = dict[str, float]
@@ -49,10 +50,6 @@ RESAMPLES = 2000
 
 GATE_SAMPLES = 4
 GATE_METHODS = ("naive", "default .15")
-
-
-class QualityError(RuntimeError):
-    """A model cannot be measured. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,13 +322,13 @@ def _bottom_right(tokens: int) -> Sees:
     return lambda positions: np.arange(tokens - len(positions), tokens, dtype=np.int32)
 
 
-class _BlockMask:
+class _BlockMask(HuggingFaceDecoder):
     """A decoder whose selected rows attend as with LMCache's sparse kernel; see `Method.mask`."""
 
     def __init__(self, decoder: HuggingFaceDecoder, plan: BlendPlan) -> None:
-        self.decoder, self.plan = decoder, plan
+        vars(self).update(vars(decoder))  # the same model, which need not be probed again
+        self.plan = plan
         self.zeros: NDArray[np.intp] = np.zeros(0, np.intp)
-        self.layers, self.device = decoder.layers, decoder.device
 
     def sees(self, positions: Positions) -> Positions:
         selected = np.flatnonzero(~np.isin(positions, self.plan.computed))
@@ -345,43 +342,31 @@ class _BlockMask:
         self.zeros = selected[whole:]
         return seen
 
-    def attention(self, layer: int) -> Attention:
-        return self.decoder.attention(layer)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.decoder.embed(ids)
-
-    def qkv(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.decoder.qkv(layer, h)
-
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
         if layer < self.layers - 1:  # after the last layer there is only the question's last row
             o[torch.from_numpy(self.zeros)] = 0
-        return self.decoder.post(layer, h, o)
-
-    def logits(self, h: torch.Tensor) -> torch.Tensor:
-        return self.decoder.logits(h)
+        return super().post(layer, h, o)
 
 
 def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]:
     """A model (None: SmolLM2-135M) ready to be measured, its tokenizer as a function, and its name.
 
     Raises:
-        QualityError: a package is missing, the model cannot be loaded, or it cannot be blended.
+        BenchError: a package is missing, the model cannot be loaded, or it cannot be blended.
     """
+    folder = model_folder(model, console)
     try:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
         with console.status("loading the model"):
-            folder = model or str(smollm2.fetch())
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             judge = Judge(loaded)
     except ImportError as error:
-        raise QualityError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
-    except (OSError, smollm2.ModelError, BlendError) as error:
-        raise QualityError(str(error)) from error
+        raise BenchError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
+    except (OSError, BlendError) as error:
+        raise BenchError(str(error)) from error
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -516,12 +501,6 @@ def measure_gate(
     return result | {"path": str(path)}
 
 
-def write(path: Path, summary: Mapping[str, Any], **settings: Any) -> None:
-    """Write a summary with the settings, machine and versions it was measured with, as JSON."""
-    content = describe() | {"command": "kvkit bench blend", **settings, "sets": summary}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
 def table(kind: str, summary: Mapping[str, Mapping[str, Any]]) -> Table:
     """One set's methods as a table, cheapest first."""
     count = next(iter(summary.values()))["samples"]
@@ -551,16 +530,9 @@ def _with_interval(figures: Mapping[str, Any], name: str, digits: int) -> str:
 
 def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
     """Draw quality against computed rows, a panel per set."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
     families = {"default": ("#2e4057", "o"), "k deviation": ("#d1495b", "s")}
-    figure, panels = plt.subplots(
-        1, len(summary), figsize=(4.2 * len(summary), 3.8), constrained_layout=True, squeeze=False
-    )
-    for panel, (kind, methods) in zip(panels[0], summary.items(), strict=True):
+    figure, each = panels(len(summary), 4.2, 3.8)
+    for panel, (kind, methods) in zip(each, summary.items(), strict=True):
         for family, (color, marker) in families.items():
             names = [n for n in methods if n.startswith(f"{family} .") and "," not in n]
             points = sorted((methods[n]["rows"], methods[n]["kl"], methods[n]["kl_interval"]) for n in names)
@@ -582,4 +554,3 @@ def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> 
         )
         panel.legend(fontsize=7)
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -12,8 +12,9 @@ from typing import Any
 from rich.table import Table
 
 from kvkit.bench.client import Completion
+from kvkit.bench.files import BenchError
 from kvkit.bench.workloads import CONTROL
-from kvkit.simulate.report import summary
+from kvkit.simulate.report import panels, summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,34 +123,28 @@ def draw(found: Sequence[Measured], path: Path) -> None:
     were answered within so many seconds.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        OSError, ValueError: the picture cannot be written.
+        BenchError: the picture cannot be written.
+        ConfigError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
     workloads = list(dict.fromkeys(measured.workload for measured in found))
-    figure, panels = plt.subplots(
-        1, len(workloads), figsize=(3.2 * len(workloads), 3.2), squeeze=False, layout="constrained"
-    )
+    figure, each = panels(len(workloads), 3.2, 3.2)
+    for axes, workload in zip(each, workloads, strict=True):
+        for number, measured in enumerate(m for m in found if m.workload == workload):
+            good = [answer for answer in measured.answers if answer.error is None]
+            for again, style in ((False, ":"), (True, "-")):
+                times = [answer.ttft_s for answer in good if answer.again == again]
+                if times:
+                    first = "" if again or workload == CONTROL else ", first"
+                    axes.ecdf(times, ls=style, color=f"C{number}", label=measured.system + first)
+        axes.set(title=workload, xlabel="time to first token, s")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    each[0].set_ylabel("share of requests")
     try:
-        for axes, workload in zip(panels[0], workloads, strict=True):
-            for number, measured in enumerate(m for m in found if m.workload == workload):
-                good = [answer for answer in measured.answers if answer.error is None]
-                for again, style in ((False, ":"), (True, "-")):
-                    times = [answer.ttft_s for answer in good if answer.again == again]
-                    if times:
-                        axes.ecdf(times, ls=style, color=f"C{number}", label=_label(measured, again))
-            axes.set(title=workload, xlabel="time to first token, s")
-            axes.set_xlim(left=0)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
-        panels[0][0].set_ylabel("share of requests")
         figure.savefig(path, dpi=120)
-    finally:
-        plt.close(figure)
+    except (OSError, ValueError) as error:
+        raise BenchError(str(error)) from error
 
 
 def _spread(times: Sequence[float]) -> dict[str, float] | None:
@@ -158,7 +153,3 @@ def _spread(times: Sequence[float]) -> dict[str, float] | None:
 
 def _seconds(spread: dict[str, float] | None, key: str) -> str:
     return "" if spread is None else f"{spread[key]:.3f} s"
-
-
-def _label(measured: Measured, again: bool) -> str:
-    return measured.system if again or measured.workload == CONTROL else f"{measured.system}, first"

