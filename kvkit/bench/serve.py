@@ -71,7 +71,9 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         if chosen:
             setup = _sized(setup, settings, chosen, targets.interleave)
             say(setup.memory)
-        groups = [[*chosen, *running]] if targets.interleave else [*([system] for system in chosen), running]
+        groups: list[Sequence[str | Target]] = [[*chosen, *running]]
+        if not targets.interleave:
+            groups = [*([system] for system in chosen), running]
         for servers in groups:  # those of a group take turns
             with ExitStack() as stack:
                 ready = _start_all(servers, setup, stack, lost, say)

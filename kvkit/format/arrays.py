@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvkit.format.names import HIGH_BITS, LOW_BITS, METADATA
-from kvkit.format.record import CODEC_LEVEL, RecordFormat, shuffled_bytes
+from kvkit.format.record import CODEC_LEVEL, RecordFormat
 
 MAX_METADATA_BYTES = 1 << 20
 """The longest zarr.json that is looked at."""
@@ -30,12 +30,11 @@ def metadata(form: RecordFormat, codec: str = "none") -> bytes:
 
     group = form.group
     stored = "uint8" if group.opaque else _STORED_DTYPE.get(group.dtype, group.dtype)
+    width = 1 if group.opaque else group.item_bytes  # of the elements whose bits are shuffled
     compressors: dict[str, Any] = {
         "none": None,
         "zstd": ZstdCodec(level=CODEC_LEVEL, checksum=False),
-        "bitshuffle-zstd": BloscCodec(
-            cname="zstd", clevel=CODEC_LEVEL, shuffle="bitshuffle", typesize=shuffled_bytes(group)
-        ),
+        "bitshuffle-zstd": BloscCodec(cname="zstd", clevel=CODEC_LEVEL, shuffle="bitshuffle", typesize=width),
     }
     store: dict[str, Any] = {}
     zarr.create_array(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvkit.format.record import (
     CODECS,
     Damage,
     RecordError,
+    even_places,
     examine,
     read_header,
     read_index,
@@ -58,13 +59,9 @@ def compress(record: Buffer, codec: str, out: Buffer) -> int:
         places.append((end, len(packed)))
         sums.append(xxh3_64_intdigest(packed))
         end += len(packed)
-    trailer = trailer_of(places, end)
-    total = end + len(trailer)
-    if total > len(target):
+    if end + len(trailer_of(places, end)) > len(target):
         raise too_small
-    target[end:total] = trailer
-    relabel(target, codec, total, end, sums, xxh3_64_intdigest(trailer))
-    return total
+    return _close(target, codec, places, sums)
 
 
 def decompress(record: Buffer, out: Buffer) -> Damage | int:
@@ -90,9 +87,7 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
         target[:total] = view
         return total
     size = header.layer_bytes
-    places = [(header.header_bytes + i * size, size) for i in range(header.shape[0])]
-    end = header.header_bytes + header.shape[0] * size
-    trailer = trailer_of(places, end)
+    places = even_places(header.header_bytes, size, header.shape[0])
     compressor, declared = _compressor(header.codec), _DECLARED[header.codec]
     target[: header.header_bytes] = view[: header.header_bytes]
     sums: list[int] = []
@@ -105,8 +100,16 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
         except (RuntimeError, ValueError):  # intact, but no output of this codec
             return Damage.FORMAT
         sums.append(xxh3_64_intdigest(layer))
+    return _close(target, "none", places, sums)
+
+
+def _close(target: memoryview, codec: str, places: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
+    """Write what follows the layers at `places`, and the header's fields that differ; the record's bytes."""
+    end = sum(places[-1])
+    trailer = trailer_of(places, end)
+    total = end + len(trailer)
     target[end:total] = trailer
-    relabel(target, "none", total, end, sums, xxh3_64_intdigest(trailer))
+    relabel(target, codec, total, end, sums, xxh3_64_intdigest(trailer))
     return total
 
 

@@ -69,19 +69,16 @@ class LayerGroup:
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise LayoutError(f"layers={self.layers!r}: want ascending, distinct indices >= 0")
-        for field in ("kv_heads", "k_size", "block_tokens"):
-            if getattr(self, field) < 1:
-                raise LayoutError(f"{field}={getattr(self, field)!r}: want at least 1")
+        for field in ("kv_heads", "k_size", "block_tokens", "window", "page_bytes"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                none = "None or " if field in ("window", "page_bytes") else ""
+                raise LayoutError(f"{field}={value!r}: want {none}at least 1")
         if self.v_size < 0:
             raise LayoutError(f"v_size={self.v_size!r}: want 0 (MLA) or more")
-        if self.dtype not in ITEM_BYTES:
-            raise LayoutError(f"dtype={self.dtype!r}: want one of {', '.join(ITEM_BYTES)}")
-        if self.order not in ORDERS:
-            raise LayoutError(f"order={self.order!r}: want one of {', '.join(ORDERS)}")
-        if self.window is not None and self.window < 1:
-            raise LayoutError(f"window={self.window!r}: want None or at least 1 token")
-        if self.page_bytes is not None and self.page_bytes < 1:
-            raise LayoutError(f"page_bytes={self.page_bytes!r}: want None or at least 1 byte")
+        for field, known in (("dtype", ITEM_BYTES), ("order", ORDERS)):
+            if getattr(self, field) not in known:
+                raise LayoutError(f"{field}={getattr(self, field)!r}: want one of {', '.join(known)}")
 
     @property
     def channels(self) -> int:
@@ -153,37 +150,15 @@ class LayerGroup:
         """
         import torch
 
-        if self.page_bytes is not None:
-            pool = torch.full(
-                (len(self.layers), blocks, 1, 1, self.page_bytes), fill_byte, dtype=torch.uint8, device=device
-            )
-            return list(pool.unbind(0))
         sizes = {"L": len(self.layers), "B": blocks, "H": self.kv_heads, "N": self.block_tokens}
-        count = math.prod(sizes.values()) * self.channels
-        pool = torch.full((count * self.item_bytes,), fill_byte, dtype=torch.uint8, device=device)
-        strides = self._order_strides(blocks)
-        return [
-            pool.view(getattr(torch, self.dtype)).as_strided(
-                (blocks, self.kv_heads, self.block_tokens, self.channels),
-                tuple(strides[axis] for axis in "BHNC"),
-                layer * strides["L"],
-            )
-            for layer in range(len(self.layers))
-        ]
-
-    def _order_strides(self, blocks: int) -> dict[str, int]:
-        sizes = {
-            "L": len(self.layers),
-            "B": blocks,
-            "H": self.kv_heads,
-            "N": self.block_tokens,
-            "C": self.channels,
-        }
-        strides, step = {}, 1
-        for axis in reversed(self.order):
-            strides[axis] = step
-            step *= sizes[axis]
-        return strides
+        order, dtype = self.order, getattr(torch, self.dtype)
+        sizes["C"] = self.channels * self.item_bytes
+        if self.page_bytes is not None:
+            sizes |= {"H": 1, "N": 1, "C": self.page_bytes}
+            order, dtype = "LBHNC", torch.uint8
+        shape = [sizes[axis] for axis in order]
+        pool = torch.full(shape, fill_byte, dtype=torch.uint8, device=device).view(dtype)
+        return list(pool.permute([order.index(axis) for axis in "LBHNC"]).unbind(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +193,14 @@ class KVLayout:
         Records are canonical [L, H, T, C], so an engine's order, strides and block size do not count:
         engines that differ there share a store. They do count where pages are opaque.
         """
-        described = []
-        for group in self.groups:
-            entry: dict[str, Any] = {
-                "layers": group.layers,
-                "kv_heads": group.kv_heads,
-                "k_size": group.k_size,
-                "v_size": group.v_size,
-                "dtype": group.dtype,
-            }
-            if group.opaque:
-                entry |= {
-                    "page_bytes": group.page_bytes,
-                    "block_tokens": group.block_tokens,
-                    "order": group.order,
-                }
-            described.append(entry)
+        every, opaque = (
+            ("layers", "kv_heads", "k_size", "v_size", "dtype"),
+            ("page_bytes", "block_tokens", "order"),
+        )
+        described = [
+            {name: getattr(group, name) for name in (*every, *(opaque if group.opaque else ()))}
+            for group in self.groups
+        ]
         return hashlib.blake2b(canonical_json(described), digest_size=16).hexdigest()
 
     @staticmethod
@@ -250,22 +217,17 @@ class KVLayout:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         layers = getattr(text, "num_hidden_layers", None)
         heads = getattr(text, "num_attention_heads", None)
+        kind = f"config {type(config).__name__}"
         if not layers or not heads:
-            raise LayoutError(
-                f"config {type(config).__name__}: num_hidden_layers={layers}, num_attention_heads={heads}"
-            )
-        shared = getattr(text, "num_kv_shared_layers", None)
-        if shared:
-            raise LayoutError(
-                f"config {type(config).__name__}: num_kv_shared_layers={shared}, {_USE_TENSORS}"
-            )
-        latent = getattr(text, "kv_lora_rank", None)
-        if latent:
+            raise LayoutError(f"{kind}: num_hidden_layers={layers}, num_attention_heads={heads}")
+        if shared := getattr(text, "num_kv_shared_layers", None):
+            raise LayoutError(f"{kind}: num_kv_shared_layers={shared}, {_USE_TENSORS}")
+        if latent := getattr(text, "kv_lora_rank", None):
             kv_heads, k_size, v_size = 1, latent + text.qk_rope_head_dim, 0
         else:
             kv_heads = getattr(text, "num_key_value_heads", None) or heads
             if not hasattr(text, "num_key_value_heads") and hasattr(text, "num_kv_heads"):  # Falcon
-                raise LayoutError(f"config {type(config).__name__}: num_kv_heads, {_USE_TENSORS}")
+                raise LayoutError(f"{kind}: num_kv_heads, {_USE_TENSORS}")
             k_size = v_size = getattr(text, "head_dim", None) or text.hidden_size // heads
         windows = layer_windows(text, layers)
         groups = [

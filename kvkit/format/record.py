@@ -81,13 +81,9 @@ HEADER = np.dtype(
 zeros. What is before `parent` is equal in all uncompressed records of a format."""
 
 
-def _offset(field: str) -> int:
-    assert HEADER.fields is not None
-    return HEADER.fields[field][1]
-
-
-_NAMESPACE, _PARENT, _HEADER_SUM = (_offset(field) for field in ("namespace", "parent", "header_sum"))
-_AFTER_HEADER_SUM = _offset("trailer_sum")
+_OFFSETS = {name: place[1] for name, place in (HEADER.fields or {}).items()}
+_NAMESPACE, _PARENT, _HEADER_SUM = (_OFFSETS[name] for name in ("namespace", "parent", "header_sum"))
+_AFTER_HEADER_SUM = _OFFSETS["trailer_sum"]
 _SUMS = HEADER.itemsize
 _KEYS = struct.Struct("<32s32s")
 """`parent` and `key`: what is done for every record takes a third of the time that numpy takes."""
@@ -190,14 +186,18 @@ class RecordFormat:
             )
         group, tokens = layout.groups[index], namespace.chunk_tokens
         shape = group.record_shape(tokens)
-        layers = shape[0]
         digest = namespace_digest(namespace)
-        header_bytes = _header_bytes(layers, tokens)
+        header_bytes = _header_bytes(shape[0], tokens)
         layer_bytes = group.layer_bytes(tokens)
-        layers_end = header_bytes + layers * layer_bytes
-        places = [(header_bytes + i * layer_bytes, layer_bytes) for i in range(layers)]
-        trailer = trailer_of(places, layers_end)
+        layers_end = header_bytes + shape[0] * layer_bytes
+        trailer = trailer_of(even_places(header_bytes, layer_bytes, shape[0]), layers_end)
         record_bytes = layers_end + len(trailer)
+        k_size = 0 if group.opaque else group.k_size
+        fields = (  # as in HEADER
+            *(MAGIC, FORMAT_VERSION, CODECS.index("none"), len(digest), header_bytes, index),
+            *(*shape, k_size, tokens, 0, group.dtype, digest, record_bytes, layers_end),
+            *(b"", b"", 0, 0),  # `seal` writes these
+        )
         return RecordFormat(
             namespace=namespace,
             digest=digest,
@@ -209,24 +209,7 @@ class RecordFormat:
             layer_bytes=layer_bytes,
             layers_end=layers_end,
             record_bytes=record_bytes,
-            fixed=_fixed(
-                magic=MAGIC,
-                version=FORMAT_VERSION,
-                codec=CODECS.index("none"),
-                key_bytes=len(digest),
-                header_bytes=header_bytes,
-                group=index,
-                layers=layers,
-                heads=shape[1],
-                rows=shape[2],
-                channels=shape[3],
-                k_size=0 if group.opaque else group.k_size,
-                chunk_tokens=tokens,
-                dtype=group.dtype,
-                namespace=digest,
-                record_bytes=record_bytes,
-                layers_end=layers_end,
-            ),
+            fixed=np.array(fields, HEADER).tobytes()[:_PARENT],
             trailer=trailer,
         )
 
@@ -252,7 +235,7 @@ def parent_name(record: Buffer, name: str) -> str | None:
 def is_compressed(record: Buffer) -> bool:
     """Whether `record`, or its first `HEADER.itemsize` bytes, begins as a compressed one. Checks no more."""
     view = memoryview(record)
-    return _has_header(view) and view[_offset("codec")] != CODECS.index("none")
+    return _has_header(view) and view[_OFFSETS["codec"]] != CODECS.index("none")
 
 
 def payload(form: RecordFormat, record: Bytes) -> Bytes:
@@ -326,19 +309,13 @@ def verify(
     """
     view = memoryview(record)
     damage = verify_header(form, view, parent, key, tokens)
+    if damage is None and len(view) != form.record_bytes:
+        damage = Damage.TRUNCATED
+    damage = damage or verify_trailer(form, view[form.layers_end :])
     if damage is not None:
         return damage
-    if len(view) != form.record_bytes:
-        return Damage.TRUNCATED
-    damage = verify_trailer(form, view[form.layers_end :])
-    if damage is not None:
-        return damage
-    start = form.header_bytes
-    stored = view[_SUMS : _SUMS + 8 * form.shape[0]].cast("Q")
-    for expected, offset in zip(stored, range(start, form.layers_end, form.layer_bytes), strict=True):
-        if xxh3_64_intdigest(view[offset : offset + form.layer_bytes]) != expected:
-            return Damage.LAYER
-    return None
+    stored = struct.unpack_from(f"<{form.shape[0]}Q", view, _SUMS)
+    return None if list(stored) == layer_checksums(form, view) else Damage.LAYER
 
 
 def verify_header(
@@ -405,10 +382,10 @@ def read_header(record: Buffer) -> Header:
     if not _has_header(view):
         raise RecordError("not a kvkit record")
     fields = _fields(view)
-    version, codec, dtype, key_bytes = (fields[n] for n in ("version", "codec", "dtype", "key_bytes"))
-    header_bytes, layers, tokens = (fields[n] for n in ("header_bytes", "layers", "chunk_tokens"))
-    if version != FORMAT_VERSION:
-        raise RecordError(f"record format version {version}: this kvkit reads {FORMAT_VERSION}")
+    codec, dtype, key_bytes = (fields[name] for name in ("codec", "dtype", "key_bytes"))
+    header_bytes, layers, tokens = (fields[name] for name in ("header_bytes", "layers", "chunk_tokens"))
+    if fields["version"] != FORMAT_VERSION:
+        raise RecordError(f"record format version {fields['version']}: this kvkit reads {FORMAT_VERSION}")
     if len(view) < header_bytes or header_bytes < _SUMS + 8 * layers + 4 * tokens:
         raise RecordError("header cut short")
     if not _header_is_intact(view, header_bytes):
@@ -417,20 +394,12 @@ def read_header(record: Buffer) -> Header:
     if not known or header_bytes != _header_bytes(layers, tokens):
         raise RecordError("header contradicts itself")
     header = Header(
-        version=version,
+        **{name: fields[name] for name in ("version", "group", "k_size", "chunk_tokens", "trailer_sum")},
+        **{name: fields[name] for name in ("header_bytes", "record_bytes", "layers_end")},
+        **{name: fields[name][:key_bytes] for name in ("namespace", "parent", "key")},
         codec=CODECS[codec],
-        group=fields["group"],
         shape=(layers, fields["heads"], fields["rows"], fields["channels"]),
-        k_size=fields["k_size"],
-        chunk_tokens=tokens,
         dtype=dtype.decode("ascii", "replace"),
-        namespace=fields["namespace"][:key_bytes],
-        parent=fields["parent"][:key_bytes],
-        key=fields["key"][:key_bytes],
-        header_bytes=header_bytes,
-        record_bytes=fields["record_bytes"],
-        layers_end=fields["layers_end"],
-        trailer_sum=fields["trailer_sum"],
         layer_sums=np.frombuffer(view, "<u8", layers, _SUMS).copy(),
         tokens=np.frombuffer(view, "<i4", tokens, _SUMS + 8 * layers).copy(),
     )
@@ -511,6 +480,11 @@ def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
     return [(int(offset), int(size)) for offset, size in entries]
 
 
+def even_places(start: int, layer_bytes: int, layers: int) -> list[tuple[int, int]]:
+    """Offset and bytes of every uncompressed layer, from the offset of the first."""
+    return [(start + i * layer_bytes, layer_bytes) for i in range(layers)]
+
+
 def trailer_of(places: Sequence[tuple[int, int]], layers_end: int) -> bytes:
     """What follows the layers that lie at `places`: zeros up to `ALIGN`, then the shard index."""
     index = shard_index(places)
@@ -541,19 +515,8 @@ def _total_bytes(layers_end: int, layers: int) -> int:
 
 def _are_neighbours(places: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
     """Whether layers lie side by side from `start` to `stop`: then each byte is read once."""
-    for offset, size in places:
-        if offset != start:
-            return False
-        start += size
-    return start == stop
-
-
-def _fixed(**fields: object) -> bytes:
-    """The part of the header that does not depend on the chunk."""
-    header = np.zeros((), HEADER)
-    for name, value in fields.items():
-        header[name] = value
-    return header.tobytes()[:_PARENT]
+    ends = [start, *(offset + size for offset, size in places)]
+    return [offset for offset, _ in places] == ends[:-1] and ends[-1] == stop
 
 
 def _has_header(view: memoryview) -> bool:
@@ -570,8 +533,7 @@ def _header_sum(view: memoryview, header_bytes: int) -> int:
 
 
 def _header_is_intact(view: memoryview, header_bytes: int) -> bool:
-    (stored,) = struct.unpack_from("<Q", view, _HEADER_SUM)
-    return bool(stored == _header_sum(view, header_bytes))
+    return struct.unpack_from("<Q", view, _HEADER_SUM) == (_header_sum(view, header_bytes),)
 
 
 def _explain(form: RecordFormat, view: memoryview) -> Damage:
@@ -585,8 +547,3 @@ def _explain(form: RecordFormat, view: memoryview) -> Damage:
 
 def _as_bytes(tokens: npt.NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(tokens, "<i4").tobytes()
-
-
-def shuffled_bytes(group: LayerGroup) -> int:
-    """Bytes of the elements whose bits a shuffling codec sorts."""
-    return 1 if group.opaque else group.item_bytes
