@@ -153,57 +153,74 @@ def test_it_says_so_where_kernels_are_interpreted() -> None:
         compile_for(toys.scale_launch(x, x, toys.tiled(256)), "sm_80")
 
 
-def in_compiling_process(script: str) -> str:
+def in_compiling_process(script: str, **variables: str) -> str:
     """What a script prints in a process that does not interpret kernels."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # as here, if Triton is another one
+    environment = os.environ | {"PYTHONPATH": path} | variables
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", script]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
-def test_arguments_are_specialised_as_triton_does() -> None:
-    """Against Triton's own binder: the same types, constants and attributes, for both backends."""
+def test_a_first_launch_finds_what_was_compiled(tmp_path: Path) -> None:
+    """Every kind of argument, for both backends; only the driver's calls are stood in for."""
     script = """
-import toys
+import os, pathlib, sys, triton, toys
+from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
-from kvkit.kernels.tuning.gate import specialise
+from kvkit.kernels.tuning.gate import StandInDriver, compile_for
 
-count = 0
-for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-    backend = make_backend(target)
-    bind = create_function_from_signature(toys.taking_kernel.signature, toys.taking_kernel.params, backend)
-    for launch in toys.taking_launches():
-        given = {**launch.arguments, **dict(launch.config.tiles)}
-        bound, specialisation, options = bind(**given, num_warps=4, num_stages=2)
-        want = toys.taking_kernel._pack_args(backend, options, bound, specialisation, options)[1:]
-        assert specialise(launch, target.backend) == want, (given, want, specialise(launch, target.backend))
-        count += 1
-print(count)
+launches = toys.taking_launches()
+cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+files = lambda: sorted(str(path) for path in cache.rglob("*"))
+started = []
+
+class Driver(StandInDriver):
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+        load_binary=lambda name, kernel, shared, device: (1, 1, 0, 0, 1024),
+        unload_module=lambda module: None,
+    )
+    def launcher_cls(self, source, metadata):
+        return lambda *given: started.append(given)
+
+    def get_current_device(self):  # Triton remembers by device: a new one compiles anew, or finds files
+        return "another"
+
+for name, target in (("sm_90", GPUTarget("cuda", 90, 32)), ("gfx942", GPUTarget("hip", "gfx942", 64))):
+    for launch in launches:
+        compile_for(launch, name)
+    compiled = files()
+    toys.taking_kernel.device_caches.clear()
+    triton.runtime.driver.set_active(Driver(target))
+    for launch in launches:
+        launch.run()
+    assert compiled == files(), (len(compiled), len(files()))
+print(len(started))
 """
-    assert int(in_compiling_process(script)) == 2 * len(toys.taking_launches())
+    printed = in_compiling_process(script, TRITON_CACHE_DIR=str(tmp_path))
+    assert int(printed) == 2 * len(toys.taking_launches())
+    assert len(list(tmp_path.iterdir())) > 2
 
 
 def test_wrong_arguments_are_named() -> None:
     script = """
 import torch, toys
 from dataclasses import replace
-from kvkit.kernels.tuning.gate import CompileError, specialise
+from kvkit.kernels.tuning.gate import CompileError, compile_for
 launch = toys.scale_launch(torch.empty(16), torch.empty(16), toys.tiled(256))
 arguments = dict(launch.arguments)
 without = {k: v for k, v in arguments.items() if k != "x"}
 for given in (without, arguments | {"z": 1}, arguments | {"x": object()}):
     try:
-        specialise(replace(launch, arguments=given), "cuda")
+        compile_for(replace(launch, arguments=given), "sm_90")
     except CompileError as error:
         print(error)
 """
-    assert in_compiling_process(script).splitlines() == [
-        "scale_kernel: x is missing",
-        "scale_kernel: no parameter z",
-        "scale_kernel: x: object, want a tensor, a number, text or None",
-    ]
+    missing, unknown, odd = in_compiling_process(script).splitlines()
+    for words, named in ((missing, "'x'"), (unknown, "argument z"), (odd, "object")):
+        assert words.startswith("scale_kernel for sm_90, BLOCK=256")
+        assert named in words
 
 
 @pytest.mark.parametrize(

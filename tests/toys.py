@@ -51,7 +51,8 @@ def taking_kernel(
     first: tl.int64,
     SIZE: tl.constexpr,
 ):
-    tl.store(tensor, (number + wide + one + plain + loose + count + first + SIZE).to(tensor.dtype.element_ty))
+    total = number + wide + one + plain + loose + count + first + SIZE
+    tl.store(tensor.to(tl.pointer_type(tl.int8), bitcast=True), total.to(tl.int8))
 
 
 def taking_launches() -> list[Launch]:

@@ -74,12 +74,15 @@ class Launch:
 
     def run(self) -> None:
         """Start the kernel on the current device and stream; mutates what the kernel writes."""
-        self.kernel[self.grid](
-            **self.arguments,
-            **dict(self.config.tiles),
-            num_warps=self.config.warps,
-            num_stages=self.config.stages,
-        )
+        self.kernel[self.grid](**self._given())
+
+    def compile(self) -> Any:
+        """What `run` would start on Triton's active driver; starts nothing."""
+        return self.kernel.warmup(grid=self.grid, **self._given())
+
+    def _given(self) -> dict[str, Any]:
+        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        return {**self.arguments, **dict(self.config.tiles), **options}
 
 
 class TableError(ValueError):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -146,19 +147,13 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         raise CompileError(f"target {target!r}: want one of {', '.join(GPUS)}")
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     kernel, gpu = launch.kernel, GPUS[target]
     if not isinstance(kernel, triton.runtime.JITFunction):
         raise CompileError(f"{kernel}: TRITON_INTERPRET is set; kernels are interpreted in this process")
-    signature, constants, attributes = specialise(launch, gpu.backend)
-    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
     try:
-        done = triton.compile(
-            ASTSource(kernel, signature, constants, attributes),
-            target=GPUTarget(gpu.backend, gpu.arch, gpu.threads),
-            options=options,
-        )
+        with _driver_for(GPUTarget(gpu.backend, gpu.arch, gpu.threads)):
+            done = launch.compile()
     except Exception as error:  # each stage of Triton's compiler raises its own kind
         words = " ".join(f"{type(error).__name__}: {error}".split())
         if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
@@ -168,89 +163,45 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     return read(done.asm, done.metadata.shared, launch.config.warps, gpu)
 
 
-Specialisation = tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]
+@dataclass(frozen=True, slots=True)
+class StandInDriver:
+    """What Triton asks its driver before it compiles, answered for a GPU that need not be there.
 
-
-def specialise(launch: Launch, backend: str) -> Specialisation:
-    """Types, constants and attributes of a kernel's arguments, as Triton derives them from a call.
+    Kernels are compiled by the way that a launch takes, whatever Triton's version: a launch on such a GPU
+    finds the result in Triton's cache.
 
     Args:
-        launch: to be compiled.
-        backend: "cuda" or "hip".
-
-    Returns:
-        by name the type of each argument ("*bf16", "i32", "constexpr"), and by position the constants and
-        what is known of the others (addresses and sizes divisible by 16; tensors below 2 GiB on AMD).
-
-    Raises:
-        CompileError: an argument is missing, unknown or of a type that kernels do not take.
+        target: a `triton.backends.compiler.GPUTarget`.
     """
-    kernel = launch.kernel
-    given = {**launch.arguments, **dict(launch.config.tiles)}
-    if unknown := set(given) - {parameter.name for parameter in kernel.params}:
-        raise CompileError(f"{kernel.__name__}: no parameter {', '.join(sorted(unknown))}")
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, parameter in enumerate(kernel.params):
-        if parameter.name in given:
-            value = given[parameter.name]
-        elif parameter.has_default:
-            value = parameter.default
-        else:
-            raise CompileError(f"{kernel.__name__}: {parameter.name} is missing")
-        free, annotated = not parameter.do_not_specialize, parameter.annotation_type
-        kind = _kind(f"{kernel.__name__}: {parameter.name}", value)
-        one = type(value) is int and value == 1 and free
-        if parameter.is_constexpr or kind == "constexpr" or (one and not annotated):
-            signature[parameter.name], constants[(i,)], attributes[(i,)] = "constexpr", value, []
-            continue
-        signature[parameter.name] = annotated or kind
-        if free and not one and not isinstance(value, bool | float):
-            attributes[(i,)] = _known(value, not parameter.do_not_specialize_on_alignment, backend)
-    return signature, constants, attributes
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        """What to compile for."""
+        return self.target
+
+    def get_current_device(self) -> Any:
+        """What Triton keeps compiled kernels by in this process: one device per target."""
+        return self.target
+
+    def get_current_stream(self, device: Any) -> int:
+        """The default one."""
+        return 0
 
 
-_DTYPES = {
-    torch.bool: "u1",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-}
+@contextmanager
+def _driver_for(target: Any) -> Iterator[None]:
+    from triton.runtime import driver
 
-
-def _kind(name: str, value: object) -> str:
-    """Triton's name of a value's type; "constexpr" for what it compiles in."""
-    if value is None:
-        return "constexpr"
-    if isinstance(value, torch.Tensor):
-        return f"*{_DTYPES[value.dtype]}"
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, int):
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64" if value < 1 << 63 else "u64"
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, str) or type(value).__name__ in ("dtype", "constexpr", "JITFunction"):
-        return "constexpr"
-    raise CompileError(f"{name}: {type(value).__name__}, want a tensor, a number, text or None")
-
-
-def _known(value: torch.Tensor | int, aligned: bool, backend: str) -> list[list[Any]]:
-    """What Triton may rely on: an address or number divisible by 16, a tensor of less than 2 GiB (AMD)."""
-    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-    known: list[list[Any]] = [["tt.divisibility", 16]] if aligned and number % 16 == 0 else []
-    if backend == "hip" and isinstance(value, torch.Tensor) and value.untyped_storage().size() < 1 << 31:
-        known.append(["tt.pointer_range", 32])
-    return known
+    try:
+        before = driver.active
+    except RuntimeError:  # no GPU: who asks next looks again
+        before = None
+    driver.set_active(StandInDriver(target))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
 
 
 @dataclass(frozen=True, slots=True)
