@@ -33,11 +33,11 @@ from channels import (  # noqa: F401 - some are fixtures
 from kvkit.handoff.transport import nixl, unix
 from kvkit.handoff.transport.addresses import connect, listen
 from kvkit.handoff.transport.channel import (
+    HEADER,
     ChannelClosed,
     ChannelIdle,
     FrameError,
 )
-from kvkit.handoff.transport.stream import HEADER
 from kvkit.staging import PAGE_BYTES, Staging
 
 

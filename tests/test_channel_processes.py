@@ -17,8 +17,7 @@ from channels import DEADLINE_S, SHORT_S, SLOT_BYTES, fill, nowhere, open_descri
 
 from kvkit.handoff.transport import nixl, unix
 from kvkit.handoff.transport.addresses import connect, listen
-from kvkit.handoff.transport.channel import ChannelClosed, ChannelTimeout, FrameError
-from kvkit.handoff.transport.stream import HEADER
+from kvkit.handoff.transport.channel import HEADER, ChannelClosed, ChannelTimeout, FrameError
 from kvkit.staging import Staging
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -32,6 +32,7 @@ from channels import (  # noqa: F401 - some are fixtures
 from kvkit.handoff.protocol.messages import MAX_BODY_BYTES
 from kvkit.handoff.transport import nixl
 from kvkit.handoff.transport.channel import (
+    HEADER,
     MAX_FIRST_BODY_BYTES,
     Channel,
     ChannelClosed,
@@ -39,7 +40,6 @@ from kvkit.handoff.transport.channel import (
     ChannelTimeout,
     FrameError,
 )
-from kvkit.handoff.transport.stream import HEADER
 from kvkit.staging import PAGE_BYTES, Staging
 
 

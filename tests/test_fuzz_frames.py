@@ -28,9 +28,9 @@ from kvkit.handoff.protocol.messages import (
     decode,
     encode,
 )
-from kvkit.handoff.transport.channel import MAX_FIRST_BODY_BYTES, Channel, ChannelError
+from kvkit.handoff.transport.channel import HEADER, MAX_FIRST_BODY_BYTES, Channel, ChannelError
 from kvkit.handoff.transport.link import Link
-from kvkit.handoff.transport.stream import HEADER, Stream, StreamChannel
+from kvkit.handoff.transport.stream import Stream
 from kvkit.handoff.transport.unix import LocalChannel
 from kvkit.tiers.testing.contract import SLOT_BYTES
 
@@ -92,7 +92,7 @@ def test_a_channel_gives_frames_or_its_error(local: bool, trusted: bool, data: b
         if local:
             channel = LocalChannel(ours, LONG_S, takes_arena=True)
         else:
-            channel = StreamChannel(Stream(ours), peer="a stranger", timeout_s=LONG_S)
+            channel = Channel(Stream(ours), peer="a stranger", timeout_s=LONG_S)
         channel.trusted = trusted
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
@@ -140,7 +140,7 @@ def test_who_does_not_know_the_secret_does_not_get_in(data: bytes) -> None:
     with theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        channel = StreamChannel(Stream(ours), peer="a stranger", timeout_s=LONG_S)
+        channel = Channel(Stream(ours), peer="a stranger", timeout_s=LONG_S)
         nobody = Nobody()
         link = Link(lambda: channel, "server", IDENTITY, nobody, handshake_s=LONG_S)
         assert nobody.over.wait(LONG_S)
@@ -160,7 +160,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 def test_whatever_a_known_peer_says_no_slot_is_lost(node: Node, data: bytes) -> None:
     speaker = Speaker(node.tcp)
     assert isinstance(speaker.hello(), Proof)
-    plain = speaker.channel._stream.socket  # type: ignore[attr-defined]
+    plain = speaker.channel._stream.socket
     with suppress(OSError):  # cut off before all is said
         plain.sendall(data)
         plain.shutdown(socket.SHUT_WR)

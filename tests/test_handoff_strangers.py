@@ -33,9 +33,9 @@ from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol.messages import MAX_BODY_BYTES, Proof, Query, encode
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.transport import door
+from kvkit.handoff.transport.channel import HEADER
 from kvkit.handoff.transport.door import MAX_STRANGERS
 from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
-from kvkit.handoff.transport.stream import HEADER
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
 
@@ -246,7 +246,7 @@ def test_who_does_not_read_costs_little(process: Process, transport: str) -> Non
     speaker.hello()
     query = encode(Query(1, tuple(record_names(1))))
     frames = (HEADER.pack(len(query), 0) + query) * MAX_QUERIES
-    plain = speaker.channel._stream.socket.dup()  # type: ignore[attr-defined]
+    plain = speaker.channel._stream.socket.dup()
     with pytest.raises(ConnectionError):
         plain.sendall(frames)
     rise = cost.rise()

@@ -1,4 +1,4 @@
-"""The contract of a transport: frames between two endpoints, and payloads that go straight into slots.
+"""Frames between two endpoints over a stream socket, and payloads that go straight into slots.
 
 A frame is a body, which `kvkit.handoff.protocol.messages` encodes, and at most one payload, a record. On the
 wire: u32 body bytes, u32 payload bytes (both little endian), body, payload. `addresses` opens channels.
@@ -6,13 +6,31 @@ wire: u32 body bytes, u32 payload bytes (both little endian), body, payload. `ad
 
 from __future__ import annotations
 
+import logging
+import socket
+import struct
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
+from kvkit.handoff.protocol.messages import MAX_BODY_BYTES
+from kvkit.handoff.transport.stream import SHORTEST_S, Stream, set_timeout
 from kvkit.staging import Staging
+
+log = logging.getLogger(__name__)
 
 MAX_FIRST_BODY_BYTES = 1 << 10
 """The largest body of a frame from a peer that has not proved itself."""
+
+HEADER = struct.Struct("<II")
+SHARED = 2**32 - 1
+"""Instead of a payload's size: the frame shares an arena, in the way of its transport."""
+_MAX_PAYLOAD_BYTES = SHARED - 1
+_HELD_FRAMES = 16
+_PAUSE_S = 0.1
+_DROPPED_BYTES = 64 << 10
 
 Sink = Callable[[bytes], memoryview | None]
 """Where the payload that follows this body goes: a view of just its size, or None to drop it."""
@@ -38,24 +56,36 @@ class ChannelIdle(TimeoutError):
     """No frame began. Nothing is lost: the channel can be used on."""
 
 
-class Channel(ABC):
+class Channel:
     """A connection to one peer. One thread may send while another receives.
+
+    Payloads follow their bodies. A transport that writes them into the peer's slots has a subclass.
 
     Attributes:
         peer: the other side, for messages.
         timeout_s: how long one frame may take, once it has begun, in either direction.
-        one_sided: whether this side can write into the peer's slots, for it shared its arena and the
-            transport can do so. Payloads then do not follow their bodies.
         trusted: whether the peer has proved itself; set by who checked that. Until then a frame with a body
             of over `MAX_FIRST_BODY_BYTES`, a payload or an arena is a `FrameError`.
     """
 
-    peer: str
-    timeout_s: float
-    one_sided: bool = False
-    trusted: bool = False
+    def __init__(self, stream: Stream, *, peer: str, timeout_s: float) -> None:
+        self.peer = peer
+        self.timeout_s = timeout_s
+        self.trusted = False
+        self._stream = stream
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._writing = threading.Lock()
+        self._slots: tuple[int, int] | None = None
+        self._held: list[bytes] = []
+        self._ended = False
+        self._out_of_step = False
 
-    @abstractmethod
+    @property
+    def one_sided(self) -> bool:
+        """Whether this side writes into the peer's slots, for it shared its arena."""
+        return self._slots is not None
+
     def send(
         self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
     ) -> None:
@@ -73,16 +103,31 @@ class Channel(ABC):
                 there is no such slot. The channel can be used on.
             ChannelError: the frame could not be sent.
         """
+        if payload is not None and slot is not None and self.one_sided and self._reaches(payload):
+            self._write(slot, payload)
+            payload = None
+        size = 0 if payload is None else payload.nbytes
+        if len(body) > MAX_BODY_BYTES or size > _MAX_PAYLOAD_BYTES:
+            raise ValueError(
+                f"a body of {len(body)} bytes with a payload of {size}: "
+                f"want at most {MAX_BODY_BYTES} and {_MAX_PAYLOAD_BYTES}"
+            )
+        buffers = [payload.cast("B")] if payload is not None and size else []
+        with self._frame() as deadline:
+            self._held.append(HEADER.pack(len(body), size) + body)
+            if buffers or not more or len(self._held) >= _HELD_FRAMES:
+                self._send_held(deadline, *buffers)
 
-    @abstractmethod
     def flush(self) -> None:
         """Send what waits for more.
 
         Raises:
             ChannelError: it could not be sent.
         """
+        if self._held:
+            with self._frame() as deadline:
+                self._send_held(deadline)
 
-    @abstractmethod
     def receive(self, place: Sink, wait_s: float) -> bytes:
         """The body of the next frame, its payload received into what `place` says.
 
@@ -90,8 +135,13 @@ class Channel(ABC):
             ChannelIdle: no frame began within `wait_s` seconds.
             ChannelError: no whole frame came. (Frames that came before a failed `send` are still received.)
         """
+        until = time.monotonic() + wait_s
+        with self._receiving:
+            while True:
+                body = self._receive(place, until)
+                if body is not None:
+                    return body
 
-    @abstractmethod
     def share(self, arena: Staging) -> bool:
         """Let a peer that is trusted write into the slots of `arena`; once. Whether the transport can do so.
 
@@ -102,30 +152,168 @@ class Channel(ABC):
             ValueError: the transport can write into slots, but not into these.
             ChannelError: it could not be sent.
         """
+        return False
 
-    @abstractmethod
     def fileno(self) -> int:
         """The descriptor that is readable when a frame has come."""
+        return self._stream.socket.fileno()
 
-    @abstractmethod
     def shutdown(self) -> None:
         """End both directions at once: who sends or receives, here and there, gets `ChannelClosed`."""
+        self._ended = True
+        # the peer takes this end for that of all writes into its arena; it may have been faster
+        with self._writing, suppress(OSError):
+            self._stream.socket.shutdown(socket.SHUT_RDWR)
 
-    @abstractmethod
     def close(self) -> None:
         """Shut down and release the connection. Not to be called inside `place`."""
+        self.shutdown()
+        with self._sending, self._receiving:  # a descriptor in use must not become another file's
+            self._stream.socket.close()
+
+    def _take_arena(self, body: bytes) -> tuple[int, int]:
+        """Get ready to write into the arena that a peer shares by `body`; its slots, and bytes of each.
+
+        Raises:
+            ValueError: this is none, or none is taken.
+        """
+        raise ValueError("none is taken")
+
+    def _reaches(self, payload: memoryview) -> bool:
+        """Whether `payload` can be written into the peer's slots."""
+        return True
+
+    def _copy(self, slot: int, payload: memoryview) -> None:
+        """Write `payload`, which fits, to the front of a slot of the peer."""
+        raise NotImplementedError
+
+    def _write(self, slot: int, payload: memoryview) -> None:
+        assert self._slots is not None
+        slots, slot_bytes = self._slots
+        if not 0 <= slot < slots or payload.nbytes > slot_bytes:
+            raise ValueError(
+                f"slot {slot}, {payload.nbytes} bytes: the peer has {slots} slots of {slot_bytes}"
+            )
+        try:
+            with self._writing:
+                if self._ended:
+                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
+                self._copy(slot, payload)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _send_held(self, deadline: float, *buffers: memoryview) -> None:
+        held = b"".join(self._held)
+        self._held.clear()
+        self._stream.send([held, *buffers] if held else buffers, deadline)
+
+    @contextmanager
+    def _frame(self) -> Iterator[float]:
+        """The right to send one frame, and its deadline; what goes wrong ends the channel."""
+        deadline = time.monotonic() + self.timeout_s
+        if not self._sending.acquire(timeout=self.timeout_s):
+            raise self._failed(TimeoutError())
+        try:
+            yield deadline
+        except OSError as error:
+            raise self._failed(error) from error
+        finally:
+            self._sending.release()
+
+    def _receive(self, place: Sink, until: float) -> bytes | None:
+        """The body of the next frame; None if it is not for the protocol."""
+        if self._out_of_step:
+            raise ChannelClosed(f"{self.peer}: the channel was shut down")
+        begun = False
+        try:
+            try:
+                begun = self._stream.wait(until - time.monotonic())
+            except TimeoutError as error:
+                if error.errno is not None:
+                    raise
+                raise ChannelIdle(f"{self.peer}: no frame began in time") from None
+            if not begun:
+                raise EOFError
+            deadline = time.monotonic() + self.timeout_s
+            body_bytes, payload_bytes = HEADER.unpack(self._stream.take(HEADER.size, deadline))
+            most = MAX_BODY_BYTES if self.trusted else MAX_FIRST_BODY_BYTES
+            if body_bytes > most:
+                raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {most}")
+            if payload_bytes and not self.trusted:
+                raise FrameError(f"{self.peer}: a payload before it proved itself")
+            body = self._stream.take(body_bytes, deadline)
+            return self._complete(body, payload_bytes, place, deadline)
+        except ChannelIdle:
+            raise
+        except (OSError, EOFError) as error:
+            self._out_of_step = True
+            raise self._failed(error, cut=begun) from error
+        except BaseException:  # of `place`
+            self._out_of_step = True
+            self.shutdown()
+            raise
+
+    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
+        """Receive the payload."""
+        if payload_bytes == SHARED:
+            try:
+                if self.one_sided:
+                    raise ValueError("want one arena for each channel, and its sizes")
+                self._slots = self._take_arena(body)
+            except ValueError as error:
+                raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+            return None
+        if payload_bytes:
+            target = place(body)
+            if target is None:
+                self._drop(payload_bytes, deadline)
+            elif target.nbytes == payload_bytes:
+                self._stream.receive(target.cast("B"), deadline)
+            else:
+                raise FrameError(
+                    f"{self.peer}: a payload of {payload_bytes} bytes where {target.nbytes} were announced"
+                )
+        return body
+
+    def _drop(self, size: int, deadline: float) -> None:
+        scratch = memoryview(bytearray(min(size, _DROPPED_BYTES)))
+        while size:
+            piece = scratch[:size]
+            self._stream.receive(piece, deadline)
+            size -= len(piece)
+
+    def _failed(self, error: OSError | EOFError, cut: bool = False) -> ChannelError:
+        """Shut down, and say what happened."""
+        here = self._ended
+        self.shutdown()
+        if isinstance(error, ChannelError):
+            return error
+        if here:
+            return ChannelClosed(f"{self.peer}: the channel was shut down")
+        if isinstance(error, TimeoutError) and error.errno is None:
+            return ChannelTimeout(f"{self.peer}: a frame was not through within {self.timeout_s} s")
+        if isinstance(error, EOFError) and cut:
+            return FrameError(f"{self.peer} closed within a frame")
+        if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with a number: the kernel's
+            return ChannelClosed(f"{self.peer} closed the channel or is gone")
+        return ChannelError(f"{self.peer}: {error}")
 
 
 class Listener(ABC):
-    """A place where peers connect.
+    """A listening socket, where peers connect.
 
     Attributes:
         address: what peers connect to; with the port that was found, if 0 was asked for.
     """
 
-    address: str
+    def __init__(self, sock: socket.socket, address: str, timeout_s: float) -> None:
+        self.address = address
+        self._socket = sock
+        self._timeout_s = timeout_s
+        self._accepting = threading.Lock()
+        self._closed = threading.Event()
+        sock.setblocking(True)
 
-    @abstractmethod
     def accept(self, wait_s: float) -> Channel:
         """The channel of the next peer that connects. Nothing has been read from it.
 
@@ -133,7 +321,44 @@ class Listener(ABC):
             ChannelIdle: none came within `wait_s` seconds.
             ChannelClosed: `close` was called.
         """
+        with self._accepting:
+            try:
+                set_timeout(self._socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
+                connection, _ = self._socket.accept()  # shutdown wakes it; it does not wake a poll on AF_UNIX
+            except BlockingIOError:
+                raise ChannelIdle(f"{self.address}: no peer within {wait_s} s") from None
+            except OSError as error:
+                if self._closed.wait(_PAUSE_S):
+                    raise ChannelClosed(f"{self.address}: no longer listened at") from error
+                log.warning("%s: a peer cannot be let in: %s", self.address, error)  # no descriptors, mostly
+                raise ChannelIdle(f"{self.address}: {error}") from error
+        try:
+            return self._channel(connection)
+        except OSError as error:
+            connection.close()
+            raise ChannelIdle(f"{self.address}: the peer is not let in, or left at once: {error}") from error
 
-    @abstractmethod
     def close(self) -> None:
         """Refuse further peers and wake `accept`; channels stay."""
+        self._closed.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._accepting:
+            self._socket.close()
+
+    @abstractmethod
+    def _channel(self, connection: socket.socket) -> Channel:
+        """The channel of one that connected."""
+
+
+@contextmanager
+def connecting(address: str) -> Iterator[None]:
+    """Say which address it is that cannot be reached."""
+    try:
+        yield
+    except ChannelError:
+        raise
+    except TimeoutError as error:
+        raise ChannelTimeout(f"{address} did not answer in time") from error
+    except OSError as error:
+        raise ChannelClosed(f"{address} cannot be reached: {error.strerror or error}") from error

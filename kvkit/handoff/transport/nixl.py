@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from kvkit.handoff.transport import tcp
-from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Sink
-from kvkit.handoff.transport.stream import HEADER, SHARED, Stream, StreamChannel
+from kvkit.handoff.transport.channel import HEADER, SHARED, Channel
+from kvkit.handoff.transport.stream import Stream
 from kvkit.staging import Staging
 
 _ARENA = struct.Struct("<QQQ32s")
@@ -162,7 +162,7 @@ class Agent:
             raise OSError(f"NIXL: the transfer ended as {state}")
 
 
-class NixlChannel(StreamChannel):
+class NixlChannel(Channel):
     """A channel whose payloads are written into the peer's arena, once it is shared. Gives back its agent.
 
     A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 address, u64 slot bytes,
@@ -181,19 +181,8 @@ class NixlChannel(StreamChannel):
         self._takes_arena = takes_arena
         self._memories: dict[int, mmap.mmap] = {}
         self._registering = threading.Lock()
-        self._writing = threading.Lock()
-        self._target: tuple[str, int, int, int] | None = None
+        self._target: tuple[str, int, int] | None = None
         self._closed = False
-
-    def send(
-        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
-    ) -> None:
-        if self._target is not None and payload is not None and slot is not None:
-            memory = payload.obj
-            if isinstance(memory, mmap.mmap):
-                self._write(memory, payload, slot)
-                payload = None
-        super().send(body, payload, more=more)
 
     def share(self, arena: Staging) -> bool:
         memory = arena.buffers[0].obj
@@ -206,11 +195,6 @@ class NixlChannel(StreamChannel):
             self._held.append(HEADER.pack(len(body), SHARED) + body)
             self._send_held(deadline)
         return True
-
-    def shutdown(self) -> None:
-        self._ended = True
-        with self._writing:  # the peer takes this end for that of all writes into its arena
-            super().shutdown()
 
     def close(self) -> None:
         super().close()
@@ -225,39 +209,27 @@ class NixlChannel(StreamChannel):
                 self._closed = True
                 give_back(self._agent)
 
-    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
-        if payload_bytes != SHARED:
-            return super()._complete(body, payload_bytes, place, deadline)
-        if not self._takes_arena or self._target is not None or len(body) < _ARENA.size:
-            raise FrameError(f"{self.peer}: want one arena for each channel, and its sizes")
+    def _take_arena(self, body: bytes) -> tuple[int, int]:
+        if not self._takes_arena or len(body) < _ARENA.size:
+            raise ValueError("want one arena for each channel, and its sizes")
         address, slot_bytes, slots, agent = _ARENA.unpack_from(body)
         name = agent.decode(errors="replace")
-        try:
-            self._agent.add_peer(name, body[_ARENA.size :])
-        except ValueError as error:
-            raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
-        self._target = (name, address, slot_bytes, slots)
-        self.one_sided = True
-        return None
+        self._agent.add_peer(name, body[_ARENA.size :])
+        self._target = name, address, slot_bytes
+        return slots, slot_bytes
 
-    def _write(self, memory: mmap.mmap, payload: memoryview, slot: int) -> None:
+    def _reaches(self, payload: memoryview) -> bool:
+        return isinstance(payload.obj, mmap.mmap)
+
+    def _copy(self, slot: int, payload: memoryview) -> None:
         assert self._target is not None
-        peer, address, slot_bytes, slots = self._target
-        size = payload.nbytes
-        if not 0 <= slot < slots or size > slot_bytes:
-            raise ValueError(f"slot {slot}, {size} bytes: the peer has {slots} slots of {slot_bytes}")
-        if not size:
-            return
-        try:
-            self._register(memory)
+        assert isinstance(payload.obj, mmap.mmap)
+        if payload.nbytes:
+            self._register(payload.obj)
+            peer, address, slot_bytes = self._target
             source, target = address_of(payload), address + slot * slot_bytes
             deadline = time.monotonic() + self.timeout_s
-            with self._writing:
-                if self._ended:
-                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
-                self._agent.write(peer, source, target, size, deadline, lambda: self._ended)
-        except OSError as error:
-            raise self._failed(error) from error
+            self._agent.write(peer, source, target, payload.nbytes, deadline, lambda: self._ended)
 
     def _register(self, memory: mmap.mmap) -> None:
         """As a whole, at its first use: that takes a while where there is RDMA."""

@@ -7,14 +7,14 @@ import socket
 import ssl
 import time
 
-from kvkit.handoff.transport.channel import Channel
-from kvkit.handoff.transport.stream import Stream, StreamChannel, StreamListener, connecting
+from kvkit.handoff.transport.channel import Channel, Listener, connecting
+from kvkit.handoff.transport.stream import Stream
 from kvkit.handoff.transport.tls import TlsStream
 
 _BACKLOG = 128
 
 
-class TcpListener(StreamListener):
+class TcpListener(Listener):
     """A listening socket; with TLS, if there is a context for it."""
 
     def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
@@ -27,7 +27,7 @@ class TcpListener(StreamListener):
         peer = name(connection.getpeername())
         tune(connection, self._timeout_s)
         stream = Stream(connection) if self._tls is None else TlsStream(connection, self._tls, None)
-        return StreamChannel(stream, peer=peer, timeout_s=self._timeout_s)
+        return Channel(stream, peer=peer, timeout_s=self._timeout_s)
 
 
 def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Channel:
@@ -39,7 +39,7 @@ def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) 
     """
     address = f"tcp://{name((host, port))}"
     stream = open_stream(address, host, port, timeout_s, tls)
-    return StreamChannel(stream, peer=address, timeout_s=timeout_s)
+    return Channel(stream, peer=address, timeout_s=timeout_s)
 
 
 def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Stream:

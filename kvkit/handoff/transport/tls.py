@@ -22,8 +22,7 @@ def server_context(certificate: Path, key: Path, ca: Path | None = None) -> ssl.
     Raises:
         ValueError: a file is missing, or is none of these.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load(context, certificate, key, ca)
+    context = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, ca)
     if ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -35,12 +34,11 @@ def client_context(ca: Path, certificate: Path | None = None, key: Path | None =
     Raises:
         ValueError: a file is missing, or is none of these.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    _load(context, certificate, key, ca)
-    return context
+    return _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
 
 
-def _load(context: ssl.SSLContext, certificate: Path | None, key: Path | None, ca: Path | None) -> None:
+def _context(side: int, certificate: Path | None, key: Path | None, ca: Path | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         if certificate is not None:
@@ -49,6 +47,7 @@ def _load(context: ssl.SSLContext, certificate: Path | None, key: Path | None, c
             context.load_verify_locations(ca)
     except OSError as error:  # also ssl.SSLError
         raise ValueError(f"certificate={certificate}, key={key}, ca={ca}: {error}") from error
+    return context
 
 
 class TlsStream(Stream):

@@ -14,26 +14,17 @@ import socket
 import stat
 import struct
 import threading
-from array import array
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from kvkit.handoff.transport.channel import Channel, ChannelClosed, FrameError, Sink
-from kvkit.handoff.transport.stream import (
-    HEADER,
-    SHARED,
-    Stream,
-    StreamChannel,
-    StreamListener,
-    connecting,
-    set_timeout,
-)
+from kvkit.handoff.transport.channel import HEADER, SHARED, Channel, FrameError, Listener, connecting
+from kvkit.handoff.transport.stream import Stream, set_timeout
 from kvkit.staging import PAGE_BYTES, Staging, prefault
 
 _ARENA = struct.Struct("<QQ")
-_DESCRIPTOR_BYTES = array("i").itemsize
+_MAX_DESCRIPTORS = 2  # one more than an arena has
 _MAX_PATH_BYTES = 107
 _BACKLOG = 128
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -53,8 +44,6 @@ class PeerArena:
     """
 
     def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
-        self.slots = slots
-        self.slot_bytes = slot_bytes
         self._closed = False
         try:
             self._memory = _map_sealed(descriptor, slot_bytes, slots)
@@ -68,15 +57,7 @@ class PeerArena:
             raise
 
     def write(self, slot: int, payload: memoryview) -> None:
-        """Copy `payload` to the front of a slot.
-
-        Raises:
-            ValueError: there is no such slot, or it is too small.
-        """
-        if not 0 <= slot < self.slots or payload.nbytes > self.slot_bytes:
-            raise ValueError(
-                f"slot {slot}, {payload.nbytes} bytes: the peer has {self.slots} slots of {self.slot_bytes}"
-            )
+        """Copy `payload`, which fits, to the front of a slot."""
         np.copyto(self._bytes[slot, : payload.nbytes], np.frombuffer(payload, np.uint8))
 
     def close(self) -> None:
@@ -97,11 +78,7 @@ class PeerArena:
 
 
 def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
-    """Memory that nobody can truncate under us.
-
-    Raises:
-        ValueError: it is none of this size.
-    """
+    """Memory of this size that nobody can truncate under us; ValueError where it is none."""
     size = slot_bytes * slots
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -135,13 +112,12 @@ class LocalStream(Stream):
             raise FrameError("a descriptor came, and no arena with it")
         self.limit(wait_s)
         try:
-            count, extra, _, _ = self.socket.recvmsg_into([buffer], socket.CMSG_SPACE(_DESCRIPTOR_BYTES))
+            data, passed, _, _ = socket.recv_fds(self.socket, len(buffer), _MAX_DESCRIPTORS)
         except BlockingIOError:
             raise TimeoutError from None
-        for level, kind, data in extra:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self.passed.extend(array("i", data[: len(data) - len(data) % _DESCRIPTOR_BYTES]))
-        return count
+        buffer[: len(data)] = data
+        self.passed += passed
+        return len(data)
 
     def pass_on(self, data: bytes, descriptor: int, deadline: float) -> None:
         """Send `data`, the descriptor with its first byte."""
@@ -160,7 +136,7 @@ class LocalStream(Stream):
             os.close(self.passed.pop())
 
 
-class LocalChannel(StreamChannel):
+class LocalChannel(Channel):
     """A channel between two processes of one host.
 
     A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
@@ -181,24 +157,6 @@ class LocalChannel(StreamChannel):
             raise PermissionError(f"process {pid} is of user {uid}, want {os.geteuid()} or root")
         super().__init__(LocalStream(sock, takes_arena), peer=f"process {pid}", timeout_s=timeout_s)
         self._arena: PeerArena | None = None
-        self._writing = threading.Lock()
-
-    def send(
-        self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
-    ) -> None:
-        if self._arena is not None and payload is not None and slot is not None:
-            with self._writing:
-                if self._ended:
-                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
-                self._arena.write(slot, payload)
-            payload = None
-        super().send(body, payload, more=more)
-
-    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
-        if payload_bytes == SHARED:
-            self._map(body)
-            return None
-        return super()._complete(body, payload_bytes, place, deadline)
 
     def share(self, arena: Staging) -> bool:
         if arena.descriptor is None:
@@ -210,31 +168,28 @@ class LocalChannel(StreamChannel):
             self._stream.pass_on(frame, arena.descriptor, deadline)
         return True
 
-    def shutdown(self) -> None:
-        self._ended = True
-        with self._writing:  # the peer takes this end for that of all writes into its arena
-            super().shutdown()
-
     def close(self) -> None:
         super().close()
         self._stream.close_passed()
         if self._arena is not None:
             self._arena.close()
 
-    def _map(self, body: bytes) -> None:
-        """Map the arena that came; payloads are written into it from now on."""
+    def _take_arena(self, body: bytes) -> tuple[int, int]:
         try:
-            if self._arena is not None or len(self._stream.passed) != 1 or len(body) != _ARENA.size:
+            if len(self._stream.passed) != 1 or len(body) != _ARENA.size:
                 raise ValueError("want one arena for each channel, and its sizes")
-            self._arena = PeerArena(self._stream.passed.pop(), *_ARENA.unpack(body))
-        except ValueError as error:
-            raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+            slot_bytes, slots = _ARENA.unpack(body)
+            self._arena = PeerArena(self._stream.passed.pop(), slot_bytes, slots)
+            return slots, slot_bytes
         finally:
             self._stream.close_passed()
-        self.one_sided = True
+
+    def _copy(self, slot: int, payload: memoryview) -> None:
+        assert self._arena is not None
+        self._arena.write(slot, payload)
 
 
-class LocalListener(StreamListener):
+class LocalListener(Listener):
     """A socket file of mode 0600, in a folder that only its owner may enter."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -292,11 +247,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _bind(sock: socket.socket, path: Path) -> None:
-    """Bind, in place of a socket whose process was killed.
-
-    Raises:
-        OSError: the path is taken.
-    """
+    """Bind, in place of a socket whose process was killed."""
     try:
         sock.bind(str(path))
     except OSError as error:
@@ -308,17 +259,10 @@ def _bind(sock: socket.socket, path: Path) -> None:
 
 def _is_stale(path: Path) -> bool:
     """Whether this is a socket that nobody listens at."""
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+        return is_socket and probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 def _identity(path: Path) -> tuple[int, int]:
