@@ -23,7 +23,7 @@ from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.handoff.protocol.messages import Admit, Commit, Data, Done, Reserve
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender
-from kvkit.handoff.settings import BufferSize, HandoffConfig, identify
+from kvkit.handoff.settings import HandoffConfig, buffer_size, identify, slots_of
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.moving.policy import Policy
@@ -337,10 +337,10 @@ def test_a_buffer_holds_the_requests_it_is_made_for(tokens: int) -> None:
     namespace = Namespace("m", layout.fingerprint(), "float32", chunk_tokens=16)
     sent = [t - 1 if t % 4 == 1 else t for t in range(tokens + 1)]
     taken = [t // 16 + -(-(t % 16) // 4) for t in sent]
-    assert BufferSize(1, 1, 1).slots_of(tokens, layout, namespace) == max(taken)
+    assert slots_of(tokens, layout, namespace) == max(taken)
     config = HandoffConfig(listen=("unix:///d",), buffer=max(1, max(taken)) * 8192)
-    size = BufferSize.of(config.model_copy(update={"max_prefill_tokens": tokens}), layout, namespace)
-    assert size.slots >= max(taken)
+    slots, _ = buffer_size(config.model_copy(update={"max_prefill_tokens": tokens}), layout, namespace)
+    assert slots >= max(taken)
 
 
 def test_nodes_of_several_hosts_use_tls(engine: Engine, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_garbage_ends_a_connection_and_nothing_else(
         if stage == "after it":
             speaker = Speaker(address(node, transport))
             assert isinstance(speaker.hello(), Proof)
-            plain = speaker.channel._stream.socket.dup()  # type: ignore[attr-defined]
+            plain = speaker.channel._stream.socket.dup()
         else:
             plain = raw_socket(address(node, transport))
         plain.sendall(garbage)

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvkit.handoff.protocol import outgoing, states
-from kvkit.handoff.protocol.outgoing import Outgoing, SendCancel, SendCommit, Stage
+from kvkit.handoff.protocol.messages import Cancel, Commit
+from kvkit.handoff.protocol.outgoing import Outgoing, Stage
 from kvkit.handoff.protocol.states import (
     Action,
     Buffer,
     Complete,
+    Delete,
     Deny,
     End,
-    Forget,
     Grant,
     Limits,
     Phase,
     Unexpected,
+    Verdict,
     check_integrity,
 )
 
@@ -58,7 +60,7 @@ def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Next:
 
 
 def kinds(actions: Sequence[Action]) -> list[tuple[str, str]]:
-    return [(type(a).__name__, a.transfer) for a in actions if not isinstance(a, Forget)]
+    return [(type(a).__name__, a.transfer) for a in actions if isinstance(a, Verdict)]
 
 
 def test_the_order_that_is_a_deadlock_elsewhere() -> None:
@@ -152,7 +154,7 @@ def test_damaged_records_are_let_go() -> None:
     buffer, _ = finish(buffer, "A")
     buffer, _ = reserve(buffer, "B", "bc")
     buffer, actions = states.delete(buffer, ["b", "x"])
-    assert actions == (Forget(("b",)),)
+    assert actions == (Delete(("b",)),)
     check_integrity(buffer)
     assert states.delete(buffer, ["b"]) == (buffer, ())
     buffer, (end,) = states.release(buffer, "A", "used", 0.0)
@@ -411,7 +413,7 @@ def test_a_sender_sends_what_is_wanted_then_commits() -> None:
     assert steps == (outgoing.Send(2, 2),)
     assert outgoing.put(out, "c", 2.0) == (out, ())
     out, steps = outgoing.put(out, "a", 3.0)
-    assert steps == (outgoing.Send(0, 4), SendCommit(()))
+    assert steps == (outgoing.Send(0, 4), Commit("T", ()))
     out, steps = outgoing.done(out)
     assert (out.stage, out.error, out.missing) == (Stage.ENDED, None, 0)
 
@@ -419,7 +421,7 @@ def test_a_sender_sends_what_is_wanted_then_commits() -> None:
 def test_a_sender_that_has_nothing_to_send_commits() -> None:
     out = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
     out, steps = outgoing.admitted(out, [-1, -1], 1.0)
-    assert (out.stage, steps) == (Stage.COMMITTED, (SendCommit(()),))
+    assert (out.stage, steps) == (Stage.COMMITTED, (Commit("T", ()),))
 
 
 def test_a_sender_wants_nothing_before_it_is_admitted() -> None:
@@ -431,7 +433,7 @@ def test_a_sender_wants_nothing_before_it_is_admitted() -> None:
 def test_a_sender_that_finishes_early_says_what_is_missing() -> None:
     out, _ = outgoing.put(open_transfer(), "a", 2.0)
     out, steps = outgoing.finish(out, 2.0)
-    assert steps == (SendCommit((2,)),)
+    assert steps == (Commit("T", (2,)),)
     out, _ = outgoing.done(out)
     assert (out.error, out.missing) == (None, 1)
 
@@ -441,7 +443,7 @@ def test_a_release_is_always_answered(stage: Stage) -> None:
     """The receiver lends its slots to nobody before that."""
     out = replace(open_transfer(), stage=stage, error="before" if stage is Stage.ENDED else None)
     out, steps = outgoing.released(out, "expired")
-    assert steps == (SendCancel(),)
+    assert steps == (Cancel("T"),)
     assert (out.stage, out.error) == (Stage.ENDED, "before" if stage is Stage.ENDED else "expired")
     assert outgoing.put(out, "a", 2.0) == (out, ())
     assert outgoing.finish(out, 2.0) == (out, ())
@@ -458,7 +460,7 @@ def test_a_sender_that_waits_too_long_cancels() -> None:
         (outgoing.finish(open_transfer(), 2.0)[0], 12.0, "the receiver did not confirm in time"),
     ]:
         ended, steps = outgoing.overdue(out, at)
-        assert (ended.stage, ended.error, steps) == (Stage.ENDED, reason, (SendCancel(),))
+        assert (ended.stage, ended.error, steps) == (Stage.ENDED, reason, (Cancel("T"),))
         assert outgoing.overdue(ended, at + 100) == (ended, ())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvkit.handoff.protocol.messages import MessageError, transfer_name
+from kvkit.handoff.protocol.messages import MessageError, check_id
 from kvkit.settings import ConfigError
 
 WHERE = "kv_transfer_params"
@@ -58,7 +58,7 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDe
     if sends and given is None:
         given = uuid.uuid4().hex
     try:
-        transfer = transfer_name(given)
+        transfer = check_id("transfer", given)
     except MessageError as error:
         raise ConfigError(f"{WHERE}.transfer_id: {error}") from error
     if receives:

@@ -8,25 +8,14 @@ import threading
 from collections.abc import Sequence
 
 from kvkit.handoff.links import Links
-from kvkit.handoff.protocol.messages import (
-    HANDOFF,
-    AnyMessage,
-    Cancel,
-    Commit,
-    Data,
-    Found,
-    Pull,
-    Query,
-    Release,
-    Reserve,
-    TierRun,
-)
+from kvkit.handoff.protocol import messages
+from kvkit.handoff.protocol.messages import AnyMessage, Data, Found, TierRun
 from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import Channel
 from kvkit.handoff.transport.door import HANDSHAKE_S, Door
-from kvkit.handoff.transport.link import Identity, Link
+from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import Tier
 
@@ -39,8 +28,8 @@ MAX_PULLS = 1024
 """Of one peer at a time."""
 
 
-class Endpoint:
-    """A node's side of the protocol, for peers that connect. Thread-safe; a context manager that closes.
+class Endpoint(Handler):
+    """A node's side of the protocol, for peers that connect. Thread-safe.
 
     Args:
         receiver: what records are sent into; None for a node that only answers.
@@ -70,7 +59,8 @@ class Endpoint:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._receiver = receiver
-        self._near = list(near)
+        self._near = near
+        self._held: list[Tier | Receiver] = [*near, receiver] if receiver else [*near]
         self._identity = identity
         self._timeout_s = timeout_s
         self._pin_s = pin_s
@@ -113,33 +103,31 @@ class Endpoint:
             self._receiver.connected(link)
 
     def received(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Query):
-            runs = [TierRun(t.name, t.scope, t.count_leading(message.names)) for t in self._near]
-            if self._receiver is not None:
-                runs.append(TierRun(HANDOFF, "node", self._receiver.count_leading(message.names)))
-            link.say(Found(message.id, tuple(runs)))
-        elif isinstance(message, Pull):
-            self._send(link, message)
-        elif isinstance(message, Release):
-            self._release(link, message.transfer)
-        elif self._receiver is None:
-            raise Unexpected(f"{type(message).__name__}: this node takes no records")
-        elif isinstance(message, Reserve):
-            held = [name for name in message.names if self._pinned(name)]
-            self._receiver.reserve(link, message.transfer, message.names, held, message.deadline_s)
-        elif isinstance(message, Data):
-            self._receiver.arrived(link, message.transfer, message.index, message.size)
-        elif isinstance(message, Commit):
-            self._receiver.commit(link, message.transfer, message.missing)
-        elif isinstance(message, Cancel):
-            self._receiver.cancelled(link, message.transfer)
-        else:
-            raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
+        match message:
+            case messages.Query(number, names):
+                runs = (TierRun(held.name, held.scope, held.count_leading(names)) for held in self._held)
+                link.say(Found(number, tuple(runs)))
+            case messages.Pull():
+                self._send(link, message)
+            case messages.Release(transfer):
+                with self._lock:
+                    over = self._pulls.pop((link.number, transfer), None)
+                if over is not None:
+                    over.set()
+            case messages.Reserve(transfer, names, deadline_s):
+                pinned = [n for n in names if any(tier.pin([n], self._pin_s) for tier in self._near)]
+                self._receives(message).reserve(link, transfer, names, pinned, deadline_s)
+            case messages.Data(transfer, index, size):
+                self._receives(message).arrived(link, transfer, index, size)
+            case messages.Commit(transfer, missing):
+                self._receives(message).commit(link, transfer, missing)
+            case messages.Cancel(transfer):
+                self._receives(message).cancelled(link, transfer)
+            case _:
+                raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
 
     def place(self, link: Link, data: Data) -> Lease | None:
-        if self._receiver is None:
-            raise Unexpected("Data: this node takes no records")
-        return self._receiver.filling(link, data.transfer, data.index, data.size)
+        return self._receives(data).filling(link, data.transfer, data.index, data.size)
 
     def ended(self, link: Link, error: BaseException) -> None:
         log.info("handoff: %s is gone: %s", link, error)
@@ -162,11 +150,13 @@ class Endpoint:
         self._links.add(link)
         return link
 
-    def _pinned(self, name: str) -> bool:
-        """Whether a near tier has a record, and keeps it for a while."""
-        return any(tier.pin([name], self._pin_s) for tier in self._near)
+    def _receives(self, message: AnyMessage) -> Receiver:
+        """What `message` is for. Refuses one that a node without a receiver cannot be told."""
+        if self._receiver is None:
+            raise Unexpected(f"{type(message).__name__}: this node takes no records")
+        return self._receiver
 
-    def _send(self, link: Link, pull: Pull) -> None:
+    def _send(self, link: Link, pull: messages.Pull) -> None:
         """Queue what is here of what is asked for. Slots stay lent until their record is sent."""
         over = threading.Event()
         key = (link.number, pull.transfer)
@@ -177,21 +167,12 @@ class Endpoint:
                 raise Unexpected(f"{MAX_PULLS} pulls are under way, and none was released")
             self._pulls[key] = over
         missing = []
-        lenders = [tier.borrow for tier in self._near]
-        if self._receiver is not None:
-            lenders.append(self._receiver.borrow)
         for index, name in enumerate(pull.names):
-            lease = next(filter(None, (lend(name) for lend in lenders)), None)
+            lease = next(filter(None, (held.borrow(name) for held in self._held)), None)
             if lease is None:
                 missing.append(index)
                 continue
             with lease:
                 data = Data(pull.transfer, index, lease.used)
                 link.send(data, lease, None, lambda: not over.is_set(), lambda error: None)
-        link.say(Commit(pull.transfer, tuple(missing)))
-
-    def _release(self, link: Link, transfer: str) -> None:
-        with self._lock:
-            over = self._pulls.pop((link.number, transfer), None)
-        if over is not None:
-            over.set()
+        link.say(messages.Commit(pull.transfer, tuple(missing)))

@@ -8,27 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvkit.format.record import Damage
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.links import Connections
-from kvkit.handoff.protocol.messages import (
-    MAX_NAMES,
-    AnyMessage,
-    Commit,
-    Data,
-    Found,
-    Pull,
-    Query,
-    Release,
-    TierRun,
-    peer_name,
-)
+from kvkit.handoff.protocol import messages
+from kvkit.handoff.protocol.messages import MAX_NAMES, MAX_PEER_NAME, AnyMessage, Data, TierRun, check_id
 from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Identity, Link
+from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import (
     DamagedObject,
@@ -43,17 +33,21 @@ from kvkit.tiers.base import (
 
 @dataclass(eq=False, slots=True)
 class _Pulling:
-    """A pull under way: what still comes, and by when the next of it must."""
+    """A pull under way: what still comes, and by when the next of it must. `finish` is called for each."""
 
     link: Link
-    names: tuple[str, ...]
-    place: Callable[[int, int], Lease | memoryview | None]
+    names: Sequence[str]
+    targets: Sequence[Lease | memoryview]
     finish: Callable[[int, int, OSError | None], None]
     deadline: float
-    due: set[int] = field(default_factory=set)
+    due: set[int]
+
+    def room(self, index: int) -> int:
+        target = self.targets[index]
+        return len(target.buffer if isinstance(target, Lease) else target)
 
 
-class PeerTier(Tier):
+class PeerTier(Tier, Handler):
     """What the node at `address` holds near. Nothing is stored there: a put fails, a delete does nothing.
 
     Args:
@@ -65,7 +59,7 @@ class PeerTier(Tier):
 
     Raises:
         ValueError: `address` is none, or not a unix one and there is no secret; or the name is none that can
-            be said to a peer, see `kvkit.handoff.protocol.messages.peer_name`.
+            be said to a peer, see `kvkit.handoff.protocol.messages.check_id`.
     """
 
     def __init__(
@@ -78,7 +72,7 @@ class PeerTier(Tier):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         addresses.check_secret(address, bool(identity.secret))
-        self.name = peer_name(name)
+        self.name = check_id("peer", name, MAX_PEER_NAME)
         self._address = address
         self._slot_bytes = identity.slot_bytes
         self._timeout_s = timeout_s
@@ -101,7 +95,7 @@ class PeerTier(Tier):
         with self._lock:
             link, number = self._connected(), next(self._numbers)
             self._asked[number] = link, answer
-            link.say(Query(number, tuple(names[:MAX_NAMES])))
+            link.say(messages.Query(number, tuple(names[:MAX_NAMES])))
         try:
             runs = answer.result(self._timeout_s)
         except TimeoutError:
@@ -144,37 +138,39 @@ class PeerTier(Tier):
 
     # what the link reports
 
-    def started(self, link: Link) -> None:
-        pass
-
     def received(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Found):
-            with self._lock:
-                asked = self._asked.get(message.id)
-            if asked is not None and not asked[1].done():
-                asked[1].set_result(message.runs)
-        elif isinstance(message, Data):
-            self._arrived(message)
-        elif isinstance(message, Commit):
-            missing = frozenset(message.missing)
-            self._fail(
-                [message.transfer],
-                lambda name: FileNotFoundError(f"tier {self.name!r} does not hold {name}"),
-                missing,
-            )
-            link.say(Release(message.transfer, "used"))
-        else:
-            raise Unexpected(f"{type(message).__name__} is nothing to say to one who pulls")
+        match message:
+            case messages.Found(number, runs):
+                with self._lock:
+                    _, answer = self._asked.get(number, (link, None))
+                if answer is not None and not answer.done():
+                    answer.set_result(runs)
+            case messages.Data(index=index, size=size):
+                pull = self._waiting_for(message)
+                if pull is None:
+                    return
+                pull.due.discard(index)
+                error = None
+                if size > pull.room(index):
+                    what = f"{pull.names[index]}: {size} bytes do not fit the slot"
+                    error = DamagedObject(what, Damage.OVERSIZE)
+                pull.finish(index, size, error)
+            case messages.Commit(transfer, missing):
+                self._fail(
+                    [transfer],
+                    lambda name: FileNotFoundError(f"tier {self.name!r} does not hold {name}"),
+                    frozenset(missing),
+                )
+                link.say(messages.Release(transfer, "used"))
+            case _:
+                raise Unexpected(f"{type(message).__name__} is nothing to say to one who pulls")
 
     def place(self, link: Link, data: Data) -> Lease | memoryview | None:
-        with self._lock:
-            pull = self._pulls.get(data.transfer)
-            if pull is None:
-                return None
-            if data.index not in pull.due:
-                raise Unexpected(f"transfer {data.transfer}: record {data.index} is not expected")
-            pull.deadline = time.monotonic() + self._timeout_s
-        return pull.place(data.index, data.size)
+        pull = self._waiting_for(data)
+        if pull is None or data.size > pull.room(data.index):
+            return None
+        target = pull.targets[data.index]
+        return target.share() if isinstance(target, Lease) else target[: data.size]
 
     def ended(self, link: Link, error: BaseException) -> None:
         with self._lock:
@@ -187,88 +183,65 @@ class PeerTier(Tier):
         self._fail(pulls, lambda name: failure)
 
     def _connected(self) -> Link:
-        """The link to the peer.
-
-        Raises:
-            TierError: the tier is closed, or no thread can be started.
-        """
+        """The link to the peer. Raises TierError where the tier is closed, or no thread can be started."""
         try:
             return self._links.to(self._address)
         except ChannelError as error:
             raise TierError(f"tier {self.name!r}: {error}") from error
 
+    def _waiting_for(self, data: Data) -> _Pulling | None:
+        """The pull that waits for a record; None if it is over."""
+        with self._lock:
+            pull = self._pulls.get(data.transfer)
+            if pull is not None:
+                if data.index not in pull.due:
+                    raise Unexpected(f"transfer {data.transfer}: record {data.index} is not expected")
+                pull.deadline = time.monotonic() + self._timeout_s
+            return pull
+
     def _get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         held = [lease.share() for lease in leases]
 
-        def place(index: int, size: int) -> Lease | None:
-            lease = held[index]
-            return lease.share() if size <= len(lease.buffer) else None
-
         def finish(index: int, size: int, error: OSError | None) -> None:
-            lease = held[index]
-            if error is None and size > len(lease.buffer):
-                error = DamagedObject(f"{names[index]}: {size} bytes do not fit the slot", Damage.OVERSIZE)
             if error is None:
-                lease.used = size
-            complete(on_complete, names[index], lease, error)
+                held[index].used = size
+            complete(on_complete, names[index], held[index], error)
 
         try:
-            self._pull(tuple(names), place, finish)
+            self._pull(names, held, finish)
         except TierError as error:
             for index in range(len(names)):
                 finish(index, 0, error)
 
     def _read(self, name: str) -> memoryview:
-        """A record in memory of its own.
-
-        Raises:
-            OSError: it is missing, or did not come.
-        """
+        """A record in memory of its own."""
         done: Future[memoryview] = Future()
-        target = memoryview(b"")
-
-        def place(_: int, size: int) -> memoryview | None:
-            nonlocal target
-            target = memoryview(bytearray(size)) if size <= self._slot_bytes else target
-            return target if size == len(target) else None
+        target = memoryview(bytearray(self._slot_bytes))
 
         def finish(_: int, size: int, error: OSError | None) -> None:
-            if error is None and size != len(target):
-                error = DamagedObject(f"{name}: {size} bytes are more than a record has", Damage.OVERSIZE)
             if error is None:
-                done.set_result(target)
+                done.set_result(target[:size])
             else:
                 done.set_exception(error)
 
-        self._pull((name,), place, finish)
+        self._pull([name], [target], finish)
         return done.result()  # a pull ends by its deadline
 
     def _pull(
         self,
-        names: tuple[str, ...],
-        place: Callable[[int, int], Lease | memoryview | None],
+        names: Sequence[str],
+        targets: Sequence[Lease | memoryview],
         finish: Callable[[int, int, OSError | None], None],
     ) -> None:
-        """Ask for records. `finish` is called once for each.
-
-        Raises:
-            TierError: the tier is closed.
-        """
+        """Ask for records. Raises TierError where the tier is closed."""
         deadline = time.monotonic() + self._timeout_s
         with self._lock:
             link = self._connected()
             transfer = f"{self.name}-{next(self._numbers)}"
-            self._pulls[transfer] = _Pulling(link, names, place, finish, deadline, set(range(len(names))))
-            link.say(Pull(transfer, names))
+            due = set(range(len(names)))
+            self._pulls[transfer] = _Pulling(link, names, targets, finish, deadline, due)
+            link.say(messages.Pull(transfer, tuple(names)))
             self._deadlines.changed()
-
-    def _arrived(self, data: Data) -> None:
-        with self._lock:
-            pull = self._pulls.get(data.transfer)
-            if pull is None:
-                return
-            pull.due.discard(data.index)
-        pull.finish(data.index, data.size, None)
 
     def _fail(
         self,
@@ -294,7 +267,7 @@ class PeerTier(Tier):
         with self._lock:
             late = {name: pull.link for name, pull in self._pulls.items() if pull.deadline <= now}
         for transfer, link in late.items():
-            link.say(Release(transfer, "too late"))
+            link.say(messages.Release(transfer, "too late"))
         self._fail(list(late), lambda name: TimeoutError(f"tier {self.name!r}: {name} is late"))
         with self._lock:
             return min((pull.deadline for pull in self._pulls.values()), default=None)

@@ -6,15 +6,16 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.protocol import states
-from kvkit.handoff.protocol.messages import Admit, Done, Message, Refuse, Release
+from kvkit.handoff.protocol.messages import HANDOFF, Admit, Done, OfTransfer, Refuse, Release
 from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, Unexpected
+from kvkit.handoff.transport.link import Link
 from kvkit.staging import Lease, Staging, release_all
+from kvkit.tiers.base import Scope
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +40,6 @@ class Status:
     reason: str = ""
 
 
-class Source(Protocol):
-    """A link to a sender, as the receiver uses it: `kvkit.handoff.transport.link.Link`."""
-
-    number: int
-    shared: bool
-
-    def say(self, message: Message) -> None: ...
-
-
 class Receiver:
     """Records that came from peers, in slots of an arena of its own. Thread-safe.
 
@@ -59,88 +51,89 @@ class Receiver:
         outcomes: transfers so far that were done, refused, or admitted and failed.
     """
 
+    name = HANDOFF
+    scope: Scope = "node"
+
     def __init__(self, arena: Staging, limits: Limits) -> None:
         self.arena = arena
         self._buffer = Buffer.empty(arena.slots, limits)
         self.outcomes: Counter[Outcome] = Counter()
-        self._sources: dict[int, Source] = {}
+        self._links: dict[Hashable, Link] = {}
         self._filling: dict[str, dict[int, Lease]] = {}
         self._records: dict[str, Lease] = {}
         self._unanswered: dict[tuple[int, str], list[Lease]] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.RLock()  # a slot that comes free while it is held may admit another transfer
-        self._changed = threading.Condition(self._lock)
-        self._closed = False
+        # its lock is one that a thread may take twice: a slot that comes free may admit another transfer
+        self._changed = threading.Condition()
         self._watchers: list[Callable[[object], None]] = []
         arena.when_freed(self._freed)
         self._deadlines = Deadlines("kvkit-handoff-deadlines", self._expire)
 
-    def connected(self, source: Source) -> None:
+    def connected(self, link: Link) -> None:
         """A sender is there."""
-        with self._lock:
-            self._sources[source.number] = source
+        with self._changed:
+            self._links[link.number] = link
 
     def reserve(
         self,
-        source: Source,
+        link: Link,
         transfer: str,
         names: Sequence[str],
         elsewhere: Collection[str],
         deadline_s: float,
     ) -> None:
         """A sender asks for room; it is told sooner or later."""
-        with self._lock:
+        with self._changed:
             now = time.monotonic()
             self._apply(
-                states.reserve(self._buffer, transfer, source.number, names, elsewhere, deadline_s, now)
+                states.reserve(self._buffer, transfer, link.number, names, elsewhere, deadline_s, now)
             )
 
-    def filling(self, source: Source, transfer: str, index: int, size: int) -> Lease | None:
+    def filling(self, link: Link, transfer: str, index: int, size: int) -> Lease | None:
         """A share of the slot that a record of `size` bytes is for; None if the transfer is over.
 
         Raises:
             Unexpected: nobody reserved it, or it does not fit.
         """
-        with self._lock:
-            lease = self._expected(source, transfer, index, size)
+        with self._changed:
+            lease = self._expected(link, transfer, index, size)
             return None if lease is None else lease.share()
 
-    def arrived(self, source: Source, transfer: str, index: int, size: int) -> None:
+    def arrived(self, link: Link, transfer: str, index: int, size: int) -> None:
         """A record is in its slot.
 
         Raises:
             Unexpected: as `filling`.
         """
-        with self._lock:
-            lease = self._expected(source, transfer, index, size)
+        with self._changed:
+            lease = self._expected(link, transfer, index, size)
             if lease is not None:
                 lease.used = size
                 now = time.monotonic()
-                self._buffer, _ = states.arrived(self._buffer, transfer, source.number, index, now)
+                self._buffer, _ = states.arrived(self._buffer, transfer, link.number, index, now)
 
-    def commit(self, source: Source, transfer: str, missing: Collection[int]) -> None:
+    def commit(self, link: Link, transfer: str, missing: Collection[int]) -> None:
         """All that comes of a transfer is in.
 
         Raises:
             Unexpected: it is not.
         """
-        with self._lock:
-            self._apply(states.commit(self._buffer, transfer, source.number, missing, time.monotonic()))
+        with self._changed:
+            self._apply(states.commit(self._buffer, transfer, link.number, missing, time.monotonic()))
 
-    def cancelled(self, source: Source, transfer: str) -> None:
+    def cancelled(self, link: Link, transfer: str) -> None:
         """A sender writes no more into the slots of a transfer, and will not commit it."""
-        with self._lock:
-            self._apply(
-                states.cancel(self._buffer, transfer, source.number, time.monotonic()), writes_on=False
-            )
-            release_all(self._unanswered.pop((source.number, transfer), ()))
+        with self._changed:
+            now = time.monotonic()
+            self._apply(states.cancel(self._buffer, transfer, link.number, now), writes_on=False)
+            release_all(self._unanswered.pop((link.number, transfer), ()))
 
-    def lost(self, source: Source) -> None:
+    def lost(self, link: Link) -> None:
         """A sender is gone."""
-        with self._lock:
-            self._sources.pop(source.number, None)
-            self._apply(states.lost(self._buffer, source.number, time.monotonic()), writes_on=False)
-            for key in [key for key in self._unanswered if key[0] == source.number]:
+        with self._changed:
+            self._links.pop(link.number, None)
+            self._apply(states.lost(self._buffer, link.number, time.monotonic()), writes_on=False)
+            for key in [key for key in self._unanswered if key[0] == link.number]:
                 release_all(self._unanswered.pop(key))
 
     def watch(self, changed: Callable[[object], None]) -> None:
@@ -148,22 +141,22 @@ class Receiver:
 
         By any thread, which holds the receiver's lock: it must be quick and not wait.
         """
-        with self._lock:
+        with self._changed:
             self._watchers.append(changed)
 
     def release(self, transfer: str, reason: str = "used") -> None:
         """Nobody needs a transfer any more: its records go, unless others hold them. None is fine, too."""
-        with self._lock:
+        with self._changed:
             self._apply(states.release(self._buffer, transfer, reason, time.monotonic()))
 
     def delete(self, names: Sequence[str]) -> None:
         """Release records, whoever holds them: they are damaged."""
-        with self._lock:
+        with self._changed:
             self._apply(states.delete(self._buffer, names))
 
     def status(self, transfer: str) -> Status | None:
         """Where a transfer is; None if it is not known, or no longer."""
-        with self._lock:
+        with self._changed:
             found = self._buffer.transfers.get(transfer)
             if found is not None:
                 held = len(found.elsewhere) + len(found.holds)
@@ -184,29 +177,29 @@ class Receiver:
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, are available."""
-        with self._lock:
+        with self._changed:
             return next((i for i, name in enumerate(names) if name not in self._records), len(names))
 
     def borrow(self, name: str) -> Lease | None:
         """A share of the slot of a record."""
-        with self._lock:
+        with self._changed:
             lease = self._records.get(name)
             return None if lease is None else lease.share()
 
     def size(self, name: str) -> int | None:
         """Bytes of a record, None if it is not here."""
-        with self._lock:
+        with self._changed:
             lease = self._records.get(name)
             return None if lease is None else lease.used
 
     def records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record."""
-        with self._lock:
+        with self._changed:
             return [(name, lease.used) for name, lease in self._records.items()]
 
     def transfers(self) -> dict[str, Phase]:
         """The phase of every transfer that is not over."""
-        with self._lock:
+        with self._changed:
             return {t.id: t.phase for t in self._buffer.transfers.values()}
 
     def check_integrity(self) -> None:
@@ -215,7 +208,7 @@ class Receiver:
         Raises:
             AssertionError: not so. This is a defect in kvkit.
         """
-        with self._lock:
+        with self._changed:
             states.check_integrity(self._buffer)
             assert self._records.keys() == self._buffer.held.keys()
             receiving = {t.id: t.own for t in self._buffer.transfers.values() if t.phase is Phase.RECEIVING}
@@ -227,34 +220,31 @@ class Receiver:
     def close(self, timeout_s: float) -> None:
         """Admit nothing more, let come in what is coming for so long, then release everything."""
         with self._changed:
-            if self._closed:
+            if self._buffer.closed:
                 return
             self._apply(states.close(self._buffer, time.monotonic(), at_once=False))
-            self._changed.wait_for(
-                lambda: all(p is not Phase.RECEIVING for p in self.transfers().values()), timeout_s
-            )
+            self._changed.wait_for(lambda: Phase.RECEIVING not in self.transfers().values(), timeout_s)
             self._apply(states.close(self._buffer, time.monotonic(), at_once=True))
-            self._closed = True
         self._deadlines.close(timeout_s)
-        with self._lock:
-            for source in list(self._sources.values()):
-                self.lost(source)
+        with self._changed:
+            for link in list(self._links.values()):
+                self.lost(link)
         self.arena.close()
 
-    def _expected(self, source: Source, transfer: str, index: int, size: int) -> Lease | None:
+    def _expected(self, link: Link, transfer: str, index: int, size: int) -> Lease | None:
         """The lease of a record that may come now; None if its transfer is over. The lock is held."""
         found = self._buffer.transfers.get(transfer)
         if found is None:
             return None
         lease = self._filling.get(transfer, {}).get(index)
-        if found.peer != source.number or lease is None or index in found.arrived:
+        if found.peer != link.number or lease is None or index in found.arrived:
             raise Unexpected(f"transfer {transfer}: record {index} is not expected")
         if size > self.arena.slot_bytes:
             raise Unexpected(f"transfer {transfer}: {size} bytes do not fit {self.arena.slot_bytes}")
         return lease
 
     def _freed(self) -> None:
-        with self._lock:
+        with self._changed:
             self._apply(states.freed(self._buffer, 1, time.monotonic()))
 
     def _apply(self, outcome: states.Next, writes_on: bool = True) -> None:
@@ -264,57 +254,52 @@ class Receiver:
         """
         self._buffer, actions = outcome
         for action in actions:
-            if isinstance(action, states.Forget):
-                for name in action.names:
-                    self._records.pop(name).release()
+            if isinstance(action, states.Delete):
+                release_all([self._records.pop(name) for name in action.names])
                 continue
-            source = self._sources.get(action.peer) if isinstance(action.peer, int) else None
-            for message in self._carry_out(action, source, writes_on):
-                if source is not None:
-                    source.say(message)
+            link = self._links.get(action.peer)
+            message = self._carry_out(action, link, writes_on)
+            if link is not None:
+                link.say(message)
         self._changed.notify_all()
         self._deadlines.changed()
-        if any(not isinstance(action, states.Grant | states.Forget) for action in actions):
+        if any(not isinstance(action, states.Grant | states.Delete) for action in actions):
             for changed in self._watchers:
                 changed(self)
 
-    def _carry_out(
-        self,
-        action: states.Grant | states.Deny | states.Complete | states.End,
-        source: Source | None,
-        writes_on: bool,
-    ) -> Iterator[Message]:
-        """Do what an action says; what to tell the sender."""
-        transfer = action.transfer
-        if isinstance(action, states.Grant):
-            count = len(action.own)
-            leases = self.arena.acquire(count, 0.0, at_least=count) if count else []
-            taken = dict(zip(sorted(action.own), leases, strict=True))
-            self._filling[transfer] = taken
-            slots = (taken[i].slot if i in taken else -1 for i in range(action.names))
-            yield Admit(transfer, tuple(slots))
-        elif isinstance(action, states.Deny):
-            self.outcomes["refused"] += 1
-            self._remember(transfer, action.reason)
-            yield Refuse(transfer, action.reason)
-        elif isinstance(action, states.Complete):
-            names = self._buffer.transfers[transfer].names
-            leases_by_index = self._filling.pop(transfer)
-            for index in action.keep:
-                self._records[names[index]] = leases_by_index[index]
-            release_all(leases_by_index[index] for index in action.drop)
-            self.outcomes["done"] += 1
-            yield Done(transfer)
-        else:
-            self.outcomes["failed"] += transfer in self._filling
-            dropped = list(self._filling.pop(transfer, {}).values())
-            if dropped and source is not None and source.shared and writes_on:
-                held = self._unanswered.setdefault((source.number, transfer), [])
-                held += [lease.share() for lease in dropped]
-            release_all(dropped)
-            release_all([self._records.pop(name) for name in action.forget])
-            self._remember(transfer, action.reason)
-            yield Release(transfer, action.reason)
+    def _carry_out(self, verdict: states.Verdict, link: Link | None, writes_on: bool) -> OfTransfer:
+        """Do what was decided about a transfer; what to tell its sender."""
+        transfer = verdict.transfer
+        match verdict:
+            case states.Grant(own=own):
+                leases = self.arena.acquire(len(own), 0.0, at_least=len(own)) if own else []
+                taken = dict(zip(sorted(own), leases, strict=True))
+                self._filling[transfer] = taken
+                return Admit(
+                    transfer, tuple(taken[i].slot if i in taken else -1 for i in range(verdict.names))
+                )
+            case states.Deny(reason=reason):
+                self.outcomes["refused"] += 1
+                self._remember(transfer, reason)
+                return Refuse(transfer, reason)
+            case states.Complete(keep=keep, rest=rest):
+                names = self._buffer.transfers[transfer].names
+                filled = self._filling.pop(transfer)
+                self._records |= {names[index]: filled[index] for index in keep}
+                release_all(filled[index] for index in rest)
+                self.outcomes["done"] += 1
+                return Done(transfer)
+            case states.End(reason=reason):
+                self.outcomes["failed"] += transfer in self._filling
+                unfilled = list(self._filling.pop(transfer, {}).values())
+                if unfilled and link is not None and link.shared and writes_on:
+                    held = self._unanswered.setdefault((link.number, transfer), [])
+                    held += [lease.share() for lease in unfilled]
+                release_all(unfilled)
+                release_all([self._records.pop(name) for name in verdict.names])
+                self._remember(transfer, reason)
+                return Release(transfer, reason)
+        raise AssertionError(verdict)
 
     def _remember(self, transfer: str, reason: str) -> None:
         self._ended[transfer] = reason
@@ -324,6 +309,6 @@ class Receiver:
 
     def _expire(self, now: float) -> float | None:
         """End what is past its deadline; the next deadline."""
-        with self._lock:
+        with self._changed:
             self._apply(states.expire(self._buffer, now))
             return states.next_deadline(self._buffer)

@@ -15,26 +15,13 @@ from typing import Any
 
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.links import Connections
-from kvkit.handoff.protocol import outgoing
-from kvkit.handoff.protocol.messages import (
-    MAX_DEADLINE_S,
-    MAX_NAMES,
-    Admit,
-    AnyMessage,
-    Cancel,
-    Commit,
-    Data,
-    Done,
-    Refuse,
-    Release,
-    Reserve,
-    transfer_name,
-)
+from kvkit.handoff.protocol import messages, outgoing
+from kvkit.handoff.protocol.messages import MAX_DEADLINE_S, MAX_NAMES, check_id
 from kvkit.handoff.protocol.outgoing import Instruction, Outgoing, Send, Sent, Stage
 from kvkit.handoff.protocol.states import Outcome, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Identity, Link
+from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete, TierError, complete
 
@@ -57,28 +44,28 @@ class Sending:
     """A transfer under way. Its futures complete from threads of the sender.
 
     Attributes:
-        id: of the transfer.
+        state: as the sender knows it.
+        link: to the peer.
+        on_change: called with a future of it that is done, or with this when nothing is queued any more.
         admitted: done when the receiver has room; the number of records that it lacks. Only then are records
             taken from `Sender.put`.
         done: done when the receiver has everything; the number of records that were never put.
         queued: records that were put and are not on their way yet.
     """
 
-    id: str
+    state: Outgoing
+    link: Link
     on_change: Callable[[Any], object]
     admitted: Future[int] = field(default_factory=_running)
     done: Future[int] = field(default_factory=_running)
     queued: int = 0
 
-
-@dataclass(eq=False, slots=True)
-class _Open:
-    handle: Sending
-    state: Outgoing
-    link: Link
+    @property
+    def id(self) -> str:
+        return self.state.id
 
 
-class Sender:
+class Sender(Handler):
     """Sends records to peers. Thread-safe; every call returns at once.
 
     Args:
@@ -98,7 +85,7 @@ class Sender:
         self._transfer_s = transfer_s
         self.outcomes: Counter[Outcome] = Counter()
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, Sending] = {}
         self._settled: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -115,8 +102,7 @@ class Sender:
         """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
 
         Args:
-            on_change: called when a future of the transfer is done (it is the argument), or nothing is queued
-                any more (the transfer is); from any thread.
+            on_change: as in `Sending`; called from any thread.
 
         Raises:
             HandoffError: there is a transfer of that name, the sender is closed, no thread can be started, or
@@ -125,7 +111,7 @@ class Sender:
                 or `deadline_s` is not above 0 and at most `MAX_DEADLINE_S`.
         """
         addresses.check_secret(address, self._has_secret)
-        transfer_name(transfer)
+        check_id("transfer", transfer)
         if not 0 < deadline_s <= MAX_DEADLINE_S:
             raise ValueError(f"deadline_s={deadline_s}: want more than 0 and at most {MAX_DEADLINE_S}")
         if not 1 <= len(names) <= MAX_NAMES:
@@ -140,13 +126,13 @@ class Sender:
             except ChannelError as error:
                 raise HandoffError(f"transfer {transfer}: {error}") from error
             state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
-            handle = Sending(transfer, on_change)
-            for future in (handle.admitted, handle.done):
+            sending = Sending(state, link, on_change)
+            for future in (sending.admitted, sending.done):
                 future.add_done_callback(on_change)
-            self._open[transfer] = _Open(handle, state, link)
-            link.say(Reserve(transfer, tuple(names), deadline_s))
+            self._open[transfer] = sending
+            link.say(messages.Reserve(transfer, tuple(names), deadline_s))
             self._deadlines.changed()
-            return handle
+            return sending
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, no transfer waits for."""
@@ -170,11 +156,11 @@ class Sender:
 
     def finish(self, transfer: str) -> None:
         """No more records will be put for a transfer: its receiver gets what there is."""
-        self._event(transfer, lambda state: outgoing.finish(state, time.monotonic()))
+        self._event(transfer, partial(outgoing.finish, now=time.monotonic()))
 
     def cancel(self, transfer: str, reason: str = "cancelled") -> None:
         """End a transfer. Nothing happens if it is over."""
-        self._event(transfer, lambda state: outgoing.cancelled(state, reason))
+        self._event(transfer, partial(outgoing.cancelled, reason=reason))
 
     def transfers(self) -> dict[str, Stage]:
         """The stage of every transfer that is not over."""
@@ -199,26 +185,20 @@ class Sender:
     def started(self, link: Link) -> None:
         log.info("handoff: connected to %s", link)
 
-    def received(self, link: Link, message: AnyMessage) -> None:
-        now = time.monotonic()
-        if isinstance(message, Admit):
-            slots = message.slots
-            self._event(message.transfer, lambda state: outgoing.admitted(state, slots, now), link)
-        elif isinstance(message, Done):
-            self._event(message.transfer, outgoing.done, link)
-        elif isinstance(message, Refuse):
-            reason = message.reason
-            self._event(message.transfer, lambda state: outgoing.refused(state, reason), link)
-        elif isinstance(message, Release):
-            reason = message.reason
-            known = self._event(message.transfer, lambda state: outgoing.released(state, reason), link)
-            if not known:  # over for this side: what was queued before this answer is written, nothing after
-                link.say(Cancel(message.transfer))
-        else:
-            raise Unexpected(f"{type(message).__name__} is nothing to say to a sender")
-
-    def place(self, link: Link, data: Data) -> Lease | None:
-        raise Unexpected("Data: a sender takes none")
+    def received(self, link: Link, message: messages.AnyMessage) -> None:
+        match message:
+            case messages.Admit(transfer, slots):
+                self._event(transfer, partial(outgoing.admitted, slots=slots, now=time.monotonic()), link)
+            case messages.Done(transfer):
+                self._event(transfer, outgoing.done, link)
+            case messages.Refuse(transfer, reason):
+                self._event(transfer, partial(outgoing.refused, reason=reason), link)
+            case messages.Release(transfer, reason):
+                if not self._event(transfer, partial(outgoing.released, reason=reason), link):
+                    # over for this side: what was queued before this answer is written, nothing after
+                    link.say(messages.Cancel(transfer))
+            case _:
+                raise Unexpected(f"{type(message).__name__} is nothing to say to a sender")
 
     def ended(self, link: Link, error: BaseException) -> None:
         with self._changed:
@@ -237,7 +217,7 @@ class Sender:
         self._settle()
         return True
 
-    def _step(self, entry: _Open, outcome: Sent, record: _Put | None = None) -> None:
+    def _step(self, entry: Sending, outcome: Sent, record: _Put | None = None) -> None:
         """Take over a new state and carry out its steps. The lock is held."""
         before = entry.state.stage
         entry.state, steps = outcome
@@ -245,20 +225,19 @@ class Sender:
             self._say(entry, step, record)
         if entry.state.stage is before:
             return
-        handle, stage = entry.handle, entry.state.stage
-        if before is Stage.ASKED and stage is not Stage.ENDED:
-            self._settled.append(partial(handle.admitted.set_result, len(entry.state.places)))
-        if stage is Stage.ENDED:
-            del self._open[handle.id]
-            if entry.state.error is None:
+        state, asked = entry.state, before is Stage.ASKED
+        if asked and state.stage is not Stage.ENDED:
+            self._settled.append(partial(entry.admitted.set_result, len(state.places)))
+        if state.stage is Stage.ENDED:
+            del self._open[state.id]
+            if state.error is None:
                 self.outcomes["done"] += 1
-                self._settled.append(partial(handle.done.set_result, entry.state.missing))
+                self._settled.append(partial(entry.done.set_result, state.missing))
             else:
-                error = HandoffError(f"transfer {handle.id}: {entry.state.error}")
-                self.outcomes["refused" if before is Stage.ASKED else "failed"] += 1
-                if before is Stage.ASKED:
-                    self._settled.append(partial(handle.admitted.set_exception, error))
-                self._settled.append(partial(handle.done.set_exception, error))
+                self.outcomes["refused" if asked else "failed"] += 1
+                error = HandoffError(f"transfer {state.id}: {state.error}")
+                for future in (entry.admitted, entry.done) if asked else (entry.done,):
+                    self._settled.append(partial(future.set_exception, error))
         self._changed.notify_all()
         self._deadlines.changed()
 
@@ -271,33 +250,29 @@ class Sender:
                 return
             settle()
 
-    def _say(self, entry: _Open, step: Instruction, record: _Put | None) -> None:
-        transfer = entry.handle.id
-        if isinstance(step, Send):
-            assert record is not None
-            record.begin()
-            entry.handle.queued += 1
-            data = Data(transfer, step.index, record.lease.used)
-            entry.link.send(
-                data,
-                record.lease,
-                step.slot,
-                lambda: entry.state.stage is not Stage.ENDED,
-                partial(self._sent, entry.handle, record),
-            )
-        elif isinstance(step, outgoing.SendCommit):
-            entry.link.say(Commit(transfer, step.missing))
-        else:
-            entry.link.say(Cancel(transfer))
+    def _say(self, entry: Sending, step: Instruction, record: _Put | None) -> None:
+        if not isinstance(step, Send):
+            entry.link.say(step)
+            return
+        assert record is not None
+        record.begin()
+        entry.queued += 1
+        entry.link.send(
+            messages.Data(entry.id, step.index, record.lease.used),
+            record.lease,
+            step.slot,
+            lambda: entry.state.stage is not Stage.ENDED,
+            partial(self._sent, entry, record),
+        )
 
-    def _sent(self, handle: Sending, record: _Put, error: BaseException | None) -> None:
+    def _sent(self, entry: Sending, record: _Put, error: BaseException | None) -> None:
         """A record is on its way to a transfer, or its link failed: then the transfer ends."""
         record.finish(error)
         with self._changed:
-            handle.queued -= 1
-            idle = handle.queued == 0
+            entry.queued -= 1
+            idle = entry.queued == 0
         if idle and error is None:
-            handle.on_change(handle)
+            entry.on_change(entry)
 
     def _expire(self, now: float) -> float | None:
         """End what is past its deadline; the next deadline."""
@@ -332,6 +307,5 @@ class _Put:
             last = self._left == 0
             if error is not None and self._error is None:
                 self._error = TierError(f"{self._name} was not sent: {error}")
-            error = self._error
         if last:
-            complete(self._on_complete, self._name, self.lease, error)
+            complete(self._on_complete, self._name, self.lease, self._error)

@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, model_validator
@@ -15,7 +15,7 @@ from kvkit.format.keys import namespace_digest
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
-from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, peer_name
+from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, MAX_PEER_NAME, check_id
 from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
@@ -84,7 +84,7 @@ class HandoffConfig(BaseModel):
         if self.receives and self.buffer is None:
             raise ValueError(f"buffer: none given, role = {self.role!r} needs one")
         for name in self.peers:
-            peer_name(name)
+            check_id("peer", name, MAX_PEER_NAME)
         secret = self.secret is not None or self.secret_file is not None
         given = [("listen", address) for address in self.listen]
         given += [(f"peers.{name}", address) for name, address in self.peers.items()]
@@ -132,73 +132,56 @@ class HandoffConfig(BaseModel):
         Raises:
             ValueError: it does. The message names the setting, the tier and the choices.
         """
-        sent = [] if self.role == "decode" else [HANDOFF]
-        received = [] if self.role == "prefill" else [HANDOFF]
-        wrong = {
-            "retrieve_from": {} if received else {HANDOFF: "role = 'prefill' receives nothing"},
-            "store_to": {} if sent else {HANDOFF: "role = 'decode' sends nothing"},
-            "write_back_to": {HANDOFF: "what is written back is for this node"},
+        why = {
+            "retrieve_from": "role = 'prefill' receives nothing",
+            "store_to": "role = 'decode' sends nothing",
+            "write_back_to": "what is written back is for this node",
         }
-        choices = {
-            "retrieve_from": [*received, *tiers, *self.peers],
-            "store_to": [*tiers, *sent],
-            "write_back_to": tiers,
-        }
-        for setting, why in wrong.items():
-            if setting != "retrieve_from":
-                why |= dict.fromkeys(self.peers, "it is another node's memory")
+        takes_part = {"retrieve_from": self.receives, "store_to": self.sends, "write_back_to": False}
+        for setting, reason in why.items():
+            choices = [*([HANDOFF] if takes_part[setting] else []), *tiers]
+            choices += self.peers if setting == "retrieve_from" else []
             for name in getattr(policy, setting):
-                if name in why:
-                    raise ValueError(
-                        f"{setting}={name!r}: {why[name]}; the choices are {', '.join(choices[setting])}"
-                    )
+                if name in self.tiers and name not in choices:
+                    reason = reason if name == HANDOFF else "it is another node's memory"
+                    raise ValueError(f"{setting}={name!r}: {reason}; the choices are {', '.join(choices)}")
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSize:
-    """How much a buffer holds: `slots` of `slot_bytes` bytes, `chunk_slots` for each chunk."""
+def buffer_size(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> tuple[int, int]:
+    """Slots that `config.buffer` comes to for this layout, whole chunks, and bytes of each.
 
-    slots: int
-    slot_bytes: int
-    chunk_slots: int
+    Raises:
+        ValueError: it holds no chunk, or less than `max_prefill_tokens` take.
+    """
+    assert config.buffer is not None
+    groups = len(layout.groups)
+    slot_bytes = -(-largest_record_bytes(layout, namespace) // PAGE_BYTES) * PAGE_BYTES
+    slots = config.buffer // (slot_bytes * groups) * groups
+    have = f"buffer={config.buffer.human_readable()}"
+    if not slots:
+        raise ValueError(f"{have}: a chunk takes {groups} slots of {slot_bytes} bytes")
+    if config.max_prefill_tokens is not None:
+        wanted = slots_of(config.max_prefill_tokens, layout, namespace)
+        if wanted > slots:
+            want = ByteSize(wanted * slot_bytes).human_readable()
+            raise ValueError(
+                f"max_prefill_tokens={config.max_prefill_tokens} take {wanted} slots of {slot_bytes} bytes, "
+                f"{have} has {slots}: want a buffer of {want} or more, or fewer tokens"
+            )
+    return slots, slot_bytes
 
-    @staticmethod
-    def of(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> BufferSize:
-        """The size that `config.buffer` comes to for this layout.
 
-        Raises:
-            ValueError: it holds no chunk, or less than `max_prefill_tokens` take.
-        """
-        assert config.buffer is not None
-        groups = range(len(layout.groups))
-        slot_bytes = -(-largest_record_bytes(layout, namespace) // PAGE_BYTES) * PAGE_BYTES
-        chunks = config.buffer // (slot_bytes * len(groups))
-        have = f"buffer={config.buffer.human_readable()}"
-        if chunks < 1:
-            raise ValueError(f"{have}: a chunk takes {len(groups)} slots of {slot_bytes} bytes")
-        size = BufferSize(chunks * len(groups), slot_bytes, len(groups))
-        if config.max_prefill_tokens is not None:
-            slots = size.slots_of(config.max_prefill_tokens, layout, namespace)
-            if slots > size.slots:
-                want = ByteSize(slots * slot_bytes).human_readable()
-                raise ValueError(
-                    f"max_prefill_tokens={config.max_prefill_tokens} take {slots} slots of "
-                    f"{slot_bytes} bytes, {have} has {size.slots}: want a buffer of {want} or more, "
-                    "or fewer tokens"
-                )
-        return size
+def slots_of(tokens: int, layout: KVLayout, namespace: Namespace) -> int:
+    """Slots that a request of up to so many tokens may take: whole chunks, then single blocks.
 
-    def slots_of(self, tokens: int, layout: KVLayout, namespace: Namespace) -> int:
-        """Slots that a request of up to so many tokens may take: whole chunks, then single blocks.
-
-        A last token that would have a block of its own does not go: the receiver computes it in any case.
-        """
-        block_tokens = min(group.block_tokens for group in layout.groups)
-        chunks, rest = divmod(tokens, namespace.chunk_tokens)
-        blocks = -(-max(rest - 1, 0) // block_tokens)
-        if chunks:  # a request that is a token short of its last whole chunk may take more
-            blocks = max(blocks, namespace.chunk_tokens // block_tokens - 1)
-        return (chunks + blocks) * self.chunk_slots
+    A last token that would have a block of its own does not go: the receiver computes it in any case.
+    """
+    block_tokens = min(group.block_tokens for group in layout.groups)
+    chunks, rest = divmod(tokens, namespace.chunk_tokens)
+    blocks = -(-max(rest - 1, 0) // block_tokens)
+    if chunks:  # a request that is a token short of its last whole chunk may take more
+        blocks = max(blocks, namespace.chunk_tokens // block_tokens - 1)
+    return (chunks + blocks) * len(layout.groups)
 
 
 def open_handoff(
@@ -230,7 +213,16 @@ def open_handoff(
     with ExitStack() as opened:
         if config.receives:
             limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
-            receiver = Receiver(_open_buffer(config, layout, namespace), limits)
+            slots, slot_bytes = buffer_size(config, layout, namespace)
+            log.info(
+                "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
+                slots,
+                slot_bytes,
+                slots // len(layout.groups),
+                slots * slot_bytes,
+                config.buffer,
+            )
+            receiver = Receiver(Staging(slot_bytes, slots, shared=config.shared_memory), limits)
             opened.callback(receiver.close, config.shutdown_timeout_s)
         if config.sends:
             sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
@@ -252,19 +244,6 @@ def open_handoff(
             )
         opened.pop_all()
     return [HandoffTier(receiver, sender, endpoint, shutdown_s=config.shutdown_timeout_s), *peers]
-
-
-def _open_buffer(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> Staging:
-    size = BufferSize.of(config, layout, namespace)
-    log.info(
-        "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
-        size.slots,
-        size.slot_bytes,
-        size.slots // size.chunk_slots,
-        size.slots * size.slot_bytes,
-        config.buffer,
-    )
-    return Staging(size.slot_bytes, size.slots, shared=config.shared_memory)
 
 
 def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:

@@ -23,8 +23,11 @@ MAX_NAMES = 32768
 
 MAX_DEADLINE_S = 3600.0
 
+MAX_ID = 128
+"""Characters of the name of a transfer."""
+
 MAX_PEER_NAME = 100
-"""Characters of the name of a peer, which its pulls are called by, with a number."""
+"""Those of a peer's, which its pulls are called by, with a number."""
 
 MAX_LABEL = 256
 """Characters of a node's or tier's name."""
@@ -36,13 +39,15 @@ Name = Annotated[str, msgspec.Meta(pattern=rf"^{RECORD}\Z")]
 """Of a record."""
 
 Names = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
-_ID = r"^[\x21-\x7e]{1,128}\Z"
+_ID = rf"^[\x21-\x7e]{{1,{MAX_ID}}}\Z"
 Id = Annotated[str, msgspec.Meta(pattern=_ID)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NAMES)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+Random = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Code = Literal["malformed", "unexpected", "refused"]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 
@@ -71,14 +76,14 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     node: Label
     namespace: Label
     layout: Label
-    slot_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
-    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    slot_bytes: Bytes
+    nonce: Random
 
 
 class Proof(Message, frozen=True):
     """That this side knows the secret: HMAC-SHA256 over both hellos, see `kvkit.handoff.transport.auth`."""
 
-    mac: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    mac: Random
 
 
 class Query(Message, frozen=True):
@@ -103,73 +108,69 @@ class Found(Message, frozen=True):
     runs: Annotated[tuple[TierRun, ...], msgspec.Meta(max_length=64)]
 
 
-class Reserve(Message, frozen=True):
-    """Sender: may I send these? All or nothing; the receiver answers `Admit` or `Refuse` by the deadline."""
+class OfTransfer(Message, frozen=True):
+    """What concerns one transfer, named by its sender."""
 
     transfer: Id
+
+
+class Asking(OfTransfer, frozen=True):
+    """What names records, each once."""
+
     names: Names
-    deadline_s: Seconds
 
     def __post_init__(self) -> None:
-        _check_distinct(self.names)
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("names: one is there twice")
 
 
-class Admit(Message, frozen=True):
+class Reserve(Asking, frozen=True):
+    """Sender: may I send these? All or nothing; the receiver answers `Admit` or `Refuse` by the deadline."""
+
+    deadline_s: Seconds
+
+
+class Admit(OfTransfer, frozen=True):
     """Receiver: a slot for each name, -1 for what it has already."""
 
-    transfer: Id
     slots: Annotated[tuple[Slot, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
 
 
-class Refuse(Message, frozen=True):
+class Refuse(OfTransfer, frozen=True):
     """Receiver: there will be no slots. The transfer is over."""
 
-    transfer: Id
     reason: Reason
 
 
-class Data(Message, frozen=True):
+class Data(OfTransfer, frozen=True):
     """Sender: the record `names[index]`, `size` bytes, follows, or lies in its slot of the shared memory."""
 
-    transfer: Id
     index: Index
-    size: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    size: Bytes
 
 
-class Commit(Message, frozen=True):
+class Commit(OfTransfer, frozen=True):
     """Sender: that was all; what is `missing` does not come."""
 
-    transfer: Id
     missing: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
 
 
-class Done(Message, frozen=True):
+class Done(OfTransfer, frozen=True):
     """Receiver: everything is in, and available."""
 
-    transfer: Id
 
-
-class Cancel(Message, frozen=True):
+class Cancel(OfTransfer, frozen=True):
     """Sender: I write no more to any slot of this transfer. Ends it, or acknowledges its `Release`."""
 
-    transfer: Id
 
-
-class Release(Message, frozen=True):
+class Release(OfTransfer, frozen=True):
     """Receiver: it needs the transfer no more: used, expired or cancelled. The sender answers `Cancel`."""
 
-    transfer: Id
     reason: Reason
 
 
-class Pull(Message, frozen=True):
+class Pull(Asking, frozen=True):
     """Receiver: send me these. Answered by `Data` with payload, then `Commit`; its `Release` ends it."""
-
-    transfer: Id
-    names: Names
-
-    def __post_init__(self) -> None:
-        _check_distinct(self.names)
 
 
 class Error(Message, frozen=True):
@@ -226,30 +227,12 @@ def decode(body: bytes | memoryview) -> AnyMessage:
         raise MessageError(f"malformed message: {error}"[:1024]) from None
 
 
-def transfer_name(transfer: object) -> str:
-    """`transfer`, which names one. Whoever is told another name hangs up.
+def check_id(what: str, name: object, most: int = MAX_ID) -> str:
+    """`name` of a `what`, as it may be said: whoever is told another one hangs up.
 
     Raises:
-        MessageError: it cannot.
+        MessageError: it may not.
     """
-    if isinstance(transfer, str) and re.search(_ID, transfer):
-        return transfer
-    raise MessageError(f"transfer {transfer!r}: want 1 to 128 printable ASCII characters without space")
-
-
-def peer_name(name: str) -> str:
-    """`name`, by which a peer is told who pulls.
-
-    Raises:
-        MessageError: it cannot.
-    """
-    if len(name) <= MAX_PEER_NAME and re.search(_ID, name):
+    if isinstance(name, str) and len(name) <= most and re.search(_ID, name):
         return name
-    raise MessageError(
-        f"peer {name!r}: want a name of 1 to {MAX_PEER_NAME} printable ASCII characters without space"
-    )
-
-
-def _check_distinct(names: tuple[str, ...]) -> None:
-    if len(set(names)) != len(names):
-        raise ValueError("names: one is there twice")
+    raise MessageError(f"{what} {name!r}: want 1 to {most} printable ASCII characters without space")

@@ -1,4 +1,4 @@
-"""What becomes of a transfer that a node sends: pure functions (state, event) -> (state, steps).
+"""What becomes of a transfer that a node sends: pure functions (state, event) -> (state, what to say).
 
     asked -> sending -> committed -> ended
       |         |           |          ^
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from kvkit.handoff.protocol.messages import Cancel, Commit
 from kvkit.handoff.protocol.states import Unexpected
 
 
@@ -34,19 +35,7 @@ class Send:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendCommit:
-    """Say that this was all, but for `missing`."""
-
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendCancel:
-    """Say that nothing more is written."""
-
-
-Instruction = Send | SendCommit | SendCancel
+Instruction = Send | Commit | Cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +103,7 @@ def put(out: Outgoing, name: str, now: float) -> Sent:
 def finish(out: Outgoing, now: float) -> Sent:
     """No more records will be put: the receiver gets what there is."""
     if out.stage is Stage.ASKED:
-        return _over(out, "it was finished before it was admitted"), (SendCancel(),)
+        return cancelled(out, "it was finished before it was admitted")
     return _commit(out, now) if out.stage is Stage.SENDING else (out, ())
 
 
@@ -136,12 +125,12 @@ def refused(out: Outgoing, reason: str) -> Sent:
 
 def released(out: Outgoing, reason: str) -> Sent:
     """The receiver released it: say that nothing more is written, whatever this transfer's stage is."""
-    return (out if out.stage is Stage.ENDED else _over(out, reason)), (SendCancel(),)
+    return refused(out, reason)[0], (Cancel(out.id),)
 
 
 def cancelled(out: Outgoing, reason: str) -> Sent:
     """The sender cancels."""
-    return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), (SendCancel(),))
+    return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), (Cancel(out.id),))
 
 
 def overdue(out: Outgoing, now: float) -> Sent:
@@ -156,14 +145,11 @@ def overdue(out: Outgoing, now: float) -> Sent:
 
 def _commit(out: Outgoing, now: float) -> Sent:
     missing = tuple(i for i, name in enumerate(out.names) if name in out.unsent)
+    deadline = now + out.transfer_s
     committed = replace(
-        out,
-        stage=Stage.COMMITTED,
-        unsent=frozenset(),
-        missing=len(missing),
-        deadline=now + out.transfer_s,
+        out, stage=Stage.COMMITTED, unsent=frozenset(), missing=len(missing), deadline=deadline
     )
-    return committed, (SendCommit(missing),)
+    return committed, (Commit(out.id, missing),)
 
 
 def _over(out: Outgoing, error: str | None) -> Outgoing:

@@ -14,6 +14,7 @@ releases of others go on. So every transfer that fits the buffer is admitted or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -108,53 +109,53 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """Take a slot for each of `own`, and tell the sender."""
+class Verdict:
+    """What is done about a transfer, and its sender is told."""
 
     transfer: str
     peer: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(Verdict):
+    """Take a slot for each of `own`."""
+
     names: int
     own: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Deny:
-    """Tell the sender that there will be no slots."""
+class Deny(Verdict):
+    """There will be no slots."""
 
-    transfer: str
-    peer: Hashable
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
-    """The records of `keep` are available from now on; release the slots of `drop`. Tell the sender."""
+class Complete(Verdict):
+    """The records of `keep` are available from now on; release the slots of `rest`."""
 
-    transfer: str
-    peer: Hashable
     keep: frozenset[int]
-    drop: frozenset[int]
+    rest: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The transfer is over: release the slots of `drop`, and the records of `forget`. Tell the sender."""
+class End(Verdict):
+    """The transfer is over: release the slots of `filling`, and the records `names`."""
 
-    transfer: str
-    peer: Hashable
     reason: str
-    drop: frozenset[int]
-    forget: tuple[str, ...]
+    filling: frozenset[int]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class Delete:
     """Release these records."""
 
     names: tuple[str, ...]
 
 
-Action = Grant | Deny | Complete | End | Forget
+Action = Verdict | Delete
 Next = tuple[Buffer, tuple[Action, ...]]
 
 
@@ -217,23 +218,15 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     absent = found.own - found.arrived
     if absent != frozenset(missing):
         raise Unexpected(f"transfer {transfer}: {len(absent)} records are missing, not {len(missing)}")
-    held = dict(buffer.held)
-    keep = set()
-    for index in sorted(found.arrived):
-        name = found.names[index]
-        if name not in held:
-            keep.add(index)
-        held[name] = held.get(name, 0) + 1
-    drop = found.own - keep
-    done = replace(
-        found,
-        phase=Phase.COMMITTED,
-        own=found.arrived,
-        deadline=now + buffer.limits.idle_s,
-    )
-    changed = replace(_put(buffer, done), held=held, lent=buffer.lent + len(drop))
+    keep = {index for index in found.arrived if found.names[index] not in buffer.held}
+    held = Counter(buffer.held)
+    held.update(found.names[index] for index in found.arrived)
+    rest = found.own - keep
+    deadline = now + buffer.limits.idle_s
+    done = replace(found, phase=Phase.COMMITTED, own=found.arrived, deadline=deadline)
+    changed = replace(_put(buffer, done), held=held, lent=buffer.lent + len(rest))
     changed, admitted = _admit(changed, now)  # who waits for the same records needs fewer slots now
-    return changed, (Complete(transfer, peer, frozenset(keep), drop), *admitted)
+    return changed, (Complete(transfer, peer, frozenset(keep), rest), *admitted)
 
 
 def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
@@ -264,7 +257,7 @@ def delete(buffer: Buffer, names: Collection[str]) -> Next:
         )
     held = {name: count for name, count in buffer.held.items() if name not in gone}
     changed = replace(buffer, transfers=transfers, held=held, lent=buffer.lent + len(gone))
-    return changed, (Forget(gone),)
+    return changed, (Delete(gone),)
 
 
 def lost(buffer: Buffer, peer: Hashable, now: float) -> Next:
@@ -315,14 +308,12 @@ def check_integrity(buffer: Buffer) -> None:
     filling = sum(len(t.own) for t in buffer.transfers.values() if t.phase is Phase.RECEIVING)
     assert min(buffer.free, buffer.lent) >= 0, buffer
     assert buffer.free + buffer.lent + filling + len(buffer.held) == buffer.slots, buffer
-    holders: dict[str, int] = {}
+    holders: Counter[str] = Counter()
     for transfer in buffer.transfers.values():
         assert not transfer.shared & transfer.own, transfer
         assert transfer.arrived <= transfer.own, transfer
-        for index in transfer.holds:
-            name = transfer.names[index]
-            holders[name] = holders.get(name, 0) + 1
-    assert holders == dict(buffer.held), buffer
+        holders.update(transfer.names[index] for index in transfer.holds)
+    assert holders == buffer.held, buffer
 
 
 def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Incoming | None:
@@ -346,9 +337,8 @@ def _admit(buffer: Buffer, now: float) -> Next:
         own = frozenset(inside) - shared
         if len(own) > buffer.free:
             break
-        held = dict(buffer.held)
-        for index in shared:
-            held[transfer.names[index]] += 1
+        held = Counter(buffer.held)
+        held.update(transfer.names[index] for index in shared)
         deadline = now + buffer.limits.transfer_s
         admitted = replace(transfer, phase=Phase.RECEIVING, shared=shared, own=own, deadline=deadline)
         buffer = replace(_put(buffer, admitted), held=held, free=buffer.free - len(own))
@@ -360,22 +350,20 @@ def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) ->
     """End transfers; who waited after them may come in."""
     if not ending:
         return buffer, ()
-    transfers, held, lent = dict(buffer.transfers), dict(buffer.held), buffer.lent
+    transfers, held, lent = dict(buffer.transfers), Counter(buffer.held), buffer.lent
     actions: list[Action] = []
     for transfer in ending:
         del transfers[transfer.id]
         if transfer.phase is Phase.WAITING:
             actions.append(Deny(transfer.id, transfer.peer, reason))
             continue
-        forget = []
-        for index in sorted(transfer.holds):
-            name = transfer.names[index]
-            held[name] -= 1
-            if not held[name]:
-                del held[name]
-                forget.append(name)
-        drop = transfer.own if transfer.phase is Phase.RECEIVING else frozenset()
-        lent += len(drop) + len(forget)
-        actions.append(End(transfer.id, transfer.peer, reason, drop, tuple(forget)))
+        holds = [transfer.names[index] for index in sorted(transfer.holds)]
+        held.subtract(holds)
+        names = tuple(name for name in holds if not held[name])
+        for name in names:
+            del held[name]
+        filling = transfer.own if transfer.phase is Phase.RECEIVING else frozenset()
+        lent += len(filling) + len(names)
+        actions.append(End(transfer.id, transfer.peer, reason, filling, names))
     changed, admitted = _admit(replace(buffer, transfers=transfers, held=held, lent=lent), now)
     return changed, (*actions, *admitted)

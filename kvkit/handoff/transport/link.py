@@ -11,17 +11,16 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvkit.handoff.protocol import messages
 from kvkit.handoff.protocol.messages import (
-    VERSION,
     AnyMessage,
-    Code,
     Data,
     Error,
     Hello,
-    Message,
     MessageError,
     Proof,
     decode,
@@ -72,7 +71,8 @@ class Identity:
 
     def hello(self) -> Hello:
         """A hello for one connection."""
-        return Hello(VERSION, self.node, self.namespace, self.layout, self.slot_bytes, auth.new_nonce())
+        nonce = auth.new_nonce()
+        return Hello(messages.VERSION, self.node, self.namespace, self.layout, self.slot_bytes, nonce)
 
     def check(self, hello: Hello) -> None:
         """Refuse a peer whose records are of no use here.
@@ -81,7 +81,7 @@ class Identity:
             HandshakeError: it is one. The message names both values.
         """
         mine = {"namespace": self.namespace, "layout": self.layout, "slot_bytes": self.slot_bytes}
-        for name, ours in {"version": VERSION, **mine}.items():
+        for name, ours in {"version": messages.VERSION, **mine}.items():
             theirs = getattr(hello, name)
             if theirs != ours:
                 raise HandshakeError(
@@ -90,10 +90,14 @@ class Identity:
 
 
 class Handler(Protocol):
-    """What is done with what a peer says. Called by the link's reading thread, `ended` by either."""
+    """What is done with what a peer says. Called by the link's reading thread, `ended` by either.
+
+    Who says nothing else takes no payloads.
+    """
 
     def started(self, link: Link) -> None:
         """The peer is known, and may be written to."""
+        return
 
     def received(self, link: Link, message: AnyMessage) -> None:
         """A message came; that of a `Data` whose payload follows comes after the payload.
@@ -108,6 +112,7 @@ class Handler(Protocol):
         Raises:
             Unexpected: as above.
         """
+        raise Unexpected("Data: this side takes none")
 
     def ended(self, link: Link, error: BaseException) -> None:
         """The link ended, or never began; called once, and nothing after it."""
@@ -115,17 +120,19 @@ class Handler(Protocol):
 
 @dataclass(slots=True)
 class _Item:
-    body: bytes
+    """What waits to be said, with a record or without."""
+
+    message: messages.Message
     lease: Lease | None = None
     slot: int | None = None
-    wanted: Callable[[], bool] | None = None
-    on_sent: OnSent | None = None
+    wanted: Callable[[], bool] = lambda: True
+    on_sent: OnSent = lambda error: None
+    body: bytes = b""
 
     def done(self, error: BaseException | None) -> None:
         if self.lease is not None:
             self.lease.release()
-        if self.on_sent is not None:
-            self.on_sent(error)
+        self.on_sent(error)
 
 
 class Link:
@@ -171,12 +178,9 @@ class Link:
         self._error: BaseException | None = None
         self._failure: Exception | None = None
         self._closing = False
-        self._users = 1
-        self._threads = [self._thread(self._read, "in")]
-        try:
-            self._threads[0].start()
-        except RuntimeError as error:
-            raise ChannelError(f"no thread for a connection: {error}") from error
+        self._users = 0
+        self._threads: list[threading.Thread] = []
+        self._start(self._read, "in")
 
     def __str__(self) -> str:
         node = "a node" if self.peer is None else f"node {self.peer.node!r}"
@@ -192,9 +196,9 @@ class Link:
         """Whether one of its threads is."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: messages.Message) -> None:
         """Queue a message; one to a link that ended is lost."""
-        self._enqueue(message)
+        self._enqueue(_Item(message))
 
     def send(
         self,
@@ -211,7 +215,7 @@ class Link:
             wanted: asked when it is its turn; if not, it is passed over.
             on_sent: called once, with None if it is in the peer's slot or on its way, or was passed over.
         """
-        self._enqueue(data, lease.share(), slot, wanted, on_sent)
+        self._enqueue(_Item(data, lease.share(), slot, wanted, on_sent))
 
     def close(self) -> None:
         """Send what is queued, then end; returns at once."""
@@ -232,27 +236,17 @@ class Link:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _enqueue(
-        self,
-        message: Message,
-        lease: Lease | None = None,
-        slot: int | None = None,
-        wanted: Callable[[], bool] | None = None,
-        on_sent: OnSent | None = None,
-    ) -> None:
+    def _enqueue(self, item: _Item) -> None:
         """Queue an item. Callers hold locks, and the end of a link takes those: its own threads end it."""
-        body = b""
         failure: Exception | None = None
         try:
-            body = encode(message)
+            item.body = encode(item.message)
         except MessageError as error:
             failure = error
-        item = _Item(body, lease, slot, wanted, on_sent)
-        lost: BaseException | None
         with self._changed:
             lost = self._error or self._failure
             if lost is None:
-                self._queued_bytes += len(body) + ITEM_BYTES
+                self._queued_bytes += len(item.body) + ITEM_BYTES
                 if self._queued_bytes > MAX_QUEUED_BYTES:
                     failure = ChannelError(f"{self} does not read what is said")
                 lost = self._failure = failure
@@ -265,42 +259,81 @@ class Link:
         if failure is not None and channel is not None:
             channel.shutdown()
 
-    def _write(self) -> None:
-        channel = self._channel
-        assert channel is not None
+    def _start(self, work: Callable[[], None], way: str) -> None:
+        name = f"kvkit-handoff-{self.number}-{way}"
+        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        with self._changed:
+            self._users += 1
         try:
-            while True:
-                with self._changed:
-                    while not (self._queue or self._closing or self._error or self._failure):
-                        self._changed.wait()
-                    if self._failure is not None:
-                        raise self._failure
-                    if self._error is not None:
-                        return
-                    if not self._queue:
-                        break
-                    item = self._queue.popleft()
-                    self._queued_bytes -= len(item.body) + ITEM_BYTES
-                try:
-                    if item.lease is None:
-                        channel.send(item.body)
-                    elif item.wanted is None or item.wanted():
-                        payload = item.lease.buffer[: item.lease.used]
-                        channel.send(item.body, payload, item.slot, more=bool(self._queue))
-                    if not self._queue:
-                        channel.flush()  # of one that waited for a record that is not wanted after all
-                except (OSError, ValueError) as error:
-                    item.done(error)
-                    raise
-                item.done(None)
+            thread.start()
+        except RuntimeError as error:
+            with self._changed:
+                self._users -= 1
+            raise ChannelError(f"no thread for a connection: {error}") from error
+        self._threads.append(thread)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Read or write, then end the link; the last thread closes the channel."""
+        try:
+            work()
             self._end(ChannelClosed(f"{self}: the link was closed"))
         except (OSError, ValueError) as error:
             self._end(error)
+        except BaseException as error:
+            log.exception("%s: handling what is said failed", self)
+            self._end(error)
         finally:
-            self._leave()
+            with self._changed:
+                self._users -= 1
+                channel = self._channel if not self._users else None
+            if channel is not None:
+                channel.close()
+
+    def _write(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing or self._error or self._failure)
+                if self._error or self._failure or not self._queue:
+                    return
+                item = self._queue.popleft()
+                self._queued_bytes -= len(item.body) + ITEM_BYTES
+            try:
+                if item.lease is None:
+                    channel.send(item.body)
+                elif item.wanted():
+                    payload = item.lease.buffer[: item.lease.used]
+                    channel.send(item.body, payload, item.slot, more=bool(self._queue))
+                if not self._queue:
+                    channel.flush()  # of one that waited for a record that is not wanted after all
+            except (OSError, ValueError) as error:
+                item.done(error)
+                raise
+            item.done(None)
 
     def _read(self) -> None:
-        incoming: list[tuple[Data, Lease | memoryview | None]] = []
+        channel = self._open_channel()
+        with self._changed:
+            self._channel = channel
+            if self._error is not None or self._failure is not None or self._closing:
+                return
+        try:
+            self._shake_hands(channel)
+            self._handler.started(self)
+            self._start(self._write, "out")
+            while self._error is None:
+                with suppress(ChannelIdle):
+                    self._hear(channel)
+        except (MessageError, Unexpected) as error:
+            code: messages.Code = "malformed" if isinstance(error, MessageError) else "unexpected"
+            with suppress(OSError):  # it may not listen
+                channel.send(encode(Error(code, str(error)[:1024])))
+            raise ChannelError(f"{self}: {error}") from error
+
+    def _hear(self, channel: Channel) -> None:
+        """Receive a message, with its payload, and have it handled."""
+        came: list[tuple[Data, Lease | memoryview | None]] = []
         wrong: list[Exception] = []
 
         def place(body: bytes) -> memoryview | None:
@@ -312,70 +345,23 @@ class Link:
             except (MessageError, Unexpected) as error:  # raised when the payload is over, to tell the peer
                 wrong.append(error)
                 return None
-            incoming.append((message, target))
+            came.append((message, target))
             return target.buffer[: message.size] if isinstance(target, Lease) else target
 
         try:
-            channel = self._open_channel()
-            with self._changed:
-                self._channel = channel
-                if self._error is not None or self._failure is not None or self._closing:
-                    raise ChannelClosed(f"{self}: the link was closed")
-            self._shake_hands(channel)
-            self._handler.started(self)
-            self._start_writing()
-            while self._error is None:
-                try:
-                    body = channel.receive(place, _IDLE_S)
-                    if wrong:
-                        raise wrong[0]
-                    message = incoming[0][0] if incoming else decode(body)
-                    if isinstance(message, Data) and message.size and not (incoming or self.shared):
-                        raise Unexpected(f"transfer {message.transfer}: data without its payload")
-                    if isinstance(message, Error):
-                        raise ChannelError(f"{self}: {message.message}")
-                    self._handler.received(self, message)
-                except ChannelIdle:
-                    continue
-                finally:
-                    for _, target in incoming:
-                        if isinstance(target, Lease):
-                            target.release()
-                    incoming.clear()
-        except (MessageError, Unexpected) as error:
-            code: Code = "malformed" if isinstance(error, MessageError) else "unexpected"
-            self._say_last(Error(code, str(error)[:1024]))
-            self._end(ChannelError(f"{self}: {error}"))
-        except (OSError, ValueError) as error:
-            self._end(error)
-        except BaseException as error:
-            log.exception("%s: handling what it said failed", self)
-            self._end(error)
+            body = channel.receive(place, _IDLE_S)
+            if wrong:
+                raise wrong[0]
+            message = came[0][0] if came else decode(body)
+            if isinstance(message, Data) and message.size and not (came or self.shared):
+                raise Unexpected(f"transfer {message.transfer}: data without its payload")
+            if isinstance(message, Error):
+                raise ChannelError(f"{self}: {message.message}")
+            self._handler.received(self, message)
         finally:
-            self._leave()
-
-    def _thread(self, run: Callable[[], None], way: str) -> threading.Thread:
-        return threading.Thread(target=run, name=f"kvkit-handoff-{self.number}-{way}", daemon=True)
-
-    def _start_writing(self) -> None:
-        writer = self._thread(self._write, "out")
-        with self._changed:
-            self._users += 1
-        try:
-            writer.start()
-        except RuntimeError as error:
-            with self._changed:
-                self._users -= 1
-            raise ChannelError(f"{self}: no thread to write to it: {error}") from error
-        self._threads.append(writer)
-
-    def _leave(self) -> None:
-        """A thread is through; the last one closes the channel."""
-        with self._changed:
-            self._users -= 1
-            channel = self._channel if not self._users else None
-        if channel is not None:
-            channel.close()
+            for _, target in came:
+                if isinstance(target, Lease):
+                    target.release()
 
     def _shake_hands(self, channel: Channel) -> None:
         """Exchange hellos and proofs. Mutual: neither side hears more before the other has proved itself."""
@@ -418,15 +404,6 @@ class Link:
             return channel.receive(lambda body: None, self._handshake_s)
         except ChannelIdle:
             raise HandshakeError(f"{channel.peer} said nothing for {self._handshake_s} s") from None
-
-    def _say_last(self, error: Error) -> None:
-        """Tell the peer why, if it listens."""
-        channel = self._channel
-        if channel is not None:
-            try:
-                channel.send(encode(error))
-            except OSError as gone:
-                log.debug("%s: %s", self, gone)
 
     def _end(self, error: BaseException) -> None:
         with self._changed:
