@@ -139,8 +139,8 @@ class HandoffConfig(BaseModel):
         }
         takes_part = {"retrieve_from": self.receives, "store_to": self.sends, "write_back_to": False}
         for setting, reason in why.items():
-            choices = [*([HANDOFF] if takes_part[setting] else []), *tiers]
-            choices += self.peers if setting == "retrieve_from" else []
+            ours = [HANDOFF] if takes_part[setting] else []
+            choices = [*ours, *tiers, *self.peers] if setting == "retrieve_from" else [*tiers, *ours]
             for name in getattr(policy, setting):
                 if name in self.tiers and name not in choices:
                     reason = reason if name == HANDOFF else "it is another node's memory"

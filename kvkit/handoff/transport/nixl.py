@@ -65,42 +65,31 @@ class Agent:
             if confined:
                 del os.environ[_DEVICES]
         self._lock = threading.Lock()
-        self._memories: dict[int, tuple[mmap.mmap, Any, int]] = {}
-        self._peers: dict[str, int] = {}
+        self._memories: dict[int, tuple[mmap.mmap, Any, set[Channel]]] = {}
+        self._peers: dict[str, set[Channel]] = {}
 
     def close(self) -> None:
         """End NIXL's thread."""
         self._agent = None
 
-    def register(self, memory: mmap.mmap) -> None:
-        """Let NIXL read and write `memory`, until `deregister` was called as often.
+    def register(self, memory: mmap.mmap, user: Channel) -> None:
+        """Let NIXL read and write `memory`, until all who registered it were released.
 
         Raises:
             OSError: it cannot, as when memory may not be locked.
         """
         with self._lock, _translated():
-            known = self._memories.get(id(memory))
-            if known is None:
+            if id(memory) not in self._memories:
                 region = (address_of(memory), len(memory), 0, "")
-                known = (memory, self._agent.register_memory([region], "DRAM"), 0)
-            self._memories[id(memory)] = (memory, known[1], known[2] + 1)
-
-    def deregister(self, memory: mmap.mmap) -> None:
-        """Take back one `register`."""
-        with self._lock:
-            _, region, count = self._memories.pop(id(memory))
-            if count > 1:
-                self._memories[id(memory)] = (memory, region, count - 1)
-            else:
-                with suppress(Exception):  # it goes with the agent
-                    self._agent.deregister_memory(region)
+                self._memories[id(memory)] = memory, self._agent.register_memory([region], "DRAM"), set()
+            self._memories[id(memory)][2].add(user)
 
     def metadata(self) -> bytes:
         """What a peer needs to write into the memory that is registered."""
         return bytes(self._agent.get_agent_metadata())
 
-    def add_peer(self, name: str, metadata: bytes) -> None:
-        """Take in what the agent `name` says of its memory, until `remove_peer` was called as often.
+    def add_peer(self, name: str, metadata: bytes, user: Channel) -> None:
+        """Take in what the agent `name` says of its memory; the connection ends with the last user's release.
 
         Raises:
             ValueError: it is not that agent's metadata.
@@ -114,18 +103,24 @@ class Agent:
                 if added not in (name, name.encode()):
                     self._agent.remove_remote_agent(added)
                     raise ValueError(f"the metadata of {added!r} is not that of {name!r}")
-            self._peers[name] = self._peers.get(name, 0) + 1
+            self._peers.setdefault(name, set()).add(user)
 
-    def remove_peer(self, name: str) -> None:
-        """Take back one `add_peer`; the last one ends the connection."""
+    def release(self, user: Channel) -> None:
+        """Take back what `user` registered and added."""
         with self._lock:
-            self._peers[name] -= 1
-            if not self._peers[name]:
-                del self._peers[name]
-                if name == self.name:
-                    return
-                with suppress(Exception):  # it may be gone
-                    self._agent.remove_remote_agent(name)
+            for key, (_, region, users) in list(self._memories.items()):
+                users.discard(user)
+                if not users:
+                    del self._memories[key]
+                    with suppress(Exception):  # it goes with the agent
+                        self._agent.deregister_memory(region)
+            for name, users in list(self._peers.items()):
+                users.discard(user)
+                if not users:
+                    del self._peers[name]
+                    if name != self.name:
+                        with suppress(Exception):  # it may be gone
+                            self._agent.remove_remote_agent(name)
 
     def write(
         self, peer: str, source: int, target: int, size: int, deadline: float, stop: Callable[[], bool]
@@ -179,8 +174,6 @@ class NixlChannel(Channel):
         super().__init__(stream, peer=peer, timeout_s=timeout_s)
         self._agent = agent
         self._takes_arena = takes_arena
-        self._memories: dict[int, mmap.mmap] = {}
-        self._registering = threading.Lock()
         self._target: tuple[str, int, int] | None = None
         self._closed = False
 
@@ -189,7 +182,7 @@ class NixlChannel(Channel):
         assert isinstance(memory, mmap.mmap)
         ours = self._agent
         with self._frame() as deadline:
-            self._register(memory)
+            ours.register(memory, self)
             place = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, ours.name.encode())
             body = place + ours.metadata()
             self._held.append(HEADER.pack(len(body), SHARED) + body)
@@ -198,15 +191,10 @@ class NixlChannel(Channel):
 
     def close(self) -> None:
         super().close()
-        with self._registering:
-            for memory in self._memories.values():
-                self._agent.deregister(memory)
-            self._memories.clear()
-            if self._target is not None:
-                self._agent.remove_peer(self._target[0])
-                self._target = None
+        with self._sending:
             if not self._closed:
                 self._closed = True
+                self._agent.release(self)
                 give_back(self._agent)
 
     def _take_arena(self, body: bytes) -> tuple[int, int]:
@@ -214,7 +202,7 @@ class NixlChannel(Channel):
             raise ValueError("want one arena for each channel, and its sizes")
         address, slot_bytes, slots, agent = _ARENA.unpack_from(body)
         name = agent.decode(errors="replace")
-        self._agent.add_peer(name, body[_ARENA.size :])
+        self._agent.add_peer(name, body[_ARENA.size :], self)
         self._target = name, address, slot_bytes
         return slots, slot_bytes
 
@@ -225,18 +213,11 @@ class NixlChannel(Channel):
         assert self._target is not None
         assert isinstance(payload.obj, mmap.mmap)
         if payload.nbytes:
-            self._register(payload.obj)
+            self._agent.register(payload.obj, self)  # as a whole: at its first use it takes a while
             peer, address, slot_bytes = self._target
             source, target = address_of(payload), address + slot * slot_bytes
             deadline = time.monotonic() + self.timeout_s
             self._agent.write(peer, source, target, payload.nbytes, deadline, lambda: self._ended)
-
-    def _register(self, memory: mmap.mmap) -> None:
-        """As a whole, at its first use: that takes a while where there is RDMA."""
-        with self._registering:
-            if id(memory) not in self._memories:
-                self._agent.register(memory)
-                self._memories[id(memory)] = memory
 
 
 class NixlListener(tcp.TcpListener):
