@@ -46,7 +46,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NAMES)]
-Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+ByteCount = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 Random = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Code = Literal["malformed", "unexpected", "refused"]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
@@ -76,7 +76,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     node: Label
     namespace: Label
     layout: Label
-    slot_bytes: Bytes
+    slot_bytes: ByteCount
     nonce: Random
 
 
@@ -146,7 +146,7 @@ class Data(OfTransfer, frozen=True):
     """Sender: the record `names[index]`, `size` bytes, follows, or lies in its slot of the shared memory."""
 
     index: Index
-    size: Bytes
+    size: ByteCount
 
 
 class Commit(OfTransfer, frozen=True):
