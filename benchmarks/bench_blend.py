@@ -12,6 +12,7 @@ import torch
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 from timing import interleaved, ratio
 
@@ -63,10 +64,10 @@ class Job:
         # repeated outside the clock: enable_gqa repeats them in every call
         self.keys, self.values = (x.repeat_interleave(shape.group, 1) for x in (keys, values))
         self.mask = torch.arange(tokens) <= torch.from_numpy(positions)[:, None]
-        self.scale = size**-0.5
+        self.scoring = Scoring(size**-0.5)
 
     def blend(self) -> torch.Tensor:
-        return blend_attention(self.q, self.k, self.v, self.rows, self.scale)[0]
+        return blend_attention(self.q, self.k, self.v, self.rows, self.scoring)[0]
 
     def masked(self) -> torch.Tensor:
         """torch's attention of the same rows."""
@@ -119,20 +120,20 @@ def test_around_the_attention(benchmark: Any) -> None:
     job = Job(CASES["smollm2"], 4096 if benchmark.enabled else 256)
     count, heads, size = job.q.shape
     rope = Rope(tuple((10000.0 ** -(np.arange(size // 2) / (size // 2))).tolist()))
-    cos_sin = torch.from_numpy(rope.table(job.rows.positions))
+    turns = RowTurns(rope, torch.from_numpy(rope.table(job.rows.positions)))
     fused = torch.randn(count, heads + 2 * job.k.shape[1], size)
     q, k, v = fused.split([heads, job.k.shape[1], job.k.shape[1]], 1)
     positions, tokens = job.rows.positions[-QUESTION:], job.mask.shape[1]
     question = Rows.of(
         positions, np.array([0, QUESTION]), np.array([tokens]), job.rows.tables, job.rows.block_tokens
     )
-    _, lse = blend_attention(job.q, job.k, job.v, job.rows, job.scale)
+    _, lse = blend_attention(job.q, job.k, job.v, job.rows, job.scoring)
 
     def scatter() -> None:
-        rope_scatter(q, k, v, cos_sin, job.rows.slots, job.k, job.v, rope)
+        rope_scatter(q, k, v, turns, job.rows.slots, job.k, job.v)
 
     def scores() -> None:
-        query_scores(job.q[-QUESTION:], job.k, job.v, question, job.scale, lse=lse[-QUESTION:])
+        query_scores(job.q[-QUESTION:], job.k, job.v, question, job.scoring, lse[-QUESTION:])
 
     benchmark(scores)
     functions: dict[str, Callable[[], object]] = {"blend": job.blend, "scatter": scatter, "scores": scores}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.checks import Turns
@@ -185,14 +186,13 @@ def test_blend_attention(benchmark: Any, name: str) -> None:
     pages = len(blocks), shape.heads, shape.block_tokens, shape.size
     k, v = (torch.randn(pages, **bf16) for _ in range(2))
     q = torch.randn(count, heads, shape.size, **bf16)
-    scale = shape.size**-0.5
     keys, values = (x[blocks].transpose(0, 1).reshape(1, shape.heads, shape.tokens, -1) for x in (k, v))
     on_device = torch.from_numpy(positions).cuda()
     mask = torch.arange(shape.tokens, device="cuda") <= on_device[:, None]
     ordered = q.transpose(0, 1)[None].contiguous()  # [1, Hq, M, D]
 
     def ours() -> torch.Tensor:
-        return blend_attention(q, k, v, rows, scale)[0]
+        return blend_attention(q, k, v, rows, Scoring(shape.size**-0.5))[0]
 
     def masked() -> torch.Tensor:
         o = torch.nn.functional.scaled_dot_product_attention(
@@ -240,7 +240,7 @@ def test_rope_scatter_and_scores(benchmark: Any) -> None:
     question = Rows.of(
         np.arange(count - 64, count), np.array([0, 64]), length, blocks, shape.block_tokens, "cuda"
     )
-    cos_sin = torch.from_numpy(rope.table(rows.positions)).cuda()
+    turns = RowTurns(rope, torch.from_numpy(rope.table(rows.positions)).cuda())
     fused = torch.randn(count, heads + 2 * shape.heads, size, **bf16)
     q, k, v = fused.split([heads, shape.heads, shape.heads], 1)
     pages = blocks.size, shape.heads, shape.block_tokens, size
@@ -248,16 +248,16 @@ def test_rope_scatter_and_scores(benchmark: Any) -> None:
     lse = torch.zeros(64, heads, device="cuda")
 
     def scatter() -> None:
-        rope_scatter(q, k, v, cos_sin, rows.slots, k_pages, v_pages, rope)
+        rope_scatter(q, k, v, turns, rows.slots, k_pages, v_pages)
 
     def scores() -> None:
-        query_scores(q[-64:], k_pages, v_pages, question, size**-0.5, lse=lse)
+        query_scores(q[-64:], k_pages, v_pages, question, Scoring(size**-0.5), lse)
 
     benchmark.pedantic(scatter, rounds=1)
     source, target = (torch.ones(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
     roof = 2 * source.nbytes / min(seconds(lambda: target.copy_(source)))
     moved = {
-        "scatter": (scatter, 2 * fused.nbytes + cos_sin.nbytes),
+        "scatter": (scatter, 2 * fused.nbytes + turns.cos_sin.nbytes),
         "scores": (scores, k_pages.nbytes + v_pages.nbytes),
     }
     for name, (function, count_bytes) in moved.items():

@@ -15,7 +15,8 @@ import torch
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.attention import api as attention
 from kvkit.kernels.attention import jax as attention_jax
-from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.attention.layer import Scoring
+from kvkit.kernels.attention.rows import Requests, Rows
 from kvkit.kernels.pages import api
 from kvkit.kernels.pages import jax as pages_jax
 from kvkit.kernels.pages.api import Pages
@@ -90,13 +91,14 @@ def test_attention(benchmark: Any) -> None:
     arrays = [jnp.asarray(x) for x in (q, k, v)]
     starts, lengths = np.array([0, len(positions)]), np.array([keys])
     rows = Rows.of(positions, starts, lengths, table[None], tokens)
-    request = [jnp.asarray(x, jnp.int32) for x in (table[None], positions, starts, lengths)]
-    host = partial(attention.blend_attention, *tensors, rows, size**-0.5)
+    request = Requests(*(jnp.asarray(x, jnp.int32) for x in (table[None], positions, starts, lengths)))
+    scoring = Scoring(size**-0.5)
+    host = partial(attention.blend_attention, *tensors, rows, scoring)
 
     def ours() -> None:
-        jax.block_until_ready(attention_jax.blend_attention(*arrays, *request, size**-0.5))
+        jax.block_until_ready(attention_jax.blend_attention(*arrays, request, scoring))
 
-    o, _ = attention_jax.blend_attention(*arrays, *request, size**-0.5)
+    o, _ = attention_jax.blend_attention(*arrays, request, scoring)
     np.testing.assert_allclose(o, host()[0].numpy(), atol=1e-4)
     benchmark(ours)
     compare(benchmark, {"XLA": ours, "host": host}, "host")

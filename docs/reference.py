@@ -71,6 +71,7 @@ API = (
     "kernels.pages.jax",
     "kernels.attention.api",
     "kernels.attention.rows",
+    "kernels.attention.layer",
     "kernels.attention.reference",
     "kernels.attention.jax",
     "kernels.checks",

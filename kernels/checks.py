@@ -53,6 +53,15 @@ def check_form(name: str, x: Form, want: Form) -> None:
         raise LaunchError(f"{name}: strides {x.strides}, want it contiguous")
 
 
+def check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what is no array of int32 or int64 of this shape."""
+    dtype = str(getattr(ids, "dtype", type(ids).__name__))
+    if dtype not in ("int32", "int64"):
+        raise LaunchError(f"{name}: {dtype}, want an array of int32")
+    if ids.shape != shape:
+        raise LaunchError(f"{name}: {ids.shape}, want {shape}")
+
+
 def check_overlap(name: str, x: Form) -> None:
     """Refuse strides by which two elements share memory, or axes interleave."""
     extent = 1

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, torch_cpu
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows, RowsError
 from kvkit.kernels.checks import LaunchError
 
@@ -91,28 +92,22 @@ class Problem:
         return q, k, v
 
     @property
-    def scale(self) -> float:
-        return self.size**-0.5
+    def scoring(self) -> Scoring:
+        return Scoring(self.size**-0.5, self.window, self.softcap)
 
 
 def oracle(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.blend_attention`, to be compared before it is rounded to the dtype."""
-    tables, positions, starts, lengths = (
-        torch.from_numpy(x) for x in (rows.tables, rows.positions, rows.row_starts, rows.lengths)
-    )
-    return reference.blend_attention(
-        q.double(), k, v, tables, positions, starts, lengths, problem.scale, problem.window, problem.softcap
-    )
+    return reference.blend_attention(q.double(), k, v, rows, problem.scoring)
 
 
 def check(problem: Problem) -> None:
     """The attention, its logsumexp and the scores of every request, against float64."""
     q, k, v = problem.tensors()
     rows = problem.plan()
-    options: dict[str, Any] = {"window": problem.window, "softcap": problem.softcap}
-    o, lse = blend_attention(q, k, v, rows, problem.scale, **options)
+    o, lse = blend_attention(q, k, v, rows, problem.scoring)
     wanted, wanted_lse = oracle(problem, q, k, v, rows)
     assert o.dtype == problem.dtype
     tolerance = TOLERANCES[problem.dtype]
@@ -169,8 +164,8 @@ def test_all_rows_are_causal_attention() -> None:
     problem = Problem(rows=((tuple(range(77)), 77),), tokens=16)
     q, k, v = problem.tensors()
     rows = problem.plan()
-    o, _ = blend_attention(q, k, v, rows, problem.scale)
-    keys, values = (reference.gather(x, torch.from_numpy(rows.tables[0]), 77).transpose(0, 1) for x in (k, v))
+    o, _ = blend_attention(q, k, v, rows, problem.scoring)
+    keys, values = (reference.gather(x, rows, 0).transpose(0, 1) for x in (k, v))
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, enable_gqa=True
     )
@@ -184,14 +179,14 @@ def test_later_keys_change_nothing(softcap: float | None) -> None:
     problem = Problem(rows=((positions, 60),), softcap=softcap)
     q, k, v = problem.tensors()
     rows = problem.plan()
-    before, lse = blend_attention(q, k, v, rows, problem.scale, softcap=softcap)
+    before, lse = blend_attention(q, k, v, rows, problem.scoring)
     for i, p in enumerate(positions):
         other_k, other_v = k.clone(), v.clone()
         for j in range(p + 1, 60):
             block, n = rows.tables[0, j // 4], j % 4
             other_k[block, :, n] = 1e4 * (j % 3 - 1)
             other_v[block, :, n] = -1e4
-        after, other_lse = blend_attention(q, other_k, other_v, rows, problem.scale, softcap=softcap)
+        after, other_lse = blend_attention(q, other_k, other_v, rows, problem.scoring)
         assert torch.equal(before[: i + 1], after[: i + 1])
         assert torch.equal(lse[: i + 1], other_lse[: i + 1])
 
@@ -200,9 +195,9 @@ def test_a_key_within_the_position_changes_its_rows() -> None:
     problem = Problem(rows=(((5, 6, 30), 40),))
     q, k, v = problem.tensors()
     rows = problem.plan()
-    before, _ = blend_attention(q, k, v, rows, problem.scale)
+    before, _ = blend_attention(q, k, v, rows, problem.scoring)
     v[rows.tables[0, 6 // 4], :, 6 % 4] += 1
-    after, _ = blend_attention(q, k, v, rows, problem.scale)
+    after, _ = blend_attention(q, k, v, rows, problem.scoring)
     assert torch.equal(before[0], after[0])
     assert (before[1:] != after[1:]).any(2).all()
 
@@ -213,26 +208,14 @@ def test_scores(problem: Problem, by_values: bool, lse_known: bool) -> None:
     problem = replace(problem, rows=problem.rows[:1])
     q, k, v = problem.tensors()
     rows = problem.plan()
-    options: dict[str, Any] = {"window": problem.window, "softcap": problem.softcap}
-    lse = blend_attention(q, k, v, rows, problem.scale, **options)[1] if lse_known else None
+    lse = blend_attention(q, k, v, rows, problem.scoring)[1] if lse_known else None
     values = v if by_values else None
-    got = query_scores(q, k, values, rows, problem.scale, lse=lse, **options)
-    length = int(rows.lengths[0])
-    wanted = reference.query_scores(
-        q,
-        k,
-        values,
-        torch.from_numpy(rows.tables[0]),
-        torch.from_numpy(rows.positions),
-        length,
-        problem.scale,
-        problem.window,
-        problem.softcap,
-    )
+    got = query_scores(q, k, values, rows, problem.scoring, lse)
+    wanted = reference.query_scores(q, k, values, rows, problem.scoring)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
     if not by_values and problem.window is None:
-        seeing = int((rows.positions >= 0).sum()) if length else 0
+        seeing = int((rows.positions >= 0).sum()) if rows.lengths[0] else 0
         paid = torch.full((q.shape[1],), float(seeing))
         torch.testing.assert_close(got.sum(1), paid, atol=0, rtol=1e-3)
 
@@ -263,16 +246,14 @@ def test_scatter(rope: Rope, dtype: torch.dtype, skipped: bool, with_deviation: 
         v.unflatten(1, (heads, v_size)),
     )
     slots = torch.tensor([3, 19, -1, 0, 7, -9, 12] if skipped else [3, 19, 2, 0, 7, 8, 12])
-    cos_sin = torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071])))
+    turns = RowTurns(rope, torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071]))))
     wanted_k, wanted_v = k_pages.clone(), v_pages.clone()
     wanted_deviation, deviation = torch.full((m,), math.nan), torch.full((m,), math.nan)
     wanted_q = reference.rope_scatter(
-        q, k, v, cos_sin, slots, wanted_k, wanted_v, rope, wanted_deviation if with_deviation else None
+        q, k, v, turns, slots, wanted_k, wanted_v, wanted_deviation if with_deviation else None
     )
     before = k_pages.clone(), v_pages.clone(), fused.clone()
-    got_q = rope_scatter(
-        q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation if with_deviation else None
-    )
+    got_q = rope_scatter(q, k, v, turns, slots, k_pages, v_pages, deviation if with_deviation else None)
     close = {"atol": 1e-6, "rtol": torch.finfo(dtype).eps}
     torch.testing.assert_close(got_q, wanted_q, **close)
     torch.testing.assert_close(k_pages, wanted_k, **close)
@@ -301,7 +282,8 @@ def test_one_run_of_blocks_is_not_copied() -> None:
     pages = torch.randn(6, 2, 4, 8).transpose(1, 2).contiguous().transpose(1, 2)
     keys = torch_cpu.gather(pages, np.array([2, 3, 4]), 10)
     assert keys.data_ptr() == pages[2].data_ptr()
-    assert torch.equal(keys.transpose(0, 1), reference.gather(pages, torch.tensor([2, 3, 4]), 10))
+    rows = Rows.of(ids(), ids(0, 0), ids(10), ids(2, 3, 4)[None], 4)
+    assert torch.equal(keys.transpose(0, 1), reference.gather(pages, rows, 0))
     one = torch.randn(1, 2, 40, 8)
     assert torch_cpu.gather(one, np.array([0]), 33).data_ptr() == one.data_ptr()
 
@@ -392,7 +374,7 @@ def test_attention_that_cannot_be() -> None:
     problem = Problem(rows=(((1, 4), 5),), heads=2, group=2, size=8, v_size=8)
     q, k, v = problem.tensors()
     rows = problem.plan()
-    good = {"q": q, "k_pages": k, "v_pages": v, "rows": rows, "scale": 1.0}
+    good = {"q": q, "k_pages": k, "v_pages": v, "rows": rows, "scoring": Scoring(1.0)}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"q": q[:, 0]}, "q: "),
         ({"q": q.double()}, "q: .*float64.* want float32"),
@@ -406,11 +388,6 @@ def test_attention_that_cannot_be() -> None:
         ({"v_pages": v[..., :0]}, "v_pages: "),
         ({"k_pages": k[:, :, :2], "v_pages": v[:, :, :2]}, "rows: block_tokens=4, but the pages have 2"),
         ({"k_pages": k[:1], "v_pages": v[:1]}, r"rows: block \d+ is out of range"),
-        ({"scale": math.inf}, "scale=inf"),
-        ({"window": 0}, "window=0"),
-        ({"softcap": 0.0}, "softcap=0.0"),
-        ({"softcap": math.nan}, "softcap=nan"),
-        ({"softcap": math.inf}, "softcap=inf"),
     ]
     for change, message in changes:
         for function in (blend_attention, query_scores):
@@ -420,7 +397,23 @@ def test_attention_that_cannot_be() -> None:
         query_scores(**good, lse=torch.zeros(2, 3))
     two = Problem(rows=(((1,), 5), ((4,), 5)), heads=2, group=2, size=8, v_size=8)
     with pytest.raises(LaunchError, match="rows: of 2 requests, want one"):
-        query_scores(q, *two.tensors()[1:], two.plan(), 1.0)
+        query_scores(q, *two.tensors()[1:], two.plan(), Scoring(1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": math.inf}, "scale=inf"),
+        ({"scale": math.nan}, "scale=nan"),
+        ({"window": 0}, "window=0"),
+        ({"softcap": 0.0}, r"softcap=0\.0"),
+        ({"softcap": math.nan}, "softcap=nan"),
+        ({"softcap": math.inf}, "softcap=inf"),
+    ],
+)
+def test_scoring_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        Scoring(**({"scale": 1.0} | change))
 
 
 def test_scatter_that_cannot_be() -> None:
@@ -429,24 +422,23 @@ def test_scatter_that_cannot_be() -> None:
         "q": torch.zeros(2, 4, 8),
         "k": torch.zeros(2, 2, 8),
         "v": torch.zeros(2, 2, 6),
-        "cos_sin": torch.zeros(2, 4),
+        "turns": RowTurns(rope, torch.zeros(2, 4)),
         "slots": torch.tensor([0, 11]),
         "k_pages": torch.full((3, 2, 4, 8), 7.0),
         "v_pages": torch.full((3, 2, 4, 6), 7.0),
-        "rope": rope,
     }
     changes: list[tuple[dict[str, Any], str]] = [
         ({"k": torch.zeros(2, 1, 8)}, "k: .*want"),
         ({"v": torch.zeros(2, 2, 8)}, "v: .*want"),
         ({"v": torch.zeros(1, 2, 6)}, "v: .*want"),
         ({"k": torch.zeros(2, 2, 8).half()}, "k: .*want float32"),
-        ({"cos_sin": torch.zeros(2, 6)}, r"cos_sin: .*want \(2, 4\)"),
-        ({"cos_sin": torch.zeros(2, 4).double()}, "cos_sin: .*float32"),
-        ({"cos_sin": torch.zeros(4, 2).T}, "cos_sin: strides"),
+        ({"turns": RowTurns(rope, torch.zeros(2, 6))}, r"cos_sin: .*want \(2, 4\)"),
+        ({"turns": RowTurns(rope, torch.zeros(2, 4).double())}, "cos_sin: .*float32"),
+        ({"turns": RowTurns(rope, torch.zeros(4, 2).T)}, "cos_sin: strides"),
         ({"slots": torch.tensor([0, 12])}, "slots: 12 is out of range, the pages have 12"),
         ({"slots": torch.tensor([0, 1], dtype=torch.int32)}, "slots: .*int64"),
         (
-            {"rope": Rope((1.0, 0.1), first=5), "cos_sin": torch.zeros(2, 4)},
+            {"turns": RowTurns(Rope((1.0, 0.1), first=5), torch.zeros(2, 4))},
             "rope: channels 5 to 9, but a head of K has 8",
         ),
         ({"deviation": torch.zeros(3)}, "deviation: "),

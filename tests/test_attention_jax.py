@@ -40,12 +40,14 @@ from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention import reference as meaning
+from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.rows import Requests, Rows
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as kernels
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of attention to keys of unit variance
 # the two forms of attention: XLA's, which a CPU takes, and a GPU's in Pallas' interpreter
-PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=(7, 8, 9))
+PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=4)
 FORMS = {"xla": attention.blend_attention, "pallas": PALLAS}
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
@@ -88,6 +90,13 @@ def random_rows(
     return lengths, starts, positions
 
 
+def plan_of(
+    tables: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, n: int
+) -> Rows:
+    """The same rows for the reference, which takes none that belong to no request."""
+    return Rows.of(positions[: starts[-1]].numpy(), starts.numpy(), lengths.numpy(), tables.numpy(), n)
+
+
 def attention_case(
     seed: int,
     dtype: str,
@@ -100,23 +109,12 @@ def attention_case(
     k, v, tables = paged(requests, heads, n, (size, v_size), dtype, per, seed)
     lengths, starts, positions = random_rows(np.random.default_rng(seed), requests, m, per * n)
     q = torch.randn(m, heads * group, size).to(k.dtype)
-    rows = int(starts[-1])
-    wanted, sums = meaning.blend_attention(
-        q[:rows], k, v, tables, positions[:rows], starts, lengths, size**-0.5, window, softcap
-    )
+    rows, scoring = int(starts[-1]), Scoring(size**-0.5, window, softcap)
+    plan = plan_of(tables, positions, starts, lengths, n)
+    wanted, sums = meaning.blend_attention(q[:rows], k, v, plan, scoring)
     tables = spoil(k, v, tables, lengths)
-    o, lse = FORMS[form](
-        to_jax(q),
-        to_jax(k),
-        to_jax(v),
-        int32(tables),
-        int32(positions),
-        int32(starts),
-        int32(lengths),
-        size**-0.5,
-        window,
-        softcap,
-    )
+    request = Requests(*map(int32, (tables, positions, starts, lengths)))
+    o, lse = FORMS[form](*map(to_jax, (q, k, v)), request, scoring)
     assert o.dtype == NUMPY[dtype]
     torch.testing.assert_close(to_torch(o)[:rows], wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(to_torch(lse)[:rows], sums, atol=1e-4, rtol=1e-5)
@@ -204,12 +202,12 @@ def test_keys_beyond_a_row_do_not_change_it(form: str) -> None:
     k, v, tables = paged(1, 1, 4, (8, 8), "float32", 6, 0)
     q, positions = torch.randn(3, 2, 8), torch.tensor([0, 5, 11])
     attend = partial(FORMS[form], to_jax(q))
-    rows = int32(tables), int32(positions), jnp.array([0, 3]), jnp.array([24]), 0.3, None, None
-    before = attend(to_jax(k), to_jax(v), *rows)
+    request = Requests(int32(tables), int32(positions), jnp.array([0, 3]), jnp.array([24]))
+    before = attend(to_jax(k), to_jax(v), request, Scoring(0.3))
     j = torch.arange(12, 24)
     for pages in (k, v):
         pages[tables[0, j // 4], :, j % 4] = 1e6
-    after = attend(to_jax(k), to_jax(v), *rows)
+    after = attend(to_jax(k), to_jax(v), request, Scoring(0.3))
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(x, y)
     np.testing.assert_allclose(before[0][0, 0], to_torch(to_jax(v))[tables[0, 0], 0, 0], rtol=1e-6)  # p = 0
@@ -217,20 +215,20 @@ def test_keys_beyond_a_row_do_not_change_it(form: str) -> None:
 
 def check_scores(seed: int, window: int | None, softcap: float | None, with_v: bool) -> None:
     k, v, tables = paged(1, 2, 4, (8, 6), "float32", 11, seed)
-    lengths, _, positions = random_rows(np.random.default_rng(seed), 1, 19, 44)
-    q, length = torch.randn(19, 6, 8), int(lengths[0])
-    rest = (0.35, window, softcap)
-    wanted = meaning.query_scores(q, k, v if with_v else None, tables[0], positions, length, *rest)
+    lengths, starts, positions = random_rows(np.random.default_rng(seed), 1, 19, 44)
+    q, length, rows = torch.randn(19, 6, 8), int(lengths[0]), int(starts[-1])
+    scoring = Scoring(0.35, window, softcap)
+    plan = plan_of(tables, positions, starts, lengths, 4)
+    wanted = meaning.query_scores(q[:rows], k, v if with_v else None, plan, scoring)
     tables = spoil(k, v, tables, lengths)
     jq, jk, jv = map(to_jax, (q, k, v))
-    at = int32(tables[0]), int32(positions), jnp.int32(length)
-    found = attention.query_scores(jq, jk, jv if with_v else None, *at, *rest)
+    request = Requests(*map(int32, (tables, positions, starts, lengths)))
+    found = attention.query_scores(jq, jk, jv if with_v else None, request, scoring)
     assert found.shape == (6, 44)
     torch.testing.assert_close(to_torch(found)[:, :length], wanted, atol=1e-5, rtol=1e-5)
     assert not np.asarray(found)[:, length:].any()
-    request = int32(tables), int32(positions), jnp.array([0, 19]), int32(lengths)
-    _, lse = attention.blend_attention(jq, jk, jv, *request, *rest)
-    again = attention.query_scores(jq, jk, jv if with_v else None, *at, *rest, lse=lse)
+    _, lse = attention.blend_attention(jq, jk, jv, request, scoring)
+    again = attention.query_scores(jq, jk, jv if with_v else None, request, scoring, lse)
     np.testing.assert_allclose(found, again, atol=1e-5, rtol=1e-5)
 
 
@@ -245,8 +243,8 @@ def test_every_row_pays_one_per_head() -> None:
     """At the tiles' own sizes: the scores add up to the rows that see a key times the heads."""
     k, _, tables = paged(1, 2, 16, (16, 16), "bfloat16", 70, 0)
     q, positions = torch.randn(150, 4, 16).bfloat16(), torch.arange(150) * 7
-    at = int32(tables[0]), int32(positions), 1000
-    found = attention.query_scores(to_jax(q), to_jax(k), None, *at, 0.25)
+    request = Requests(int32(tables), int32(positions), jnp.array([0, 150]), jnp.array([1000]))
+    found = attention.query_scores(to_jax(q), to_jax(k), None, request, Scoring(0.25))
     np.testing.assert_allclose(found.sum(1), [150] * 4, rtol=1e-4)
 
 
@@ -261,12 +259,14 @@ def test_rope_scatter(name: str, dtype: str, compiled: bool) -> None:
     slots = torch.randperm(20)[:m]
     slots[[2, 7]] = torch.tensor([-1, -9])
     cos_sin = rope.table(np.arange(m) * 31 + 1)
-    scatter = maybe_jit(lambda *x: attention.rope_scatter(*x, rope, True), compiled)
-    made = scatter(*map(to_jax, (q, k, v)), cos_sin, int32(slots), to_jax(k_pages), to_jax(v_pages))
+    scatter = maybe_jit(lambda *x: attention.rope_scatter(*x, True), compiled)
+    made = scatter(
+        *map(to_jax, (q, k, v)), RowTurns(rope, cos_sin), int32(slots), to_jax(k_pages), to_jax(v_pages)
+    )
     deviation = torch.full((m,), torch.nan)
     k_wanted, v_wanted = k_pages.clone(), v_pages.clone()
-    table = torch.from_numpy(cos_sin)
-    turned = meaning.rope_scatter(q, k, v, table, slots, k_wanted, v_wanted, rope, deviation)
+    turns = RowTurns(rope, torch.from_numpy(cos_sin))
+    turned = meaning.rope_scatter(q, k, v, turns, slots, k_wanted, v_wanted, deviation)
     close(made.q, turned, q, rope)
     np.testing.assert_array_equal(bits(made.v_pages), bits(v_wanted))
     got = to_torch(made.k_pages)
@@ -284,9 +284,8 @@ def test_rope_scatter_without_deviation() -> None:
     pages = jnp.zeros((1, 1, 4, 8))
     row = jnp.ones((2, 1, 8))
     rope = ROPES["half"]
-    made = attention.rope_scatter(
-        row, row, row, rope.table(np.arange(2)), np.array([0, 2]), pages, pages, rope
-    )
+    turns = RowTurns(rope, rope.table(np.arange(2)))
+    made = attention.rope_scatter(row, row, row, turns, np.array([0, 2]), pages, pages)
     assert made.deviation is None
     np.testing.assert_array_equal(made.k_pages[0, 0, 0], row[0, 0])
 
@@ -328,13 +327,15 @@ def all_calls(seed: int) -> None:
     k, v, tables = paged(2, 2, 4, (8, 6), "float32", 3, seed)
     lengths, starts, positions = random_rows(random, 2, 7, 12)
     q = to_jax(torch.randn(7, 4, 8))
-    rows = int32(tables), int32(positions), int32(starts), int32(lengths)
-    attention.blend_attention(q, to_jax(k), to_jax(v), *rows, 0.3)
-    attention.query_scores(q, to_jax(k), None, rows[0][0], rows[1], int(lengths[0]), 0.3)
+    rows = Requests(*map(int32, (tables, positions, starts, lengths)))
+    attention.blend_attention(q, to_jax(k), to_jax(v), rows, Scoring(0.3))
+    one = Requests(*map(int32, (tables[:1], positions, starts[:2], lengths[:1])))
+    attention.query_scores(q, to_jax(k), None, one, Scoring(0.3))
     new, old = (to_jax(x) for x in torch.randn(2, 7, 2, 8))
     attention.token_deviation(new, old)
     to = random.permutation(20)[:7]
-    attention.rope_scatter(q, new, new, rope.table(positions.numpy()), to, to_jax(k), to_jax(k), rope, True)
+    turns = RowTurns(rope, rope.table(positions.numpy()))
+    attention.rope_scatter(q, new, new, turns, to, to_jax(k), to_jax(k), True)
 
 
 def test_equal_shapes_are_traced_once() -> None:
@@ -349,33 +350,31 @@ def test_equal_shapes_are_traced_once() -> None:
 
 def attention_specs(m: int, heads: int, kv_heads: int, blocks: int, n: int, dtype: str) -> tuple[Any, ...]:
     pages = spec((blocks, kv_heads, n, 64), dtype)
-    rows = spec((1, blocks), "int32"), spec((m,), "int32"), spec((2,), "int32"), spec((1,), "int32")
-    return spec((m, heads, 64), dtype), pages, pages, *rows
+    rows = Requests(*(spec(shape, "int32") for shape in ((1, blocks), (m,), (2,), (1,))))
+    return spec((m, heads, 64), dtype), pages, pages, rows
 
 
 def test_attention_needs_no_matrix_of_scores() -> None:
     """4,096 rows and 32,768 keys: working memory below a hundredth of it."""
     specs = attention_specs(4096, 8, 2, 2048, 16, "float32")
     matrix_bytes = 4 * 8 * 4096 * 32768
-    attend = jax.jit(partial(attention.blend_attention, scale=0.125))
-    assert attend.lower(*specs).compile().memory_analysis().temp_size_in_bytes < matrix_bytes / 100
-    scores = jax.jit(partial(attention.query_scores, scale=0.125))
-    q, k, v, tables, positions, _, _ = specs
-    of_one = spec(tables.shape[1:], "int32"), positions, spec((), "int32")
-    assert scores.lower(q, k, v, *of_one).compile().memory_analysis().temp_size_in_bytes < matrix_bytes / 100
+    for function in (attention.blend_attention, attention.query_scores):
+        compiled = jax.jit(partial(function, scoring=Scoring(0.125))).lower(*specs).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < matrix_bytes / 100
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_values_or_rows(form: str) -> None:
     """Without values, as `query_scores` asks for the logsumexp alone: callers may not."""
     k, v, tables = paged(1, 2, 4, (8, 6), "float32", 6, 0)
-    q, jk, jv, table = to_jax(torch.randn(3, 4, 8)), to_jax(k), to_jax(v), int32(tables)
-    rest = jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24]), 0.3, None, None
+    q, jk, jv, scoring = to_jax(torch.randn(3, 4, 8)), to_jax(k), to_jax(v), Scoring(0.3)
+    rows = Requests(int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24]))
     alone = attention._blend_attention if form == "xla" else PALLAS
-    nothing, lse = alone(q, jk, jv[..., :0], table, *rest)
+    nothing, lse = alone(q, jk, jv[..., :0], rows, scoring)
     assert nothing.shape == (3, 4, 0)
-    np.testing.assert_array_equal(lse, FORMS[form](q, jk, jv, table, *rest)[1])
-    o, lse = FORMS[form](q[:0], jk, jv, table, rest[0][:0], jnp.array([0, 0]), *rest[2:])
+    np.testing.assert_array_equal(lse, FORMS[form](q, jk, jv, rows, scoring)[1])
+    none = rows._replace(positions=rows.positions[:0], row_starts=jnp.array([0, 0]))
+    o, lse = FORMS[form](q[:0], jk, jv, none, scoring)
     assert (o.shape, o.dtype) == ((0, 4, 6), jnp.float32)
     assert (lse.shape, lse.dtype) == ((0, 4), jnp.float32)
 
@@ -385,9 +384,10 @@ def test_hostile_tables_and_lengths_read_nothing_outside() -> None:
     k, v, _ = paged(1, 2, 4, (8, 8), "float32", 3, 0)
     q, positions = to_jax(torch.randn(5, 4, 8)), jnp.arange(5) * 5
     attend = partial(PALLAS, q, to_jax(k), to_jax(v))
-    rest = positions, jnp.array([0, 5])
-    found = attend(jnp.array([[-2, 2**31 - 1, 1]]), *rest, jnp.array([2**31 - 1]), 0.3, None, None)
-    wanted = attend(jnp.array([[0, len(k) - 1, 1]]), *rest, jnp.array([12]), 0.3, None, None)
+    starts = jnp.array([0, 5])
+    hostile = Requests(jnp.array([[-2, 2**31 - 1, 1]]), positions, starts, jnp.array([2**31 - 1]))
+    nearest = Requests(jnp.array([[0, len(k) - 1, 1]]), positions, starts, jnp.array([12]))
+    found, wanted = (attend(request, Scoring(0.3)) for request in (hostile, nearest))
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -401,21 +401,20 @@ def test_lowers_for(platform: str) -> None:
     pages = [spec((64, 2, 4, 128), "bfloat16")] * 2
     slots, turns = spec((2, 8), "int32"), spec((2, 8, 64), "float32")
     specs = attention_specs(96, 8, 2, 64, 16, "bfloat16")
-    q, k, v, tables, positions, _, _ = specs
-    row, cos_sin = spec((96, 2, 64), "bfloat16"), spec((96, 64), "float32")
+    q, k, v, requests = specs
+    row, given = spec((96, 2, 64), "bfloat16"), RowTurns(rope, spec((96, 64), "float32"))
 
     def move(p: kernels.JaxPages, s: jax.Array, t: jax.Array) -> kernels.JaxPages:
         packed = kernels.pack(group, p, slots=s, quantised="fp8")
         return kernels.unpack(group, p, packed, slots=s, rope=rope, turns=t, quantised="fp8")
 
-    one = spec(tables.shape[1:], "int32"), positions, spec((), "int32")
     for function, arguments, attends in (
         (move, (pages, slots, turns), False),
-        (partial(attention.blend_attention, scale=0.125, window=77, softcap=30.0), specs, True),
-        (partial(attention.query_scores, scale=0.125), (q, k, v, *one), True),
+        (partial(attention.blend_attention, scoring=Scoring(0.125, 77, 30.0)), specs, True),
+        (partial(attention.query_scores, scoring=Scoring(0.125)), specs, True),
         (
-            partial(attention.rope_scatter, rope=rope, deviation=True),
-            (q, row, row, cos_sin, positions, k, v),
+            partial(attention.rope_scatter, deviation=True),
+            (q, row, row, given, requests.positions, k, v),
             False,
         ),
     ):
@@ -427,10 +426,10 @@ def test_lowers_for(platform: str) -> None:
 def test_one_function_serves_both_platforms() -> None:
     """Lowered for CUDA it holds the kernel; called here it runs, also under `jax.vmap`."""
     k, v, tables = paged(1, 2, 4, (8, 8), "float32", 6, 0)
-    rows = int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24])
-    attend = jax.jit(partial(attention.blend_attention, scale=0.3))
+    rows = Requests(int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24]))
+    attend = jax.jit(partial(attention.blend_attention, scoring=Scoring(0.3)))
     q = to_jax(torch.randn(2, 3, 4, 8))
-    arguments = q[0], to_jax(k), to_jax(v), *rows
+    arguments = q[0], to_jax(k), to_jax(v), rows
     assert TRITON_CALL in attend.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     every, _ = jax.vmap(lambda x: attend(x, *arguments[1:]))(q)
     for o, x in zip(every, q, strict=True):
@@ -448,12 +447,7 @@ def test_nothing_else_imports_jax() -> None:
 
 
 Q, K = jnp.zeros((5, 4, 8)), jnp.zeros((3, 2, 4, 8))
-ROWS = {
-    "tables": jnp.zeros((2, 3), jnp.int32),
-    "positions": jnp.zeros(5, jnp.int32),
-    "row_starts": jnp.zeros(3, jnp.int32),
-    "lengths": jnp.zeros(2, jnp.int32),
-}
+ROWS = Requests(*(jnp.zeros(shape, jnp.int32) for shape in ((2, 3), 5, 3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -467,38 +461,39 @@ ROWS = {
         ({"k_pages": K.astype(jnp.float16)}, r"k_pages: .* float16"),
         ({"v_pages": K[:2]}, r"v_pages: \(2, 2, 4, 8\)"),
         ({"v_pages": K[0]}, r"v_pages: \(2, 4, 8\)"),
-        ({"tables": ROWS["tables"][0]}, r"tables: \(3,\)"),
-        ({"tables": ROWS["tables"] * 1.0}, r"tables: float32"),
-        ({"positions": ROWS["positions"][:4]}, r"positions: \(4,\), want \(5,\)"),
-        ({"row_starts": ROWS["row_starts"][:2]}, r"row_starts: \(2,\), want \(3,\)"),
-        ({"lengths": ROWS["lengths"][:1]}, r"lengths: \(1,\), want \(2,\)"),
-        ({"scale": float("nan")}, r"scale=nan"),
-        ({"window": 0}, r"window=0"),
-        ({"softcap": 0.0}, r"softcap=0\.0"),
-        ({"softcap": float("inf")}, r"softcap=inf"),
+        ({"requests": ROWS._replace(tables=ROWS.tables[0])}, r"tables: \(3,\)"),
+        ({"requests": ROWS._replace(tables=ROWS.tables * 1.0)}, r"tables: float32"),
+        ({"requests": ROWS._replace(positions=ROWS.positions[:4])}, r"positions: \(4,\), want \(5,\)"),
+        ({"requests": ROWS._replace(row_starts=ROWS.row_starts[:2])}, r"row_starts: \(2,\), want \(3,\)"),
+        ({"requests": ROWS._replace(lengths=ROWS.lengths[:1])}, r"lengths: \(1,\), want \(2,\)"),
         ({"k_pages": K[:0], "v_pages": K[:0]}, r"k_pages: .* at least one block"),
         ({"v_pages": K[..., :0]}, r"v_pages: .* none but the first empty"),
     ],
 )
 def test_attention_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        attention.blend_attention(**{"q": Q, "k_pages": K, "v_pages": K, "scale": 1.0} | ROWS | change)
+        attention.blend_attention(
+            **{"q": Q, "k_pages": K, "v_pages": K, "requests": ROWS, "scoring": Scoring(1.0)} | change
+        )
+
+
+ONE = Requests(*(jnp.zeros(shape, jnp.int32) for shape in ((1, 3), 5, 2, 1)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table": ROWS["tables"]}, r"table: \(2, 3\)"),
-        ({"positions": ROWS["positions"][:4]}, r"positions: \(4,\), want \(5,\)"),
-        ({"length": 1.5}, r"length: float"),
+        ({"requests": ROWS}, r"rows: of 2 requests, want one"),
+        ({"requests": ONE._replace(positions=ONE.positions[:4])}, r"positions: \(4,\), want \(5,\)"),
+        ({"requests": ONE._replace(lengths=1.5)}, r"lengths: float"),
         ({"lse": Q[:, :3, 0]}, r"lse: \(5, 3\) float32, want \(5, 4\)"),
         ({"v_pages": K[:2]}, r"v_pages: \(2, 2, 4, 8\)"),
     ],
 )
 def test_query_scores_refuses(change: dict[str, Any], message: str) -> None:
-    arguments = {"q": Q, "k_pages": K, "v_pages": None, "table": ROWS["tables"][0], "length": 3, "scale": 1.0}
+    arguments = {"q": Q, "k_pages": K, "v_pages": None, "requests": ONE, "scoring": Scoring(1.0)}
     with pytest.raises(LaunchError, match=message):
-        attention.query_scores(**arguments | {"positions": ROWS["positions"]} | change)
+        attention.query_scores(**arguments | change)
 
 
 @pytest.mark.parametrize(
@@ -512,10 +507,16 @@ def test_query_scores_refuses(change: dict[str, Any], message: str) -> None:
         ({"k_pages": K[:0], "v_pages": K[:0]}, r"k_pages: .* at least one block"),
         ({"k": Q[:, :2].astype(jnp.float16)}, r"k: .* float16, want float32"),
         ({"v_pages": K.astype(jnp.float16)}, r"v_pages: .* float16"),
-        ({"cos_sin": jnp.zeros((5, 6))}, r"cos_sin: \(5, 6\) float32, want \(5, 8\)"),
+        (
+            {"turns": RowTurns(ROPES["half"], jnp.zeros((5, 6)))},
+            r"cos_sin: \(5, 6\) float32, want \(5, 8\)",
+        ),
         ({"slots": np.full(5, 12)}, r"slots: 12 is out of range"),
         ({"slots": np.zeros(4, int)}, r"slots: \(4,\), want \(5,\)"),
-        ({"rope": Rope((1.0,) * 5)}, r"rope: channels 0 to 10, but a head of K has 8"),
+        (
+            {"turns": RowTurns(Rope((1.0,) * 5), jnp.zeros((5, 10)))},
+            r"rope: channels 0 to 10, but a head of K has 8",
+        ),
     ],
 )
 def test_rope_scatter_refuses(change: dict[str, Any], message: str) -> None:
@@ -523,11 +524,10 @@ def test_rope_scatter_refuses(change: dict[str, Any], message: str) -> None:
         "q": Q,
         "k": Q[:, :2],
         "v": Q[:, :2],
-        "cos_sin": jnp.zeros((5, 8)),
+        "turns": RowTurns(ROPES["half"], jnp.zeros((5, 8))),
         "slots": np.arange(5),
         "k_pages": K,
         "v_pages": K,
-        "rope": ROPES["half"],
     }
     with pytest.raises(LaunchError, match=message):
         attention.rope_scatter(**arguments | change)

@@ -16,6 +16,7 @@ from test_attention import DTYPES, ROPES, TOLERANCES, Problem, oracle
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, triton
+from kvkit.kernels.attention.layer import RowTurns
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, in the interpreter
@@ -54,9 +55,7 @@ def attend(
     rows = problem.plan(DEVICE)
     out = poisoned(*q.shape[:2], problem.v_size, dtype=problem.dtype)
     lse = poisoned(*q.shape[:2])
-    launches = triton.attention(
-        q, k, v, rows, problem.scale, problem.window, problem.softcap, out, lse, config
-    )
+    launches = triton.attention(q, k, v, rows, problem.scoring, out, lse, config)
     run(launches)
     check_surroundings(out)
     check_surroundings(lse)
@@ -161,7 +160,7 @@ def test_later_keys_change_nothing() -> None:
             k[rows.tables[0, j // 16], :, j % 16] = value
             v[rows.tables[0, j // 16], :, j % 16] = value
         out, lse = poisoned(*q.shape[:2], 16), poisoned(*q.shape[:2])
-        run(triton.attention(q, k, v, rows, problem.scale, None, None, out, lse, tiles(16, 16)))
+        run(triton.attention(q, k, v, rows, problem.scoring, out, lse, tiles(16, 16)))
         found.append((out, lse))
     for out, lse in found[1:]:
         assert torch.equal(out[:3], found[0][0][:3])
@@ -185,23 +184,15 @@ def test_scores(change: dict[str, Any], by_values: bool, lse_known: bool) -> Non
     problem = replace(SMALL, **({"rows": SMALL.rows[:1]} | change))
     q, k, v = (x.to(DEVICE) for x in problem.tensors())
     rows, values = problem.plan(DEVICE), v if by_values else None
-    length, options = int(rows.lengths[0]), (problem.scale, problem.window, problem.softcap)
     lse = None
     if lse_known:
-        lse = poisoned(*q.shape[:2])
-        run(
-            triton.attention(
-                q, k, v, rows, *options, poisoned(*q.shape[:2], problem.v_size, dtype=q.dtype), lse
-            )
-        )
-    out = poisoned(q.shape[1], length)
-    run(triton.scores(q, k, values, rows, *options, lse, out, tiles(16, 16)))
+        lse, o = poisoned(*q.shape[:2]), poisoned(*q.shape[:2], problem.v_size, dtype=q.dtype)
+        run(triton.attention(q, k, v, rows, problem.scoring, o, lse))
+    out = poisoned(q.shape[1], int(rows.lengths[0]))
+    run(triton.scores(q, k, values, rows, problem.scoring, lse, out, tiles(16, 16)))
     check_surroundings(out)
-    table, positions = torch.from_numpy(rows.tables[0]), torch.from_numpy(rows.positions)
-    wanted = reference.query_scores(
-        q.cpu(), k.cpu(), None if values is None else values.cpu(), table, positions, length, *options
-    )
-    torch.testing.assert_close(out.cpu(), wanted, atol=1e-4, rtol=1e-3)
+    wanted = reference.query_scores(q, k, values, rows, problem.scoring)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("with_deviation", [True, False])
@@ -218,15 +209,16 @@ def test_scatter(rope: Rope, dtype: torch.dtype, with_deviation: bool) -> None:
     q = q.view(m, heads * group, size)
     k, v = k.view(m, heads, size), v.view(m, heads, v_size)
     slots = torch.tensor([3, 19, -1, 0, 7, 20, 12], device=DEVICE)
-    cos_sin = torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071]))).to(DEVICE)
+    cos_sin = torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071])))
+    turns = RowTurns(rope, cos_sin.to(DEVICE))
     legal = torch.where(slots < 20, slots, -1)
     wanted_k, wanted_v, wanted_deviation = k_pages.clone(), v_pages.clone(), poisoned(m)
-    wanted_q = reference.rope_scatter(q, k, v, cos_sin, legal, wanted_k, wanted_v, rope, wanted_deviation)
+    wanted_q = reference.rope_scatter(q, k, v, turns, legal, wanted_k, wanted_v, wanted_deviation)
     before = k_pages.clone(), v_pages.clone()
     out, deviation = poisoned(*q.shape, dtype=dtype), poisoned(m)
     run(
         triton.scatter(
-            q, k, v, cos_sin, slots, k_pages, v_pages, rope, deviation if with_deviation else None, out,
+            (q, k, v), turns, slots, k_pages, v_pages, deviation if with_deviation else None, out,
             KernelConfig((("ROWS", 4),), 4, 1),
         )
     )  # fmt: skip
@@ -266,13 +258,12 @@ def launches(dtype: torch.dtype = torch.bfloat16, size: int = 128, count: int = 
     )
     q, k, v = problem.tensors()
     rows, lse = problem.plan(), torch.empty(q.shape[:2])
-    rope = Rope((1.0,) * (size // 2))
+    turns = RowTurns(Rope((1.0,) * (size // 2)), torch.empty(count, size))
     fresh = torch.empty(count, 2, size, dtype=dtype)
-    cos_sin = torch.empty(count, size)
     return [
-        *triton.attention(q, k, v, rows, 1.0, None, None, torch.empty_like(q), lse),
-        *triton.scores(q, k, v, rows, 1.0, None, None, lse, torch.empty(2, 1024)),
-        *triton.scatter(q, fresh, fresh, cos_sin, rows.slots, k, v, rope, None, torch.empty_like(q)),
+        *triton.attention(q, k, v, rows, problem.scoring, torch.empty_like(q), lse),
+        *triton.scores(q, k, v, rows, problem.scoring, lse, torch.empty(2, 1024)),
+        *triton.scatter((q, fresh, fresh), turns, rows.slots, k, v, None, torch.empty_like(q)),
         *triton.deviation(fresh, fresh, torch.empty(count)),
     ]
 

@@ -445,15 +445,15 @@ def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvkit.kernels.attention import torch_cpu
     from kvkit.kernels.attention import triton as kernels
 
-    def attention(q: Any, k: Any, v: Any, rows: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = torch.full((*q.shape[:2], v.shape[3]), torch.nan), torch.full(q.shape[:2], torch.nan)
-        for launch in kernels.attention(q, k, v, rows, *rest, out, lse):
+        for launch in kernels.attention(q, k, v, *rest, out, lse):
             launch.run()
         return out, lse
 
-    def scatter(q: Any, *rest: Any) -> torch.Tensor:
+    def scatter(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
         out = torch.full_like(q, torch.nan).contiguous()
-        for launch in kernels.scatter(q, *rest, out):
+        for launch in kernels.scatter((q, k, v), *rest, out):
             launch.run()
         return out
 

@@ -16,6 +16,7 @@ from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention import api as attention
+from kvkit.kernels.attention.layer import RowTurns
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.staging import Staging
 
@@ -148,21 +149,18 @@ def test_gpu_attention(dtype: torch.dtype, window: int | None, softcap: float | 
     problem = blend_problem(dtype, window, softcap, heads)
     q, k, v = problem.tensors()
     on_gpu = [x.cuda() for x in (q, k, v)]
-    options = {"window": window, "softcap": softcap}
-    o, lse = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
+    o, lse = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scoring)
     wanted, wanted_lse = oracle(problem, q, k, v, problem.plan())
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(o.cpu().double(), wanted, **close)
     torch.testing.assert_close(lse.cpu(), wanted_lse, atol=1e-3, rtol=1e-3)
-    again, _ = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scale, **options)
+    again, _ = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scoring)
     assert torch.equal(o, again)
 
     one = replace(problem, rows=problem.rows[:1])
     q, k, v = one.tensors()
     scores = [
-        attention.query_scores(
-            q.to(device), k.to(device), v.to(device), one.plan(device), one.scale, **options
-        )
+        attention.query_scores(q.to(device), k.to(device), v.to(device), one.plan(device), one.scoring)
         for device in ("cpu", "cuda", "cuda")
     ]
     torch.testing.assert_close(scores[1].cpu(), scores[0], atol=1e-3, rtol=1e-2)
@@ -182,9 +180,8 @@ def test_gpu_scatter(dtype: torch.dtype) -> None:
         q, k, v = fused.to(device).split([32, 8, 8], 1)
         k_pages, v_pages = torch.zeros(2, 10, 8, 16, 128, dtype=dtype, device=device)
         moved = torch.empty(100, device=device)
-        turned = attention.rope_scatter(
-            q, k, v, cos_sin.to(device), slots.to(device), k_pages, v_pages, rope, moved
-        )
+        turns = RowTurns(rope, cos_sin.to(device))
+        turned = attention.rope_scatter(q, k, v, turns, slots.to(device), k_pages, v_pages, moved)
         distance = attention.token_deviation(k, v)
         found.append([x.cpu() for x in (turned, k_pages, v_pages, moved, distance)])
     for ours, wanted in zip(found[1], found[0], strict=True):

@@ -14,6 +14,8 @@ from jaxlib.triton import dialect
 from triton.backends.compiler import GPUTarget
 
 from kvkit.kernels.attention import pallas
+from kvkit.kernels.attention.layer import Scoring
+from kvkit.kernels.attention.rows import Requests
 from kvkit.kernels.tuning.gate import GPUS, _read_nvidia
 
 
@@ -26,13 +28,12 @@ def lowered(
         ((m, 2 * group, size), dtype),
         ((blocks, 2, n, size), dtype),
         ((blocks, 2, n, v_size), dtype),
-        ((requests, 64), "int32"),
-        ((m,), "int32"),
-        ((requests + 1,), "int32"),
-        ((requests,), "int32"),
     )
-    attend = jax.jit(partial(pallas.blend_attention, scale=0.125, window=window, softcap=softcap))
-    traced = attend.trace(*(jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for shape, name in specs))
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for shape, name in specs)
+    ids = ((requests, 64), (m,), (requests + 1,), (requests,))
+    rows = Requests(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ids))
+    attend = jax.jit(partial(pallas.blend_attention, scoring=Scoring(0.125, window, softcap)))
+    traced = attend.trace(*arrays, rows)
     calls = []
 
     def keep(operation: ir.Operation) -> ir.WalkResult:

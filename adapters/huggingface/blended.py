@@ -25,6 +25,7 @@ from kvkit.config import Config
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
+from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.checks import LaunchError
 
 FOLLOWS_LENGTH = ("dynamic", "longrope")
@@ -73,7 +74,8 @@ class HuggingFaceDecoder:
         return device
 
     def attention(self, layer: int) -> Attention:
-        return Attention(self.rope, float(self.base.layers[layer].self_attn.scaling), self.windows[layer])
+        scale = float(self.base.layers[layer].self_attn.scaling)
+        return Attention(self.rope, Scoring(scale, self.windows[layer]))
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = self.base.embed_tokens(ids)

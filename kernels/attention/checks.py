@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from kvkit.format.rope import Rope
-from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_overlap, check_rope
+from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.attention.rows import Requests, Rows
+from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_ids, check_overlap, check_rope
 
 
-def check_attention(
-    q: Any, k_pages: Any, v_pages: Any, scale: float, window: int | None, softcap: float | None
-) -> None:
-    """Refuse arrays that do not fit one another, and what scores cannot be made with."""
-    _check_pages(q, k_pages, v_pages)
-    if not math.isfinite(scale):
-        raise LaunchError(f"scale={scale}: want a finite number")
-    if window is not None and window < 1:
-        raise LaunchError(f"window={window}: want at least 1, or None")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise LaunchError(f"softcap={softcap}: want a finite number above 0, or None")
-
-
-def check_lse(lse: Any, q: Any) -> None:
-    """Refuse what is no logsumexp of the rows of q."""
-    x, like = Form.of(lse), Form.of(q)
-    if x._replace(strides=None) != (want := Form(like.shape[:2], "float32", None, like.device)):
-        raise LaunchError(f"lse: {x}, want {want}")
+def check_pages(q: Any, k_pages: Any, v_pages: Any) -> None:
+    """Refuse queries and pages that do not fit one another."""
+    _check_floats("q", q, 3, None)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _check_floats(name, pages, 4, q)
+        if pages.shape[:3] != k_pages.shape[:3] or not pages.shape[0]:
+            found, want = tuple(pages.shape), tuple(k_pages.shape[:3])
+            raise LaunchError(f"{name}: {found}, want at least one block and [B, H, N] = {want} as k_pages")
+    heads, size = k_pages.shape[1], k_pages.shape[3]
+    if q.shape[1] % heads or q.shape[2] != size:
+        raise LaunchError(f"q: {tuple(q.shape)}, want a multiple of {heads} heads, of {size} channels")
 
 
 def check_rows(rows: Rows, q: torch.Tensor, k_pages: torch.Tensor) -> None:
@@ -42,19 +34,39 @@ def check_rows(rows: Rows, q: torch.Tensor, k_pages: torch.Tensor) -> None:
         raise LaunchError(f"rows: block {rows.last_block} is out of range, the pages have {len(k_pages)}")
 
 
-def check_scatter(q: Any, k: Any, v: Any, cos_sin: Any, k_pages: Any, v_pages: Any, rope: Rope) -> None:
+def check_requests(requests: Requests, q: Any) -> None:
+    """Refuse what are not the rows of q; their values may not be known yet."""
+    tables = requests.tables
+    if tables.ndim != 2 or not tables.size:
+        raise LaunchError(f"tables: {tables.shape}, want [requests, blocks], none of them 0")
+    count = len(tables)
+    shapes = tables.shape, (len(q),), (count + 1,), (count,)
+    for name, ids, shape in zip(Requests._fields, requests, shapes, strict=True):
+        check_ids(name, ids, shape)
+
+
+def check_asked(requests: int, lse: Any | None, q: Any) -> None:
+    """Refuse the rows of several requests, and what is no logsumexp of the rows of q."""
+    if requests != 1:
+        raise LaunchError(f"rows: of {requests} requests, want one")
+    if lse is not None:
+        x, like = Form.of(lse), Form.of(q)
+        if x._replace(strides=None) != (want := Form(like.shape[:2], "float32", None, like.device)):
+            raise LaunchError(f"lse: {x}, want {want}")
+
+
+def check_scatter(q: Any, k: Any, v: Any, turns: RowTurns, k_pages: Any, v_pages: Any) -> None:
     """Refuse arrays that do not fit one another, and rotary channels that the heads have not."""
-    _check_pages(q, k_pages, v_pages)
+    check_pages(q, k_pages, v_pages)
     count, heads, size = q.shape[0], k_pages.shape[1], k_pages.shape[3]
-    for name, x, channels in (("k", k, size), ("v", v, v_pages.shape[3])):
+    for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
         _check_floats(name, x, 3, q)
-        if x.shape != (count, heads, channels):
-            raise LaunchError(f"{name}: {tuple(x.shape)}, want {(count, heads, channels)}")
-    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_overlap(name, Form.of(x))
-    check_rope("rope", rope, size)
-    device = Form.of(q).device
-    check_form("cos_sin", Form.of(cos_sin), Form((count, rope.channels), "float32", None, device))
+        if x.shape != (want := (count, heads, pages.shape[3])):
+            raise LaunchError(f"{name}: {tuple(x.shape)}, want {want}")
+        check_overlap(f"{name}_pages", Form.of(pages))
+    check_rope("rope", turns.rope, size)
+    want_turns = Form((count, turns.rope.channels), "float32", None, Form.of(q).device)
+    check_form("cos_sin", Form.of(turns.cos_sin), want_turns)
 
 
 def check_slots(q: torch.Tensor, slots: torch.Tensor, limit: int, deviation: torch.Tensor | None) -> None:
@@ -73,18 +85,6 @@ def check_deviation(new: Any, old: Any) -> None:
     _check_floats("old", old, 3, new)
     if old.shape != new.shape:
         raise LaunchError(f"old: {tuple(old.shape)}, but new is {tuple(new.shape)}")
-
-
-def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> None:
-    _check_floats("q", q, 3, None)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_floats(name, pages, 4, q)
-        if pages.shape[:3] != k_pages.shape[:3] or not pages.shape[0]:
-            found, want = tuple(pages.shape), tuple(k_pages.shape[:3])
-            raise LaunchError(f"{name}: {found}, want at least one block and [B, H, N] = {want} as k_pages")
-    heads, size = k_pages.shape[1], k_pages.shape[3]
-    if q.shape[1] % heads or q.shape[2] != size:
-        raise LaunchError(f"q: {tuple(q.shape)}, want a multiple of {heads} heads, of {size} channels")
 
 
 def _check_floats(name: str, array: Any, ndim: int, like: Any | None) -> None:

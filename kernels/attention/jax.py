@@ -1,8 +1,7 @@
-"""Attention to pages and its helpers for JAX arrays: what `kvkit.kernels.attention.reference` means.
+"""The functions of `api` for JAX arrays: what the reference writes is returned.
 
-As in `kvkit.kernels.pages.jax`, what the reference writes is returned, and every function may be called as it
-is or under `jax.jit`, where ropes, scales, windows and names are Python values. Equal shapes compile once:
-slots, tables, positions and lengths are data.
+As in `kvkit.kernels.pages.jax`, every function may be called as it is or under `jax.jit`, where scorings
+and ropes are Python values. Equal shapes compile once: slots, tables, positions and lengths are data.
 
 XLA compiles the same functions for every platform, except that `blend_attention` is the Pallas kernel of
 `kvkit.kernels.attention.pallas` on CUDA; which one is chosen when a function is lowered, so that one function
@@ -14,30 +13,23 @@ kernels are not called through jax-triton: they start on a plan that the host ma
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from numpy.typing import NDArray
 
-from kvkit.format.rope import Rope
 from kvkit.kernels.attention import checks, pallas
-from kvkit.kernels.checks import LaunchError
-from kvkit.kernels.pages.jax import (
-    Ids,
-    bits,
-    check_int,
-    in_range,
-    rotate,
-    scatter,
-    where,
-)
+from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.rows import Requests
+from kvkit.kernels.checks import check_ids
+from kvkit.kernels.pages.jax import Ids, bits, in_range, rotate, scatter, where
 
 ROW_TILE = 128  # query rows that share a loop over keys
 
 KEY_TILE = 512  # keys that a step of that loop takes: scores are [Hq, ROW_TILE, KEY_TILE] at a time
+
+jax.tree_util.register_dataclass(RowTurns, data_fields=["cos_sin"], meta_fields=["rope"])
 
 
 class Scattered(NamedTuple):
@@ -46,8 +38,7 @@ class Scattered(NamedTuple):
     Args:
         q: [M, Hq, D], rotated.
         k_pages, v_pages: with the rows' K and V in their slots.
-        deviation: float32 [M], `token_deviation` of what a slot's K holds now and held before, 0 where
-            skipped; None unless asked for.
+        deviation: float32 [M]; None unless asked for.
     """
 
     q: jax.Array
@@ -57,57 +48,24 @@ class Scattered(NamedTuple):
 
 
 def blend_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    tables: Ids,
-    positions: Ids,
-    row_starts: Ids,
-    lengths: Ids,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of some rows of some requests, each to the keys at or before its own position.
+    """As `api.blend_attention`, of rows that are given as `requests`.
 
     An online softmax (https://arxiv.org/abs/1805.02867) over tiles of keys, up to a row tile's last position
-    and, with a window, from its first: never more scores at once than [Hq, ROW_TILE, KEY_TILE]. Products
-    add up in float32.
+    and, with a window, from its first: never more scores at once than [Hq, ROW_TILE, KEY_TILE].
 
     On CUDA it is one Pallas kernel, which JAX does not split among GPUs by itself: use `jax.shard_map`.
     `jax.export` takes CUDA as the only platform, and with it
     `disabled_checks=[DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]`: later versions need not
     understand the call.
 
-    Args:
-        q: [M, Hq, D], rows of all requests one after another; float32, float16 or bfloat16, as the pages.
-        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv].
-        tables: int [requests, blocks]; entries beyond a request's length may be anything.
-        positions: int [M], of each row.
-        row_starts: int [requests + 1], the first 0; rows from the last one on belong to no request, so that
-            M may be rounded up.
-        lengths: int [requests], keys of each request.
-        scale, window, softcap: as in the reference.
-
-    Returns:
-        o [M, Hq, Dv] in q's dtype, and lse [M, Hq] float32. A row that sees no key is 0 with lse -inf.
-
     Raises:
         LaunchError: an argument does not fit.
     """
-    checks.check_attention(q, k_pages, v_pages, scale, window, softcap)
-    if tables.ndim != 2 or not tables.size:
-        raise LaunchError(f"tables: {tables.shape}, want [requests, blocks], none of them 0")
-    for name, ids, shape in (
-        ("tables", tables, tables.shape),
-        ("positions", positions, (len(q),)),
-        ("row_starts", row_starts, (len(tables) + 1,)),
-        ("lengths", lengths, (len(tables),)),
-    ):
-        check_int(name, ids, shape)
-    found: tuple[jax.Array, jax.Array] = _blend_attention(
-        q, k_pages, v_pages, tables, positions, row_starts, lengths, scale, window, softcap
-    )
+    checks.check_pages(q, k_pages, v_pages)
+    checks.check_requests(requests, q)
+    found: tuple[jax.Array, jax.Array] = _blend_attention(q, k_pages, v_pages, requests, scoring)
     return found
 
 
@@ -115,34 +73,26 @@ def rope_scatter(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cos_sin: jax.Array | NDArray[np.float32],
+    turns: RowTurns,
     slots: Ids,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    rope: Rope,
     deviation: bool = False,
 ) -> Scattered:
-    """Rotate recomputed queries and keys to their positions and put K and V into the pages.
-
-    Args:
-        q, k, v: [M, Hq, D], [M, H, D], [M, H, Dv], not yet rotated; k and v of the pages' dtype.
-        cos_sin: float32 [M, R], `Rope.table` of the rows' positions.
-        slots: int [M], where each row's K and V go: block * N + token, each at most once; < 0 is skipped.
-        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv].
-        deviation: whether to say by how much each slot's K changed.
+    """As `api.rope_scatter`, for integer slots [M]; `deviation` says whether to measure it.
 
     Raises:
         LaunchError: an argument does not fit. Slots out of range are treated as by `pack`.
     """
-    checks.check_scatter(q, k, v, cos_sin, k_pages, v_pages, rope)
-    check_int("slots", slots, (len(q),))
+    checks.check_scatter(q, k, v, turns, k_pages, v_pages)
+    check_ids("slots", slots, (len(q),))
     every = in_range("slots", slots, k_pages.shape[0] * k_pages.shape[2])
-    made: Scattered = _rope_scatter(q, k, v, cos_sin, every, k_pages, v_pages, rope, deviation)
+    made: Scattered = _rope_scatter(q, k, v, turns, every, k_pages, v_pages, deviation)
     return made
 
 
 def token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Squared distance of each token's [H, D] of new and old [N, H, D]: float32 [N], computed in it.
+    """As `api.token_deviation`.
 
     Raises:
         LaunchError: an argument does not fit.
@@ -152,99 +102,117 @@ def token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
     return distance
 
 
+def query_scores(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    requests: Requests,
+    scoring: Scoring,
+    lse: jax.Array | None = None,
+) -> jax.Array:
+    """As `api.query_scores`, of one request, but float32 [Hq, blocks * N] as its table has them.
+
+    Scores are 0 from the request's length on, so that a longer one compiles nothing new. Never more are made
+    at once than [Hq, ROW_TILE, KEY_TILE].
+
+    Raises:
+        LaunchError: an argument does not fit.
+    """
+    checks.check_pages(q, k_pages, k_pages if v_pages is None else v_pages)
+    checks.check_requests(requests, q)
+    checks.check_asked(len(requests.lengths), lse, q)
+    mass: jax.Array = _query_scores(q, k_pages, v_pages, requests, scoring, lse)
+    return mass
+
+
+@functools.partial(jax.jit, static_argnames="scoring")
+def _blend_attention(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
+) -> tuple[jax.Array, jax.Array]:
+    found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
+        q,
+        k_pages,
+        v_pages,
+        requests,
+        cuda=functools.partial(pallas.blend_attention, scoring=scoring),
+        default=functools.partial(_attention, scoring=scoring),
+    )
+    return found
+
+
 @jax.jit
 def _token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
 
 
-def query_scores(
+@functools.partial(jax.jit, static_argnames="deviation")
+def _rope_scatter(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    turns: RowTurns,
+    slots: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    deviation: bool,
+) -> Scattered:
+    cos_sin, rope = turns.cos_sin[:, None], turns.rope
+    turned = rotate(k, cos_sin, rope)
+    changed = None
+    if deviation:
+        block, n, keep = where(slots, k_pages)
+        changed = jnp.where(keep, _token_deviation(turned, k_pages[block, :, n]), 0.0)
+    k_filled, v_filled = scatter(k_pages, slots, bits(turned)), scatter(v_pages, slots, bits(v))
+    return Scattered(rotate(q, cos_sin, rope), k_filled, v_filled, changed)
+
+
+@functools.partial(jax.jit, static_argnames="scoring")
+def _query_scores(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    table: Ids,
-    positions: Ids,
-    length: int | Ids,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    lse: jax.Array | None = None,
+    requests: Requests,
+    scoring: Scoring,
+    lse: jax.Array | None,
 ) -> jax.Array:
-    """How much attention some rows of a request pay to each key: float32 [Hq, blocks * N].
+    if lse is None:
+        _, lse = _blend_attention(q, k_pages, k_pages[..., :0], requests, scoring)
+    table, length = requests.tables[0], requests.lengths[0]
+    rows, kv_heads = max(1, min(ROW_TILE, len(q))), k_pages.shape[1]
+    total, keys = len(table) * k_pages.shape[2], _key_tile(table, k_pages)
+    own = jnp.arange(len(q)) < requests.row_starts[1]
+    positions = jnp.where(own, requests.positions, -1)
+    padding = -len(q) % rows
+    q, lse = (jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in (q, lse))
+    positions = jnp.pad(positions, (0, padding), constant_values=-1)
 
-    As the reference says, but of the shape of the table, 0 from `length` on, so that a longer request
-    compiles nothing new.
-    Never more scores at once than [Hq, ROW_TILE, KEY_TILE].
+    def row_tile(i: jax.Array, mass: jax.Array) -> jax.Array:
+        of_tile, at, of_sum = (lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (q, positions, lse))
+        packed, of_row = _by_kv_head(of_tile, at, kv_heads)
+        sums, _ = _by_kv_head(of_sum[..., None], at, kv_heads)
 
-    Args:
-        q: [S, Hq, D].
-        k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv]; with v_pages scores are multiplied by the norm of v.
-        table: int [blocks].
-        positions: int [S].
-        length: keys of the request, a scalar.
-        scale, window, softcap: as in the reference.
-        lse: float32 [S, Hq] that `blend_attention` gave for these rows; None: computed here first.
+        def key_tile(t: jax.Array, mass: jax.Array) -> jax.Array:
+            j = t * keys + jnp.arange(keys)
+            scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scoring)
+            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums))  # [H, rows * G, keys]
+            share = share.reshape(kv_heads, rows, -1, keys).sum(1)
+            if v_pages is not None:
+                v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0).astype(jnp.float32)
+                share = share * jnp.sqrt(jnp.square(v).sum(-1))[:, None]
+            return mass.at[:, j].add(share.reshape(-1, keys), mode="drop")
 
-    Raises:
-        LaunchError: an argument does not fit.
-    """
-    checks.check_attention(q, k_pages, k_pages if v_pages is None else v_pages, scale, window, softcap)
-    if table.ndim != 1 or not table.size:
-        raise LaunchError(f"table: {table.shape}, want [blocks], at least 1")
-    for name, ids, shape in (
-        ("table", table, table.shape),
-        ("positions", positions, (len(q),)),
-        ("length", np.asarray(length) if isinstance(length, int) else length, ()),
-    ):
-        check_int(name, ids, shape)
-    if lse is not None:
-        checks.check_lse(lse, q)
-    mass: jax.Array = _query_scores(
-        q, k_pages, v_pages, table, positions, length, scale, window, softcap, lse
-    )
-    return mass
+        more: jax.Array = lax.fori_loop(*_key_tiles(at, length, scoring.window, keys), key_tile, mass)
+        return more
 
-
-@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap"))
-def _blend_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    tables: jax.Array,
-    positions: jax.Array,
-    row_starts: jax.Array,
-    lengths: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
-        q,
-        k_pages,
-        v_pages,
-        tables,
-        positions,
-        row_starts,
-        lengths,
-        cuda=functools.partial(pallas.blend_attention, **options),
-        default=functools.partial(_attention, **options),
-    )
+    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros((q.shape[1], total), jnp.float32))
     return found
 
 
 def _attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    tables: jax.Array,
-    positions: jax.Array,
-    row_starts: jax.Array,
-    lengths: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array]:
     """`blend_attention` for XLA."""
+    tables, positions, row_starts, lengths = requests
     m, query_heads, _ = q.shape
     rows = max(1, min(ROW_TILE, m))
     # a tile that begins among the last rows ends beyond them
@@ -258,7 +226,7 @@ def _attention(
         own = first + jnp.arange(rows) < row_starts[r + 1]
         at = jnp.where(own, lax.dynamic_slice_in_dim(positions, first, rows), -1)
         of_tile = lax.dynamic_slice_in_dim(q, first, rows)
-        o, lse = _attend(of_tile, k_pages, v_pages, tables[r], at, lengths[r], scale, window, softcap)
+        o, lse = _attend(of_tile, k_pages, v_pages, tables[r], at, lengths[r], scoring)
         # rows of the next request are written by its own tile, which comes later
         return (
             lax.dynamic_update_slice_in_dim(done[0], o.astype(q.dtype), first, 0),
@@ -273,76 +241,6 @@ def _attention(
     return o[:m], lse[:m]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap"))
-def _query_scores(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array | None,
-    table: jax.Array,
-    positions: jax.Array,
-    length: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    lse: jax.Array | None,
-) -> jax.Array:
-    if lse is None:
-        no_v = k_pages[..., :0]
-        request = table[None], positions, jnp.array([0, len(q)]), jnp.reshape(length, 1)
-        _, lse = _blend_attention(q, k_pages, no_v, *request, scale, window, softcap)
-    rows, kv_heads = max(1, min(ROW_TILE, len(q))), k_pages.shape[1]
-    total, keys = len(table) * k_pages.shape[2], _key_tile(table, k_pages)
-    padding = -len(q) % rows
-    q, lse = (jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in (q, lse))
-    positions = jnp.pad(positions, (0, padding), constant_values=-1)
-
-    def row_tile(i: jax.Array, mass: jax.Array) -> jax.Array:
-        of_tile, at, of_sum = (lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (q, positions, lse))
-        packed, of_row = _by_kv_head(of_tile, at, kv_heads)
-        sums, _ = _by_kv_head(of_sum[..., None], at, kv_heads)
-
-        def key_tile(t: jax.Array, mass: jax.Array) -> jax.Array:
-            j = t * keys + jnp.arange(keys)
-            scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scale, window, softcap)
-            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums))  # [H, rows * G, keys]
-            share = share.reshape(kv_heads, rows, -1, keys).sum(1)
-            if v_pages is not None:
-                v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0).astype(jnp.float32)
-                share = share * jnp.sqrt(jnp.square(v).sum(-1))[:, None]
-            return mass.at[:, j].add(share.reshape(-1, keys), mode="drop")
-
-        more: jax.Array = lax.fori_loop(*_key_tiles(at, length, window, keys), key_tile, mass)
-        return more
-
-    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros((q.shape[1], total), jnp.float32))
-    return found
-
-
-@functools.partial(jax.jit, static_argnames=("rope", "deviation"))
-def _rope_scatter(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cos_sin: jax.Array,
-    slots: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    rope: Rope,
-    deviation: bool,
-) -> Scattered:
-    turned = rotate(k, cos_sin[:, None], rope)
-    changed = None
-    if deviation:
-        block, n, keep = where(slots, k_pages)
-        changed = jnp.where(keep, _token_deviation(turned, k_pages[block, :, n]), 0.0)
-    return Scattered(
-        rotate(q, cos_sin[:, None], rope),
-        scatter(k_pages, slots, bits(turned)),
-        scatter(v_pages, slots, bits(v)),
-        changed,
-    )
-
-
 def _attend(
     q: jax.Array,
     k_pages: jax.Array,
@@ -350,9 +248,7 @@ def _attend(
     table: jax.Array,
     positions: jax.Array,
     length: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[jax.Array, jax.Array]:
     """Some rows of one request: o [rows, Hq, Dv] and lse [rows, Hq], float32. Position -1 sees no key."""
     rows, kv_heads, v_size = len(q), k_pages.shape[1], v_pages.shape[3]
@@ -364,7 +260,7 @@ def _attend(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         o, top, total = state
         j = t * keys + jnp.arange(keys)
-        scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scale, window, softcap)
+        scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scoring)
         v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0)  # 0 * NaN is NaN
         higher = jnp.maximum(top, scores.max(-1, keepdims=True))
         shift = jnp.where(higher == -jnp.inf, 0.0, higher)
@@ -379,7 +275,7 @@ def _attend(
         jnp.full(column, -jnp.inf, jnp.float32),
         jnp.zeros(column, jnp.float32),
     )
-    o, top, total = lax.fori_loop(*_key_tiles(positions, length, window, keys), key_tile, nothing)
+    o, top, total = lax.fori_loop(*_key_tiles(positions, length, scoring.window, keys), key_tile, nothing)
     o = o / jnp.where(total == 0, 1.0, total)
     lse = top + jnp.log(total)  # nothing seen: -inf
     group = q.shape[1] // kv_heads
@@ -422,17 +318,15 @@ def _scores(
     positions: jax.Array,
     j: jax.Array,
     length: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> jax.Array:
     """float32 [H, rows, keys] of q [H, rows, D] and keys j, k [H, keys, D]; -inf where a row does not see."""
-    scores = _dot("hrd,hkd->hrk", q, k) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = _dot("hrd,hkd->hrk", q, k) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
     seen = (j <= positions[:, None]) & (j < length)
-    if window is not None:
-        seen &= j > positions[:, None] - window
+    if scoring.window is not None:
+        seen &= j > positions[:, None] - scoring.window
     return jnp.where(seen, scores, -jnp.inf)
 
 

@@ -24,6 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kvkit.kernels.attention.layer import Scoring
+from kvkit.kernels.attention.rows import Requests
+
 LOG2_E = math.log2(math.e)
 LEAST = 16  # sides of a matrix product, in Triton
 TILES: Mapping[int, Mapping[float, tuple[int, int, int, int]]] = {
@@ -41,13 +44,8 @@ def blend_attention(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    tables: jax.Array,
-    positions: jax.Array,
-    row_starts: jax.Array,
-    lengths: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    requests: Requests,
+    scoring: Scoring,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`kvkit.kernels.attention.jax.blend_attention`, to be traced for CUDA; checks nothing.
@@ -57,6 +55,7 @@ def blend_attention(
     Args:
         interpret: run on any platform, slowly.
     """
+    tables, positions, row_starts, lengths = requests
     m, query_heads, size = q.shape
     blocks, heads, tokens, v_size = v_pages.shape
     if not m:
@@ -81,9 +80,7 @@ def blend_attention(
             packed=packed,
             tile_rows=tile_rows,
             tile_keys=tile_keys,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scoring=scoring,
         ),
         out_shape=shapes,
         grid=(most, query_heads // packed),
@@ -130,11 +127,10 @@ def _attend(
     packed: int,
     tile_rows: int,
     tile_keys: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> None:
     """Some rows of a request and `packed` query heads of a KV head. The arrays are whole."""
+    scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     tile, first_head = pl.program_id(0), pl.program_id(1) * packed
     head, tokens = _div(first_head, q.shape[1] // k.shape[1]), k.shape[2]
     request, first, after = requests[tile], firsts[tile], afters[tile]

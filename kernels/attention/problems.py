@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, triton
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, far, fill, rope_of
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
@@ -144,7 +145,7 @@ def _attention_problem(spec: AttentionSpec) -> Problem:
 def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> Case:
     heads, rows = spec.heads, _rows(spec, device)
     tokens = spec.block_tokens or spec.length
-    blocks, scale = spec.length // tokens, heads.size**-0.5
+    blocks, scoring = spec.length // tokens, Scoring(heads.size**-0.5, spec.window, spec.softcap)
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     q = new(rows.count, heads.query_heads, heads.size)
     pages = new(blocks, heads.heads, tokens, heads.size + heads.v_size)  # K and V side by side, as in vLLM
@@ -162,18 +163,13 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
         """Of the question's rows, which `query_scores` is given."""
         if not filled:
             return lse
-        return reference.blend_attention(
-            q, k_pages, v_pages, *_plan(rows, slice(None)), scale, spec.window, spec.softcap
-        )[1]
+        return reference.blend_attention(q, k_pages, v_pages, rows, scoring)[1]
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
         if spec.kernel == "weigh":
-            form = scale, spec.window, spec.softcap
-            return triton.scores(q, k_pages, scored, rows, *form, known_lse(), mass, config)
+            return triton.scores(q, k_pages, scored, rows, scoring, known_lse(), mass, config)
         values = (v_pages, out) if spec.what == "o" else (None, None)
-        return triton.attention(
-            q, k_pages, values[0], rows, scale, spec.window, spec.softcap, values[1], lse, config
-        )
+        return triton.attention(q, k_pages, values[0], rows, scoring, values[1], lse, config)
 
     def poison() -> None:
         for tensor in (out, lse, mass):
@@ -184,16 +180,11 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor]:
         some = torch.from_numpy(sample).to(device)
-        return reference.blend_attention(
-            q[some], k_pages, v_pages, *_plan(rows, sample), scale, spec.window, spec.softcap
-        )
+        return reference.blend_attention(q[some], k_pages, v_pages, _sampled(rows, sample), scoring)
 
     def fault() -> str:
-        tables, positions, _, _ = _plan(rows, slice(None))
         if spec.kernel == "weigh":
-            want = reference.query_scores(
-                q, k_pages, scored, tables[0], positions, spec.length, scale, spec.window, spec.softcap
-            )
+            want = reference.query_scores(q, k_pages, scored, rows, scoring)
             return far("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
         if lse.isnan().any() or (spec.what == "o" and out.isnan().any()):
             return "some rows were not written"
@@ -213,13 +204,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Relative; weights are rounded to the dtype before they meet V."""
 
 
-def _plan(
-    rows: Rows, some: NDArray[np.int64] | slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tables, positions, row starts and lengths of some rows of one request, as the reference takes them."""
-    positions = rows.device_positions.cpu()[some]
-    counts = torch.tensor([0, len(positions)])
-    return rows.device_tables, positions.to(rows.device), counts, torch.from_numpy(rows.lengths)
+def _sampled(rows: Rows, some: NDArray[np.int64]) -> Rows:
+    """Some rows of one request."""
+    starts = np.array([0, len(some)])
+    return Rows.of(rows.positions[some], starts, rows.lengths, rows.tables, rows.block_tokens, rows.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +268,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
         )
     )
     positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
-    cos_sin = torch.from_numpy(spec.rope.table(positions)).to(device)
+    turns = RowTurns(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
     slots = torch.from_numpy(random.permutation(spec.tokens)[: spec.rows]).to(device)
     pages = new(spec.tokens // tokens, heads.heads, tokens, heads.size + heads.v_size)
     out = new(spec.rows, heads.query_heads, heads.size)
@@ -291,9 +279,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
         fill(before)
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
-        return triton.scatter(
-            q, k, v, cos_sin, slots, *split(pages, heads.size), spec.rope, deviation, out, config
-        )
+        return triton.scatter((q, k, v), turns, slots, *split(pages, heads.size), deviation, out, config)
 
     def poison() -> None:
         pages.copy_(before)
@@ -304,7 +290,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         want, moved = before.clone(), None if deviation is None else torch.empty_like(deviation)
-        turned = reference.rope_scatter(q, k, v, cos_sin, slots, *split(want, heads.size), spec.rope, moved)
+        turned = reference.rope_scatter(q, k, v, turns, slots, *split(want, heads.size), moved)
         return want, turned, moved
 
     def fault() -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import jax
 
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
@@ -17,6 +20,24 @@ MASK_BYTES = 256 << 20
 
 class RowsError(ValueError):
     """Rows do not fit their requests, or keys their blocks. Names the argument and its value."""
+
+
+class Requests(NamedTuple):
+    """What `Rows` is for tensors, for JAX: integers that may be traced, so that none of them is checked.
+
+    Args:
+        tables: [requests, blocks]: key j of request r is token j % N of block tables[r, j // N]. Entries
+            beyond a request's length may be anything.
+        positions: [M], ascending within a request. A row at a negative one sees no key.
+        row_starts: [requests + 1], the first 0, ascending; rows from the last one on belong to no request, so
+            that M may be rounded up.
+        lengths: [requests], keys of each request.
+    """
+
+    tables: jax.Array | NDArray[Any]
+    positions: jax.Array | NDArray[Any]
+    row_starts: jax.Array | NDArray[Any]
+    lengths: jax.Array | NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Sparse blend attention for CPU tensors: torch's own attention, called only where rows see keys.
+"""The functions of `api` for CPU tensors, in float32: torch's own attention, called only where rows see keys.
 
 Rows go through it in tiles, each with the keys that its last row sees. What torch's attention cannot do (a
 soft-cap, values of another size than keys) is done with matrix products, a head at a time.
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 TILE_ROWS = 64
@@ -21,39 +22,32 @@ TILE_ROWS = 64
 
 
 def attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    rows: Rows,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.blend_attention` in float32."""
     count, query_heads, size = q.shape
     heads, v_size = k_pages.shape[1], v_pages.shape[3]
     group = query_heads // heads
     out = q.new_zeros(count, query_heads, v_size)
     lse = torch.full((count, query_heads), -math.inf)
-    for request, tiles in _tiles(rows, window):
+    for request, tiles in _tiles(rows, scoring.window):
         length = max(end for *_, end in tiles)
         k, v = (gather(pages, rows.tables[request], length) for pages in (k_pages, v_pages))  # [H, n, D]
         for first, after, begin, end in tiles:
             if begin == end:
                 continue
             split = q[first:after].view(after - first, heads, group, size).permute(1, 2, 0, 3)
-            mask = rows.mask(first, after, begin, end, window)
+            mask = rows.mask(first, after, begin, end, scoring.window)
             keys, values = k[:, begin:end], v[:, begin:end]
-            if size == v_size and softcap is None:
-                o, logsum = _by_torch(split, keys, values, scale, mask)
+            if size == v_size and scoring.softcap is None:
+                o, logsum = _by_torch(split, keys, values, scoring.scale, mask)
                 positions = rows.positions[first:after]
                 blind = positions < begin
-                if window is not None:
-                    blind |= positions - window >= end - 1
+                if scoring.window is not None:
+                    blind |= positions - scoring.window >= end - 1
                 if blind.any():  # torch says 0 there
                     logsum = logsum.masked_fill(torch.from_numpy(blind), -math.inf)
             else:
-                o, logsum = _by_products(split, keys, values, scale, softcap, mask)
+                o, logsum = _by_products(split, keys, values, scoring, mask)
             out[first:after] = o.permute(2, 0, 1, 3).flatten(1, 2)
             lse[first:after] = logsum.permute(2, 0, 1).flatten(1, 2)
     return out, lse
@@ -64,18 +58,15 @@ def scores(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor | None,
     rows: Rows,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`reference.query_scores` of the one request of `rows`, in float32."""
     heads = k_pages.shape[1]
     group, length = q.shape[1] // heads, int(rows.lengths[0])
     if lse is None:
-        _, lse = attention(q, k_pages, k_pages, rows, scale, window, softcap)
+        _, lse = attention(q, k_pages, k_pages, rows, scoring)
     mass = torch.zeros(heads, group, length)
-    for _, tiles in _tiles(rows, window):
+    for _, tiles in _tiles(rows, scoring.window):
         k = gather(k_pages, rows.tables[0], length)  # [H, n, D]
         for first, after, begin, end in tiles:
             if begin == end:
@@ -83,9 +74,9 @@ def scores(
             split = q[first:after].view(after - first, heads, group, -1).permute(1, 2, 0, 3)
             logsum = lse[first:after].view(after - first, heads, group).permute(1, 2, 0)  # [H, group, m]
             logsum = logsum.masked_fill(logsum == -math.inf, 0.0)
-            mask = rows.mask(first, after, begin, end, window)
+            mask = rows.mask(first, after, begin, end, scoring.window)
             for head in range(heads):
-                found = _scores(split[head], k[head, begin:end], scale, softcap, mask)
+                found = _scores(split[head], k[head, begin:end], scoring, mask)
                 mass[head, :, begin:end] += found.sub_(logsum[head, :, :, None]).exp_().sum(1)
     if v_pages is not None:
         mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)[:, None]
@@ -96,21 +87,17 @@ def scatter(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos_sin: torch.Tensor,
+    turns: RowTurns,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    rope: Rope,
     deviation: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`reference.rope_scatter`; the deviation in float32."""
-    slots = slots.long()
+    keep, at, cos_sin = None, slots, turns.cos_sin
     if bool((slots < 0).any()):
         keep = torch.nonzero(slots >= 0).flatten()
-        at, k, v, turns = slots[keep], k[keep], v[keep], cos_sin[keep]
-    else:
-        keep, at, turns = None, slots, cos_sin
-    turned = _rotate(k, turns, rope)
+        at, k, v, cos_sin = slots[keep], k[keep], v[keep], cos_sin[keep]
+    turned = _rotate(k, cos_sin, turns.rope)
     block, n = at // k_pages.shape[2], at % k_pages.shape[2]
     if deviation is not None:
         moved = token_deviation(turned, k_pages[block, :, n])
@@ -120,11 +107,10 @@ def scatter(
             deviation.zero_()[keep] = moved
     k_pages[block, :, n] = turned
     v_pages[block, :, n] = v
-    return _rotate(q, cos_sin, rope)
+    return _rotate(q, turns.cos_sin, turns.rope)
 
 
 def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`reference.token_deviation` in float32."""
     return (new.float() - old.float()).square_().sum((1, 2))
 
 
@@ -162,31 +148,24 @@ def _by_torch(
 
 
 def _by_products(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    mask: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, with a soft-cap, and v of any size."""
     out = torch.empty(*q.shape[:3], v.shape[2])
     lse = torch.empty(q.shape[:3])
     for head in range(len(q)):
-        found = _scores(q[head], k[head], scale, softcap, mask)
+        found = _scores(q[head], k[head], scoring, mask)
         lse[head] = torch.logsumexp(found, -1)
         found.sub_(lse[head].masked_fill(lse[head] == -math.inf, 0.0)[..., None]).exp_()
         torch.matmul(found, v[head].float(), out=out[head])
     return out, lse
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None, mask: torch.Tensor
-) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, mask: torch.Tensor) -> torch.Tensor:
     """float32 [group, m, n] of one KV head, -inf where not seen."""
-    found = torch.matmul(q.float() * scale, k.float().T)
-    if softcap is not None:
-        found.div_(softcap).tanh_().mul_(softcap)
+    found = torch.matmul(q.float() * scoring.scale, k.float().T)
+    if scoring.softcap is not None:
+        found.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     return found.add_(mask)
 
 

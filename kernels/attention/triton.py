@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from kvkit.format.rope import Rope
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows, Tiles
 from kvkit.kernels.attention.triton_kernels import attend, measure, merge, scatter_rows, weigh
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, best
@@ -102,9 +102,7 @@ def attention(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor | None,
     rows: Rows,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     out: torch.Tensor | None,
     lse: torch.Tensor,
     config: KernelConfig | None = None,
@@ -118,12 +116,12 @@ def attention(
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
     given = {
-        **_scored(q, k_pages, v_pages, rows, scale, window, softcap),
+        **_scored(q, k_pages, v_pages, rows, scoring),
         "ALIKE": k_pages.stride() == v.stride(),  # a token of V is as far from its start as one of K
     }
     config = config or _best(attend, given)
     tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
-    tiles = _tiles(rows, tile_rows // group, tile_keys, heads, window)
+    tiles = _tiles(rows, tile_rows // group, tile_keys, heads, scoring.window)
     part_out = (
         lse.new_empty(tiles.parts, heads, tile_rows, v.shape[3]) if tiles.parts and out is not None else lse
     )
@@ -164,9 +162,7 @@ def scores(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor | None,
     rows: Rows,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     lse: torch.Tensor | None,
     out: torch.Tensor,
     config: KernelConfig | None = None,
@@ -178,9 +174,9 @@ def scores(
     before: tuple[Launch, ...] = ()
     if lse is None:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        before = attention(q, k_pages, None, rows, scale, window, softcap, None, lse)
+        before = attention(q, k_pages, None, rows, scoring, None, lse)
     given = {
-        **_scored(q, k_pages, v_pages, rows, scale, window, softcap),
+        **_scored(q, k_pages, v_pages, rows, scoring),
         "lse": lse.contiguous(),
         "out": out,
         "count": rows.count,
@@ -192,19 +188,17 @@ def scores(
 
 
 def scatter(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    turns: RowTurns,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    rope: Rope,
     deviation: torch.Tensor | None,
     out: torch.Tensor,
     config: KernelConfig | None = None,
 ) -> tuple[Launch, ...]:
     """What computes `api.rope_scatter`, the rotated q into `out`, contiguous; checks nothing."""
+    (q, k, v), rope = qkv, turns.rope
     count, query_heads, size = q.shape
     if not count:
         return ()
@@ -213,24 +207,14 @@ def scatter(
         "q": q,
         "k": k,
         "v": v,
-        "cos_sin": cos_sin,
+        "cos_sin": turns.cos_sin,
         "slots": slots,
         "k_pages": k_pages,
         "v_pages": v_pages,
         "out": out,
-        "deviation": cos_sin if deviation is None else deviation,
-        "q_row": q.stride(0),
-        "q_head": q.stride(1),
-        "k_row": k.stride(0),
-        "k_head": k.stride(1),
-        "v_row": v.stride(0),
-        "v_head": v.stride(1),
-        "k_block": k_pages.stride(0),
-        "k_page_head": k_pages.stride(1),
-        "k_token": k_pages.stride(2),
-        "v_block": v_pages.stride(0),
-        "v_page_head": v_pages.stride(1),
-        "v_token": v_pages.stride(2),
+        "deviation": turns.cos_sin if deviation is None else deviation,
+        **_strides(("row", "head"), q=q, k=k, v=v),
+        **_strides(("block", "page_head", "token"), k=k_pages, v=v_pages),
         "count": count,
         "heads": heads,
         "query_heads": query_heads,
@@ -261,10 +245,7 @@ def deviation(
         "new": new,
         "old": old,
         "out": out,
-        "new_row": new.stride(0),
-        "new_head": new.stride(1),
-        "old_row": old.stride(0),
-        "old_head": old.stride(1),
+        **_strides(("row", "head"), new=new, old=old),
         "count": count,
         "heads": heads,
         "SIZE": size,
@@ -274,19 +255,13 @@ def deviation(
 
 
 def _scored(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor | None,
-    rows: Rows,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor | None, rows: Rows, scoring: Scoring
 ) -> dict[str, object]:
     """Arguments of both kernels that compute scores. Without `v_pages`, V is K and is not read."""
     v = k_pages if v_pages is None else v_pages
     tokens = k_pages.shape[2]
     one_block = not rows.lengths.size or int(rows.lengths.max()) <= tokens
-    capped = 0.0 if softcap is None else softcap
+    scale, softcap = scoring.scale, scoring.softcap
     return {
         "q": q,
         "k": k_pages,
@@ -296,24 +271,27 @@ def _scored(
         "table_stride": rows.device_tables.stride(0),
         # with a soft-cap c: c * tanh(s / c) = c * (1 - 2 / (1 + exp2(2 * log2(e) * s / c)))
         "scale": scale * LOG2_E if softcap is None else 2 * LOG2_E * scale / softcap,
-        "softcap": capped * LOG2_E,
-        "window": window or 0,
-        "k_block": k_pages.stride(0),
-        "k_head": k_pages.stride(1),
-        "k_token": k_pages.stride(2),
-        "v_block": v.stride(0),
-        "v_head": v.stride(1),
-        "v_token": v.stride(2),
-        "q_row": q.stride(0),
-        "q_head": q.stride(1),
+        "softcap": (softcap or 0.0) * LOG2_E,
+        "window": scoring.window or 0,
+        **_strides(("block", "head", "token"), k=k_pages, v=v),
+        **_strides(("row", "head"), q=q),
         "heads": k_pages.shape[1],
         "PAGE": 0 if one_block else tokens,
-        "WINDOWED": window is not None,
+        "WINDOWED": scoring.window is not None,
         "CAPPED": softcap is not None,
         "SIZE": k_pages.shape[3],
         "V_SIZE": v.shape[3],
         "GROUP": q.shape[1] // k_pages.shape[1],
         "VALUES": v_pages is not None,
+    }
+
+
+def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
+    """The strides of some tensors' first axes, as `<tensor>_<axis>`."""
+    return {
+        f"{name}_{axis}": stride
+        for name, tensor in tensors.items()
+        for axis, stride in zip(axes, tensor.stride(), strict=False)
     }
 
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
-from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_rope
+from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_ids, check_rope
 from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX, Quantised
 
 JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
@@ -285,17 +285,9 @@ def in_range(name: str, ids: Ids, limit: int) -> jax.Array:
 def _check_chunks(name: str, ids: Ids) -> None:
     if getattr(ids, "ndim", None) != 2:
         raise LaunchError(f"{name}: {getattr(ids, 'shape', type(ids).__name__)}, want [chunks, at least 1]")
-    check_int(name, ids, ids.shape)
+    check_ids(name, ids, ids.shape)
     if not ids.shape[1]:
         raise LaunchError(f"{name}: {ids.shape}, want [chunks, at least 1]")
-
-
-def check_int(name: str, ids: Ids, shape: tuple[int, ...]) -> None:
-    """Refuse what is not int32 (or, in x64 mode, int64) of this shape."""
-    if not isinstance(ids, jax.Array | np.ndarray) or str(ids.dtype) not in ("int32", "int64"):
-        raise LaunchError(f"{name}: {getattr(ids, 'dtype', type(ids).__name__)}, want an array of int32")
-    if ids.shape != shape:
-        raise LaunchError(f"{name}: {ids.shape}, want {shape}")
 
 
 def _check_pages(group: LayerGroup, pages: JaxPages, quantised: Quantised | None) -> None:

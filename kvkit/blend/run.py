@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, by_place, count_of, select_tokens
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
+from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 Positions = NDArray[np.int32]
@@ -46,15 +47,11 @@ class Attention:
 
     Args:
         rope: of its queries and keys.
-        scale: of q . k.
-        window: keys that a query sees, itself included; None: all before it.
-        softcap: of the scaled product; None: none.
+        scoring: scale, window and soft-cap.
     """
 
     rope: Rope
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scoring: Scoring
 
 
 class Decoder(Protocol):
@@ -209,10 +206,10 @@ class _Run:
         total = torch.zeros(self.plan.tokens, device=self.decoder.device)
 
         def look(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-            form = self.decoder.attention(layer)
             k, v = self.kv.layers[layer]
             values = v if selection.value_norm else None
-            paid = query_scores(q[which], k, values, asked, form.scale, form.window, form.softcap, lse[which])
+            scoring = self.decoder.attention(layer).scoring
+            paid = query_scores(q[which], k, values, asked, scoring, lse[which])
             total.add_(paid.amax(0))
 
         self.layers(rows, self._embed(rows), range(layers), look)
@@ -230,9 +227,9 @@ class _Run:
         if method == "v_deviation":
             tokens = v_pages.shape[2]
             changed = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
-        rope = self.decoder.attention(1).rope
+        turns = self._turns(self.decoder.attention(1).rope, every)
         k_changed = changed if method == "k_deviation" else None
-        rope_scatter(q, k, v, self._cos_sin(rope, every), slots, k_pages, v_pages, rope, k_changed)
+        rope_scatter(q, k, v, turns, slots, k_pages, v_pages, k_changed)
         scores = np.zeros(self.plan.tokens, np.float32)
         scores[every] = changed.cpu().numpy()
         return h, scores
@@ -258,18 +255,18 @@ class _Run:
         slots = self._rows(positions).slots
         seen = self.sees(positions)
         rows = self._rows(seen)
-        turns: dict[Rope, torch.Tensor] = {}
+        turns: dict[Rope, RowTurns] = {}
         for layer in layers:
             form = self.decoder.attention(layer)
             k_pages, v_pages = self.kv.layers[layer]
             q, k, v = self.decoder.qkv(layer, h)
             if form.rope not in turns:
-                turns[form.rope] = self._cos_sin(form.rope, positions)
-            q = rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages, form.rope)
+                turns[form.rope] = self._turns(form.rope, positions)
+            q = rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages)
             self.row_layers += len(positions)
             if layer == self.decoder.layers - 1:  # only the last token's logits are wanted
                 q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
-            o, lse = blend_attention(q, k_pages, v_pages, rows, form.scale, form.window, form.softcap)
+            o, lse = blend_attention(q, k_pages, v_pages, rows, form.scoring)
             if look is not None:
                 look(layer, q, lse)
             h = self.decoder.post(layer, h, o)
@@ -281,8 +278,8 @@ class _Run:
     def _embed(self, positions: Positions) -> torch.Tensor:
         return self.decoder.embed(self._tensor(self.tokens[positions].astype(np.int64)))
 
-    def _cos_sin(self, rope: Rope, positions: Positions) -> torch.Tensor:
-        return self._tensor(rope.table(positions.astype(np.int64)))
+    def _turns(self, rope: Rope, positions: Positions) -> RowTurns:
+        return RowTurns(rope, self._tensor(rope.table(positions.astype(np.int64))))
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.decoder.device)
