@@ -217,8 +217,10 @@ def documented_metrics(text: str) -> str:
 
 
 def vllm_metrics() -> str:
-    """The text of `kvkit.adapters.vllm.stats`, read without vLLM."""
-    return ast.get_docstring(ast.parse((ROOT / "adapters/vllm/stats.py").read_text())) or ""
+    """`kvkit.adapters.vllm.stats.METRICS`, read without vLLM."""
+    tree = ast.parse((ROOT / "adapters/vllm/stats.py").read_text())
+    (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign))
+    return str(ast.literal_eval(table))
 
 
 def is_section(field: FieldInfo) -> bool:

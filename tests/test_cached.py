@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.adapters.huggingface.cached import CachedModel, model_fingerprint, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel, forward, model_fingerprint, probe_layout
 from kvkit.config import Config, load_config
 from kvkit.format.layout import LayoutError
 from kvkit.settings import ConfigError
@@ -193,7 +193,7 @@ def test_kv_grows_past_its_room(tmp_path: Path) -> None:
     short = plain.prefill(prompt(250))
     room = short.kv.layers[0].room_k.shape[2]
     extra = prompt(room - 250 + 40, 9)
-    logits = plain._forward(extra, short.kv)
+    logits = forward(plain.model, extra, short.kv)
     expected = plain.prefill(np.concatenate([prompt(250), extra])).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 

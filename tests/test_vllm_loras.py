@@ -19,8 +19,7 @@ from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 from waiting import wait_for
 
 from kvkit.adapters.engine.question import Lora
-from kvkit.adapters.vllm import contents
-from kvkit.adapters.vllm.contents import Stamp
+from kvkit.adapters.vllm.contents import Stamp, digests
 from kvkit.adapters.vllm.loras import Loras
 
 PROMPT = prompt(300, seed=5, vocabulary=VOCABULARY)
@@ -107,7 +106,7 @@ def test_adapters_in_an_engine(engine: WithLora, tmp_path: Path) -> None:
 @pytest.fixture
 def loras() -> Loras:
     """Of a worker that has loaded nothing yet."""
-    return Loras("bfloat16", lambda files: contents.digests(files, None))
+    return Loras("bfloat16")
 
 
 def test_an_adapter_is_what_it_holds(loras: Loras, tmp_path: Path) -> None:
@@ -149,14 +148,17 @@ def test_an_adapter_that_cannot_be_read_here_is_not_reused_and_said_once(
     assert message.startswith(f"LoRA adapter {path}: nothing with it is reused: ")
 
 
-def test_an_adapter_is_read_once_as_long_as_it_stays(tmp_path: Path) -> None:
+def test_an_adapter_is_read_once_as_long_as_it_stays(
+    loras: Loras, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[int] = []
 
-    def read(files: Any) -> list[str]:
+    def read(files: Any, folder: Path | None) -> list[str]:
         reads.append(len(files))
-        return contents.digests(files, None)
+        return digests(files, folder)
 
-    loras, at = Loras("bfloat16", read), write(tmp_path / "adapter", 1)
+    monkeypatch.setattr("kvkit.adapters.vllm.identity.digests", read)
+    at = write(tmp_path / "adapter", 1)
     wait_for(lambda: all(Stamp.of(file).settled for file in at.iterdir()))
     found = {loras.identity(Lora(1, str(at))) for _ in range(5)}
     assert (len(found), reads) == (1, [2])

@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkit.adapters.vllm import stats
 from kvkit.adapters.vllm.connector import log_as_vllm
-from kvkit.adapters.vllm.stats import PromMetrics, Recorder, Stats
+from kvkit.adapters.vllm.stats import METRICS, PromMetrics, Recorder, Stats
+from kvkit.cache import Loaded, Stored
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.moving.counts import Counts
 
@@ -48,14 +48,25 @@ def test_the_log_adds_up_bytes_over_ranks_and_takes_the_tokens_of_one() -> None:
     }
 
 
-def test_tokens_of_chunks_that_are_stored_piece_by_piece_add_up() -> None:
-    """A record of one of three groups of layers is 5⅓ tokens' worth of a chunk of 16."""
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+def recorder(counts: Counts) -> Recorder:
+    """Of a cache whose chunks of 16 tokens are three records."""
     layout = KVLayout(
         tuple(LayerGroup((i,), 1, k_size=8, v_size=8, dtype="float32", block_tokens=16) for i in range(3))
     )
-    counts, namespace = Counts(), Namespace("m", layout.fingerprint(), "d", chunk_tokens=16)
+    namespace = Namespace("m", layout.fingerprint(), "d", chunk_tokens=16)
     cache: Any = SimpleNamespace(layout=layout, namespace=namespace, counts=lambda: counts.copy())
-    recorder, told = Recorder(cache), 0
+    return Recorder(cache)
+
+
+def test_tokens_of_chunks_that_are_stored_piece_by_piece_add_up(counts: Counts, recorder: Recorder) -> None:
+    """A record of one of three groups of layers is 5⅓ tokens' worth of a chunk of 16."""
+    told = 0
     for _ in range(6):
         counts.stored_records["disk"] += 1
         stats = recorder.take()
@@ -90,12 +101,22 @@ def test_prometheus_sees_each_rank() -> None:
     assert value("load_bytes_per_second_count", rank="1") == 2
 
 
-def test_the_table_in_the_module_is_complete() -> None:
-    assert stats.__doc__ is not None
-    rows = re.findall(r"^\| vllm:kvkit_(\w+) \|([\w, ]*)\|", stats.__doc__, re.MULTILINE)
-    documented = {name: labels.replace(",", " ").split() for name, labels in rows}
-    expected = {name: ["rank"] for name in (*stats.TOTALS, *stats.OBSERVED)}
-    assert documented == expected | {name: ["rank", "tier"] for name in stats.BY_TIER}
+def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> None:
+    counts.lookup_tokens += 16
+    for counter in (counts.hit_tokens, counts.loaded_tokens, counts.loaded_bytes):
+        counter["disk"] += 16
+    for counter in (counts.stored_records, counts.stored_bytes):
+        counter["disk"] += 16
+    recorder.loaded(Loaded(16), 1.0, kept=False)
+    recorder.stored(Stored(16, 16), 1.0)
+    recorder.called_off(1)
+    told = recorder.take()
+    assert told is not None
+    rows = re.findall(r"^\| vllm:kvkit_(\w+) \| ([\w, ]*) \|", METRICS, re.MULTILINE)
+    assert dict(rows) == {
+        name: "rank, tier" if isinstance(value, dict) else "rank" for name, value in told.data["0"].items()
+    }
+    assert recorder.take() is None
 
 
 def test_the_log_goes_where_vllms_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,26 +10,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
+from kvkit.adapters.huggingface.cached import (
+    CachedModel,
+    GrowingCache,
+    OverCache,
+    decode,
+    forward,
+    model_fingerprint,
+    probe_layout,
+)
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend, split
 from kvkit.blend.run import Attention, PagedKV, blend, recompute
-from kvkit.cache import SequencePages, Stored
+from kvkit.cache import Cache, SequencePages, Stored
 from kvkit.config import Config
 from kvkit.format.keys import as_tokens
-from kvkit.format.layout import Namespace, layer_windows
+from kvkit.format.layout import LayoutError, Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.checks import LaunchError
 
-FOLLOWS_LENGTH = ("dynamic", "longrope")
-"""Rope scalings whose frequencies change with the prompt's length: a stored key cannot be moved."""
 _PROBE_TOKENS = 12
 
 
@@ -49,37 +55,24 @@ class HuggingFaceDecoder:
         self.kind = str(config.model_type)
         self.model = model
         self.base = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-        for name in ("layers", "norm", "embed_tokens", "rotary_emb"):
-            self._want(self.base, name)
-        for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"):
-            self._want(self.base.layers[0], name)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"):
-            self._want(self.base.layers[0].self_attn, name)
+        self._want(self.base, "layers", "norm", "embed_tokens", "rotary_emb")
+        block = self.base.layers[0]
+        self._want(block, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+        self._want(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
         self._want(self.base.rotary_emb, "inv_freq")
         if getattr(config, "num_kv_shared_layers", None):
             raise BlendError(f"model type {self.kind!r}: its layers share KV, which cannot be blended")
-        scaling = str(getattr(self.base.rotary_emb, "rope_type", "default"))
-        if scaling in FOLLOWS_LENGTH:
-            raise BlendError(f"model type {self.kind!r}: its rope ({scaling}) follows the prompt's length")
-        self.windows = layer_windows(config, len(self.base.layers))
+        self.layers = len(self.base.layers)
+        self.device: torch.device = next(model.parameters()).device
+        self.windows = layer_windows(config, self.layers)
         self.rope = self._matching_rope()
-
-    @property
-    def layers(self) -> int:
-        return len(self.base.layers)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
 
     def attention(self, layer: int) -> Attention:
         scale = float(self.base.layers[layer].self_attn.scaling)
         return Attention(self.rope, Scoring(scale, self.windows[layer]))
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.base.embed_tokens(ids)
-        return h
+        return cast(torch.Tensor, self.base.embed_tokens(ids))
 
     def qkv(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         block = self.base.layers[layer]
@@ -96,18 +89,17 @@ class HuggingFaceDecoder:
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
         block = self.base.layers[layer]
         h = h + block.self_attn.o_proj(o.flatten(1))
-        out: torch.Tensor = h + block.mlp(block.post_attention_layernorm(h)[None])[0]  # MoE wants [1, M, E]
-        return out
+        mixed = block.mlp(block.post_attention_layernorm(h)[None])[0]  # MoE wants [1, M, E]
+        return cast(torch.Tensor, h + mixed)
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model.get_output_embeddings()(self.base.norm(h))
-        return logits
+        return cast(torch.Tensor, self.model.get_output_embeddings()(self.base.norm(h)))
 
-    def _want(self, module: Any, name: str) -> None:
-        if not hasattr(module, name):
-            raise BlendError(
-                f"model type {self.kind!r}: {type(module).__name__} lacks {name}, not Llama-like"
-            )
+    def _want(self, module: Any, *names: str) -> None:
+        for name in names:
+            if not hasattr(module, name):
+                lacks = f"{type(module).__name__} lacks {name}, not Llama-like"
+                raise BlendError(f"model type {self.kind!r}: {lacks}")
 
     def _matching_rope(self) -> Rope:
         """The rope, of the two orders of channels, with which the loop computes what the model does."""
@@ -132,13 +124,12 @@ class HuggingFaceDecoder:
         """Largest relative difference, of any layer's K, V or the logits, between the model and the loop."""
         vocabulary = self.base.embed_tokens.weight.shape[0]
         ids = np.arange(_PROBE_TOKENS, dtype=np.int32) * 7919 % vocabulary
-        layout = probe_layout(self.model)
-        theirs = GrowingCache(layout, _PROBE_TOKENS, self.device)
-        expected = [_forward(self.model, ids, theirs)]
-        ours = GrowingCache(layout, _PROBE_TOKENS, self.device)
         try:
+            layout = probe_layout(self.model)
+            theirs, ours = (GrowingCache(layout, _PROBE_TOKENS, self.device) for _ in range(2))
+            expected = [forward(self.model, ids, theirs)]
             found = [recompute(self, paged(ours), ids, plan_blend(len(ids)), np.zeros(0, np.int32)).logits]
-        except (LaunchError, RuntimeError, TypeError) as error:
+        except (LayoutError, LaunchError, RuntimeError, TypeError) as error:
             raise BlendError(f"model type {self.kind!r}: does not run as Llama does: {error}") from error
         for a, b in zip(theirs.layers, ours.layers, strict=True):
             expected += [a.room_k, a.room_v]
@@ -174,7 +165,7 @@ class BlendedPrefill:
     row_layers: int
 
 
-class BlendedModel:
+class BlendedModel(OverCache):
     """A `CachedModel` whose prompts may contain documents that were computed elsewhere.
 
     Documents are stored as sequences of their own, in a namespace of their own: keys name tokens, and every
@@ -199,7 +190,7 @@ class BlendedModel:
         if not unchecked:
             gate.check(model_fingerprint(cached.model), self.selection)
         self.cached = cached
-        self.cache = cached.cache
+        self.cache: Cache = cached.cache
         self.decoder = HuggingFaceDecoder(cached.model)
         self.namespace = document_namespace(cached.cache.namespace)
 
@@ -229,10 +220,9 @@ class BlendedModel:
         if not len(as_tokens(document)):
             raise BlendError("document: it has no tokens")
         kv = GrowingCache(self.cached.layout, len(ids), self.cached.device)
-        hit = self.cache.lookup(ids, self.namespace)
-        kv.mark_filled(self.cache.load(hit, kv.places(hit.tokens)).tokens)
+        kv.load(self.cache, ids, self.namespace)
         if kv.length < len(ids):
-            _forward(self.cached.model, ids[kv.length :], kv)
+            forward(self.cached.model, ids[kv.length :], kv)
         return self.cache.store(ids, kv.places(len(ids)), self.namespace)
 
     @torch.inference_mode()
@@ -264,8 +254,7 @@ class BlendedModel:
             documents = list(itertools.pairwise(split(ids).tolist()))
         plan_blend(len(ids), 0, [Span(*document) for document in documents])  # checked before anything moves
         kv = GrowingCache(self.cached.layout, len(ids) + room, self.cached.device)
-        hit = self.cache.lookup(ids[:-1])
-        exact = self.cache.load(hit, kv.places(hit.tokens)).tokens
+        exact = kv.load(self.cache, ids[:-1]).tokens
         spans = [self._load(ids, start, stop, exact, before, kv) for start, stop in documents]
         plan = plan_blend(len(ids), exact, spans)
         blended = blend(self.decoder, paged(kv), ids, plan, self.selection)
@@ -292,25 +281,7 @@ class BlendedModel:
         """
         if max_new_tokens < 1:
             raise BlendError(f"max_new_tokens={max_new_tokens}: want at least 1")
-        new = [int(prefill.logits.argmax())]
-        while new[-1] not in stop and len(new) < max_new_tokens:
-            logits = _forward(self.cached.model, np.array(new[-1:], np.int32), prefill.kv)
-            new.append(int(logits.argmax()))
-        return new
-
-    def flush(self) -> None:
-        """Wait until what was stored is in the tiers (`Cache.flush`)."""
-        self.cache.flush()
-
-    def close(self) -> None:
-        """Close the cache."""
-        self.cache.close()
-
-    def __enter__(self) -> BlendedModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return list(decode(self.cached.model, prefill.logits, prefill.kv, max_new_tokens, stop))
 
     def _load(
         self,
@@ -350,13 +321,3 @@ def document_namespace(namespace: Namespace) -> Namespace:
 def paged(kv: GrowingCache) -> PagedKV:
     """The cache as pages: one block that is the whole room, a slot is a position."""
     return PagedKV([(layer.room_k, layer.room_v) for layer in kv.layers], np.zeros(1, np.int64))
-
-
-def _forward(model: Any, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:
-    """Logits [V] of the last of some tokens behind those in `kv`; their KV is appended."""
-    device = next(model.parameters()).device
-    inputs = torch.from_numpy(ids.astype(np.int64))[None].to(device)
-    logits: torch.Tensor = model(
-        input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=1
-    ).logits[0, -1]
-    return logits

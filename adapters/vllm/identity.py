@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,6 @@ from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.adapters.vllm.contents import default_folder, digests
 
 log = logging.getLogger(__name__)
-
-Digests = Callable[[Sequence[Path]], list[str]]
-"""What each of some files holds."""
 
 _LOADED_FROM_FOLDERS = {
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
@@ -38,25 +35,16 @@ of it."""
 _ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin|pt)")
 
 
-def contents(files: Sequence[Path]) -> list[str]:
-    """What each file holds, remembered for this user. See `kvkit.adapters.vllm.contents`."""
-    return digests(files, default_folder())
-
-
-def model_identity(vllm_config: Any, contents: Digests = contents) -> tuple[str, str]:
+def model_identity(vllm_config: Any) -> tuple[str, str]:
     """(name, revision) of an engine's model for a namespace.
 
     The name is that of the hub, or the last part of the folder's, so that machines which have it elsewhere
     share. The revision is what the weights hold (the commit, of a model that is named by the hub), with a
     digest of the model's config as vLLM uses it and of what else decides KV. If nobody can tell what the
     weights are, it is this engine's alone.
-
-    Args:
-        vllm_config: vLLM's.
-        contents: tells what files hold.
     """
     model, load, draft = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
-    name, weights = _weights(model, load, contents)
+    name, weights = _weights(model, load)
     parts = [described(model.hf_config), load.load_format, load.model_loader_extra_config]
     if load.load_format == "dummy":
         parts.append(model.seed)
@@ -70,12 +58,12 @@ def model_identity(vllm_config: Any, contents: Digests = contents) -> tuple[str,
     if draft is not None and draft.draft_model_config not in (None, model):
         # its layers' KV lies beside the model's
         parts += [draft.method, described(draft.draft_model_config.hf_config)]
-        parts += _weights(draft.draft_model_config, draft.draft_load_config or load, contents)
+        parts += _weights(draft.draft_model_config, draft.draft_load_config or load)
     digest = hashlib.blake2b(stable_json(parts), digest_size=8)
     return name, f"{weights}+{digest.hexdigest()}"
 
 
-def folder_fingerprint(folder: Path, contents: Digests = contents) -> str:
+def folder_fingerprint(folder: Path) -> str:
     """32 hex digits of the names and contents of all files below a model's folder that may decide KV.
 
     Raises:
@@ -97,7 +85,7 @@ def folder_fingerprint(folder: Path, contents: Digests = contents) -> str:
         if real not in seen:
             found += [Path(place, name) for name in files if not _OTHER_FILES.fullmatch(name)]
         seen.add(real)
-    return _fingerprint(folder, [path for path in found if path.is_file()], contents)
+    return _fingerprint(folder, [path for path in found if path.is_file()])
 
 
 def adapter_files(folder: Path) -> list[Path]:
@@ -114,24 +102,25 @@ def adapter_files(folder: Path) -> list[Path]:
     return found
 
 
-def adapter_fingerprint(folder: Path, contents: Digests = contents) -> str:
+def adapter_fingerprint(folder: Path) -> str:
     """32 hex digits of the names and contents of `adapter_files`.
 
     Raises:
         OSError: as there, or one cannot be read.
     """
-    return _fingerprint(folder, adapter_files(folder), contents)
+    return _fingerprint(folder, adapter_files(folder))
 
 
-def _fingerprint(folder: Path, files: Sequence[Path], contents: Digests) -> str:
+def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
     names = sorted((str(path.relative_to(folder)), path) for path in files)
+    held = digests([path for _, path in names], default_folder())
     digest = hashlib.blake2b(digest_size=16)
-    for (name, _), held in zip(names, contents([path for _, path in names]), strict=True):
-        digest.update(json.dumps([name, held]).encode())
+    for (name, _), content in zip(names, held, strict=True):
+        digest.update(json.dumps([name, content]).encode())
     return digest.hexdigest()
 
 
-def _weights(model: Any, load: Any, contents: Digests) -> tuple[str, str]:
+def _weights(model: Any, load: Any) -> tuple[str, str]:
     """(name, what tells the weights apart) of vLLM's model config."""
     source = model.model_weights or model.model
     path = Path(source)
@@ -140,18 +129,14 @@ def _weights(model: Any, load: Any, contents: Digests) -> tuple[str, str]:
         if load.load_format not in _LOADED_FROM_FOLDERS:
             raise LookupError(f"load_format = {load.load_format!r} takes them from elsewhere")
         if path.is_dir():
-            return name, folder_fingerprint(path, contents)
+            return name, folder_fingerprint(path)
         if path.is_file():  # one of several parts brings the others
             parts = re.sub(r"-\d{5}-of-", "-*-of-", re.sub(r"([\[*?])", r"[\1]", path.name))
-            return name, _fingerprint(path.parent, sorted(path.parent.glob(parts)), contents)
+            return name, _fingerprint(path.parent, sorted(path.parent.glob(parts)))
         return name, _commit(model, load)
     except (OSError, LookupError) as error:
-        log.warning(
-            "%s: its weights are not known, so no other engine shares its KV, nor does this one "
-            "after a restart: %s",
-            source,
-            error,
-        )
+        alone = "no other engine shares its KV, nor does this one after a restart"
+        log.warning("%s: its weights are not known, so %s: %s", source, alone, error)
         return name, f"unknown-{uuid.uuid4().hex}"
 
 

@@ -12,7 +12,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvkit.adapters.engine.question import Lora
 from kvkit.adapters.vllm.contents import Stamp
-from kvkit.adapters.vllm.identity import Digests, adapter_files, adapter_fingerprint, contents
+from kvkit.adapters.vllm.identity import adapter_files, adapter_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,10 @@ class Loras:
 
     Args:
         dtype: what vLLM computes adapters in.
-        contents: tells what files hold.
     """
 
-    def __init__(self, dtype: str, contents: Digests = contents) -> None:
+    def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        self._contents = contents
         self._manager: Any = None
         self._loaded: dict[int, str | None] = {}
         self._named: dict[str, str | None] = {}
@@ -94,7 +92,7 @@ class Loras:
             if read is not None and read[0] == stamps:
                 return read[1]
             settled = all(stamp.settled for stamp in stamps.values())
-            held = adapter_fingerprint(folder, self._contents)
+            held = adapter_fingerprint(folder)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             if path not in self._named:
                 log.warning("LoRA adapter %s: nothing with it is reused: %s", path, error)

@@ -11,8 +11,9 @@ first few such requests, and bring near what they will hit, until a request is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate, count, islice
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Question:
     chunks: int
     computed: int = 0
     answers: dict[int, LookupAnswer] = field(default_factory=dict)
-    known_at: float | None = None
+    known_at: float = math.inf
 
 
 @dataclass(slots=True)
@@ -84,55 +85,41 @@ class _Request:
     passed_over: bool = False
 
 
+@dataclass(eq=False)
 class Scheduler:
     """The requests of one engine and what is asked, loaded and saved for them. Not thread-safe, like vLLM's.
 
+    What it is told of a request is vLLM's `Request`.
+
     Args:
-        sizes: of chunks and blocks.
         sequence: the first n tokens of a request, as the keys see them; None where it cannot be cached.
         ranks: workers that answer.
         waits: whether the step that loads waits for it (sync and layerwise loading).
         save_generated: whether chunks with generated tokens are saved.
+        clock: seconds that never go back.
         handoff: what a request's parameters ask for.
         has: how many tokens of a request vLLM has in its own cache.
-        clock: seconds that never go back.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        sequence: Callable[[Any, int], Sequence | None],
-        *,
-        ranks: int,
-        waits: bool,
-        save_generated: bool,
-        clock: Callable[[], float],
-        handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda view: None,
-        has: Callable[[Any], int] = lambda view: 0,
-    ) -> None:
-        self._sizes = sizes
-        self._sequence = sequence
-        self._ranks = ranks
-        self._waits = waits
-        self._save_generated = save_generated
-        self._clock = clock
-        self._handoff = handoff
-        self._has = has
+    sizes: Sizes
+    sequence: Callable[[Any, int], Sequence | None]
+    _: KW_ONLY
+    ranks: int
+    waits: bool
+    save_generated: bool
+    clock: Callable[[], float]
+    handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda view: None
+    has: Callable[[Any], int] = lambda view: 0
+
+    def __post_init__(self) -> None:
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, None] = {}  # in the order in which they came
         self._ahead: set[str] = set()
-        self._called_off: list[str] = []
-        self._numbers = count(1)
-        self._questions: list[Question] = []
-        self._loads: list[LoadTask] = []
-        self._last_saves: list[SaveTask] = []
-        self._unwanted: list[str] = []
-        self._ended: dict[str, Any] = {}
-        self._prompts: dict[str, int] = {}  # of requests that have ended, until a step tells of them
-        self._steps = 0
+        self._ended: dict[str, Any] = {}  # those for which the last step saves
+        self._numbers, self._steps = count(1), count(1)
+        self._next = StepMetadata()
         self._heard = 0
-        self._told_epoch = ""
-        self.epoch = ""
+        self.epoch = self._told_epoch = ""
 
     def arrive(self, view: Any) -> None:
         """Note a new request: it is queued, although vLLM may not ask about it for long."""
@@ -149,24 +136,26 @@ class Scheduler:
             self._queue.setdefault(view.request_id)  # a preempted one is queued again
         receiving = request.handoff if isinstance(request.handoff, RemotePrefill) else None
         asked, most = self._asked(view, receiving)
-        wanted = -(-asked // self._sizes.chunk_tokens)
+        wanted = -(-asked // self.sizes.chunk_tokens)
         if view.skip_reading_prefix_cache or request.barred or min(asked, most) <= computed:
             return 0, False
         question = request.question
-        if question is None or question.chunks != wanted or _stale(question, self._clock()):
-            sequence = self._sequence(view, asked)
+        if question is None or question.chunks != wanted or self.clock() > question.known_at + FRESH_S:
+            sequence = self.sequence(view, asked)
             if sequence is None:
                 request.barred = True
                 return 0, False
             question = request.question = _Question(next(self._numbers), wanted)
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
-            self._questions.append(Question(view.request_id, question.number, sequence, computed, *transfer))
+            self._next.questions.append(
+                Question(view.request_id, question.number, sequence, computed, *transfer)
+            )
             return None, False
-        if question.known_at is None:
+        if not self._is_known(question):
             return None, False
         question.computed = computed
         found = max(0, min(self._least(question).tokens, most) - computed)
-        return found, found > 0 and not self._waits
+        return found, found > 0 and not self.waits
 
     def admit(self, view: Any, blocks: Tables, tokens: int) -> None:
         """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
@@ -176,13 +165,13 @@ class Scheduler:
         question, request.question = request.question, None
         if not tokens or question is None:
             if isinstance(request.handoff, RemotePrefill):
-                self._unwanted.append(request.handoff.transfer)
+                self._next.unwanted.append(request.handoff.transfer)
             return
         request.admitted = self._least(question)
         request.start = start = question.computed
-        stop, chunk = start + tokens, self._sizes.chunk_tokens
+        stop, chunk = start + tokens, self.sizes.chunk_tokens
         table = self._cut(blocks, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
-        self._loads.append(LoadTask(view.request_id, question.number, start, stop, table))
+        self._next.loads.append(LoadTask(view.request_id, question.number, start, stop, table))
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Which tiers the last `tokens` tokens of what was admitted come from."""
@@ -200,26 +189,15 @@ class Scheduler:
 
     def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> StepMetadata:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
-        self._steps += 1
-        ended = {save.request for save in self._last_saves}
+        step, self._next = self._next, StepMetadata()
+        ended = {save.request for save in step.saves}
         self._ended = {name: view for name, view in self._ended.items() if name in ended}
-        step = StepMetadata(
-            number=self._steps,
-            questions=self._questions,
-            prefetches=list(self._prefetches()),
-            called_off=self._called_off,
-            loads=self._loads,
-            saves=[*self._last_saves, *self._saves(scheduled, blocks)],
-            sends=list(self._sends(scheduled, blocks)),
-            computed=sum(scheduled.values()),
-            idle=not scheduled,
-            heard=self._heard,
-            unwanted=self._unwanted,
-            epoch=self.epoch,
-            ended=self._prompts,
-        )
-        self._prompts = {}
-        self._questions, self._loads, self._last_saves, self._unwanted, self._called_off = [], [], [], [], []
+        step.number = next(self._steps)
+        step.prefetches += self._prefetches()
+        step.saves += self._saves(scheduled, blocks)
+        step.sends += self._sends(scheduled, blocks)
+        step.computed, step.idle = sum(scheduled.values()), not scheduled
+        step.heard, step.epoch = self._heard, self.epoch
         self._told_epoch = self.epoch
         return step
 
@@ -231,8 +209,8 @@ class Scheduler:
             if question is None or question.number != answer.number:
                 continue  # about an earlier question
             question.answers[answer.rank] = answer
-            if len(question.answers) == self._ranks:
-                question.known_at = self._clock()
+            if self._is_known(question):
+                question.known_at = self.clock()
         for name in report.failed:
             if name in self._requests:  # it would be tried again and again
                 self._requests[name].barred = True
@@ -253,23 +231,23 @@ class Scheduler:
         self._leave(view.request_id)
         if request is None:
             return False
-        self._prompts[view.request_id] = view.num_prompt_tokens
+        self._next.ended[view.request_id] = view.num_prompt_tokens
         if isinstance(request.handoff, RemotePrefill):
-            self._unwanted.append(request.handoff.transfer)
+            self._next.unwanted.append(request.handoff.transfer)
         sends = request.sent is not None
         if request.saved is None or blocks is None:
             return sends
-        chunk, first = self._sizes.chunk_tokens, request.saved
+        chunk, first = self.sizes.chunk_tokens, request.saved
         stop = min(view.num_computed_tokens, self._known(view, view.num_tokens - 1)) // chunk
         if stop <= first:
             return sends
         end = stop * chunk
-        sequence = self._sequence(view, end)
+        sequence = self.sequence(view, end)
         table = self._cut(blocks, first * chunk, end, 0, end)
-        sizes = zip(table, self._sizes.block_tokens, strict=True)
+        sizes = zip(table, self.sizes.block_tokens, strict=True)
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
             return sends  # a window has left some behind
-        self._last_saves.append(SaveTask(view.request_id, sequence, first, table, last=True))
+        self._next.saves.append(SaveTask(view.request_id, sequence, first, table, last=True))
         self._ended[view.request_id] = view
         return True
 
@@ -295,7 +273,7 @@ class Scheduler:
     def _request(self, view: Any) -> _Request:
         request = self._requests.get(view.request_id)
         if request is None:
-            request = self._requests[view.request_id] = _Request(view, self._handoff(view))
+            request = self._requests[view.request_id] = _Request(view, self.handoff(view))
         request.view = view
         return request
 
@@ -304,13 +282,14 @@ class Scheduler:
         self._queue.pop(name, None)
         if name in self._ahead:
             self._ahead.remove(name)
-            self._called_off.append(name)
+            self._next.called_off.append(name)
 
     def _prefetches(self) -> Iterator[PrefetchTask]:
         """What is to be brought near, for the first of the requests that were not admitted."""
         for name in list(islice(self._queue, AHEAD)):
             request = self._requests[name]
-            if name in self._ahead or (request.question is not None and request.question.known_at is None):
+            asked = request.question is not None and not self._is_known(request.question)
+            if name in self._ahead or asked:
                 continue  # once there is an answer, it may be admitted
             prefetch = self._prefetch(request)
             if prefetch is None:  # it is not looked at again in each step
@@ -325,8 +304,8 @@ class Scheduler:
         if isinstance(request.handoff, RemotePrefill) or view.skip_reading_prefix_cache or request.barred:
             return None
         asked, most = self._asked(view, None)
-        computed = self._has(view)
-        sequence = self._sequence(view, asked) if computed < min(asked, most) else None
+        computed = self.has(view)
+        sequence = self.sequence(view, asked) if computed < min(asked, most) else None
         return None if sequence is None else PrefetchTask(view.request_id, sequence, computed)
 
     def _asked(self, view: Any, receiving: RemotePrefill | None) -> tuple[int, int]:
@@ -335,11 +314,11 @@ class Scheduler:
             asked = self._handed(view.num_tokens)
             return asked, min(asked, view.num_tokens - 1)
         # the last token is always computed, for its logits
-        chunk, most = self._sizes.chunk_tokens, self._whole_grains(view.num_tokens - 1)
+        chunk, most = self.sizes.chunk_tokens, self._whole_grains(view.num_tokens - 1)
         return min(view.num_tokens // chunk, -(-most // chunk)) * chunk, most
 
     def _whole_grains(self, tokens: int) -> int:
-        return tokens // self._sizes.grain_tokens * self._sizes.grain_tokens
+        return tokens // self.sizes.grain_tokens * self.sizes.grain_tokens
 
     def _handed(self, tokens: int) -> int:
         """Tokens of a prompt of so many that one engine sends and the other takes.
@@ -347,7 +326,10 @@ class Scheduler:
         Whoever takes them computes the last one in any case: if that has a block of its own, it does not go.
         """
         grains = self._whole_grains(tokens - 1)
-        return grains if not self._sizes.whole or grains == tokens - 1 else tokens
+        return grains if not self.sizes.whole or grains == tokens - 1 else tokens
+
+    def _is_known(self, question: _Question) -> bool:
+        return len(question.answers) == self.ranks
 
     def _least(self, question: _Question) -> LookupAnswer:
         """What every rank can load. All have answered."""
@@ -366,7 +348,7 @@ class Scheduler:
         chunk's end or behind it attends to a window before that end, which begins later: the zeros in their
         place are never read. Chunks before the first may have larger gaps, and are not saved.
         """
-        chunk = self._sizes.chunk_tokens
+        chunk = self.sizes.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
             if request is None:
@@ -375,14 +357,14 @@ class Scheduler:
             computed = view.num_computed_tokens
             # lower than what was saved after a preemption or a failed load: those chunks are computed anew
             first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
-            if request.saved is None and isinstance(request.handoff, RemotePrefill) and self._sizes.whole:
+            if request.saved is None and isinstance(request.handoff, RemotePrefill) and self.sizes.whole:
                 first = 0  # what was received is in no tier
             stop = min(computed + tokens, self._known(view, view.num_tokens)) // chunk
             request.saved = max(first, stop)
             if stop <= first:
                 continue
             end = stop * chunk
-            sequence, table = self._sequence(view, end), blocks(name)
+            sequence, table = self.sequence(view, end), blocks(name)
             if sequence is not None and table is not None:
                 yield SaveTask(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
 
@@ -394,7 +376,7 @@ class Scheduler:
         sent       [-------- before -------[------- now -------[
                                            first               stop
         """
-        chunk = self._sizes.chunk_tokens
+        chunk = self.sizes.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
             if request is None or not isinstance(request.handoff, RemoteDecode):
@@ -405,7 +387,7 @@ class Scheduler:
             stop = whole if computed >= view.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
                 continue
-            sequence, table = self._sequence(view, whole), blocks(name)
+            sequence, table = self.sequence(view, whole), blocks(name)
             if sequence is None or table is None:
                 continue
             request.sent = stop
@@ -415,7 +397,7 @@ class Scheduler:
 
     def _known(self, view: Any, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved."""
-        return tokens if self._save_generated else min(tokens, view.num_prompt_tokens)
+        return tokens if self.save_generated else min(tokens, view.num_prompt_tokens)
 
     def _cut(self, blocks: Tables, first: int, last: int, start: int, stop: int) -> Tables:
         """The blocks of tokens [first, last); -1 for the null block and those outside of [start, stop)."""
@@ -424,9 +406,5 @@ class Scheduler:
                 block if block and start <= i * size < stop else -1
                 for i, block in enumerate(table[first // size : last // size], first // size)
             ]
-            for table, size in zip(blocks, self._sizes.block_tokens, strict=True)
+            for table, size in zip(blocks, self.sizes.block_tokens, strict=True)
         )
-
-
-def _stale(question: _Question, now: float) -> bool:
-    return question.known_at is not None and now - question.known_at > FRESH_S

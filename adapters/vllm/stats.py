@@ -1,5 +1,25 @@
-"""What the connector reports to vLLM's logger and Prometheus endpoint.
+"""What the connector reports to vLLM's logger and Prometheus endpoint, as `METRICS` lists it.
 
+Each rank has its share of a token's KV: add up bytes, but not tokens, which are the same for all ranks unless
+one of them lost records.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from itertools import chain
+from statistics import fmean
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvkit.cache import Cache, Loaded, Stored
+from kvkit.handoff.protocol.messages import HANDOFF
+from kvkit.moving.counts import BYTES_PER_SECOND, Counts
+from kvkit.moving.sequence import formats_of
+
+METRICS = """\
 | metric | labels | meaning |
 |---|---|---|
 | vllm:kvkit_lookup_tokens | rank | tokens of whole chunks that were asked for |
@@ -12,40 +32,8 @@
 | vllm:kvkit_saves_called_off | rank | saves that a step had to call off, as slots were short |
 | vllm:kvkit_load_bytes_per_second | rank | histogram: throughput of a request's load |
 | vllm:kvkit_store_bytes_per_second | rank | histogram: throughput of a save out of vLLM's pages |
-
-All have vLLM's own labels, too (model_name, engine). Each rank has its share of a token's KV: add up bytes,
-but not tokens, which are the same for all ranks unless one of them lost records.
 """
-
-from __future__ import annotations
-
-import threading
-from collections import Counter
-from typing import Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-
-from kvkit.cache import Cache, Loaded, Stored
-from kvkit.handoff.protocol.messages import HANDOFF
-from kvkit.moving.counts import BYTES_PER_SECOND, Counts
-from kvkit.moving.sequence import formats_of
-
-TOTALS = {
-    "lookup_tokens": "Tokens of whole chunks that were asked for",
-    "load_errors": "Loads that brought less than was promised",
-    "saves_called_off": "Saves that a step had to call off",
-}
-BY_TIER = {
-    "hit_tokens": "Tokens that a lookup found",
-    "loaded_tokens": "Tokens put into vLLM's pages",
-    "stored_tokens": "Tokens that were put completely",
-    "loaded_bytes": "Bytes put into vLLM's pages",
-    "stored_bytes": "Bytes that were put completely",
-}
-OBSERVED = {
-    "load_bytes_per_second": "Throughput of a request's load",
-    "store_bytes_per_second": "Throughput of a save out of vLLM's pages",
-}
+"""vLLM's own labels (model_name, engine) come before these."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
@@ -70,9 +58,8 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for my
         found: dict[str, int | float] = {}
         for name in dict.fromkeys(name for counted in self.data.values() for name in counted):
             values = [counted[name] for counted in self.data.values() if name in counted]
-            if name in OBSERVED:
-                observed = [value for each in values for value in each]
-                found[f"mean_{name}"] = sum(observed) / len(observed)
+            if isinstance(values[0], list):
+                found[f"mean_{name}"] = fmean(chain(*values))
                 continue
             totals = [sum(value.values()) if isinstance(value, dict) else value for value in values]
             found[name] = max(totals) if name.endswith("_tokens") else sum(totals)
@@ -89,19 +76,18 @@ def _add(mine: Any, value: Any) -> Any:
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics as the module's text lists them."""
+    """The metrics as `METRICS` lists them."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        labels = [*self._labelnames, "rank"]
         self._metrics: dict[str, Any] = {}
-        for name, text in TOTALS.items():
-            self._metrics[name] = self._counter_cls(f"vllm:kvkit_{name}", text, labels)
-        for name, text in BY_TIER.items():
-            self._metrics[name] = self._counter_cls(f"vllm:kvkit_{name}", text, [*labels, "tier"])
-        for name, text in OBSERVED.items():
-            self._metrics[name] = self._histogram_cls(
-                f"vllm:kvkit_{name}", text, labels, buckets=BYTES_PER_SECOND
+        for row in METRICS.splitlines()[2:]:
+            name, labels, meaning = (cell.strip() for cell in row.strip("|").split("|"))
+            given = name, meaning, [*self._labelnames, *labels.split(", ")]
+            self._metrics[name.removeprefix("vllm:kvkit_")] = (
+                self._histogram_cls(*given, buckets=BYTES_PER_SECOND)
+                if meaning.startswith("histogram")
+                else self._counter_cls(*given)
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -130,48 +116,43 @@ class Recorder:
         self._tokens_per_record = cache.namespace.chunk_tokens / len(formats)
         self._bytes_per_token = sum(form.record_bytes for form in formats) / cache.namespace.chunk_tokens
         self._lock = threading.Lock()
-        self._data: dict[str, Any] = {}
+        self._told = Stats()
         self._before = Counts()
 
     def loaded(self, loaded: Loaded, seconds: float, kept: bool) -> None:
         """Note a load, and whether it brought what was promised."""
-        with self._lock:
-            if loaded.tokens:
-                speed = loaded.tokens * self._bytes_per_token / seconds
-                self._data.setdefault("load_bytes_per_second", []).append(speed)
-            if not kept:
-                self._data["load_errors"] = self._data.get("load_errors", 0) + 1
+        if loaded.tokens:
+            self._note(load_bytes_per_second=[loaded.tokens * self._bytes_per_token / seconds])
+        if not kept:
+            self._note(load_errors=1)
 
     def called_off(self, saves: int) -> None:
         """Note saves that did not end in time."""
         if saves:
-            with self._lock:
-                self._data["saves_called_off"] = self._data.get("saves_called_off", 0) + saves
+            self._note(saves_called_off=saves)
 
     def stored(self, stored: Stored | None, seconds: float) -> None:
         """Note a save."""
         if stored is not None and stored.new_tokens:
-            with self._lock:
-                speed = stored.new_tokens * self._bytes_per_token / seconds
-                self._data.setdefault("store_bytes_per_second", []).append(speed)
+            self._note(store_bytes_per_second=[stored.new_tokens * self._bytes_per_token / seconds])
 
     def take(self) -> Stats | None:
         """What was counted since the last call; None if nothing was."""
         now, before = self._cache.counts(), self._before
         self._before = now
+        grown: dict[str, Any] = {"lookup_tokens": now.lookup_tokens - before.lookup_tokens}
+        for name in ("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
+            grown[name] = dict(getattr(now, name) - getattr(before, name))
+        grown["stored_tokens"] = dict(self._stored_tokens(now) - self._stored_tokens(before))
+        self._note(**{name: value for name, value in grown.items() if value})
         with self._lock:
-            data, self._data = self._data, {}
-        tiers: dict[str, Counter[str]] = {
-            "hit_tokens": now.hit_tokens - before.hit_tokens,
-            "loaded_tokens": now.loaded_tokens - before.loaded_tokens,
-            "stored_tokens": self._stored_tokens(now) - self._stored_tokens(before),
-            "loaded_bytes": now.loaded_bytes - before.loaded_bytes,
-            "stored_bytes": now.stored_bytes - before.stored_bytes,
-        }
-        if now.lookup_tokens > before.lookup_tokens:
-            data["lookup_tokens"] = now.lookup_tokens - before.lookup_tokens
-        data |= {name: dict(counter) for name, counter in tiers.items() if counter}
-        return Stats({self._rank: data}) if data else None
+            told, self._told = self._told, Stats()
+        return None if told.is_empty() else told
+
+    def _note(self, **counted: Any) -> None:
+        if counted:
+            with self._lock:
+                self._told.aggregate(Stats({self._rank: counted}))
 
     def _stored_tokens(self, counts: Counts) -> Counter[str]:
         """By tier, of all records so far: of an interval's alone, the rest of a chunk would be lost."""
