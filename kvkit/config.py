@@ -1,79 +1,19 @@
-"""Configuration: one TOML file, with KVKIT_* environment variables for what the file leaves out.
+"""From one TOML file, and KVKIT_* environment variables for what it leaves out, to an open cache.
 
-    chunk_tokens = 256
-    staging = "512MiB"            # slots that records pass through
-
-    [tiers.memory]                # in the order in which they are sought
-    capacity = "4GiB"
-
-    [tiers.disk]
-    url = "file:///var/cache/kvkit"
-    capacity = "200GiB"
-
-    [policy]                      # optional: all tiers, in the order above
-    retrieve_from = ["memory", "disk"]
-    store_to = ["memory", "disk"]
-    write_back_to = ["memory"]
-
-    [server]                      # optional: the HTTP endpoint that `kvkit top` and Prometheus read
-    enabled = true
-
-A tier without a `url` keeps records in this process's memory. Sizes are bytes, or have a unit ("4GiB").
-Tiers on servers:
-
-    [tiers.bucket]
-    url = "s3://records/kv"       # or gs://..., az://...
-    scope = "shared"
-    options = { endpoint = "https://s3.example.com", access_key_id = "me", secret_access_key = "..." }
-
-    [tiers.redis]
-    url = "redis://127.0.0.1:6379/0"
-    username = "me"
-    password = "..."
-
-    [tiers.pool]
-    url = "mooncake://10.0.0.1:50051"
-    options = { protocol = "rdma", global_segment_size = "64GiB" }
-
-Engines that hand KV to each other (`kvkit.handoff.settings`) have a tier "handoff", and one for each peer:
-
-    [handoff]
-    role = "decode"
-    listen = ["unix:///run/kvkit/decode.sock"]
-    buffer = "4GiB"
-    peers = { prefill = "unix:///run/kvkit/prefill.sock" }
-
-What `options` leaves out, the client takes from its usual environment (AWS_ACCESS_KEY_ID, ...). A tier on
-Mooncake is shared where nothing else is said. A tier with a `kind` is another package's, and has settings of
-its own: `kvkit.tiers.plugins`.
-In the environment a nested setting has two underscores: KVKIT_TIERS__DISK__URL, KVKIT_CHUNK_TOKENS.
-The endpoint's token is `server.token`, or what `server.token_file` holds, which is made where there is none;
-where neither is set, that file is ~/.local/state/kvkit/token.
+`docs/configuration.md` has an example and lists every setting, `docs/recipes.md` tiers on servers.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import tomllib
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvkit.cache import Cache, CacheServer, SpaceOf
 from kvkit.format.keys import DIGEST_BYTES
@@ -85,13 +25,12 @@ from kvkit.moving.sequence import largest_record_bytes
 from kvkit.observe.access import (
     DEFAULT_PORT,
     MIN_TOKEN_CHARS,
-    ServerError,
     default_token_file,
     is_loopback,
     make_token,
     read_token,
 )
-from kvkit.settings import ConfigError, explain
+from kvkit.settings import ENVIRONMENT, ConfigError, explain, read_toml
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.settings import TierConfig, open_tier
@@ -102,7 +41,6 @@ else:
     HashName = Literal[tuple(DIGEST_BYTES)]
 
 _PREFIX = "KVKIT_"
-_ENVIRONMENT = "environment"
 
 
 class PolicyConfig(BaseModel):
@@ -172,17 +110,6 @@ class Config(BaseSettings):
     server: ServerConfig = ServerConfig()
     handoff: HandoffConfig | None = Field(None, description="none: this engine hands no KV to others")
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
-
     @model_validator(mode="after")
     def _policy_names_tiers(self) -> Config:
         made = () if self.handoff is None else self.handoff.tiers
@@ -193,22 +120,19 @@ class Config(BaseSettings):
                 )
         if self.handoff is not None:
             self.handoff.check_tiers(self.tiers)
-        policy = check_policy(self.resolved_policy(), (*self.tiers, *made))
-        if self.handoff is not None:
-            self.handoff.check_policy(policy, tuple(self.tiers))
+        try:
+            policy = check_policy(self.resolved_policy(), (*self.tiers, *made))
+            if self.handoff is not None:
+                self.handoff.check_policy(policy, tuple(self.tiers))
+        except ValueError as error:
+            raise ValueError(f"policy: {error}") from None
         return self
 
     def resolved_policy(self) -> Policy:
         """The policy with what was left out filled in."""
         handoff = self.handoff
         default = Policy.default(self.tiers) if handoff is None else handoff.default_policy(self.tiers)
-        given = {k: v for k, v in self.policy.model_dump().items() if v is not None}
-        return Policy(
-            retrieve_from=given.get("retrieve_from", default.retrieve_from),
-            store_to=given.get("store_to", default.store_to),
-            write_back_to=given.get("write_back_to", default.write_back_to),
-            staging_only=given.get("staging_only", False),
-        )
+        return replace(default, **self.policy.model_dump(exclude_none=True))
 
     def namespace(self, layout: KVLayout, *, model: str, dtype: str, **fields: Any) -> Namespace:
         """The namespace of `model` with this file's chunk size and digest; `fields` as in `Namespace`."""
@@ -230,26 +154,15 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or impossible.
     """
-    values: dict[str, Any] = {}
-    source = "settings" if settings else _ENVIRONMENT
-    if path is not None:
-        source = os.fspath(path)
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{source}: {error}") from error
-    values |= settings
+    source = os.fspath(path) if path is not None else "settings" if settings else ENVIRONMENT
+    values = ({} if path is None else read_toml(path)) | settings
     _refuse_misspelt_variables()
     try:
         config = Config(**values)
     except SettingsError as error:
-        raise ConfigError(f"{_ENVIRONMENT}: {error}: {error.__cause__}") from error
+        raise ConfigError(f"{ENVIRONMENT}: {error}: {error.__cause__}") from error
     except ValidationError as error:
-        lines = [
-            f"{_source(e['loc'], values, source)}: {explain(e, _choices(e['loc'][:-1]))}"
-            for e in error.errors()
-        ]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError(explain(error, Config, f"{source}: ", values)) from error
     # pydantic merges the file into the environment, not the other way round, and tiers have an order
     tiers = {name: config.tiers[name] for name in [*values.get("tiers", ()), *config.tiers]}
     return config.model_copy(update={"tiers": tiers})
@@ -278,40 +191,41 @@ def open_cache(
         )
     resident = {n: (t.capacities[0] or 0) // slot_bytes for n, t in config.tiers.items() if t.in_memory}
     slots = passing + sum(resident.values())
-    try:
-        staging = Staging(slot_bytes, slots)
-    except (OSError, OverflowError) as error:
-        size = ByteSize(slot_bytes * slots).human_readable()
-        raise ConfigError(f"staging and memory tiers: {size} cannot be had: {error}") from error
-    tiers: list[Tier] = []
-    try:
-        for name, tier in config.tiers.items():
-            tiers.append(open_tier(name, tier, staging, namespace.rank))
-        if config.handoff is not None:
-            near = [tier for tier in tiers if tier.near]
-            tiers += _open_handoff(config.handoff, near, layout, namespace, config.timeout_s)
-        cache = Cache(
-            layout,
-            namespace,
-            tiers,
-            staging=staging,
-            policy=config.resolved_policy(),
-            timeout_s=config.timeout_s,
-            space_of=space_of,
-        )
-    except (ValueError, OSError) as error:
-        for opened in tiers:
-            opened.close()
-        staging.close()
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"tiers: {error}") from error
-    if config.server.enabled:
+    with ExitStack() as opened:
         try:
+            staging = Staging(slot_bytes, slots)
+        except (OSError, OverflowError) as error:
+            size = ByteSize(slot_bytes * slots).human_readable()
+            raise ConfigError(f"staging and memory tiers: {size} cannot be had: {error}") from error
+        opened.callback(staging.close)
+        try:
+            tiers = []
+            for name, tier in config.tiers.items():
+                tiers.append(open_tier(name, tier, staging, namespace.rank))
+                opened.callback(tiers[-1].close)
+            if config.handoff is not None:
+                near = [tier for tier in tiers if tier.near]
+                for made in _open_handoff(config.handoff, near, layout, namespace, config.timeout_s):
+                    tiers.append(made)
+                    opened.callback(made.close)
+            cache = Cache(
+                layout,
+                namespace,
+                tiers,
+                staging=staging,
+                policy=config.resolved_policy(),
+                timeout_s=config.timeout_s,
+                space_of=space_of,
+            )
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"tiers: {error}") from error
+        opened.pop_all()
+        opened.callback(cache.close)
+        if config.server.enabled:
             cache.server = _open_server(config, cache)
-        except ServerError as error:
-            cache.close()
-            raise ConfigError(str(error)) from error
+        opened.pop_all()
     return cache
 
 
@@ -336,7 +250,7 @@ def _open_server(config: Config, cache: Cache) -> CacheServer:
     try:
         from kvkit.observe.http import Server
     except ImportError as error:
-        raise ServerError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
+        raise ConfigError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
     settings = config.server
     token = (
         settings.token.get_secret_value()
@@ -344,16 +258,6 @@ def _open_server(config: Config, cache: Cache) -> CacheServer:
         else make_token(settings.token_file or default_token_file())
     )
     return Server(cache, token=token, host=settings.host, port=settings.port, timeout_s=config.timeout_s)
-
-
-def _source(path: tuple[int | str, ...], values: Any, source: str) -> str:
-    """Where the setting at `path` came from: `source`, if its `values` have it."""
-    for part in path:
-        if isinstance(values, dict):
-            if part not in values:
-                return _ENVIRONMENT
-            values = values[part]
-    return source
 
 
 def _refuse_misspelt_variables() -> None:
@@ -369,18 +273,5 @@ def _refuse_misspelt_variables() -> None:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.75)
             if near:
                 raise ConfigError(
-                    f"{_ENVIRONMENT}: {variable}: unknown setting; did you mean {_PREFIX}{near[0].upper()}?"
+                    f"{ENVIRONMENT}: {variable}: unknown setting; did you mean {_PREFIX}{near[0].upper()}?"
                 )
-
-
-def _choices(path: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = Config
-    if path[:1] == ("tiers",):
-        model = TierConfig
-    elif path[:1] == ("policy",):
-        model = PolicyConfig
-    elif path[:1] == ("server",):
-        model = ServerConfig
-    elif path[:1] == ("handoff",):
-        model = HandoffConfig
-    return list(model.model_fields)

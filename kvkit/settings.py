@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import wraps
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
 
 from kvkit.format.urls import shown
 
+ENVIRONMENT = "environment"
 _SECRET = {"token", "password", "options", "secret", "kvkit"}
 """Settings whose values no message shows."""
 
@@ -19,44 +25,93 @@ class ConfigError(ValueError):
     """A setting is unknown or impossible. The message names the setting, the value and the choices."""
 
 
-def explain(entry: Any, known: Sequence[str], together: str = "policy") -> str:
-    """One pydantic error as "setting = value: what is wrong; the choices".
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a TOML file says.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], source: str = "", values: Mapping[str, Any] | None = None
+) -> str:
+    """What pydantic found wrong, a line each: its source, "setting = value: what is wrong; the choices".
 
     Args:
-        known: the settings there.
-        together: what is wrong where it is no single setting; empty: the message names it.
+        model: whose settings they are.
+        source: of `values`, such as "kvkit.toml: "; what they do not have came from the environment.
+        values: None: all came from `source`.
     """
-    where = ".".join(str(part) for part in entry["loc"]) or together
+    lines = []
+    for entry in error.errors():
+        given = values is None or _has(values, entry["loc"])
+        lines.append((source if given else f"{ENVIRONMENT}: ") + _explained(entry, model))
+    return "\n".join(lines)
+
+
+def _has(values: Any, path: tuple[str | int, ...]) -> bool:
+    """Whether a setting, or one that it is in, is among these."""
+    for part in path:
+        if isinstance(values, dict):
+            if part not in values:
+                return False
+            values = values[part]
+    return True
+
+
+def _explained(entry: Any, model: type[BaseModel]) -> str:
+    path = entry["loc"]
+    where = ".".join(map(str, path))
     if entry["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(entry["loc"][-1]), known, 1)
+        known = list(_section(model, path).model_fields)
+        near = difflib.get_close_matches(str(path[-1]), known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
-    secret = not _SECRET.isdisjoint(entry["loc"])
+    secret = not _SECRET.isdisjoint(path)
     value = "" if secret or isinstance(entry["input"], dict) else f" = {shown(repr(entry['input']))}"
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
     message = entry["msg"].removeprefix("Value error, ") + hint
     return f"{where}{value}: {message}" if where else message
 
 
+def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
+    """The model of the table that a setting is in."""
+
+    def models(annotation: Any) -> Iterator[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield annotation
+        for part in get_args(annotation):
+            yield from models(part)
+
+    for part in path[:-1]:
+        if part in model.model_fields:
+            model = next(models(model.model_fields[str(part)].annotation), model)
+    return model
+
+
 def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as typer takes it: of each parameter that is a dataclass, the fields are options."""
     signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, Any] = {
-        p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)
-    }
     flat: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
     for parameter in signature.parameters.values():
-        kind = groups.get(parameter.name)
-        hints = get_type_hints(kind, include_extras=True) if kind else {}
-        flat += [
-            parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
-            for field in (fields(kind) if kind else ())
-        ] or [parameter]
+        options = [parameter]
+        if is_dataclass(parameter.annotation):
+            kind: Any = parameter.annotation
+            fields = inspect.signature(kind, eval_str=True).parameters.values()
+            options = [field.replace(kind=parameter.kind) for field in fields]
+            groups[parameter.name] = kind, [field.name for field in fields]
+        flat += options
 
     @wraps(command)
     def run(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        for name, (kind, names) in groups.items():
+            given[name] = kind(**{option: given.pop(option) for option in names})
         command(**given)
 
     run.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]

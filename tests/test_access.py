@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from endpoints import TOKEN
 
-from kvkit.observe.access import ServerError, is_loopback, make_token, read_token
+from kvkit.observe.access import is_loopback, make_token, read_token
+from kvkit.settings import ConfigError
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 
@@ -62,22 +63,22 @@ def test_endpoints_that_start_together_share_the_token(tmp_path: Path) -> None:
 
 def test_a_token_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    with pytest.raises(ServerError, match=r"server\.token_file='.*token': .*No such file"):
+    with pytest.raises(ConfigError, match=r"server\.token_file='.*token': .*No such file"):
         read_token(path)
     for content in (b"", b"short\n", b"\xff" * 20):
         path.write_bytes(content)
         path.chmod(0o600)
-        with pytest.raises(ServerError, match=r"server\.token_file="):
+        with pytest.raises(ConfigError, match=r"server\.token_file="):
             make_token(path)
     path.write_text(TOKEN)
     for mode in (0o604, 0o602, 0o644):
         path.chmod(mode)
-        with pytest.raises(ServerError, match=f"has mode {mode:04o}; want 0600"):
+        with pytest.raises(ConfigError, match=f"has mode {mode:04o}; want 0600"):
             make_token(path)
     path.chmod(0o640)
     assert make_token(path) == TOKEN, "a group may be trusted"
-    with pytest.raises(ServerError, match="directory"):
+    with pytest.raises(ConfigError, match="directory"):
         make_token(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ServerError, match="File exists"):
+    with pytest.raises(ConfigError, match="File exists"):
         make_token(tmp_path / "file" / "token")

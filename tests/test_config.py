@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from engine import small_layout
+from pages import blocks
 from pydantic import BaseModel, Secret, SecretStr
 
-from kvkit import config as module
 from kvkit.config import Config, PolicyConfig, load_config, open_cache
 from kvkit.format.record import RecordFormat
 from kvkit.moving.policy import Policy
@@ -305,17 +305,17 @@ def test_what_the_policy_leaves_out_is_every_tier_in_order() -> None:
     assert given.resolved_policy() == Policy(("disk",), ("memory", "disk"), ())
 
 
-def test_the_example_in_the_docstring_loads(tmp_path: Path) -> None:
-    assert module.__doc__ is not None
-    example = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ") or not line]
-    config = load_config(write(tmp_path, "\n".join(example)))
+def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, blocks("docs/configuration.md", "toml")[0].text))
     assert config.chunk_tokens == 256
-    assert list(config.tiers) == ["memory", "disk", "bucket", "redis", "pool"]
-    assert {name: tier.scope for name, tier in config.tiers.items() if tier.scope == "shared"} == {
-        "bucket": "shared",
-        "pool": "shared",
-    }
+    assert list(config.tiers) == ["memory", "disk"]
     assert config.resolved_policy() == Policy.default(["memory", "disk"])
+
+
+def test_which_tiers_are_shared_where_nothing_is_said() -> None:
+    urls = {"disk": "/x", "bucket": "s3://b/kv", "redis": "redis://h:1/0", "pool": "mooncake://h:1"}
+    config = load_config(tiers={name: {"url": url} for name, url in urls.items()})
+    assert [name for name, tier in config.tiers.items() if tier.scope == "shared"] == ["pool"]
 
 
 def test_secrets_of_tiers_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from waiting import wait_for
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
 from kvkit.observe import http as module
-from kvkit.observe.access import ServerError, read_token
+from kvkit.observe.access import read_token
 from kvkit.observe.http import Server
 from kvkit.settings import ConfigError
 from kvkit.staging import Staging
@@ -417,14 +417,14 @@ def test_many_clients_at_once(server: Server) -> None:
 def test_impossible_settings_are_named(cache: ManagedCache) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=rf"server\.host='127\.0\.0\.1', server\.port={port}: .*in use"):
+        with pytest.raises(ConfigError, match=rf"server\.host='127\.0\.0\.1', server\.port={port}: .*in use"):
             Server(cache, token=TOKEN, port=port)
-    with pytest.raises(ServerError, match=r"server\.port=70000"):
+    with pytest.raises(ConfigError, match=r"server\.port=70000"):
         Server(cache, token=TOKEN, port=70000)
-    with pytest.raises(ServerError, match=r"server\.host='192\.0\.2\.1'"):
+    with pytest.raises(ConfigError, match=r"server\.host='192\.0\.2\.1'"):
         Server(cache, token=TOKEN, host="192.0.2.1", port=0)
     for token in ("", "short", "x" * 15, "with space" * 3, "ünïcödé" * 3, "new\nline" * 3):
-        with pytest.raises(ServerError, match=r"server\.token: want at least 16") as caught:
+        with pytest.raises(ConfigError, match=r"server\.token: want at least 16") as caught:
             Server(cache, token=token, port=0)
         assert not token or token not in str(caught.value)
 

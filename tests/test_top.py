@@ -22,9 +22,9 @@ import pytest
 from managed import ManagedCache, filled_counts
 from rich.console import Console
 
-from kvkit.observe.access import ServerError
 from kvkit.observe.http import Server
 from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for, watch
+from kvkit.settings import ConfigError
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 TOKEN = "correct-horse-battery-staple"
@@ -286,7 +286,7 @@ def test_the_users_own_token_stays_on_this_host(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(TopError, match="give the token of that endpoint"):
         token_for("http://192.0.2.1:9477")
-    with pytest.raises(ServerError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         token_for("http://127.0.0.1:9477")
     monkeypatch.setenv("KVKIT_SERVER__TOKEN", TOKEN)
     assert token_for("http://192.0.2.1:9477") == TOKEN

@@ -56,9 +56,7 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
     try:
         settings = Settings(**extra)
     except ValidationError as error:
-        known = list(Settings.model_fields)
-        lines = [f"{WHERE}.{explain(found, known)}" for found in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError(explain(error, Settings, f"{WHERE}.")) from error
     config = load_config(settings.kvkit_config, **settings.kvkit)
     if not config.tiers and config.handoff is None:
         raise ConfigError(f"{WHERE}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")

@@ -1,4 +1,7 @@
-"""Who may ask a cache's HTTP endpoint: addresses of this host alone, and the token that others must show."""
+"""Who may ask a cache's HTTP endpoint: addresses of this host alone, and the token that others must show.
+
+No message holds the token.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,10 @@ import stat
 import tempfile
 from pathlib import Path
 
+from kvkit.settings import ConfigError
+
 DEFAULT_PORT = 9477
 MIN_TOKEN_CHARS = 16
-
-
-class ServerError(ValueError):
-    """The endpoint cannot be opened, or asked. The message names the setting; it never holds the token."""
 
 
 def is_loopback(host: str) -> bool:
@@ -40,19 +41,19 @@ def default_token_file() -> Path:
     """Where the token of this user's endpoints is kept: $XDG_STATE_HOME, or ~/.local/state, /kvkit/token.
 
     Raises:
-        ServerError: the user has no home.
+        ConfigError: the user has no home.
     """
     try:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
     except RuntimeError as error:
-        raise ServerError(f"server.token_file: none given, and there is no home: {error}") from error
+        raise ConfigError(f"server.token_file: none given, and there is no home: {error}") from error
 
 
 def make_token(path: Path) -> str:
     """The token in `path`. Where there is no such file, makes one that only this user can read.
 
     Raises:
-        ServerError: it cannot be written; else as `read_token`.
+        ConfigError: it cannot be written; else as `read_token`.
     """
     if path.exists():
         return read_token(path)
@@ -68,7 +69,7 @@ def make_token(path: Path) -> str:
         finally:
             os.unlink(draft)
     except OSError as error:
-        raise ServerError(f"server.token_file={str(path)!r}: {error}") from error
+        raise ConfigError(f"server.token_file={str(path)!r}: {error}") from error
     return read_token(path)
 
 
@@ -76,16 +77,16 @@ def read_token(path: Path, setting: str = "server.token_file") -> str:
     """The token, or another secret, in `path`. `setting` is for messages.
 
     Raises:
-        ServerError: it cannot be read, every user can, or it holds no token.
+        ConfigError: it cannot be read, every user can, or it holds no token.
     """
     try:
         with open(path, encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             token = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(f"{setting}={str(path)!r}: {error}") from error
+        raise ConfigError(f"{setting}={str(path)!r}: {error}") from error
     if mode & 0o007:
-        raise ServerError(f"{setting}={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
+        raise ConfigError(f"{setting}={str(path)!r}: has mode {mode:04o}; want 0600, for one user")
     check_token(token, f"{setting}={str(path)!r}")
     return token
 
@@ -94,7 +95,7 @@ def check_token(token: str, setting: str) -> None:
     """Do nothing where `token` may be one.
 
     Raises:
-        ServerError: it is too short, or cannot stand in a header.
+        ConfigError: it is too short, or cannot stand in a header.
     """
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
-        raise ServerError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")
+        raise ConfigError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")

@@ -79,12 +79,12 @@ def top(
     """Watch a cache that runs: hit rate, tokens and bytes per second, latencies, states of the tiers."""
     from rich.console import Console
 
-    from kvkit.observe.access import ServerError
     from kvkit.observe.top import TopError, token_for, watch
+    from kvkit.settings import ConfigError
 
     try:
         watch(url, token_for(url, token_file), Console(), interval_s=interval, once=once)
-    except (TopError, ServerError) as error:
+    except (TopError, ConfigError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         pass

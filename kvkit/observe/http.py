@@ -43,8 +43,9 @@ from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import UnknownModel
 from kvkit.observe import metrics
-from kvkit.observe.access import DEFAULT_PORT, ServerError, check_token, is_loopback, listen
+from kvkit.observe.access import DEFAULT_PORT, check_token, is_loopback, listen
 from kvkit.observe.connections import HttpListener
+from kvkit.settings import ConfigError
 from kvkit.tiers.health import HealthState
 from kvkit.workers import Workers
 
@@ -70,7 +71,7 @@ class Server:
         timeout_s: the longest that a request waits for the cache, in seconds.
 
     Raises:
-        ServerError: a setting is impossible, or the address is taken.
+        ConfigError: a setting is impossible, or the address is taken.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Server:
             # what is accepted has it too; without, an answer waits 40 ms for the client's acknowledgement
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError) as error:
-            raise ServerError(f"server.host={host!r}, server.port={port}: {error}") from error
+            raise ConfigError(f"server.host={host!r}, server.port={port}: {error}") from error
         self._workers = Workers(_THREADS, "kvkit-http-work")
         self._clearing = Workers(1, "kvkit-http-clear")  # a tier that hangs keeps only who empties tiers
         app = _guarded(_app(cache, self._workers, self._clearing, timeout_s), token)

@@ -81,7 +81,7 @@ def token_for(url: str, token_file: Path | None = None) -> str:
 
     Raises:
         TopError: `url` is of another host, and none was given.
-        ServerError: the file holds no token, or every user can read it.
+        ConfigError: the file holds no token, or every user can read it.
     """
     if token_file is not None:
         return read_token(token_file)

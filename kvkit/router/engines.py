@@ -12,12 +12,12 @@ from typing import Literal, TypeVar
 
 import aiohttp
 
-from kvkit.observe.access import ServerError
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
 from kvkit.router.openai import Body
 from kvkit.router.routing import Candidate, MeasuredSpeed
 from kvkit.router.settings import EngineConfig, RouterConfig
+from kvkit.settings import ConfigError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,7 +40,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 """Of all requests: what is compressed has no length that could be held against a limit."""
 
 _UNKNOWN = "%s: what engine %s holds is not known"
-_NO_ANSWER = (aiohttp.ClientError, OSError, ServerError, TopError, ValueError)
+_NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, TopError, ValueError)
 Said = tuple[int, bytes]
 """An error that an engine answered: its HTTP status, 400 to 599, and its JSON object."""
 

@@ -1,21 +1,8 @@
-"""The settings of `kvkit router`: one TOML file, and what the command line adds, engines with settings too.
-
-port = 8000
-
-[prefill.p1]
-url = "http://10.0.0.1:8000"
-
-[decode.d1]
-url = "http://10.0.0.2:8000"
-cache = "http://10.0.0.2:9477"          # kvkit's HTTP endpoint in that engine
-token_file = "/etc/kvkit/token"
-handoff = "tcp://10.0.0.2:9478"         # where that engine takes in what P computed
-"""
+"""The settings of `kvkit router`: one TOML file, and what the command line adds, engines among it."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -24,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvkit.handoff.transport import addresses
 from kvkit.router.routing import RoutingLimits
-from kvkit.settings import ConfigError, explain
+from kvkit.settings import ConfigError, explain, read_toml
 
 DEFAULT_PORT = 8000
 
@@ -124,29 +111,14 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown or impossible.
     """
-    values: dict[str, Any] = {}
-    source = "settings"
-    if path is not None:
-        source = str(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{source}: {error}") from error
+    values = {} if path is None else read_toml(path)
     for name, value in settings.items():
         added = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
         values[name] = {**values[name], **value} if added else value
     try:
         return RouterConfig(**values)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(f"{source}: {explain(e, _choices(e['loc']), '')}" for e in error.errors())
-        ) from error
-
-
-def _choices(where: Sequence[str | int]) -> list[str]:
-    """The settings that there are beside one."""
-    model = EngineConfig if where[:1] in (("prefill",), ("decode",)) and len(where) > 1 else RouterConfig
-    return list(model.model_fields)
+        raise ConfigError(explain(error, RouterConfig, f"{path or 'settings'}: ")) from error
 
 
 def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:

@@ -36,7 +36,6 @@ Sizes are bytes, or have a unit ("4GiB").
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from kvkit.moving.policy import Policy, Role, check
-from kvkit.settings import ConfigError, explain
+from kvkit.settings import ConfigError, explain, read_toml
 from kvkit.tiers.eviction.policies import PolicyName
 
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
@@ -177,21 +176,6 @@ def load_simulation(path: str | Path) -> SimulationConfig:
         ConfigError: it cannot be read, or a setting is unknown or impossible.
     """
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return SimulationConfig.model_validate(values)
+        return SimulationConfig.model_validate(read_toml(path))
     except ValidationError as error:
-        lines = [f"{path}: {explain(entry, _choices(entry['loc'][:-1]), '')}" for entry in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
-
-
-def _choices(path: tuple[int | str, ...]) -> list[str]:
-    """The settings of the section at `path`."""
-    section: Any = SimulationConfig
-    if path:
-        section = SimulatedTier if path[0] == "tiers" else section.model_fields[path[0]].annotation
-    if path[:1] == ("policy",) and len(path) > 1:
-        section = RolePolicy
-    return list(section.model_fields)
+        raise ConfigError(explain(error, SimulationConfig, f"{path}: ")) from error

@@ -97,9 +97,7 @@ def read_trace(path: str | Path) -> Trace:
                 continue
             line = _Line.model_validate_json(text)
         except ValidationError as error:
-            known = list(_Header.model_fields)
-            told = [f"{where}: {explain(e, known, '')}" for e in error.errors()]
-            raise ConfigError("\n".join(told)) from error
+            raise ConfigError(explain(error, _Header, f"{where}: ")) from error
         session = str(len(found) if line.session is None else line.session)
         ids = _ids(line, block_tokens, headed, where)
         found.append((line.timestamp, session, line.input_length, line.output_length, ids))

@@ -169,9 +169,7 @@ def tier_at(url: str) -> TierConfig:
     try:
         return TierConfig.model_validate({"url": url})
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(explain(e, list(TierConfig.model_fields)) for e in error.errors())
-        ) from None
+        raise ConfigError(explain(error, TierConfig)) from None
 
 
 def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) -> Tier:
