@@ -27,10 +27,9 @@ from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore
-from kvkit.moving.load import ChunkRead, Load, Prefetch
+from kvkit.moving.load import Load, prefetch, read_chunk
 from kvkit.moving.policy import Policy, PolicyError, in_effect
 from kvkit.moving.policy import check as check_policy
-from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import (
     CacheError,
@@ -140,10 +139,7 @@ class Cache:
         self.space_of: SpaceOf = space_of or self._own_space
         self.server: CacheServer | None = None
         self._opener = Opener("this cache")
-        self._all_tiers = TierSet(self.tiers, self.policy, staging, timeout_s)
-        self._all_puts = Puts(self._all_tiers, len(layout.groups))
-        self._prefetched = Prefetched(staging.slots // 2)
-        staging.on_shortage(self._prefetched.give_up)
+        self._all_puts = Puts(TierSet(self.tiers, self.policy, staging, timeout_s), len(layout.groups))
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
         self._looking = Workers(LOOKING_THREADS, "kvkit-look")
@@ -187,14 +183,11 @@ class Cache:
         declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
         if declined:
             log.info("tokens that are computed, as loading them is slower: %s", dict(declined))
-
-        def note(counts: Counts) -> None:
+        with self._tier_set.counting() as counts:
             counts.lookups += 1
             counts.lookup_tokens += len(chunks.tokens)
             counts.hit_tokens.update(hit.by_tier)
             counts.declined_tokens.update(declined)
-
-        self._tier_set.count(note)
         return hit
 
     def lookup_async(
@@ -216,7 +209,8 @@ class Cache:
         """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query."""
         chunks = self.chunks(tokens, namespace)
         hit = Hit(chunks, self._puts.find_promised(chunks, 0.0))
-        self._tier_set.count(Counts.note_query)
+        with self._tier_set.counting() as counts:
+            counts.queries += 1
         return hit
 
     def chunks(self, tokens: Any, namespace: Namespace | None = None) -> Chunks:
@@ -270,7 +264,7 @@ class Cache:
             CacheError: as `load`.
         """
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
-        return LayerLoad(self._tier_set, self._puts, self._reading, hit, pages)
+        return LayerLoad(self._puts, self._reading, hit, pages)
 
     def store_layers(
         self, tokens: Any, pages: SequencePages | Sequence[SequencePages], namespace: Namespace | None = None
@@ -282,7 +276,7 @@ class Cache:
         """
         chunks = self.chunks(tokens, namespace)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return LayerStore(self._tier_set, self._puts, chunks, pages, self.policy.store_to)
+        return LayerStore(self._puts, chunks, pages, self.policy.store_to)
 
     @property
     def prefetch_chunks(self) -> int:
@@ -291,7 +285,7 @@ class Cache:
         That is half of what the memory holds that they go to.
         """
         near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
-        slots = min((tier.slots // 2 for tier in near), default=self._prefetched.slots)
+        slots = min((tier.slots // 2 for tier in near), default=self._tier_set.prefetched.slots)
         return slots // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
@@ -304,14 +298,13 @@ class Cache:
         from there.
 
         Args:
-            first: chunks that the engine has. The run, and the hit, begin behind them.
+            first: chunks that the engine has. The run, and the hit, begin after them.
 
         Raises:
             CacheError: the tokens have fewer than `first` whole chunks.
         """
         chunks = self._part(tokens, namespace, first)
-        prefetch = Prefetch(self._tier_set, self._puts, self._prefetched, chunks)
-        return Transfer.start(self._prefetching, prefetch.run)
+        return Transfer.start(self._prefetching, partial(prefetch, self._puts, chunks))
 
     def get_non_blocking(
         self, tokens: Any, chunk: int, namespace: Namespace | None = None
@@ -326,8 +319,7 @@ class Cache:
         chunks = self.chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
-        read = ChunkRead(self._tier_set, self._puts, self._prefetched, chunks, chunk)
-        return Transfer.start(self._loading, read.run)
+        return Transfer.start(self._loading, partial(read_chunk, self._puts, chunks, chunk))
 
     def store(
         self,
@@ -354,9 +346,7 @@ class Cache:
         """
         chunks = self._part(tokens, namespace, first)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        targets = self._targets(to)
-        promise = self._puts.promise(chunks)
-        return Store(self._tier_set, self._puts, chunks, pages, targets, promise).run(Transfer())
+        return Store(self._puts, chunks, pages, self._targets(to)).run(Transfer())
 
     def store_async(
         self,
@@ -406,9 +396,7 @@ class Cache:
             CacheError, PolicyError: as `store`.
         """
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        targets = self._targets(to)
-        promise = self._puts.promise(chunks, on_stored, on_done)
-        store = Store(self._tier_set, self._puts, chunks, pages, targets, promise, ready, copy_first)
+        store = Store(self._puts, chunks, pages, self._targets(to), ready, on_stored, on_done, copy_first)
         try:
             transfer = Transfer.start(self._storing, store.run)
         except BaseException:
@@ -418,7 +406,7 @@ class Cache:
         return transfer
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
-        """Have tiers let go of none of these tokens' chunks for so long; how many tokens one or more hold."""
+        """Have tiers evict none of these tokens' chunks for so long; how many tokens one or more hold."""
         chunks = self.chunks(tokens, namespace)
         held = [self._tier_set.pin(tier, chunks.names, seconds) for tier in self.tiers]
         return max(held, default=0) // chunks.groups * chunks.chunk_tokens
@@ -430,13 +418,13 @@ class Cache:
             CacheTimeout: some are still under way after `timeout_s` (default: the cache's).
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        left = self._puts.flush(limit)
+        left = self._puts.outstanding.wait(limit)
         if left:
             raise CacheTimeout(f"{left} puts are still under way after {limit} s")
 
     def puts_under_way(self) -> int:
         """Puts that a flush would wait for: of records, and of what describes their arrays."""
-        return self._puts.under_way
+        return self._puts.outstanding.count
 
     def counts(self) -> Counts:
         """A copy of what was counted so far."""
@@ -444,7 +432,10 @@ class Cache:
 
     def note_blend(self, reused: int, selected: int, computed: int) -> None:
         """Count the tokens of a prompt that was blended: reused, selected among them, and computed ones."""
-        self._tier_set.count(lambda counts: counts.note_blend(reused, selected, computed))
+        with self._tier_set.counting() as counts:
+            counts.blend_reused_tokens += reused
+            counts.blend_selected_tokens += selected
+            counts.blend_computed_tokens += computed
 
     def tier_states(self) -> dict[str, HealthState]:
         """Whether each tier is ok, slow, open (passed over) or half-open (about to be tried)."""
@@ -478,7 +469,7 @@ class Cache:
     def close(self) -> None:
         """Close the server, finish what was started, then close tiers and staging.
 
-        Moves and puts that miss the deadline are logged and left behind.
+        Moves and puts that miss the deadline are logged, and not waited for.
         """
         if self._closed or not self._opener.is_here:
             return
@@ -493,7 +484,6 @@ class Cache:
             self.flush()
         except CacheTimeout as error:
             log.warning("close: %s", error)
-        self._prefetched.give_up(self.staging.slots)
         self._puts.close()
         self._tier_set.close()
         self.staging.close()
@@ -505,16 +495,14 @@ class Cache:
         self.close()
 
     @property
-    def _tier_set(self) -> TierSet:
-        """For the process that opened the cache."""
-        self._opener.check()
-        return self._all_tiers
-
-    @property
     def _puts(self) -> Puts:
         """For the process that opened the cache."""
         self._opener.check()
         return self._all_puts
+
+    @property
+    def _tier_set(self) -> TierSet:
+        return self._puts.tiers
 
     def _own_space(self, model: str | None, salt: str) -> Namespace:
         if model not in (None, self.namespace.model):
@@ -542,7 +530,7 @@ class Cache:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        return Load(self._tier_set, self._puts, self._prefetched, hit, pages, rotate)
+        return Load(self._puts, hit, pages, rotate)
 
 
 def _warm_up() -> None:

@@ -10,10 +10,9 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +40,8 @@ class Lease:
     A context manager: leaving it releases. Reading and writing `array` or `buffer` is safe until then.
 
     Attributes:
-        slot: index of the slot.
-        array: its memory, uint8 [slot_bytes].
-        buffer: the same memory as a memoryview.
+        slot: its index.
+        array: its memory, uint8 [slot_bytes]; `buffer` is the same as a memoryview.
     """
 
     __slots__ = ("_released", "_staging", "array", "buffer", "slot")
@@ -85,9 +83,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._released:
             self.release()
 
@@ -123,20 +119,18 @@ class Staging:
             raise StagingError(f"slot_bytes={slot_bytes}, slots={slots}: want at least 1 of each")
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self.slots = slots
-        self.descriptor = _sealed_memory(self.slot_bytes * slots) if shared else None
+        size = self.slot_bytes * slots
+        self.descriptor = _sealed_memory(size) if shared else None
         if self.descriptor is None:
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = mmap.mmap(-1, self.slot_bytes * slots, flags=private)
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._memory = mmap.mmap(self.descriptor, self.slot_bytes * slots)
+            self._memory = mmap.mmap(self.descriptor, size)
             self._memory.madvise(mmap.MADV_DONTFORK)
+        with suppress(OSError):  # a kernel without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._opener = Opener("this staging arena")
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole = memoryview(self._memory)
-        size = self.slot_bytes
-        self.buffers = [whole[i * size : (i + 1) * size] for i in range(slots)]
+        self.buffers = [whole[first : first + self.slot_bytes] for first in range(0, size, self.slot_bytes)]
         self.arrays = [np.frombuffer(buffer, np.uint8) for buffer in self.buffers]
         self.used = [0] * slots
         self._references = [0] * slots
@@ -146,7 +140,7 @@ class Staging:
         self._when_freed: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._pinned: list[int] = []
+        self._pinned: int | None = None  # the address that CUDA knows
         self.ready = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
         self._toucher.start()
@@ -154,14 +148,12 @@ class Staging:
     @property
     def free(self) -> int:
         """Slots that nobody holds."""
-        with self._changed:
-            return len(self._free)
+        return len(self._free)
 
     @property
     def waiting(self) -> int:
         """Callers of `acquire` that have no slots yet."""
-        with self._changed:
-            return len(self._waiting)
+        return len(self._waiting)
 
     def on_shortage(self, reclaim: Callable[[int], None]) -> None:
         """Have `reclaim` called with the number of slots that somebody is about to wait for, or still lacks.
@@ -184,10 +176,10 @@ class Staging:
     def acquire(
         self, at_most: int, timeout_s: float, at_least: int = 1, stopped: Callable[[], bool] = lambda: False
     ) -> list[Lease]:
-        """Lease `at_least` to `at_most` slots; waits only for the least, first come first served.
+        """Lease `at_least` slots, or a multiple of that up to `at_most`; waits only for the least.
 
-        A caller that never waits while it holds leases cannot deadlock with others: take what is given,
-        use it, release it, ask again.
+        First come, first served. A caller that never waits while it holds leases cannot deadlock with others:
+        take what is given, use it, release it, ask again.
 
         Args:
             stopped: ends the wait; call `wake` when it may have turned true. It must not lock.
@@ -214,16 +206,14 @@ class Staging:
 
         try:
             while True:
-                with self._changed:
-                    missing = at_least - len(self._free)
-                    reclaims = tuple(self._reclaims) if missing > 0 else ()
-                for reclaim in reclaims:
+                missing = at_least - len(self._free)
+                for reclaim in tuple(self._reclaims) if missing > 0 else ():
                     reclaim(missing)
                 with self._changed:
                     left = deadline - time.monotonic()
                     self._changed.wait_for(lambda: ready() or stopped(), min(left, RECLAIM_S))
                     if ready():
-                        return self._lease(at_most)
+                        return self._lease(min(at_most, len(self._free)) // at_least * at_least)
                     if stopped():
                         raise Stopped
                     if left <= RECLAIM_S:
@@ -247,12 +237,11 @@ class Staging:
             AssertionError: one is. This is a defect in kvkit.
         """
         with self._changed:
-            free = set(self._free)
-            assert len(free) == len(self._free), "a slot is free twice"
+            free = Counter(self._free)
             for slot, references in enumerate(self._references):
                 assert references >= 0, f"slot {slot} has {references} references"
-                assert (references == 0) == (slot in free), (
-                    f"slot {slot}: {references} references, free: {slot in free}"
+                assert free[slot] == (references == 0), (
+                    f"slot {slot}: {references} references, free {free[slot]} times"
                 )
 
     def close(self) -> None:
@@ -261,26 +250,23 @@ class Staging:
             self._closed = True
             self._changed.notify_all()
         self._toucher.join()
-        if self._pinned:
+        if self._pinned is not None:
             import torch
 
-            for address in self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-            self._pinned.clear()
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+            self._pinned = None
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
-    def _lease(self, at_most: int) -> list[Lease]:
+    def _lease(self, count: int) -> list[Lease]:
         if self._closed:
             raise StagingError("the staging arena is closed")
-        leases = []
-        for _ in range(min(at_most, len(self._free))):
-            slot = self._free.popleft()
+        taken = [self._free.popleft() for _ in range(count)]
+        for slot in taken:
             self._references[slot] = 1
             self.used[slot] = 0
-            leases.append(Lease(self, slot))
-        return leases
+        return [Lease(self, slot) for slot in taken]
 
     def _share(self, lease: Lease) -> Lease:
         self._opener.check()
@@ -306,20 +292,17 @@ class Staging:
             freed()
 
     def _touch(self) -> None:
+        """Have the memory backed, and pinned for a GPU."""
         prefault(self._memory, lambda: self._closed)
-        self._pin()
-        self.ready.set()
-
-    def _pin(self) -> None:
         torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available() or self._closed:
-            return
-        address = self.arrays[0].ctypes.data
-        error = torch.cuda.cudart().cudaHostRegister(address, self.slot_bytes * self.slots, 0)
-        if int(error) == 0:
-            self._pinned.append(address)
-        else:
-            log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)
+        if torch is not None and torch.cuda.is_available() and not self._closed:
+            address = self.arrays[0].ctypes.data
+            error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)
+            if int(error) == 0:
+                self._pinned = address
+            else:
+                log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)
+        self.ready.set()
 
 
 def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, stop: int | None = None) -> None:
@@ -346,9 +329,8 @@ def _sealed_memory(size: int) -> int:
     descriptor = os.memfd_create("kvkit-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        fcntl.fcntl(
-            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except OSError:
         os.close(descriptor)
         raise

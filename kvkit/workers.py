@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from functools import partial
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -38,11 +39,7 @@ class Opener:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Refuse a fork, before it takes a lock that a thread of the other process may have held.
-
-        Raises:
-            Forked: this is one.
-        """
+        """Raise `Forked` in a fork: before it takes a lock that a thread of its parent may have held."""
         if not self.is_here:
             raise Forked(
                 f"{self._what} was opened in process {self._pid}, and this is process {os.getpid()}, forked "
@@ -71,8 +68,7 @@ class Workers:
     @property
     def waiting(self) -> int:
         """Jobs that no thread has taken yet."""
-        with self._changed:
-            return len(self._urgent) + len(self._jobs)
+        return len(self._urgent) + len(self._jobs)
 
     def start(self, *jobs: Callable[[], None], urgent: bool = False) -> None:
         """Have `jobs` run; they must not raise.
@@ -85,23 +81,14 @@ class Workers:
         with self._changed:
             if self._closed:
                 raise Closed("these threads were told to end")
-            self._grow(len(self._urgent) + len(self._jobs) + len(jobs) - self._idle)
+            self._grow(self.waiting + len(jobs) - self._idle)
             (self._urgent if urgent else self._jobs).extend(jobs)
             self._changed.notify(len(jobs))
 
     def submit(self, function: Callable[[], T], urgent: bool = False) -> Future[T]:
         """Have `function` run, unless the future is cancelled before; what it returns or raises is in it."""
         future: Future[T] = Future()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.start(job, urgent=urgent)
+        self.start(partial(_carry_out, function, future), urgent=urgent)
         return future
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -131,10 +118,9 @@ class Workers:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._urgent and not self._jobs:
-                    if self._closed:
-                        return
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or self.waiting)
+                if not self.waiting:
+                    return
                 self._idle -= 1
                 job = (self._urgent or self._jobs).popleft()
             job()
@@ -142,7 +128,7 @@ class Workers:
                 self._idle += 1
 
 
-class Transfer(Future[T], Generic[T]):
+class Transfer(Future[T]):
     """The future result of a load, a store or a prefetch.
 
     While it is under way the engine's pages are in use: `cancel` asks it to stop, and the future completes,
@@ -192,14 +178,13 @@ class Transfer(Future[T], Generic[T]):
             Closed: the workers were told to end.
         """
         transfer: Transfer[T] = Transfer()
-
-        def work() -> None:
-            if not transfer.set_running_or_notify_cancel():
-                return
-            try:
-                transfer.set_result(move(transfer))
-            except BaseException as error:
-                transfer.set_exception(error)
-
-        workers.start(work, urgent=urgent)
+        workers.start(partial(_carry_out, partial(move, transfer), transfer), urgent=urgent)
         return transfer
+
+
+def _carry_out(function: Callable[[], T], future: Future[T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)

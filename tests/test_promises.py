@@ -102,7 +102,7 @@ def test_a_lookup_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
 
 
 def promised(cache: Cache, tokens: npt.NDArray[np.int32]) -> set[str]:
-    return cache._puts._promises.among(cache.lookup(tokens).chunks.names)
+    return cache._puts.promises.among(cache.lookup(tokens).chunks.names)
 
 
 def test_what_a_tier_does_not_take_is_not_waited_for(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         tokens = threads.submit(cache.store, sequence(1, 1), engine.places(table))
         while not tier.hanging:
             wait([tokens], 0.001)
-        outstanding = cache._puts._outstanding
+        outstanding = cache._puts.outstanding
         waits = threading.Event()
         wait_for = outstanding._changed.wait_for
 

@@ -129,20 +129,6 @@ class Counts:
         if seconds > 0:
             self.bytes_per_second[key].add(size / seconds)
 
-    def note_query(self) -> None:
-        """Count a question for what is held. Mutates."""
-        self.queries += 1
-
-    def note_blend(self, reused: int, selected: int, computed: int) -> None:
-        """Count the tokens of a prompt that was blended. Mutates."""
-        self.blend_reused_tokens += reused
-        self.blend_selected_tokens += selected
-        self.blend_computed_tokens += computed
-
-    def note_cancelled(self) -> None:
-        """Count a call that its caller called off. Mutates."""
-        self.cancelled += 1
-
     def copy(self) -> Counts:
         """One that does not change with this: some 30 µs, to be taken under the owner's lock."""
         return Counts(**{f.name: _copy(getattr(self, f.name)) for f in fields(self)})

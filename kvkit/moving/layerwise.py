@@ -8,7 +8,7 @@
     store.stored                                  # how much that was
 
 Records are the same as everywhere: a layer is one byte range of each, and is verified alone. With its last
-layer comes what follows it, so that a record passes the checks of `Cache.load`; bytes added behind it are not
+layer comes what follows it, so that a record passes the checks of `Cache.load`; bytes added after it are not
 read. What was loaded is written back when its last layer was returned.
 """
 
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,9 @@ from kvkit.format.record import Damage
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.moving.plan import StorePlan
 from kvkit.moving.puts import Puts
-from kvkit.moving.reads import keep_whole
 from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, clear_gaps
-from kvkit.moving.store import Stored
-from kvkit.moving.tier_set import TierSet
-from kvkit.staging import Lease, Staging, StagingTimeout, release_all
+from kvkit.moving.store import Stored, seal
+from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject, copy_ranges
 from kvkit.workers import Closed, Workers
 
@@ -55,6 +53,27 @@ class _Layer:
     group: int
     place: int
     pages: Pages
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    """One record of a load, and the slot that it lies in if it has one to itself.
+
+    Attributes:
+        whole: whether all of it lies, or is about to lie, in the slot. Else its layers are read to their
+            places there, one by one, so that it can be written back; the slot is given up where others wait.
+        coming: done when the tier has read it whole; None where it does not.
+        header: once it is verified.
+    """
+
+    chunk: int
+    group: int
+    name: str
+    tier: str
+    lease: Lease | None = None
+    whole: bool = False
+    coming: Future[None] | None = None
+    header: bytearray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,50 +96,6 @@ class _Reads:
         release_all(self.leases)
 
 
-class _Kept:
-    """Slots that records are read into layer by layer, to be written back. Thread-safe.
-
-    A context manager: leaving it gives them back, as does who waits for slots meanwhile.
-    """
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._slots: dict[tuple[int, int], Lease] = {}
-        self._lock = threading.Lock()
-
-    def keep(self, chunk: int, group: int, lease: Lease) -> None:
-        """Have a record in this slot, whose lease is given up."""
-        with self._lock:
-            self._slots[chunk, group] = lease
-
-    def take(self, chunk: int, group: int) -> Lease | None:
-        """The slot of a record, which is not kept any longer; None if there is none."""
-        with self._lock:
-            return self._slots.pop((chunk, group), None)
-
-    def share(self, group: int) -> dict[int, Lease]:
-        """Shares of the slots of a group's records, by chunk."""
-        with self._lock:
-            return {chunk: lease.share() for (chunk, g), lease in self._slots.items() if g == group}
-
-    def give_up(self, count: int | None = None) -> None:
-        """Keep the last `count` records no longer; None: none at all."""
-        with self._lock:
-            most = len(self._slots)
-            gone = [self._slots.popitem()[1] for _ in range(most if count is None else min(count, most))]
-        release_all(gone)
-
-    def __enter__(self) -> Self:
-        self._staging.on_shortage(self.give_up)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._staging.off_shortage(self.give_up)
-        self.give_up()
-
-
 class LayerLoad:
     """An iterator over the layers of a hit, in model order; each is in its pages when it is returned.
 
@@ -134,25 +109,24 @@ class LayerLoad:
     """
 
     def __init__(
-        self,
-        tiers: TierSet,
-        puts: Puts,
-        readers: Mapping[str, Workers],
-        hit: Hit,
-        pages: Sequence[SequencePages],
+        self, puts: Puts, readers: Mapping[str, Workers], hit: Hit, pages: Sequence[SequencePages]
     ) -> None:
-        self._tier_set = tiers
         self._puts = puts
+        self._tier_set = puts.tiers
+        self._staging = puts.tiers.staging
         self._readers = readers
         self._chunks = hit.chunks
         self._pages = pages
-        plan = tiers.nearest(hit.chunks, hit.plan)
+        plan = puts.tiers.nearest(hit.chunks, hit.plan)
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
         self._count = plan.chunks
-        self._headers: dict[tuple[int, int], bytearray] = {}
-        self._lent: dict[tuple[int, int], Lease] = {}  # records that lie in slots, by chunk and group
-        self._coming: dict[tuple[int, int], Future[None]] = {}  # those of them that are being read
-        self._kept = _Kept(tiers.staging)
+        groups, names = hit.chunks.groups, hit.chunks.records(0, plan.chunks)
+        places = (divmod(i, groups) for i in range(len(names)))
+        self._records = [
+            _Record(chunk, group, name, self._tiers[chunk])
+            for (chunk, group), name in zip(places, names, strict=True)
+        ]
+        self._lock = threading.Lock()  # of slots that are given up
         self._layers = layers_of(pages)
         self._iterator = self._run()
 
@@ -177,46 +151,43 @@ class LayerLoad:
         """The layers, each after its pieces were read, verified and unpacked."""
         under_way: deque[_Reads] = deque()
         waiting = deque(self._layers)
+        self._staging.on_shortage(self._give_up)
         try:
-            with self._kept:
-                self._borrow()
-                self._fetch()
-                while waiting or under_way:
-                    while waiting and len(under_way) <= LAYERS_AHEAD:
-                        started = self._start(waiting[0], ahead=bool(under_way))
-                        if started is None:
-                            break
-                        waiting.popleft()
-                        under_way.append(started)
-                    try:
-                        self._finish(under_way[0])
-                    finally:
-                        done = under_way.popleft()
-                        done.end()
-                    yield done.layer.number
-                self._tier_set.count_loaded(self._chunks, self.loaded)
-                self._write_back()
+            self._borrow()
+            self._fetch()
+            while waiting or under_way:
+                while waiting and len(under_way) <= LAYERS_AHEAD:
+                    started = self._start(waiting[0], ahead=bool(under_way))
+                    if started is None:
+                        break
+                    waiting.popleft()
+                    under_way.append(started)
+                try:
+                    self._finish(under_way[0])
+                finally:
+                    done = under_way.popleft()
+                    done.end()
+                yield done.layer.number
+            self._tier_set.count_loaded(self._chunks, self.loaded)
+            self._write_back()
         finally:
+            self._staging.off_shortage(self._give_up)
             for reads in under_way:
                 reads.end()
-            release_all(self._lent.values())
-            self._lent.clear()
+            self._give_up(len(self._records))
+            release_all(entry.lease for entry in self._records if entry.lease is not None)
 
     def _borrow(self) -> None:
         """Hold on to the records that lie in memory, which might be evicted while earlier layers are used.
 
         The run ends before the first tier that failed since the lookup.
         """
-        groups = self._chunks.groups
         passed_over = {tier for tier in set(self._tiers) if self._tier_set.passed_over(tier)}
-        for chunk, tier in enumerate(self._tiers):
-            if tier in passed_over:
-                self._count = chunk
-                break
-            for group in range(groups):
-                lease = self._tier_set.tiers[tier].borrow(self._chunks.names[chunk * groups + group])
-                if lease is not None:
-                    self._lent[chunk, group] = lease
+        self._count = next((i for i, tier in enumerate(self._tiers) if tier in passed_over), self._count)
+        for entry in self._records[: self._count * self._chunks.groups]:
+            lease = self._tier_set.tiers[entry.tier].borrow(entry.name)
+            if lease is not None:
+                entry.whole, entry.lease = True, lease
 
     def _fetch(self) -> None:
         """Give slots to records that are read whole, or kept whole, and begin to read the former.
@@ -225,36 +196,30 @@ class LayerLoad:
         written back is kept: its layers are read to their places in its slot. What has no slot to spare is
         read layer by layer into slots that the next layers use again, and is not written back.
         """
-        groups, tiers = self._chunks.groups, self._tier_set.tiers
+        staging, tiers = self._staging, self._tier_set.tiers
         kept = {tier for tier in set(self._tiers) if self._puts.is_written_back(tier)}
-        whole = [
-            (chunk, group)
-            for chunk, tier in enumerate(self._tiers[: self._count])
-            for group in range(groups)
-            if (chunk, group) not in self._lent and (tier in kept or not tiers[tier].reads_parts)
+        wanted = [
+            entry
+            for entry in self._records[: self._count * self._chunks.groups]
+            if entry.lease is None and (entry.tier in kept or not tiers[entry.tier].reads_parts)
         ]
-        staging = self._tier_set.staging
-        sizes = {form.layer_bytes for form in self._chunks.formats}
-        by_layers = -(-self._count // (staging.slot_bytes // max(sizes)))  # slots for a layer of every chunk
-        wanted = min(len(whole), staging.free // 2, staging.free - by_layers)
-        if wanted < 1:
+        biggest = max(form.layer_bytes for form in self._chunks.formats)
+        by_layers = -(-self._count // (staging.slot_bytes // biggest))  # slots for a layer of every chunk
+        slots = min(len(wanted), staging.free // 2, staging.free - by_layers)
+        if slots < 1:
             return
         try:
-            leases = staging.acquire(wanted, 0.0)
+            leases = staging.acquire(slots, 0.0)
         except StagingTimeout:
             return
-        batches: dict[str, tuple[list[str], list[Lease]]] = {}
         reads: dict[str, Future[None]] = {}
-        for (chunk, group), lease in zip(whole, leases, strict=False):
-            if tiers[self._tiers[chunk]].reads_parts:
-                self._kept.keep(chunk, group, lease)
-                continue
-            name = self._chunks.names[chunk * groups + group]
-            self._lent[chunk, group] = lease
-            self._coming[chunk, group] = reads[name] = Future()
-            names, slots = batches.setdefault(self._tiers[chunk], ([], []))
-            names.append(name)
-            slots.append(lease)
+        batches: dict[str, dict[str, Lease]] = {}
+        for entry, lease in zip(wanted, leases, strict=False):
+            if not tiers[entry.tier].reads_parts:
+                entry.whole = True
+                entry.coming = reads[entry.name] = Future()
+                batches.setdefault(entry.tier, {})[entry.name] = lease
+            entry.lease = lease
 
         def on_complete(name: str, error: BaseException | None) -> None:
             if error is None:
@@ -262,70 +227,63 @@ class LayerLoad:
             else:
                 reads[name].set_exception(error)
 
-        for tier, (names, slots) in batches.items():
-            self._tier_set.get(tier, names, slots, on_complete)
+        for tier, batch in batches.items():
+            self._tier_set.get(tier, list(batch), list(batch.values()), on_complete)
 
     def _start(self, layer: _Layer, ahead: bool) -> _Reads | None:
         """Begin to read one layer of every chunk. What has room decides the run.
 
         None if it is not needed yet (`ahead`) and has no room now.
         """
-        group = layer.group
-        offset, size = record.layer_range(self._chunks.formats[group], layer.place)
-        per_slot = self._tier_set.staging.slot_bytes // size
-        kept = self._kept.share(group)
-        far = self._far(group, kept)
+        offset, size = record.layer_range(self._chunks.formats[layer.group], layer.place)
+        per_slot = self._staging.slot_bytes // size
+        entries = self._records[layer.group :: self._chunks.groups][: self._count]
+        with self._lock:
+            kept = {e.chunk: e.lease.share() for e in entries if e.lease is not None and not e.whole}
+        far = [entry.chunk for entry in entries if not entry.whole and entry.chunk not in kept]
         leases = self._room(-(-len(far) // per_slot), ahead=ahead or bool(kept))
-        if leases is None and not ahead:  # to load all is worth more than to write some of it back
-            release_all(kept.values())
-            self._kept.give_up()
-            kept, far = {}, self._far(group, {})
-            leases = self._room(-(-len(far) // per_slot), ahead=False)
         reads = _Reads(layer, [*(leases or ()), *kept.values()])
         try:
             if leases is None:
                 reads.end()
-                return None
+                if ahead:
+                    return None
+                self._give_up(len(self._records))  # to load all is worth more than to write some of it back
+                return self._start(layer, ahead)
             if len(far) > len(leases) * per_slot:
                 self._count = far[len(leases) * per_slot]
             room = {chunk: divmod(i, per_slot) for i, chunk in enumerate(far)}
-            for chunk in range(self._count):
-                lent = self._lent.get((chunk, group))
-                own = lent or kept.get(chunk)
+            for entry in entries[: self._count]:
+                own = entry.lease if entry.whole else kept.get(entry.chunk)
                 if own is None:
-                    slot, place = room[chunk]
-                    self._read_later(reads, chunk, leases[slot], place * size, None)
+                    slot, place = room[entry.chunk]
+                    self._read_later(reads, entry, leases[slot], place * size)
                 else:
-                    self._read_later(reads, chunk, own, offset, lent)
+                    self._read_later(reads, entry, own, offset)
         except BaseException:
             reads.end()
             raise
         return reads
 
-    def _far(self, group: int, kept: Mapping[int, Lease]) -> list[int]:
-        """The chunks whose records of a group lie in no slot of their own."""
-        return [c for c in range(self._count) if (c, group) not in self._lent and c not in kept]
-
     def _room(self, wanted: int, ahead: bool) -> list[Lease] | None:
         """`wanted` slots: all at once or None if that is `ahead`; else it waits, then takes what there is."""
-        staging = self._tier_set.staging
-        slots = min(wanted, staging.slots)
+        slots = min(wanted, self._staging.slots)
         if not slots:
             return []
-        if ahead and staging.free < slots:
+        if ahead and self._staging.free < slots:
             return None  # nobody gives up slots for this
         try:
-            return staging.acquire(slots, 0.0 if ahead else self._tier_set.timeout_s, at_least=slots)
+            timeout_s = 0.0 if ahead else self._tier_set.timeout_s
+            return self._staging.acquire(slots, timeout_s, at_least=slots)
         except StagingTimeout as error:
             if ahead:
                 return None
             log.warning("a layer is loaded in part: %s", error)
-        try:
-            return staging.acquire(slots, 0.0)
-        except StagingTimeout:
-            return []
+        with suppress(StagingTimeout):
+            return self._staging.acquire(slots, 0.0)
+        return []
 
-    def _read_later(self, reads: _Reads, chunk: int, lease: Lease, start: int, lent: Lease | None) -> None:
+    def _read_later(self, reads: _Reads, entry: _Record, lease: Lease, start: int) -> None:
         """Add a piece from byte `start` of a slot on, and a read that fills it, to `reads`. Mutates it."""
         layer = reads.layer
         _, size = record.layer_range(self._chunks.formats[layer.group], layer.place)
@@ -334,59 +292,52 @@ class LayerLoad:
 
         def read() -> None:
             with share:
-                self._read(layer, chunk, piece, lent)
+                self._read(layer.place, entry, piece, share)
 
         try:
-            future = self._readers[self._tiers[chunk]].submit(read)
+            future = self._readers[entry.tier].submit(read)
         except Closed:
             share.release()
             raise
         reads.pieces.append(piece)
         reads.reads.append((future, share))
 
-    def _read(self, layer: _Layer, chunk: int, piece: Piece, lent: Lease | None) -> None:
-        """Fill `piece` with a layer of a chunk; check it, whose record it is, and at the last how that ends.
+    def _read(self, place: int, entry: _Record, piece: Piece, slot: Lease) -> None:
+        """Fill `piece` with a layer of a record; check it, whose record it is, and at the last how that ends.
 
-        A piece of a record that is `lent` is there already, or comes with it.
+        A piece of a record that is `whole` in its slot is there already, or comes with it.
 
         Raises:
             OSError: it is not available.
         """
-        form = self._chunks.formats[layer.group]
-        name = self._chunks.names[chunk * self._chunks.groups + layer.group]
-        tier = self._tier_set.tiers[self._tiers[chunk]]
-        coming = self._coming.get((chunk, layer.group))
-        if coming is not None:
-            coming.result(self._tier_set.timeout_s)
+        form = self._chunks.formats[entry.group]
+        if entry.coming is not None:
+            entry.coming.result(self._tier_set.timeout_s)
         data = memoryview(piece.data)
-        ranges, buffers = [], []
-        if lent is None:
-            ranges.append(record.layer_range(form, layer.place))
-            buffers.append(data)
-        known = self._headers.get((chunk, layer.group))
-        header = bytearray(form.header_bytes) if known is None else known
-        if known is None:
-            ranges.insert(0, (0, form.header_bytes))
-            buffers.insert(0, memoryview(header))
-        last = layer.place == form.shape[0] - 1
+        new = entry.header is None
+        header = entry.header or bytearray(form.header_bytes)
+        last = place == form.shape[0] - 1
         trailer = bytearray(form.record_bytes - form.layers_end if last else 0)
+        parts = [((0, form.header_bytes), memoryview(header))] if new else []
+        if not entry.whole:
+            parts.append((record.layer_range(form, place), data))
         if last:  # beside the last layer: a store reads both at once
-            ranges.append((form.layers_end, len(trailer)))
-            buffers.append(memoryview(trailer))
-        if lent is None:
-            tier.get_ranges(name, ranges, buffers)
+            parts.append(((form.layers_end, len(trailer)), memoryview(trailer)))
+        ranges, buffers = [part[0] for part in parts], [part[1] for part in parts]
+        if entry.whole:
+            copy_ranges(entry.name, slot.buffer[: slot.used], ranges, buffers)
         else:
-            copy_ranges(name, lent.buffer[: lent.used], ranges, buffers)
+            self._tier_set.tiers[entry.tier].get_ranges(entry.name, ranges, buffers)
         damage: Damage | None = None
-        if known is None:  # even if another layer's read has been quicker: this is the one that is used
-            damage = record.verify_header(form, header, *self._chunks.identity(chunk))
+        if new:  # even if another layer's read has been quicker: this is the one that is used
+            damage = record.verify_header(form, header, *self._chunks.identity(entry.chunk))
         if damage is None:
-            damage = record.verify_layer(form, header, layer.place, data)
+            damage = record.verify_layer(form, header, place, data)
         if damage is None and last:
             damage = record.verify_trailer(form, trailer)
         if damage is not None:
-            raise DamagedObject(f"{name}: {damage}", damage)
-        self._headers[chunk, layer.group] = header
+            raise DamagedObject(f"{entry.name}: {damage}", damage)
+        entry.header = header
 
     def _finish(self, started: _Reads) -> None:
         """Unpack the leading run of a layer; the first chunk that failed ends it for good."""
@@ -401,7 +352,7 @@ class LayerLoad:
                 self._tier_set.ended(self._tiers[chunk], name, error)
                 break
         for tier in set(self._tiers[: self._count]):
-            self._tier_set.worked(tier)
+            self._tier_set.health[tier].worked(time.monotonic())
         if self._count:
             form = self._chunks.formats[layer.group]
             rows = self._pages[layer.group].rows(form, 0, self._count)
@@ -409,23 +360,37 @@ class LayerLoad:
 
     def _write_back(self) -> None:
         """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
+        groups, targets = self._chunks.groups, self._tier_set.policy.write_back_to
         for chunk, tier in enumerate(self._tiers[: self._count]):
             if not self._puts.is_written_back(tier):
                 continue
-            leases: list[Lease] = []
+            entries = self._records[chunk * groups : (chunk + 1) * groups]
+            with self._lock:
+                leases = [
+                    entry.lease.share()
+                    for entry in entries
+                    if entry.lease is not None and (entry.coming or not entry.whole)
+                ]
             try:
-                for group, form in enumerate(self._chunks.formats):
-                    lease = self._kept.take(chunk, group)
-                    if lease is None and (chunk, group) in self._coming:
-                        lease = self._lent.pop((chunk, group))
-                    if lease is None:
-                        return
-                    leases.append(lease)
-                    record.surround(form, lease.buffer, self._headers[chunk, group])
+                if len(leases) < groups:
+                    return
+                for entry, form, lease in zip(entries, self._chunks.formats, leases, strict=True):
+                    assert entry.header is not None
+                    record.surround(form, lease.buffer, entry.header)
                     lease.used = form.record_bytes
-                self._puts.write_back(tier, self._chunks, chunk, leases)
+                self._puts.write_back(tier, self._chunks, chunk, leases, targets)
             finally:
                 release_all(leases)
+
+    def _give_up(self, count: int) -> None:
+        """Keep the last `count` records that are kept to be written back no longer; from any thread."""
+        gone: list[Lease] = []
+        with self._lock:
+            for entry in reversed(self._records):
+                if len(gone) < count and entry.lease is not None and not entry.whole:
+                    gone.append(entry.lease)
+                    entry.lease = None
+        release_all(gone)
 
 
 class LayerStore:
@@ -438,14 +403,8 @@ class LayerStore:
     """
 
     def __init__(
-        self,
-        tiers: TierSet,
-        puts: Puts,
-        chunks: Chunks,
-        pages: Sequence[SequencePages],
-        targets: Sequence[str],
+        self, puts: Puts, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
     ) -> None:
-        self._tiers = tiers
         self._puts = puts
         self._chunks = chunks
         self._pages = pages
@@ -473,43 +432,31 @@ class LayerStore:
             clear_gaps(rows, pieces)
             pack(layer.pages, pieces, **rows)
 
-    def _finish(self) -> int:
-        """Seal the records and start putting them, if no layer is missing; how many chunks."""
-        chunks, leases, first = self._chunks, self._leases, self._plan.start
-        self._leases = []
-        stored = 0
-        try:
-            if len(self._packed) == len(self._layers) and leases:
-                for i, lease in enumerate(leases):
-                    form = chunks.formats[i % chunks.groups]
-                    record.seal(form, lease.buffer, *chunks.identity(first + i // chunks.groups))
-                    lease.used = form.record_bytes
-                stored = len(self._puts.put(self._plan.segments, chunks, first, leases))
-        finally:
-            release_all(leases)
-        return stored
-
     def __enter__(self) -> LayerStore:
-        staging, groups = self._tiers.staging, self._chunks.groups
+        tiers, groups = self._puts.tiers, self._chunks.groups
         self._packed.clear()
         self._plan = self._puts.plan(self._chunks, self._targets)
         wanted = (self._plan.stop - self._plan.start) * groups
         if wanted:
             try:
-                most = min(wanted, staging.slots // groups * groups)
-                self._leases = staging.acquire(most, self._tiers.timeout_s, at_least=groups)
-                keep_whole(self._leases, groups)
+                most = min(wanted, tiers.staging.slots // groups * groups)
+                self._leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
             except StagingTimeout as error:
                 log.warning("nothing is stored: %s", error)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._packed.clear()  # what an engine left half computed is not stored
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Seal the records and start putting them, if no layer is missing or was left half computed."""
+        leases, first, stored = self._leases, self._plan.start, 0
+        self._leases = []
+        try:
+            if kind is None and len(self._packed) == len(self._layers) and leases:
+                seal(self._chunks, first, leases)
+                stored = len(self._puts.put(self._plan.segments, self._chunks, first, leases))
+        finally:
+            release_all(leases)
         size = self._chunks.chunk_tokens
-        self.stored = Stored(len(self._chunks) * size, self._finish() * size)
+        self.stored = Stored(len(self._chunks) * size, stored * size)
 
 
 def layers_of(pages: Sequence[SequencePages]) -> list[_Layer]:

@@ -12,13 +12,10 @@ from kvkit.format import record
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import unpack
 from kvkit.moving import plan as planning
-from kvkit.moving.counts import Counts
 from kvkit.moving.plan import RetrievePlan, Segment
-from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.puts import Puts
 from kvkit.moving.reads import PlanReads
 from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages
-from kvkit.moving.tier_set import TierSet
 from kvkit.moving.write_backs import WriteBacks
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
@@ -36,9 +33,7 @@ class Load:
         rotate: by how many positions keys move on the way, a chunk each.
     """
 
-    tiers: TierSet
     puts: Puts
-    prefetched: Prefetched
     hit: Hit
     pages: Sequence[SequencePages]
     rotate: Rotation | None = None
@@ -46,6 +41,7 @@ class Load:
     """Whether reads leave room for others': see `PlanReads`."""
 
     def __post_init__(self) -> None:
+        self.tiers = self.puts.tiers
         self._chunks = self.hit.chunks
         self._plan = self.hit.plan
         self._done = 0  # chunks
@@ -57,13 +53,13 @@ class Load:
         # 1. what lies nearer by now is taken from there; more than was found then is not wanted
         found = RetrievePlan(self._plan.chunks, self._plan.segments)
         self._plan = self.tiers.nearest(self._chunks, found)
-        with WriteBacks(self.tiers, self.puts, self._chunks) as back:
+        with WriteBacks(self.puts, self._chunks, self._write_back_to()) as back:
             while self._done < self._plan.chunks and not transfer.stopped:
                 # 2. every segment's reads start, in order of need
                 segments = self._usable_segments()
                 if not segments:
                     continue
-                reads = PlanReads(self.tiers, self._chunks, segments, self.prefetched, self.modest)
+                reads = PlanReads(self.tiers, self._chunks, segments, self.modest)
                 transfer.when_stopped(reads.interrupt)
                 try:
                     while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:
@@ -89,11 +85,16 @@ class Load:
                         break
                     self._seek_elsewhere(reads.tier)
         if transfer.stopped:
-            self.tiers.count(Counts.note_cancelled)
+            with self.tiers.counting() as counts:
+                counts.cancelled += 1
         size = self._chunks.chunk_tokens
         loaded = Loaded(self._done * size, {tier: n * size for tier, n in self._used.items() if n})
         self._note(loaded)
         return loaded
+
+    def _write_back_to(self) -> Sequence[str]:
+        """The tiers that get what is loaded."""
+        return self.tiers.policy.write_back_to
 
     def _usable_segments(self) -> list[Segment]:
         """What is left of the plan, before the first tier that failed since the lookup.
@@ -139,92 +140,72 @@ class _Nearer(Load):
         if self.shelve and not self.tiers.tiers[tier].near:
             names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
-                self.prefetched.keep(name, lease, self)
+                self.tiers.prefetched.keep(name, lease, self)
 
     def _note(self, loaded: Loaded) -> None:
         pass
 
 
-@dataclass(eq=False)
-class Prefetch:
-    """What tiers further away hold of `chunks`, on its way into the tiers that the policy writes back to.
+@dataclass(eq=False, kw_only=True)
+class _Lent(Load):
+    """A load that ends in `leases`, which it adds to. It is written back where a tier has `before`."""
 
-    Without any in memory, it is left in slots (`Prefetched`). What lies near before that, or after it, stays
-    as it is.
+    before: Sequence[str]
+    leases: list[Lease]
+
+    def _write_back_to(self) -> Sequence[str]:
+        targets, ask = self.tiers.policy.write_back_to, self.tiers.ask
+        if not self.before:
+            return targets
+        usable = [tier for tier in targets if self.tiers.usable(tier)]
+        return [tier for tier in usable if ask(tier, self.before) == len(self.before)]
+
+    def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
+        self.leases += [lease.share() for lease in leases]
+
+    def _note(self, loaded: Loaded) -> None:
+        pass
+
+
+def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+    """Bring what tiers further away hold of `chunks` into the tiers in memory that are written back to.
+
+    Without any, it is left in slots (`Prefetched`). What lies near before that, or after it, stays as it is.
+    Ends when all is near or `transfer` is stopped; what is available then.
     """
-
-    tiers: TierSet
-    puts: Puts
-    prefetched: Prefetched
-    chunks: Chunks
-
-    def run(self, transfer: Transfer[Any]) -> Hit:
-        """Bring it nearer, until all is or `transfer` is stopped; what is available then."""
-        tiers, chunks = self.tiers, self.chunks
-        # 1. what lies far away
-        found = tiers.find(chunks, RetrievePlan(len(chunks)), frozenset())
-        near = [name for name, tier in tiers.tiers.items() if tier.near]
-        far = [segment for segment in found.segments if segment.tier not in near]
-        if not far:
-            return Hit(chunks, found)
-        first, stop = far[0].start, far[-1].stop
-        shelve = not set(near) & set(tiers.policy.write_back_to)
-        if shelve and not tiers.policy.write_back_to:  # more than the slots hold would be read for nothing
-            stop = min(stop, first + self.prefetched.slots // chunks.groups)
-        # 2. is read as for a load
-        wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
-        loaded = _Nearer(tiers, self.puts, self.prefetched, wanted, (), shelve=shelve).run(transfer)
-        # 3. what of it came ends the hit
-        if loaded.tokens < wanted.tokens:
-            found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
-        if shelve:  # a lookup does not see the slots: the hit stays where the records are
-            return Hit(chunks, found)
-        return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks), frozenset()))
+    tiers = puts.tiers
+    # 1. what lies far away
+    found = tiers.find(chunks, RetrievePlan(len(chunks)), frozenset())
+    near = [name for name, tier in tiers.tiers.items() if tier.near]
+    far = [segment for segment in found.segments if segment.tier not in near]
+    if not far:
+        return Hit(chunks, found)
+    first, stop = far[0].start, far[-1].stop
+    shelve = not set(near) & set(tiers.policy.write_back_to)
+    if shelve and not tiers.policy.write_back_to:  # more than the slots hold would be read for nothing
+        stop = min(stop, first + tiers.prefetched.slots // chunks.groups)
+    # 2. is read as for a load
+    wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
+    loaded = _Nearer(puts, wanted, (), shelve=shelve).run(transfer)
+    # 3. what of it came ends the hit
+    if loaded.tokens < wanted.tokens:
+        found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
+    if shelve:  # a lookup does not see the slots: the hit stays where the records are
+        return Hit(chunks, found)
+    return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks), frozenset()))
 
 
-@dataclass(eq=False)
-class ChunkRead:
-    """The verified records of one chunk, on their way into slots.
+def read_chunk(puts: Puts, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
+    """The verified records of one chunk, a lease per layer group, to be released; empty if no tier has them.
 
     They are written back as those of a load are, to a tier that holds the chunk before them.
     """
-
-    tiers: TierSet
-    puts: Puts
-    prefetched: Prefetched
-    chunks: Chunks
-    chunk: int
-
-    def run(self, transfer: Transfer[Any]) -> list[Lease]:
-        """A lease per layer group, for the caller to release; empty if no tier has them."""
-        tiers, chunks, chunk = self.tiers, self.chunks, self.chunk
-        for tier in tiers.policy.retrieve_from:
-            if transfer.stopped:
-                break
-            if not tiers.usable(tier) or tiers.ask(tier, chunks.records(chunk, chunk + 1)) < chunks.groups:
-                continue
-            segment = Segment(tier, chunk, chunk + 1)
-            reads = PlanReads(tiers, chunks, [segment], self.prefetched)
-            transfer.when_stopped(reads.interrupt)
-            leases: list[Lease] = []
-            try:
-                leases = reads.take()
-                if reads.failed is not None:
-                    tiers.ended(tier, *reads.failed)
-                if leases:
-                    self.puts.write_back(tier, chunks, chunk, leases, self._continued())
-                    found, leases = leases, []
-                    return found
-            finally:
-                reads.abandon()
-                release_all(leases)
-        return []
-
-    def _continued(self) -> list[str]:
-        """The tiers to write back to that hold the chunk before this one."""
-        targets = self.tiers.policy.write_back_to
-        if self.chunk == 0:
-            return list(targets)
-        before = self.chunks.records(self.chunk - 1, self.chunk)
-        usable = [tier for tier in targets if self.tiers.usable(tier)]
-        return [tier for tier in usable if self.tiers.ask(tier, before) == len(before)]
+    part, leases = chunks.part(chunk, chunk + 1), list[Lease]()
+    hit = Hit(part, puts.tiers.find(part, RetrievePlan(1), frozenset()))
+    before = chunks.records(chunk - 1, chunk) if chunk else []
+    try:
+        _Lent(puts, hit, (), before=before, leases=leases).run(transfer)
+    except BaseException:
+        release_all(leases)
+        raise
+    return leases

@@ -1,27 +1,28 @@
-"""Records that prefetches left in slots."""
+"""Records that prefetches left in slots, until a load takes them."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 
-from kvkit.staging import Lease, release_all
+from kvkit.staging import Lease, Staging, release_all
 
 
 class Prefetched:
-    """Records that prefetches left in their slots, for the loads that follow. Thread-safe.
+    """Verified records, in at most half of the slots of `staging`. Thread-safe.
 
-    It holds at most `slots`, and gives any up when somebody waits for a slot. A prefetch displaces what
-    earlier ones left, the oldest first, and never its own: the head of a sequence is wanted first.
+    Any is given up when somebody waits for a slot. A prefetch displaces what earlier ones left, the oldest
+    first, and never its own: the head of a sequence is wanted first.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, staging: Staging) -> None:
+        self.slots = staging.slots // 2
+        staging.on_shortage(self.give_up)
         self._leases: OrderedDict[str, tuple[object, Lease]] = OrderedDict()
         self._lock = threading.Lock()
 
     def keep(self, name: str, lease: Lease, prefetch: object) -> None:
-        """Keep a share of a verified record, if there is room."""
+        """Keep a share of a record, if there is room."""
         with self._lock:
             gone = [self._leases.pop(name)] if name in self._leases else []
             if len(self._leases) >= self.slots:

@@ -9,9 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 log = logging.getLogger(__name__)
 
-OnPut = Callable[[str, str], object]
-"""Called with a tier and the name of a record that it was given and has now."""
-
 
 class Promises:
     """Names of records that are being made. Thread-safe."""
@@ -22,20 +19,22 @@ class Promises:
 
     def make(
         self,
-        names: Collection[str],
-        on_put: OnPut = lambda tier, name: None,
+        names: Sequence[str],
+        groups: int = 1,
+        on_stored: Callable[[str, int], object] | None = None,
         on_done: Callable[[], object] = lambda: None,
     ) -> Promise:
         """Promise records; whoever makes them must `close` it, when it has begun all that it will.
 
         Args:
-            on_put: called when a tier took a record, from any thread.
+            names: chunk by chunk, `groups` records each.
+            on_stored: called with a tier and a chunk when that tier took its last record, from any thread.
             on_done: called once, likewise, when every attempt has ended: a tier may have a record before
                 others do.
         """
         with self._changed:
             self._makers.update(names)
-        return Promise(self, names, on_put, on_done)
+        return Promise(self, names, groups, on_stored, on_done)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -66,15 +65,19 @@ class Promise:
     def __init__(
         self,
         promises: Promises,
-        names: Collection[str],
-        on_put: OnPut,
+        names: Sequence[str],
+        groups: int,
+        on_stored: Callable[[str, int], object] | None,
         on_done: Callable[[], object],
     ) -> None:
         self._promises = promises
         self._names = names
+        self._groups = groups
         self._attempts = dict.fromkeys(names, 1)
         self._under_way = len(self._attempts)
-        self._on_put = on_put
+        self._chunks = {} if on_stored is None else {name: i // groups for i, name in enumerate(names)}
+        self._stored: Counter[tuple[str, int]] = Counter()  # records, by tier and chunk
+        self._on_stored = on_stored
         self._on_done = on_done
         self._lock = threading.Lock()
 
@@ -88,8 +91,13 @@ class Promise:
 
     def ended(self, tier: str, name: str, error: BaseException | None) -> None:
         """A tier took a record, had it already (FileExistsError), or did not take it."""
-        if error is None:
-            _tell(self._on_put, tier, name)
+        if error is None and self._on_stored is not None:
+            chunk = self._chunks[name]
+            with self._lock:
+                self._stored[tier, chunk] += 1
+                whole = self._stored[tier, chunk] == self._groups
+            if whole:
+                _tell(self._on_stored, tier, chunk)
         self._end([name], kept=error is None or isinstance(error, FileExistsError))
 
     def close(self) -> None:
@@ -103,42 +111,17 @@ class Promise:
             last = not self._under_way
             over = []
             for name in names:
-                left = self._attempts.get(name)
-                if left is None:
-                    continue
-                if kept or left == 1:
-                    del self._attempts[name]
-                    over.append(name)
-                else:
-                    self._attempts[name] = left - 1
+                if name in self._attempts:
+                    self._attempts[name] -= 1
+                    if kept or not self._attempts[name]:
+                        del self._attempts[name]
+                        over.append(name)
         self._promises.end(over)
         if last:
             _tell(self._on_done)
 
 
-def when_whole(names: Sequence[str], groups: int, on_stored: Callable[[str, int], object]) -> OnPut:
-    """What calls `on_stored` with a tier and a chunk when that tier took its last record.
-
-    Args:
-        names: of the records, chunk by chunk.
-        groups: records of a chunk.
-    """
-    numbers = {name: i // groups for i, name in enumerate(names)}
-    counts: Counter[tuple[str, int]] = Counter()
-    lock = threading.Lock()
-
-    def on_put(tier: str, name: str) -> None:
-        chunk = numbers[name]
-        with lock:
-            counts[tier, chunk] += 1
-            whole = counts[tier, chunk] == groups
-        if whole:
-            on_stored(tier, chunk)
-
-    return on_put
-
-
-def _tell(callback: Callable[..., object], *args: str) -> None:
+def _tell(callback: Callable[..., object], *args: object) -> None:
     """Call back; an error is the caller's: tiers did their part, and a flush must not wait for more."""
     try:
         callback(*args)

@@ -10,21 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvkit.format import arrays
 from kvkit.format.record import RecordFormat
 from kvkit.moving import plan as planning
-from kvkit.moving.counts import Counts
 from kvkit.moving.plan import RetrievePlan, Segment, StorePlan
 from kvkit.moving.policy import Policy
-from kvkit.moving.promises import Promise, Promises, when_whole
+from kvkit.moving.promises import Promise, Promises
 from kvkit.moving.sequence import Chunks
-from kvkit.moving.tier_set import Reports, TierSet
+from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, release_all
-from kvkit.tiers.base import TierError, TierFull
+from kvkit.tiers.base import TierFull
 from kvkit.workers import Closed, Workers
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Batch:
         promise: hears how each put ends.
         written_back: whether a load gives them, and not a store.
         asks: whether the tier is asked what it lacks when it is their turn.
-        number: by which a flush knows them.
+        start: by which a flush knows them.
     """
 
     tier: str
@@ -53,7 +52,7 @@ class Batch:
     promise: Promise | None
     written_back: bool
     asks: bool
-    number: int
+    start: object
 
 
 @dataclass(eq=False, slots=True)
@@ -67,13 +66,12 @@ class Put:
 
 
 class PutQueue:
-    """The puts of one tier, of which so many are under way at a time. Thread-safe.
+    """The puts of one tier, of which `limit` are under way at a time. Thread-safe.
 
     The others wait, and keep their slots, until they are given up. A tier that is stuck takes none that would
     have to wait: then no more than the `limit` slots of what it may be writing are kept from others.
 
     Args:
-        limit: puts under way at a time.
         start: starts some of one call; of each that ends `ended` and then `go_on` is called.
     """
 
@@ -148,12 +146,16 @@ class Puts:
     Args:
         tiers: to put into.
         groups: records of a chunk.
+
+    Attributes:
+        promises: what stores are making.
+        outstanding: puts that have not ended, and descriptions of arrays.
     """
 
     def __init__(self, tiers: TierSet, groups: int) -> None:
-        self._tiers = tiers
-        self._outstanding = Outstanding()
-        self._promises = Promises()
+        self.tiers = tiers
+        self.outstanding = Outstanding()
+        self.promises = Promises()
         self._described: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         near = [name for name, tier in tiers.tiers.items() if tier.near]
@@ -192,11 +194,11 @@ class Puts:
         taken: set[int] = set()
         for segment in segments:
             start, stop = max(first, segment.start), min(last, segment.stop)
-            if start >= stop or self._tiers.passed_over(segment.tier):
+            if start >= stop or self.tiers.passed_over(segment.tier):
                 continue
             names = chunks.records(start, stop)
-            number = self._outstanding.add(len(names))
-            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks, number)
+            started = self.outstanding.add(len(names))
+            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks, started)
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
             puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, held, strict=True)]
             if promise is not None:
@@ -213,21 +215,15 @@ class Puts:
         return taken
 
     def write_back(
-        self,
-        source: str,
-        chunks: Chunks,
-        first: int,
-        leases: Sequence[Lease],
-        targets: Sequence[str] | None = None,
+        self, source: str, chunks: Chunks, first: int, leases: Sequence[Lease], targets: Sequence[str]
     ) -> None:
-        """Give validated records to the tiers that the policy names; the slots are shared, not copied.
+        """Give validated records to those of `targets` that the policy names; slots are shared, not copied.
 
         The one way back for blocking and background loads, prefetches and single gets. Callers come here in
-        the order of the chunks, and stop at the first gap. `targets` narrows the policy's.
+        the order of the chunks, and stop at the first gap.
         """
         plan = self._plan_write_back(source, first, first + len(leases) // chunks.groups)
-        wanted = self._tiers.policy.write_back_to if targets is None else targets
-        segments = [s for s in plan.segments if s.tier in wanted and self._tiers.usable(s.tier)]
+        segments = [s for s in plan.segments if s.tier in targets and self.tiers.usable(s.tier)]
         for segment in segments:
             self._describe(segment.tier, chunks.formats)
         self.put(segments, chunks, first, leases, written_back=True)
@@ -238,52 +234,31 @@ class Puts:
 
     def plan(self, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
         """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
-        ask, usable = self._tiers.ask, self._tiers.usable
+        ask, usable = self.tiers.ask, self.tiers.usable
         resident = {t: ask(t, chunks.names, to_put=True) // chunks.groups for t in targets if usable(t)}
         plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
         for segment in plan.segments:
             self._describe(segment.tier, chunks.formats)
         return plan
 
-    def promise(
-        self,
-        chunks: Chunks,
-        on_stored: Callable[[str, int], object] | None = None,
-        on_done: Callable[[], object] = lambda: None,
-    ) -> Promise:
-        """Promise all records of `chunks`: see `Promises.make`, and `when_whole` for `on_stored`."""
-        if on_stored is None:
-            return self._promises.make(chunks.names, on_done=on_done)
-        on_put = when_whole(chunks.names, chunks.groups, on_stored)
-        return self._promises.make(chunks.names, on_put, on_done)
-
     def find_promised(
         self, chunks: Chunks, wait_s: float, tiers: Sequence[str] | None = None
     ) -> RetrievePlan:
         """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
         until = time.monotonic() + wait_s
-        promised = self._promises.among(chunks.names)  # asked before the tiers: what ended since, they have
-        plan = self._tiers.find(chunks, RetrievePlan(len(chunks)), frozenset(), tiers)
+        promised = self.promises.among(chunks.names)  # asked before the tiers: what ended since, they have
+        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), frozenset(), tiers)
         while not plan.complete and promised:
             gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
-            if not gap or not self._promises.wait(gap, until - time.monotonic()):
+            if not gap or not self.promises.wait(gap, until - time.monotonic()):
                 break
             promised -= gap
-            plan = self._tiers.find(chunks, plan, frozenset(), tiers)
+            plan = self.tiers.find(chunks, plan, frozenset(), tiers)
         return plan
-
-    @property
-    def under_way(self) -> int:
-        """Puts that have not ended, and descriptions of arrays."""
-        return self._outstanding.count
-
-    def flush(self, timeout_s: float) -> int:
-        """Wait until all that was started before this call has ended; how many have not by the deadline."""
-        return self._outstanding.wait(timeout_s)
 
     def close(self) -> None:
         """Give up the puts that wait."""
-        self._tiers.staging.off_shortage(self._reclaim)
+        self.tiers.staging.off_shortage(self._reclaim)
         for queue in self._queues.values():
             self._refuse(queue.give_up())
         for workers in self._offering.values():
@@ -291,37 +266,16 @@ class Puts:
 
     def _write(self, puts: Sequence[Put], asked: bool = False) -> None:
         """Have a tier write records of one call. Each put ends once, whatever the tier does."""
-        batch, began = puts[0].batch, time.monotonic()
+        batch, by_name = puts[0].batch, {put.name: put for put in puts}
         if batch.asks and not asked:
             self._write_lacking(puts)
             return
-        by_name = {put.name: put for put in puts}
-        names, leases = list(by_name), [put.lease for put in puts]
-
-        def count(size: int) -> None:
-            if size:
-                self._tiers.moved(batch.tier, "put", size, time.monotonic() - began)
-
-        reports = Reports(
-            names,
-            [lease.share() for lease in leases],
+        self.tiers.put(
+            batch.tier,
+            list(by_name),
+            [put.lease for put in puts],
             lambda name, error: self._end(by_name[name], error),
-            count,
         )
-        try:
-            shunned = self._tiers.shunned(batch.tier, names)
-            for name in shunned:  # a tier would take what lies there for the record
-                reports(
-                    name, TierError(f"tier {batch.tier!r}: what lies in place of {name} cannot be removed")
-                )
-            if shunned:
-                puts = [put for put in puts if put.name not in shunned]
-                names, leases = [put.name for put in puts], [put.lease for put in puts]
-            if names:
-                self._tiers.tiers[batch.tier].put(names, leases, reports)
-        except Exception as error:
-            log.exception("tier %r: put failed", batch.tier)
-            reports.fail(error)
 
     def _write_lacking(self, puts: Sequence[Put]) -> None:
         """Ask the tier in the background which records it has, and have it write the others."""
@@ -331,11 +285,11 @@ class Puts:
         def work() -> None:
             run = 0
             try:
-                if self._tiers.usable(tier):
-                    run = self._tiers.ask(tier, [put.name for put in puts], to_put=True)
+                if self.tiers.usable(tier):
+                    run = self.tiers.ask(tier, [put.name for put in puts], to_put=True)
                 for put in puts[:run]:
                     self._end(put, FileExistsError(f"tier {tier!r} has {put.name}"))
-                if self._tiers.passed_over(tier):
+                if self.tiers.passed_over(tier):
                     for put in puts[run:]:
                         self._end(put, TierFull(f"tier {tier!r}: {put.name} is left out, for the tier fails"))
                 elif run < len(puts):
@@ -362,36 +316,32 @@ class Puts:
     def _end(self, put: Put, error: BaseException | None) -> None:
         """The one end of a put that was started."""
         queue = self._queues.get(put.batch.tier)
-        if queue is None:
-            self._report(put, error)
-            return
-        queue.ended()
+        if queue is not None:
+            queue.ended()
         self._report(put, error)
-        queue.go_on()
+        if queue is not None:
+            queue.go_on()
 
     def _report(self, put: Put, error: BaseException | None) -> None:
         """Count how a put ended, and tell who waits for it."""
-        tier, written_back = put.batch.tier, put.batch.written_back
-
-        def note(counts: Counts) -> None:
+        tier = put.batch.tier
+        with self.tiers.counting() as counts:
             if error is None:
                 counts.stored_records[tier] += 1
                 counts.stored_bytes[tier] += put.size
-                counts.written_back_records[tier] += written_back
+                counts.written_back_records[tier] += put.batch.written_back
             elif isinstance(error, TierFull):
                 counts.refused[tier] += 1
             elif not isinstance(error, FileExistsError):
                 counts.write_errors[tier] += 1
-
-        self._tiers.count(note)
         if isinstance(error, TierFull | FileExistsError):
             log.debug("%s", error)
         elif error is not None:
             log.warning("tier %r did not take %s: %s", tier, put.name, error)
-        self._tiers.health[tier].answered(time.monotonic())  # a full disk can still be read
+        self.tiers.health[tier].answered(time.monotonic())  # a full disk can still be read
         if put.batch.promise is not None:
             put.batch.promise.ended(tier, put.name, error)
-        self._outstanding.done(put.batch.number)
+        self.outstanding.done(put.batch.start)
 
     def _describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
         """Have a tier outside this process keep zarr.json for these arrays, once: a flush waits for it.
@@ -407,36 +357,36 @@ class Puts:
             self._described.update((name, form.array) for form in new)
         if not new:
             return
-        tier, number = self._tiers.tiers[name], self._outstanding.add(1)
+        tier, started = self.tiers.tiers[name], self.outstanding.add(1)
 
-        def forget(form: RecordFormat, error: Exception) -> None:
-            log.warning("tier %r: %s has no zarr.json yet: %s", name, form.array, error)
-            with self._lock:
-                self._described.discard((name, form.array))
-
-        def work() -> None:
+        def describe() -> None:
             for form in new:
                 try:
                     tier.describe(form.array, arrays.metadata(form, tier.codec))
                 except Exception as error:
-                    forget(form, error)
-            self._outstanding.done(number)
+                    self._forget(name, [form], error)
+            self.outstanding.done(started)
 
         try:
-            self._tiers.in_background(name, work)
+            self._offering[name].start(describe)
         except Closed as error:
-            for form in new:
-                forget(form, error)
-            self._outstanding.done(number)
+            self._forget(name, new, error)
+            self.outstanding.done(started)
+
+    def _forget(self, tier: str, formats: Sequence[RecordFormat], error: Exception) -> None:
+        for form in formats:
+            log.warning("tier %r: %s has no zarr.json yet: %s", tier, form.array, error)
+            with self._lock:
+                self._described.discard((tier, form.array))
 
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
         taken = RetrievePlan(stop, (Segment(source, start, stop),))
-        return planning.plan_write_back(taken, stop, self._tiers.policy, self._near)
+        return planning.plan_write_back(taken, stop, self.tiers.policy, self._near)
 
     def _reclaim(self, _: int) -> None:
         """Somebody lacks slots: those of what waits for a tier that does not get on."""
         for tier, queue in self._queues.items():
-            if queue.stuck or self._tiers.passed_over(tier):
+            if queue.stuck or self.tiers.passed_over(tier):
                 self._refuse(queue.give_up())
 
 
@@ -444,25 +394,23 @@ class Outstanding:
     """Counts what was started and not yet reported. Thread-safe."""
 
     def __init__(self) -> None:
-        self._started = 0
-        self._left: dict[int, int] = {}  # by the number of their start, in its order
+        self._left: Counter[object] = Counter()  # by start
         self._changed = threading.Condition()
 
     @property
     def count(self) -> int:
         """How many are left."""
         with self._changed:
-            return sum(self._left.values())
+            return self._left.total()
 
-    def add(self, count: int) -> int:
-        """Note that `count` were started; the number that `done` takes for each of them."""
+    def add(self, count: int) -> object:
+        """Note that `count`, one or more, were started; the start that `done` takes for each of them."""
+        start = object()
         with self._changed:
-            self._started += 1
-            if count:
-                self._left[self._started] = count
-            return self._started
+            self._left[start] = count
+        return start
 
-    def done(self, start: int) -> None:
+    def done(self, start: object) -> None:
         """Note that one of those was reported."""
         with self._changed:
             self._left[start] -= 1
@@ -473,6 +421,6 @@ class Outstanding:
     def wait(self, timeout_s: float) -> int:
         """Wait for all that were started before this call; how many are left at the deadline."""
         with self._changed:
-            last = self._started
-            self._changed.wait_for(lambda: next(iter(self._left), last + 1) > last, timeout_s)
-            return sum(left for start, left in self._left.items() if start <= last)
+            starts = set(self._left)
+            self._changed.wait_for(lambda: starts.isdisjoint(self._left), timeout_s)
+            return sum(self._left[start] for start in starts)

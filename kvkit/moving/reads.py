@@ -6,13 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from kvkit.format import record
 from kvkit.moving.plan import Segment
-from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.sequence import Chunks
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, StagingTimeout, release_all
@@ -39,23 +38,17 @@ class PlanReads:
 
     Args:
         segments: of `chunks`, consecutive.
-        prefetched: where a prefetch may have left records.
         modest: whether a tier is asked for no more than `MODEST` times what it reads at once, so that its
-            threads have something to go on with: what others want of it meanwhile does not wait behind more.
+            threads have something to go on with: what others want of it meanwhile does not wait for more.
     """
 
     def __init__(
-        self,
-        tiers: TierSet,
-        chunks: Chunks,
-        segments: Sequence[Segment],
-        prefetched: Prefetched,
-        modest: bool = False,
+        self, tiers: TierSet, chunks: Chunks, segments: Sequence[Segment], modest: bool = False
     ) -> None:
         self._tiers = tiers
         self._modest = modest
         self._groups = chunks.groups
-        self._reads = deque(SegmentReads(tiers, chunks, segment, prefetched) for segment in segments)
+        self._reads = deque(SegmentReads(tiers, chunks, segment) for segment in segments)
 
     @property
     def tier(self) -> str:
@@ -65,7 +58,9 @@ class PlanReads:
     @property
     def short(self) -> bool:
         """Whether there are chunks to read ahead and no slots for them."""
-        return self._tiers.staging.free < self._groups and not all(reads.begun for reads in self._reads)
+        return self._tiers.staging.free < self._groups and any(
+            reads.next < reads.stop for reads in self._reads
+        )
 
     @property
     def failed(self) -> tuple[str | None, BaseException] | None:
@@ -78,11 +73,11 @@ class PlanReads:
 
         If there are none, `failed` says why.
         """
-        while self._reads[0].done and len(self._reads) > 1:
+        while self._reads[0].first == self._reads[0].stop and len(self._reads) > 1:
             self._reads.popleft()
         first, *later = self._reads
         self._fill()
-        if first.idle:  # others hold the slots
+        if not first.in_flight:  # others hold the slots
             for reads in later:
                 reads.restart()
             first.fill(1, wait=True)
@@ -103,7 +98,7 @@ class PlanReads:
         """Start reads, in the order of need, while there are slots. Of each segment, in chunks:
 
             [ taken | in flight: read, or being read | not begun )
-            start   first                            next        stop
+                    first                            next        stop
 
         1. moves every `next` on until its tier has as much to read as it reads at once, 2. further, until
         there are no slots to spare or MAX_IN_FLIGHT chunks are in flight, or, if modest, until the tier has
@@ -124,6 +119,20 @@ class PlanReads:
                 room[reads.tier] -= reads.fill(most)
 
 
+@dataclass(eq=False, slots=True)
+class Read:
+    """Record `number` of a sequence on its way into a slot, or there: `lent`, and not verified yet.
+
+    Once it `ended`, or was given up, a report changes it no more.
+    """
+
+    number: int
+    lease: Lease
+    lent: bool = False
+    ended: bool = False
+    error: BaseException | None = None
+
+
 class SegmentReads:
     """The records of one segment, in order. Used by one thread.
 
@@ -131,68 +140,47 @@ class SegmentReads:
 
     Attributes:
         tier: that they come from.
+        first, next, stop: chunks, see `PlanReads._fill`.
+        in_flight: the records of chunks [first, next).
         error: what ended the reads early, None while all is well.
         failed: the record that did so, None where no record is to blame.
     """
 
-    def __init__(self, tiers: TierSet, chunks: Chunks, segment: Segment, prefetched: Prefetched) -> None:
+    def __init__(self, tiers: TierSet, chunks: Chunks, segment: Segment) -> None:
         self.tier = segment.tier
-        self._tiers = tiers
-        self._chunks = chunks
-        self._names = chunks.names
-        self._groups = chunks.groups
-        self._prefetched = prefetched
-        self._first = segment.start
-        self._next = segment.start
-        self._stop = segment.stop
-        self._in_flight: deque[tuple[str, Lease]] = deque()
-        self._lent: set[str] = set()  # those in flight that lay in slots already, and are not verified yet
-        self._results: dict[str, BaseException | None] = {}
-        self._round = 0
-        self._interrupted = False
-        self._changed = threading.Condition()
+        self.first = self.next = segment.start
+        self.stop = segment.stop
+        self.in_flight: deque[Read] = deque()
         self.error: BaseException | None = None
         self.failed: str | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._in_flight
+        self._tiers = tiers
+        self._chunks = chunks
+        self._interrupted = False
+        self._changed = threading.Condition()
 
     @property
     def unread(self) -> int:
         """Records that the tier was asked for and has not delivered."""
-        with self._changed:
-            return len(self._in_flight) - sum(name in self._results for name, _ in self._in_flight)
-
-    @property
-    def begun(self) -> bool:
-        """Whether every chunk is under way, or was taken."""
-        return self._next == self._stop
-
-    @property
-    def done(self) -> bool:
-        """Whether every chunk was taken."""
-        return self._first == self._stop
+        return sum(not read.ended for read in self.in_flight)
 
     def fill(self, at_most: int, wait: bool = False) -> int:
         """Start reads of `at_most` chunks while there are slots; `wait` for the first slots.
 
         Returns how many records the tier was asked for; none where it lends them.
         """
-        ahead = MAX_IN_FLIGHT - len(self._in_flight) // self._groups
-        wanted = min(at_most, self._stop - self._next, ahead)
+        groups = self._chunks.groups
+        ahead = MAX_IN_FLIGHT - len(self.in_flight) // groups
+        wanted = min(at_most, self.stop - self.next, ahead)
         if wanted < 1 or self.error is not None:
             return 0
-        start = self._next * self._groups
-        names = self._names[start : start + wanted * self._groups]
+        names = self._chunks.records(self.next, self.next + wanted)
         if self._borrow(names):
             return 0
         try:
             leases = self._tiers.staging.acquire(
                 len(names),
                 self._tiers.timeout_s if wait else 0.0,
-                at_least=self._groups,
+                at_least=groups,
                 stopped=lambda: self._interrupted,
             )
         except (StagingTimeout, Stopped) as error:
@@ -200,14 +188,11 @@ class SegmentReads:
                 log.warning("load stopped early: %s", error or type(error).__name__)
                 self.error = error
             return 0
-        self._next += keep_whole(leases, self._groups)
         names = names[: len(leases)]
-        self._in_flight.extend(zip(names, leases, strict=True))
-        records = {
-            name: (start + i, lease) for i, (name, lease) in enumerate(zip(names, leases, strict=True))
-        }
-        on_complete = partial(self._on_complete, self._round, records)
-        self._tiers.get(self.tier, names, leases, on_complete)
+        reads = {name: Read(self.next * groups + i, leases[i]) for i, name in enumerate(names)}
+        self.in_flight.extend(reads.values())
+        self.next += len(leases) // groups
+        self._tiers.get(self.tier, names, leases, lambda name, error: self._on_complete(reads[name], error))
         return len(names)
 
     def take_ready(self) -> list[Lease]:
@@ -218,21 +203,17 @@ class SegmentReads:
         """
         deadline = time.monotonic() + self._tiers.timeout_s
         ready: list[Lease] = []
-        while self._in_flight:
-            chunk = list(islice(self._in_flight, self._groups))
-            late, self.failed, self.error = self._wait(chunk, 0.0 if ready else deadline)
-            if late and ready:
+        while self.in_flight:
+            chunk = list(islice(self.in_flight, self._chunks.groups))
+            if ready and not all(read.ended for read in chunk):
                 break
-            if late:
-                self.error = TimeoutError(f"tier {self.tier!r}: {chunk[0][0]} is late")
-            if self.error is None:
-                self.failed, self.error = self._verify_lent(chunk)
+            self._wait(chunk, deadline)
             if self.error is not None:
                 break
             for _ in chunk:
-                self._in_flight.popleft()
-            ready.extend(lease for _, lease in chunk)
-            self._first += 1
+                self.in_flight.popleft()
+            ready.extend(read.lease for read in chunk)
+            self.first += 1
         return ready
 
     def interrupt(self) -> None:
@@ -244,79 +225,60 @@ class SegmentReads:
 
     def restart(self) -> None:
         """Give back what was not taken; the tier keeps its own shares until its reads are done."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].release()
-        with self._changed:
-            self._round += 1  # what completes from now on was given up
-            self._results.clear()
-        self._lent.clear()
-        self._next = self._first
+        for read in self.in_flight:
+            read.ended = True
+            read.lease.release()
+        self.in_flight.clear()
+        self.next = self.first
 
     def _borrow(self, names: Sequence[str]) -> bool:
-        """Take records that already lie in slots; whether the tier lends any."""
+        """Take records that already lie in slots; whether there are any."""
+        groups, tier = self._chunks.groups, self._tiers.tiers[self.tier]
         leases: list[Lease] = []
         for name in names:
-            lease = self._prefetched.take(name) or self._tiers.tiers[self.tier].borrow(name)
+            lease = self._tiers.prefetched.take(name) or tier.borrow(name)
             if lease is None:
                 break
             leases.append(lease)
-        self._next += keep_whole(leases, self._groups)
-        self._lent.update(names[: len(leases)])
+        whole = len(leases) // groups * groups
+        release_all(leases[whole:])
+        start = self.next * groups
+        self.in_flight.extend(Read(start + i, leases[i], lent=True, ended=True) for i in range(whole))
+        self.next += whole // groups
+        return whole > 0
+
+    def _on_complete(self, read: Read, error: BaseException | None) -> None:
+        if read.ended:  # it was given up, and others have its slot
+            return
+        error = error or self._damage(read)
         with self._changed:
-            for name, lease in zip(names, leases, strict=False):
-                self._results[name] = None
-                self._in_flight.append((name, lease))
-        return bool(leases)
+            read.error, read.ended = error, True
+            self._changed.notify()
 
-    def _on_complete(
-        self, round_: int, records: Mapping[str, tuple[int, Lease]], name: str, error: BaseException | None
-    ) -> None:
-        if round_ == self._round and error is None:
-            error = self._damage(*records[name])
-        with self._changed:
-            if round_ == self._round:  # else it was given up, and others have its slot
-                self._results[name] = error
-                self._changed.notify()
-
-    def _verify_lent(self, chunk: Sequence[tuple[str, Lease]]) -> tuple[str | None, DamagedObject | None]:
-        """The first of a chunk's lent records that is not what it should be, and why."""
-        for i, (name, lease) in enumerate(chunk):
-            if name in self._lent:
-                self._lent.remove(name)
-                damaged = self._damage(self._first * self._groups + i, lease)
-                if damaged is not None:
-                    return name, damaged
-        return None, None
-
-    def _damage(self, number: int, lease: Lease) -> DamagedObject | None:
-        """What is wrong with record `number` of the sequence."""
-        chunk, group = divmod(number, self._groups)
+    def _damage(self, read: Read) -> DamagedObject | None:
+        """What is wrong with a record."""
+        chunk, group = divmod(read.number, self._chunks.groups)
         form, identity = self._chunks.formats[group], self._chunks.identity(chunk)
-        damage = record.verify(form, lease.buffer[: lease.used], *identity)
-        return None if damage is None else DamagedObject(f"{self._names[number]}: {damage}", damage)
+        damage = record.verify(form, read.lease.buffer[: read.lease.used], *identity)
+        return (
+            None if damage is None else DamagedObject(f"{self._chunks.names[read.number]}: {damage}", damage)
+        )
 
-    def _wait(
-        self, chunk: Sequence[tuple[str, Lease]], deadline: float
-    ) -> tuple[bool, str | None, BaseException | None]:
-        """Whether the deadline came before all of `chunk` completed; else the first that failed, and why."""
+    def _wait(self, chunk: Sequence[Read], deadline: float) -> None:
+        """Wait for the records of a chunk; `error` says why they are not all there, and sound."""
+        for read in chunk:
+            if read.lent:
+                read.lent, read.error = False, self._damage(read)
+
+        def over() -> bool:
+            return all(read.ended for read in chunk) or any(read.error is not None for read in chunk)
+
         with self._changed:
-            for name, _ in chunk:
-                while name not in self._results:
-                    if self._interrupted:
-                        return False, None, Stopped()
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        return True, None, None
-                    self._changed.wait(left)
-                error = self._results[name]
-                if error is not None:
-                    return False, name, error
-        return False, None, None
-
-
-def keep_whole(leases: list[Lease], groups: int) -> int:
-    """Release the leases after the last whole chunk; the number of whole chunks. Mutates `leases`."""
-    whole = len(leases) // groups
-    release_all(leases[whole * groups :])
-    del leases[whole * groups :]
-    return whole
+            self._changed.wait_for(lambda: over() or self._interrupted, deadline - time.monotonic())
+        damaged = next((read for read in chunk if read.error is not None), None)
+        if damaged is not None:
+            self.failed, self.error = self._chunks.names[damaged.number], damaged.error
+        elif self._interrupted and not over():
+            self.error = Stopped()
+        elif not over():
+            self.error = TimeoutError(f"tier {self.tier!r}: {self._chunks.names[chunk[0].number]} is late")

@@ -153,7 +153,7 @@ class Hit:
         Its pages begin at chunk `start`. Where the hit ends before `stop`, so does the part.
 
         Raises:
-            CacheError: `start` lies behind the hit, or `stop` before it.
+            CacheError: `start` lies after the hit, or `stop` before it.
         """
         stop = min(stop, self.plan.chunks)
         return Hit(self.chunks.part(start, stop), cut(self.plan, start, stop))

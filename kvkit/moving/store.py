@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from kvkit.format import record
 from kvkit.kernels.pages.api import pack
-from kvkit.moving.counts import Counts
 from kvkit.moving.plan import Segment, StorePlan
-from kvkit.moving.promises import Promise
 from kvkit.moving.puts import Puts
-from kvkit.moving.reads import MAX_IN_FLIGHT, keep_whole
+from kvkit.moving.reads import MAX_IN_FLIGHT
 from kvkit.moving.sequence import Chunks, SequencePages, clear_gaps
-from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
@@ -29,25 +26,31 @@ class Stored:
     new_tokens: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False)
 class Store:
-    """Chunks on their way from the engine's pages into tiers. To be run once, or closed.
+    """Chunks on their way from the engine's pages into tiers, promised at once. To be run once, or closed.
 
     Args:
         pages: a layer group each.
-        promise: of all records of `chunks`.
         ready: returns when the pages hold what is to be stored.
+        on_stored, on_done: see `kvkit.moving.promises.Promises.make`.
         copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
     """
 
-    tiers: TierSet
     puts: Puts
     chunks: Chunks
     pages: Sequence[SequencePages]
     targets: Sequence[str]
-    promise: Promise
     ready: Callable[[], object] = lambda: None
+    on_stored: Callable[[str, int], object] | None = None
+    on_done: Callable[[], object] = lambda: None
     copy_first: bool = False
+
+    def __post_init__(self) -> None:
+        self.tiers = self.puts.tiers
+        self.promise = self.puts.promises.make(
+            self.chunks.names, self.chunks.groups, self.on_stored, self.on_done
+        )
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
         """Copy what a target lacks and start putting it, until that is all or `transfer` is stopped."""
@@ -81,7 +84,8 @@ class Store:
                     release_all(leases)
                 position += len(leases) // chunks.groups
             if transfer.stopped:
-                tiers.count(Counts.note_cancelled)
+                with tiers.counting() as counts:
+                    counts.cancelled += 1
             return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
         finally:
             self.close()
@@ -100,7 +104,7 @@ class Store:
         groups = self.chunks.groups
         count = min(MAX_IN_FLIGHT, stop - first) * groups
         try:
-            leases = self.tiers.staging.acquire(
+            return self.tiers.staging.acquire(
                 count, self.tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
             )
         except Stopped:
@@ -108,19 +112,23 @@ class Store:
         except StagingTimeout as error:
             log.warning("store stopped after %d of %d chunks: %s", first, stop, error)
             return []
-        keep_whole(leases, groups)
-        return leases
 
     def _pack(self, first: int, leases: Sequence[Lease]) -> None:
         """Fill slots with the sealed records of chunks `first` on, groups side by side."""
         chunks = self.chunks
         count = len(leases) // chunks.groups
         for g, (form, group) in enumerate(zip(chunks.formats, self.pages, strict=True)):
-            mine = leases[g :: chunks.groups]
-            payloads = [record.payload(form, lease.array) for lease in mine]
+            payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
             rows = group.rows(form, first, count)
             clear_gaps(rows, payloads)
             pack(group.pages, payloads, **rows)
-            for i, lease in enumerate(mine):
-                record.seal(form, lease.buffer, *chunks.identity(first + i))
-                lease.used = form.record_bytes
+        seal(chunks, first, leases)
+
+
+def seal(chunks: Chunks, first: int, leases: Sequence[Lease]) -> None:
+    """Make records of chunks `first` on of the payloads in slots, groups side by side. Mutates the slots."""
+    for i, lease in enumerate(leases):
+        chunk, group = divmod(i, chunks.groups)
+        form = chunks.formats[group]
+        record.seal(form, lease.buffer, *chunks.identity(first + chunk))
+        lease.used = form.record_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
 
@@ -14,10 +15,11 @@ from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts, Direction
 from kvkit.moving.plan import RetrievePlan
 from kvkit.moving.policy import Policy
+from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.quarantine import Quarantine
 from kvkit.moving.sequence import Chunks, Loaded
 from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, UnreadableObject
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, UnreadableObject
 from kvkit.tiers.health import Health, HealthState
 from kvkit.workers import Stopped, Workers
 
@@ -33,46 +35,6 @@ CLEARED_AT_ONCE = 256
 """Records that a tier which is emptied deletes in one go: past the deadline, no others."""
 
 
-class Reports:
-    """The `on_complete` of one call of a tier: takes one report per name, whatever the tier does.
-
-    Args:
-        shares: of the slots of `names`, given over: each is released when its record is reported.
-        on_complete: gets one report per name.
-        on_last: called with the bytes that the call moved, before the last report is passed on.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        shares: Sequence[Lease],
-        on_complete: OnComplete,
-        on_last: Callable[[int], None],
-    ) -> None:
-        self._shares = dict(zip(names, shares, strict=True))
-        self._on_complete = on_complete
-        self._on_last = on_last
-        self._moved_bytes = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, name: str, error: BaseException | None) -> None:
-        with self._lock:
-            share = self._shares.pop(name, None)
-            if share is None:
-                return
-            self._moved_bytes += 0 if error is not None else share.used
-            last = not self._shares
-        share.release()
-        if last:
-            self._on_last(self._moved_bytes)
-        self._on_complete(name, error)
-
-    def fail(self, error: BaseException) -> None:
-        """Report `error` for all that was not reported."""
-        for name in list(self._shares):
-            self(name, error)
-
-
 class TierSet:
     """What is asked of tiers, and what is known of them: answers, health, counts. Thread-safe.
 
@@ -81,6 +43,10 @@ class TierSet:
         policy: what goes where; names these tiers only.
         staging: slots that records pass through.
         timeout_s: the longest that any single wait may take, in seconds.
+
+    Attributes:
+        health: by tier.
+        prefetched: records that prefetches left in slots.
     """
 
     def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
@@ -91,17 +57,13 @@ class TierSet:
         self.staging = staging
         self.timeout_s = timeout_s
         self.health = {name: Health() for name in tiers}
+        self.prefetched = Prefetched(staging)
         self._lock = threading.Lock()
         self._counts = Counts()
         self._quarantine = Quarantine()
-        self._gets: dict[str, dict[object, float]] = {
-            name: {} for name in tiers
-        }  # when those under way began
-        self._asking = {
-            name: Workers(ASKING_THREADS, f"kvkit-ask-{name}")
-            for name, tier in tiers.items()
-            if not tier.near
-        }
+        self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # when those under way began
+        far = [name for name, tier in tiers.items() if not tier.near]
+        self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
 
     def find(
         self,
@@ -167,18 +129,12 @@ class TierSet:
         What lies in quarantine it does not hold.
         """
         sound = names[: self._quarantine.before(tier, names, time.monotonic())]
-        held = 0
-        try:
-            if sound:
-                held = self.bounded(
-                    tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.count_leading(sound)
-                )
+        if not sound:
             self.health[tier].answered(time.monotonic())
-            return held
-        except Exception as error:
-            log.warning("tier %r could not be asked: %s", tier, error or type(error).__name__)
-            self.failed(tier, error)
             return 0
+        return self._number(
+            tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.count_leading(sound)
+        )
 
     def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
         """What `call` returns; a tier outside this process gets `timeout_s` (default: the cache's) for it."""
@@ -192,44 +148,18 @@ class TierSet:
             future.cancel()  # nobody waits for it any more: what has not begun need not
 
     def get(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Have a tier read records; when the last has completed, what it read is counted.
+        """Have a tier read records: `on_complete` takes one report per name, whatever the tier does."""
+        self._move("get", tier, names, leases, on_complete)
 
-        `on_complete` takes one report per name, whatever the tier does: raise half-way, or report twice.
-        """
-        began, call = time.monotonic(), object()
-        with self._lock:
-            self._gets[tier][call] = began
-
-        def ended(size: int) -> None:
-            now = time.monotonic()
-            with self._lock:
-                del self._gets[tier][call]
-            if size:
-                self.moved(tier, "get", size, now - began)
-                self.health[tier].worked(now, (now - began) / len(names))
-
-        # shares: when the tier reports, it has released its own, and another record may lie in the slot
-        reports = Reports(names, [lease.share() for lease in leases], on_complete, ended)
-        try:
-            self.tiers[tier].get(names, leases, reports)
-        except Exception as error:
-            log.exception("tier %r: get failed", tier)
-            reports.fail(error)
-
-    def shunned(self, tier: str, names: Sequence[str]) -> list[str]:
-        """Those of `names` in whose place something lies that can be neither used nor removed."""
-        now = time.monotonic()
-        if self._quarantine.before(tier, names, now) == len(names):
-            return []
-        return [name for name in names if not self._quarantine.before(tier, [name], now)]
-
-    def in_background(self, tier: str, work: Callable[[], None]) -> None:
-        """Have one of the threads that ask a tier outside this process do `work`, which must not raise.
-
-        Raises:
-            Closed: they were told to end, or cannot be started.
-        """
-        self._asking[tier].start(work)
+    def put(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        """Have a tier write records: `on_complete` takes one report per name, whatever the tier does."""
+        now, sound = time.monotonic(), list(zip(names, leases, strict=True))
+        if self._quarantine.before(tier, names, now) < len(names):
+            sound = [(n, lease) for n, lease in sound if self._quarantine.before(tier, [n], now)]
+            for name in {*names} - dict(sound).keys():  # a tier would take what lies there for the record
+                on_complete(name, TierError(f"tier {tier!r}: what lies in place of {name} cannot be removed"))
+        if sound:
+            self._move("put", tier, [n for n, _ in sound], [lease for _, lease in sound], on_complete)
 
     def drop(self, tier: str, name: str, damage: Damage) -> None:
         """Delete a record that is not what it should be, so that it is stored anew.
@@ -237,8 +167,8 @@ class TierSet:
         Where that fails it is no hit all the same, for a while.
         """
         log.warning("tier %r: %s is damaged (%s) and will be deleted", tier, name, damage)
-        with self._lock:
-            self._counts.damaged[tier, damage] += 1
+        with self.counting() as counts:
+            counts.damaged[tier, damage] += 1
         try:
             self.bounded(tier, lambda asked: asked.delete([name]))
         except Exception as error:
@@ -247,14 +177,7 @@ class TierSet:
 
     def pin(self, tier: str, names: Sequence[str], seconds: float) -> int:
         """How many of `names` the tier holds on to; none if it fails."""
-        if self.passed_over(tier):
-            return 0
-        try:
-            return self.bounded(tier, lambda asked: asked.pin(names, seconds))
-        except Exception as error:
-            log.warning("tier %r does not pin: %s", tier, error or type(error).__name__)
-            self.failed(tier, error)
-            return 0
+        return 0 if self.passed_over(tier) else self._number(tier, lambda asked: asked.pin(names, seconds))
 
     def clear(self, tier: str, timeout_s: float) -> int:
         """Delete every record of a tier that can be deleted; how many there were. None is shunned any longer.
@@ -267,34 +190,34 @@ class TierSet:
         removed, kept = 0, dict[str, OSError]()
 
         def step(call: Callable[[Tier], T]) -> T:
-            try:
-                return self.bounded(tier, call, until - time.monotonic())
-            except TimeoutError as error:
-                raise TimeoutError(
-                    f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
-                ) from error
+            return self.bounded(tier, call, until - time.monotonic())
 
         def delete(names: Sequence[str]) -> int:
             try:
                 step(lambda asked: asked.delete(names))
-                return len(names)
             except TimeoutError:
                 raise
             except OSError as error:
-                if len(names) == 1:
-                    kept[names[0]] = error
-                    return 0
-            return sum(delete([name]) for name in names)
+                if len(names) > 1:
+                    return sum(delete([name]) for name in names)
+                kept[names[0]] = error
+                return 0
+            return len(names)
 
-        records = step(lambda asked: asked.scan())
-        while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
-            removed += delete(names)
+        try:
+            records = step(lambda asked: asked.scan())
+            while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
+                removed += delete(names)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
+            ) from error
         self._quarantine.forget(tier, kept)
         if kept:
-            name, error = next(iter(kept.items()))
+            name, cause = next(iter(kept.items()))
             raise OSError(
-                f"tier {tier!r}: {removed} records are deleted, {len(kept)} cannot be: {name}: {error}"
-            ) from error
+                f"tier {tier!r}: {removed} records are deleted, {len(kept)} cannot be: {name}: {cause}"
+            ) from cause
         return removed
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
@@ -312,6 +235,7 @@ class TierSet:
 
     def close(self) -> None:
         """Close the tiers, each within the deadline, and end the asking threads."""
+        self.prefetched.give_up(self.staging.slots)
         for name in self.tiers:
             try:
                 self.bounded(name, lambda tier: tier.close())
@@ -337,10 +261,6 @@ class TierSet:
             oldest = min(self._gets[tier].values(), default=now)
         return now - oldest > self.timeout_s
 
-    def worked(self, tier: str) -> None:
-        """Note that a tier delivered."""
-        self.health[tier].worked(time.monotonic())
-
     def failed(self, tier: str, error: BaseException) -> None:
         """Note that a tier did not deliver, or answer."""
         if isinstance(error, FileNotFoundError | StagingTimeout | Stopped):  # not the tier's fault
@@ -348,43 +268,87 @@ class TierSet:
         if isinstance(error, UnreadableObject):
             self.health[tier].failed(time.monotonic(), unreadable=error.name)
             return
-        self.health[tier].failed(time.monotonic(), isinstance(error, TimeoutError))
-        with self._lock:
-            if isinstance(error, TimeoutError):
-                self._counts.timeouts[tier] += 1
-            else:
-                self._counts.read_errors[tier] += 1
-
-    def moved(self, tier: str, direction: Direction, size: int, seconds: float) -> None:
-        """Count a call of a tier's get or put that moved `size` bytes."""
-        self.count(lambda counts: counts.moved(tier, direction, size, seconds))
+        late = isinstance(error, TimeoutError)
+        self.health[tier].failed(time.monotonic(), late)
+        with self.counting() as counts:
+            (counts.timeouts if late else counts.read_errors)[tier] += 1
 
     def count_loaded(self, chunks: Chunks, loaded: Loaded) -> None:
         """Count what a load put into the engine."""
         chunk_bytes = sum(form.record_bytes for form in chunks.formats)
-
-        def note(counts: Counts) -> None:
+        with self.counting() as counts:
             for tier, tokens in loaded.by_tier.items():
                 counts.loaded_tokens[tier] += tokens
                 counts.loaded_bytes[tier] += tokens // chunks.chunk_tokens * chunk_bytes
 
-        self.count(note)
-
-    def count(self, change: Callable[[Counts], None]) -> None:
-        """Have `change` count something, alone."""
+    @contextmanager
+    def counting(self) -> Iterator[Counts]:
+        """The counts, to be added to by nobody else meanwhile."""
         with self._lock:
-            change(self._counts)
+            yield self._counts
 
     def counts(self) -> Counts:
         """A copy of what was counted so far."""
         with self._lock:
             counts = self._counts.copy()
-        counts.evicted_records.update(
-            {name: tier.evicted for name, tier in self.tiers.items() if tier.evicted}
-        )
+        counts.evicted_records.update({n: tier.evicted for n, tier in self.tiers.items() if tier.evicted})
         return counts
 
     def states(self) -> dict[str, HealthState]:
         """The health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
+
+    def _number(self, tier: str, call: Callable[[Tier], int]) -> int:
+        """What a tier answers; 0 if it fails."""
+        try:
+            number = self.bounded(tier, call)
+        except Exception as error:
+            log.warning("tier %r could not be asked: %s", tier, error or type(error).__name__)
+            self.failed(tier, error)
+            return 0
+        self.health[tier].answered(time.monotonic())
+        return number
+
+    def _move(
+        self,
+        direction: Direction,
+        tier: str,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        """One call of a tier's get or put, counted before the last report of it is passed on."""
+        # shares: when the tier reports, it has released its own, and another record may lie in the slot
+        shares = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
+        began, size, call, reporting = time.monotonic(), 0, object(), threading.Lock()
+        if direction == "get":
+            with self._lock:
+                self._gets[tier][call] = began
+
+        def report(name: str, error: BaseException | None) -> None:
+            nonlocal size
+            with reporting:
+                share = shares.pop(name, None)
+                if share is None:  # reported before
+                    return
+                size += 0 if error is not None else share.used
+                last = not shares
+            share.release()
+            if last:
+                now = time.monotonic()
+                with self.counting() as counts:
+                    self._gets[tier].pop(call, None)
+                    if size:
+                        counts.moved(tier, direction, size, now - began)
+                if size and direction == "get":
+                    self.health[tier].worked(now, (now - began) / len(names))
+            on_complete(name, error)
+
+        try:
+            asked = self.tiers[tier]
+            (asked.get if direction == "get" else asked.put)(names, leases, report)
+        except Exception as error:
+            log.exception("tier %r: %s failed", tier, direction)
+            for name in list(shares):
+                report(name, error)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 
 from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import Chunks
-from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, release_all
 
 
@@ -20,10 +18,11 @@ class WriteBacks:
     puts start earlier where anybody waits for one.
     """
 
-    def __init__(self, tiers: TierSet, puts: Puts, chunks: Chunks) -> None:
-        self._staging = tiers.staging
+    def __init__(self, puts: Puts, chunks: Chunks, targets: Sequence[str]) -> None:
+        self._staging = puts.tiers.staging
         self._puts = puts
         self._chunks = chunks
+        self._targets = targets
         self._held: deque[tuple[str, int, list[Lease]]] = deque()
         # a tier may take a slot to put a record, and so come back to `_reclaim`
         self._lock = threading.RLock()
@@ -43,7 +42,7 @@ class WriteBacks:
             while self._held:
                 tier, first, leases = self._held.popleft()
                 try:
-                    self._puts.write_back(tier, self._chunks, first, leases)
+                    self._puts.write_back(tier, self._chunks, first, leases, self._targets)
                 finally:
                     release_all(leases)
 
@@ -51,9 +50,7 @@ class WriteBacks:
         self._staging.on_shortage(self._reclaim)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._staging.off_shortage(self._reclaim)
         self.start()
 
