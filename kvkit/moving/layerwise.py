@@ -56,7 +56,7 @@ class _Layer:
 
 
 @dataclass(eq=False, slots=True)
-class _Record:
+class _LayeredRecord:
     """One record of a load, and the slot that it lies in if it has one to itself.
 
     Attributes:
@@ -123,7 +123,7 @@ class LayerLoad:
         groups, names = hit.chunks.groups, hit.chunks.records(0, plan.chunks)
         places = (divmod(i, groups) for i in range(len(names)))
         self._records = [
-            _Record(chunk, group, name, self._tiers[chunk])
+            _LayeredRecord(chunk, group, name, self._tiers[chunk])
             for (chunk, group), name in zip(places, names, strict=True)
         ]
         self._lock = threading.Lock()  # of slots that are given up
@@ -283,7 +283,7 @@ class LayerLoad:
             return self._staging.acquire(slots, 0.0)
         return []
 
-    def _read_later(self, reads: _Reads, entry: _Record, lease: Lease, start: int) -> None:
+    def _read_later(self, reads: _Reads, entry: _LayeredRecord, lease: Lease, start: int) -> None:
         """Add a piece from byte `start` of a slot on, and a read that fills it, to `reads`. Mutates it."""
         layer = reads.layer
         _, size = record.layer_range(self._chunks.formats[layer.group], layer.place)
@@ -302,7 +302,7 @@ class LayerLoad:
         reads.pieces.append(piece)
         reads.reads.append((future, share))
 
-    def _read(self, place: int, entry: _Record, piece: Piece, slot: Lease) -> None:
+    def _read(self, place: int, entry: _LayeredRecord, piece: Piece, slot: Lease) -> None:
         """Fill `piece` with a layer of a record; check it, whose record it is, and at the last how that ends.
 
         A piece of a record that is `whole` in its slot is there already, or comes with it.

@@ -120,7 +120,7 @@ class PlanReads:
 
 
 @dataclass(eq=False, slots=True)
-class Read:
+class RecordRead:
     """Record `number` of a sequence on its way into a slot, or there: `lent`, and not verified yet.
 
     Once it `ended`, or was given up, a report changes it no more.
@@ -150,7 +150,7 @@ class SegmentReads:
         self.tier = segment.tier
         self.first = self.next = segment.start
         self.stop = segment.stop
-        self.in_flight: deque[Read] = deque()
+        self.in_flight: deque[RecordRead] = deque()
         self.error: BaseException | None = None
         self.failed: str | None = None
         self._tiers = tiers
@@ -189,7 +189,7 @@ class SegmentReads:
                 self.error = error
             return 0
         names = names[: len(leases)]
-        reads = {name: Read(self.next * groups + i, leases[i]) for i, name in enumerate(names)}
+        reads = {name: RecordRead(self.next * groups + i, leases[i]) for i, name in enumerate(names)}
         self.in_flight.extend(reads.values())
         self.next += len(leases) // groups
         self._tiers.get(self.tier, names, leases, lambda name, error: self._on_complete(reads[name], error))
@@ -243,11 +243,11 @@ class SegmentReads:
         whole = len(leases) // groups * groups
         release_all(leases[whole:])
         start = self.next * groups
-        self.in_flight.extend(Read(start + i, leases[i], lent=True, ended=True) for i in range(whole))
+        self.in_flight.extend(RecordRead(start + i, leases[i], lent=True, ended=True) for i in range(whole))
         self.next += whole // groups
         return whole > 0
 
-    def _on_complete(self, read: Read, error: BaseException | None) -> None:
+    def _on_complete(self, read: RecordRead, error: BaseException | None) -> None:
         if read.ended:  # it was given up, and others have its slot
             return
         error = error or self._damage(read)
@@ -255,7 +255,7 @@ class SegmentReads:
             read.error, read.ended = error, True
             self._changed.notify()
 
-    def _damage(self, read: Read) -> DamagedObject | None:
+    def _damage(self, read: RecordRead) -> DamagedObject | None:
         """What is wrong with a record."""
         chunk, group = divmod(read.number, self._chunks.groups)
         form, identity = self._chunks.formats[group], self._chunks.identity(chunk)
@@ -264,7 +264,7 @@ class SegmentReads:
             None if damage is None else DamagedObject(f"{self._chunks.names[read.number]}: {damage}", damage)
         )
 
-    def _wait(self, chunk: Sequence[Read], deadline: float) -> None:
+    def _wait(self, chunk: Sequence[RecordRead], deadline: float) -> None:
         """Wait for the records of a chunk; `error` says why they are not all there, and sound."""
         for read in chunk:
             if read.lent:
