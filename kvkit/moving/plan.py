@@ -77,7 +77,7 @@ def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) 
     """The part of `plan` that is had soonest if the rest of it is computed.
 
     Tiers deliver side by side, so loading takes as long as the slowest of them; what is computed comes after.
-    Within a segment that is a straight line up to where its tier becomes the slowest, and another one after that:
+    Within a segment that is a straight line until its tier becomes the slowest, and another one after it:
     the best end is beside one of these points, or the end of a segment.
 
     Args:
