@@ -18,6 +18,7 @@ from kvkit.kernels.pages.api import Pages
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from timing import interleaved, ratio
 
 CHUNK_TOKENS = 256
@@ -37,7 +38,7 @@ class Case:
         tier = (
             MemoryTier(staging, chunks * staging.slot_bytes)
             if folder is None
-            else ObjectTier(str(folder), threads=4)
+            else ObjectTier(TierConfig(url=str(folder), threads=4))
         )
         self.cache = Cache(layout, space, [tier], staging=staging)
         blocks = np.arange(chunks * CHUNK_TOKENS // group.block_tokens, dtype=np.int64)

@@ -19,7 +19,7 @@ from batch import Batch
 from kvkit.tiers.base import Tier, default_threads
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import PREFIX, RedisTier
-from kvkit.tiers.stores import StoreSettings
+from kvkit.tiers.settings import TierConfig
 from tests.servers import RedisServer, S3Server, data_folder
 from timing import interleaved, ratio
 
@@ -72,7 +72,7 @@ def compare(benchmark: Any, ours: Callable[[], object], other: Callable[[], obje
 
 def s3_tier(server: S3Server, prefix: str) -> ObjectTier:
     url = f"s3://{server.BUCKET}/{prefix}"
-    return ObjectTier(url, StoreSettings(options=server.options, timeout_s=60), threads=THREADS)
+    return ObjectTier(TierConfig(url=url, options=server.options, timeout_s=60, threads=THREADS))
 
 
 def bare_store(server: S3Server, prefix: str) -> S3Store:
@@ -163,7 +163,7 @@ def test_redis(benchmark: Any, tmp_path: Path, job: str) -> None:
     """32 x 2 MiB; against redis-py with hiredis, with a copy into the slot."""
     batch = Remote(RECORDS, 2 * MIB if benchmark.enabled else 4096)
     with RedisServer(tmp_path, "valkey") as server:
-        tier = RedisTier(server.url, threads=THREADS, timeout_s=60)
+        tier = RedisTier(TierConfig(url=server.url, threads=THREADS, timeout_s=60))
         client = redis.Redis(port=server.port)
 
         def get(name: str, slot: memoryview) -> None:

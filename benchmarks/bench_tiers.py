@@ -19,6 +19,7 @@ from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import default_threads
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import record_names
 from timing import forget, interleaved, nothing, ratio
 
@@ -35,7 +36,7 @@ class Fixture(Batch):
         self.root = root
         self.paths = [str(root / name) for name in self.names]
         self.record_bytes = record_bytes
-        self.tier = ObjectTier(str(root), threads=THREADS)
+        self.tier = ObjectTier(TierConfig(url=str(root), threads=THREADS))
         self.pool = ThreadPoolExecutor(THREADS)
 
     def bare(self, move: Callable[[str, memoryview], None]) -> None:

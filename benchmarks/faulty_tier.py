@@ -13,6 +13,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.plugins import GROUP
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, random_plan
 
 FAULTS = {
@@ -57,4 +58,6 @@ def open_tier(name: str, staging: Staging, settings: Mapping[str, Any]) -> Tier:
             injected[f"{operation} {fault}"] += 1
         return fault
 
-    return FaultyTier(ObjectTier(settings["path"], name=name, capacity_bytes=settings["capacity"]), plan)
+    return FaultyTier(
+        ObjectTier(TierConfig(url=settings["path"], capacity=settings["capacity"]), name=name), plan
+    )

@@ -17,7 +17,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.stores import StoreSettings
+from kvkit.tiers.settings import TierConfig
 from tests.servers import S3Server
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
@@ -64,8 +64,7 @@ class TwoTiers:
         staging = Staging(RecordFormat.of(layout, 0, space).record_bytes, memory + slots)
         self.disk = open_tier(str(folder), name="disk")
         self.s3 = open_tier(
-            f"s3://{server.BUCKET}/{prefix}",
-            StoreSettings(options=server.options, timeout_s=TIMEOUT_S),
+            TierConfig(url=f"s3://{server.BUCKET}/{prefix}", options=server.options, timeout_s=TIMEOUT_S),
             name="s3",
         )
         tiers: list[Tier] = [self.disk, self.s3]

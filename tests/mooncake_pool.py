@@ -30,6 +30,7 @@ from kvkit.staging import Staging, release_all
 from kvkit.tiers import mooncake
 from kvkit.tiers.base import Tier, TierError, TierFull
 from kvkit.tiers.mooncake import PREFIX, MooncakeTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     SLOT_BYTES,
@@ -77,7 +78,7 @@ class Master(Process):
 
     def tier(self, staging: Staging, given: int = 0, **settings: Any) -> MooncakeTier:
         options = {"metrics_port": self.metrics_port, "global_segment_size": given}
-        return MooncakeTier(self.url, staging, options=options, **settings)
+        return MooncakeTier(TierConfig(url=self.url, options=options, **settings), staging)
 
 
 class Giver(Process):

@@ -198,7 +198,7 @@ class S3Server(Process):
 
     Attributes:
         endpoint: http://<address>:<port>.
-        options: what `StoreSettings(options=...)` needs to reach it as the user who may write.
+        options: what `TierConfig(options=...)` needs to reach it as the user who may write.
     """
 
     BUCKET = "records"

@@ -16,6 +16,7 @@ from test_faults import TOKENS, VICTIM, victim_file
 from kvkit.format.record import HEADER
 from kvkit.moving.policy import Policy
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 
 ROOM_BYTES = 32 << 20
 """What opening a cache and loading from it takes, however large its slots of 8 KiB are made to seem."""
@@ -45,7 +46,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 def load(folder: Path, codec: str, layerwise: bool, bomb: str) -> None:
     """Load what `folder` holds, of which one record is a bomb, unless that is ""."""
     engine, tokens = make_engine(), sequence(TOKENS)
-    tier = ObjectTier(str(folder), codec=codec)
+    tier = ObjectTier(TierConfig(url=str(folder), codec=codec))
     policy = Policy(("disk",), ("disk",))
     with open_cache(engine, None, memory_slots=0, policy=policy, extra=[tier]) as cache:
         table = engine.table(TOKENS)

@@ -24,7 +24,7 @@ from kvkit.tiers.base import Tier, TierError
 from kvkit.tiers.bucket import Bucket
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.stores import StoreSettings
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     RECORDS,
@@ -64,7 +64,7 @@ def through(proxy: Proxy, server: S3Server) -> dict[str, str]:
 class TestBucket(TierContract):
     @pytest.fixture
     def tier(self, s3: S3Server, url: str) -> Tier:  # noqa: F811
-        return ObjectTier(url, StoreSettings(options=s3.options, scope="shared"))
+        return ObjectTier(TierConfig(url=url, options=s3.options, scope="shared"))
 
 
 class TestBucketThroughS3fs(TierContract):
@@ -73,18 +73,18 @@ class TestBucketThroughS3fs(TierContract):
     @pytest.fixture
     def tier(self, s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> Tier:  # noqa: F811
         monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
-        return ObjectTier(url, StoreSettings(options=s3.options, scope="shared"))
+        return ObjectTier(TierConfig(url=url, options=s3.options, scope="shared"))
 
 
 def test_another_process_writes_and_a_restart_finds_it(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811
-    ours, theirs = (ObjectTier(url, StoreSettings(options=s3.options)) for _ in range(2))
+    ours, theirs = (ObjectTier(TierConfig(url=url, options=s3.options)) for _ in range(2))
     names = record_names(4)
     put(theirs, staging, names[:3])
     assert ours.count_leading(names) == 3
     theirs.delete([names[1]])
     assert isinstance(get(ours, staging, names[:3])[1], FileNotFoundError)
     assert ours.count_leading(names) == 1, "what vanished is not a hit twice"
-    reopened = ObjectTier(url, StoreSettings(options=s3.options))
+    reopened = ObjectTier(TierConfig(url=url, options=s3.options))
     assert {name for name, _ in reopened.scan()} == {names[0], names[2]}
     theirs.close()
     reopened.close()
@@ -96,8 +96,8 @@ import sys
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, put, record_names
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.stores import StoreSettings
-tier = ObjectTier(sys.argv[1], StoreSettings(options={"endpoint": sys.argv[2]}))
+from kvkit.tiers.settings import TierConfig
+tier = ObjectTier(TierConfig(url=sys.argv[1], options={"endpoint": sys.argv[2]}))
 staging = Staging(SLOT_BYTES, SLOTS)
 names = record_names(16)
 turn = int(sys.argv[3])
@@ -136,7 +136,7 @@ def test_processes_write_the_same_records(s3: S3Server, url: str, staging: Stagi
         assert writer.stdout is not None
         writer.stdin.close()
         writer.stdout.close()
-    tier = ObjectTier(url, StoreSettings(options=s3.options))
+    tier = ObjectTier(TierConfig(url=url, options=s3.options))
     names = record_names(16)
     assert sorted(name for name, _ in tier.scan()) == sorted(names)
     assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
@@ -155,7 +155,7 @@ def test_a_put_never_replaces(s3: S3Server, url: str) -> None:  # noqa: F811
 
 
 def test_one_layer_is_one_request(s3: S3Server, url: str, staging: Staging, proxy: Proxy) -> None:  # noqa: F811
-    tier = ObjectTier(url, StoreSettings(options=through(proxy, s3)))
+    tier = ObjectTier(TierConfig(url=url, options=through(proxy, s3)))
     (name,) = record_names(1)
     put(tier, staging, [name])
     proxy.requests.clear()
@@ -188,7 +188,7 @@ def test_a_store_that_refuses(
         options |= {"access_key_id": s3.READER, "secret_access_key": s3.READER_SECRET}
     else:
         url = "s3://no-such-bucket/x"
-    tier = ObjectTier(url, StoreSettings(options=options))
+    tier = ObjectTier(TierConfig(url=url, options=options))
     (name,) = record_names(1)
     (error,) = put(tier, staging, [name])
     assert isinstance(error, TierError)
@@ -217,7 +217,7 @@ def test_an_object_that_is_denied_costs_no_other_a_hit(
     engine, tokens, others = make_engine(), sequence(40), sequence(40, 1)
     table = engine.table(40)
     policy = Policy(("bucket",), ("bucket",))
-    bucket = ObjectTier(url, StoreSettings(options=through(proxy, s3)), name="bucket")
+    bucket = ObjectTier(TierConfig(url=url, options=through(proxy, s3)), name="bucket")
     with open_cache(engine, None, memory_slots=0, policy=policy, extra=[bucket]) as cache:
         store(cache, engine, tokens)
         store(cache, engine, others)
@@ -234,7 +234,7 @@ def test_an_object_that_is_denied_costs_no_other_a_hit(
 
 def test_the_server_is_killed_and_restarted_amid_a_load(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811
     """What was read before is right, what failed is an error in time, and all of it is there again after."""
-    tier = ObjectTier(url, StoreSettings(options=s3.options, timeout_s=TIMEOUT_S), threads=2)
+    tier = ObjectTier(TierConfig(url=url, options=s3.options, timeout_s=TIMEOUT_S, threads=2))
     try:
         names = kill_amid_a_load(s3, tier, staging)
         assert all(isinstance(error, TierError) for error in put(tier, staging, record_names(9)[8:]))
@@ -254,7 +254,7 @@ def test_a_store_that_answers_badly(
     proxy: Proxy,
 ) -> None:
     """HTTP 503, or a body too slow for the deadline, or none: an error while that lasts; then as before."""
-    tier = ObjectTier(url, StoreSettings(options=through(proxy, s3), timeout_s=TIMEOUT_S))
+    tier = ObjectTier(TierConfig(url=url, options=through(proxy, s3), timeout_s=TIMEOUT_S))
     names = record_names(3)
     put(tier, staging, names[:2])
     proxy.spoil = spoil
@@ -278,7 +278,7 @@ def test_a_connection_that_breaks_is_tried_again(
     staging: Staging,
     proxy: Proxy,
 ) -> None:
-    tier = ObjectTier(url, StoreSettings(options=through(proxy, s3), timeout_s=DEADLINE_S), threads=1)
+    tier = ObjectTier(TierConfig(url=url, options=through(proxy, s3), timeout_s=DEADLINE_S, threads=1))
     (name,) = record_names(1)
     put(tier, staging, [name])
     proxy.requests.clear()
@@ -299,7 +299,7 @@ def test_a_server_that_never_answers(url: str, staging: Staging) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         options = {"endpoint": endpoint, "access_key_id": "x", "secret_access_key": "y"}
-        tier = ObjectTier(url, StoreSettings(options=options, timeout_s=TIMEOUT_S))
+        tier = ObjectTier(TierConfig(url=url, options=options, timeout_s=TIMEOUT_S))
         names = record_names(2)
         with pytest.raises(TierError, match=r"no answer within timeout_s=1\.0"):
             tier.count_leading(names)
@@ -343,7 +343,7 @@ def test_options_win_over_the_environment(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    tier = ObjectTier(url, StoreSettings(options=s3.options))
+    tier = ObjectTier(TierConfig(url=url, options=s3.options))
     assert put(tier, staging, record_names(1)) == [None]
     finish(tier, staging)
 
@@ -360,7 +360,7 @@ def test_options_win_over_the_environment(
 )
 def test_wrong_settings(url: str, options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked below
-        ObjectTier(url, StoreSettings(options=options), name="far")
+        ObjectTier(TierConfig(url=url, options=options), name="far")
     for word in words:
         assert word in str(caught.value)
     assert "hush" not in str(caught.value)
@@ -369,12 +369,12 @@ def test_wrong_settings(url: str, options: dict[str, Any], words: list[str]) -> 
 def test_s3fs_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'skip_signature' needs obstore"):
-        ObjectTier("s3://bucket", StoreSettings(options={"skip_signature": True}))
+        ObjectTier(TierConfig(url="s3://bucket", options={"skip_signature": True}))
 
 
 def test_the_server_knows_the_records_by_their_names(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811
     """The object is the record, byte for byte, where any S3 client finds it."""
-    tier = ObjectTier(url, StoreSettings(options=s3.options))
+    tier = ObjectTier(TierConfig(url=url, options=s3.options))
     (name,) = record_names(1)
     put(tier, staging, [name])
     tier.describe("0123456789abcdef/0", b"{}")

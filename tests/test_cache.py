@@ -27,6 +27,7 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 
@@ -359,11 +360,11 @@ def test_bfloat16_pages_round_trip(tmp_path: Path) -> None:
 def test_a_tier_with_a_codec_serves_memory_with_plain_records(codec: str, tmp_path: Path) -> None:
     engine = make_engine()
     tokens = sequence(24)
-    packed = ObjectTier(str(tmp_path), name="packed", codec=codec)
+    packed = ObjectTier(TierConfig(url=str(tmp_path), codec=codec), name="packed")
     with open_cache(engine, None, extra=[packed]) as cache:
         store(cache, engine, tokens)
         assert not cache.counts().write_errors
-    packed = ObjectTier(str(tmp_path), name="packed", codec=codec)
+    packed = ObjectTier(TierConfig(url=str(tmp_path), codec=codec), name="packed")
     with open_cache(engine, None, extra=[packed]) as cache:
         table = engine.table(24)
         assert cache.load(cache.lookup(tokens), engine.places(table)).by_tier == {"packed": 24}
@@ -378,7 +379,7 @@ def test_records_written_with_another_codec_stay_readable(tmp_path: Path) -> Non
     tokens = sequence(24)
     table = engine.table(24)
     for codec, stop in (("zstd", 8), ("none", 16), ("bitshuffle-zstd", 24)):
-        tier = ObjectTier(str(tmp_path), name="packed", codec=codec)
+        tier = ObjectTier(TierConfig(url=str(tmp_path), codec=codec), name="packed")
         with open_cache(engine, None, memory_slots=0, extra=[tier]) as cache:
             engine.wipe()
             loaded = cache.load(cache.lookup(tokens), engine.places(table))
@@ -391,7 +392,7 @@ def test_a_damaged_compressed_record_is_a_miss(tmp_path: Path) -> None:
     engine = make_engine()
     tokens = sequence(24)
     table = engine.table(24)
-    tier = ObjectTier(str(tmp_path), name="packed", codec="zstd")
+    tier = ObjectTier(TierConfig(url=str(tmp_path), codec="zstd"), name="packed")
     with open_cache(engine, None, memory_slots=0, extra=[tier]) as cache:
         store(cache, engine, tokens)
         file = tmp_path / cache.lookup(tokens).chunks.names[1]

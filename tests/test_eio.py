@@ -30,7 +30,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.folder import TEMPORARY, Folder
 from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.stores import StoreSettings
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 Run = Callable[..., None]
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 def disks(folder: Path) -> list[ObjectTier]:
     return [
-        ObjectTier(str(folder / name), StoreSettings(fsync=True), name=name) for name in ("broken", "sound")
+        ObjectTier(TierConfig(url=str(folder / name), fsync=True), name=name) for name in ("broken", "sound")
     ]
 
 
@@ -79,7 +79,7 @@ def test_a_put_that_fails_says_so_once(call: str, after: int, run: Run, tmp_path
 
 def puts_that_fail(call: str, after: int, folder: Path) -> None:
     names, staging = record_names(8), Staging(SLOT_BYTES, SLOTS)
-    tier = ObjectTier(str(folder), StoreSettings(fsync=True))
+    tier = ObjectTier(TierConfig(url=str(folder), fsync=True))
     with failing(call, folder, after):
         errors = put(tier, staging, names)
     assert {(error.errno, error.filename) for error in errors if error is not None} <= {

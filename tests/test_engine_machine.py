@@ -28,6 +28,7 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, LatencyTier
 from kvkit.workers import Transfer
 
@@ -85,9 +86,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.lied = False
         engine = make_engine(groups)
         self.staging = new_staging(engine, memory_slots + groups + spare)
-        disk = ObjectTier(str(self.folder), threads=2, capacity_bytes=8 * self.staging.slot_bytes)
+        disk = ObjectTier(TierConfig(url=str(self.folder), threads=2, capacity=8 * self.staging.slot_bytes))
         self.disk = FaultyTier(disk, lambda operation, _: self.faults.get(operation))
-        bucket = ObjectTier(f"memory://{uuid.uuid4().hex}", name="far", threads=2, codec="zstd")
+        bucket = ObjectTier(
+            TierConfig(url=f"memory://{uuid.uuid4().hex}", threads=2, codec="zstd"), name="far"
+        )
         tiers: list[Tier] = [self.disk, LatencyTier(bucket, get_s=LATE_S, put_s=LATE_S)]
         if memory_slots:
             tiers.append(MemoryTier(self.staging, memory_slots * self.staging.slot_bytes))

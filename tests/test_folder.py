@@ -21,7 +21,7 @@ from kvkit.tiers import folder as files
 from kvkit.tiers.base import TierError
 from kvkit.tiers.folder import ASIDE, TEMPORARY, Access, Folder
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.stores import StoreSettings
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
 
 NAMES = record_names(4)
@@ -84,7 +84,7 @@ def test_a_restart_lets_the_oldest_go_first(tmp_path: Path, staging: Staging) ->
     tier.close()
     for age, name in zip([1, 3, 2], NAMES, strict=False):
         os.utime(tmp_path / name, ns=(0, 10**18 - age * 10**9))
-    tier = ObjectTier(str(tmp_path), capacity_bytes=3 * SLOT_BYTES)
+    tier = ObjectTier(TierConfig(url=str(tmp_path), capacity=3 * SLOT_BYTES))
     put(tier, staging, NAMES[3:])
     assert [tier.size(name) is not None for name in NAMES] == [True, False, True, True]
     tier.close()
@@ -108,7 +108,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, staging: Staging) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("keep me")
     (tmp_path / ARRAY / "c.7.7.0.0.0.0").mkdir()
-    tier = ObjectTier(str(tmp_path), capacity_bytes=SLOT_BYTES)
+    tier = ObjectTier(TierConfig(url=str(tmp_path), capacity=SLOT_BYTES))
     assert list(tier.scan()) == []
     assert put(tier, staging, NAMES[:1]) == put(tier, staging, NAMES[1:2]) == [None]
     assert files_below(tmp_path) == sorted([*foreign, NAMES[1]])
@@ -389,7 +389,7 @@ def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:
         tier.delete(NAMES[:1])
     assert tier.count_leading(NAMES) == 2
     tier.close()
-    full = ObjectTier(str(small_disk), capacity_bytes=2 * SLOT_BYTES)
+    full = ObjectTier(TierConfig(url=str(small_disk), capacity=2 * SLOT_BYTES))
     for name in NAMES[2:]:
         (error,) = put(full, staging, [name])
         assert error is not None
@@ -489,7 +489,7 @@ def test_a_store_is_for_whom_it_says_whatever_the_umask(
     root = tmp_path / "store"
     old = os.umask(umask)
     try:
-        tier = ObjectTier(str(root), StoreSettings(access=access))
+        tier = ObjectTier(TierConfig(url=str(root), access=access))
         assert put(tier, staging, NAMES[:1]) == [None]
         tier.describe(ARRAY, b"{}")
         tier.close()
@@ -514,9 +514,9 @@ def test_folders_above_a_store_obey_the_umask(tmp_path: Path) -> None:
 def test_an_open_store_is_told_of_and_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "store"
     Folder(str(root), access="all").write(NAMES[0], memoryview(b"x"))
-    ObjectTier(str(root), StoreSettings(access="all")).close()
+    ObjectTier(TierConfig(url=str(root), access="all")).close()
     assert not caplog.records
-    ObjectTier(str(root), StoreSettings(access="group")).close()
+    ObjectTier(TierConfig(url=str(root), access="group")).close()
     assert f"chmod -R o= {root}" in caplog.text
     caplog.clear()
     ObjectTier(str(root)).close()

@@ -24,6 +24,7 @@ from kvkit.tiers.base import OnComplete, Ranges, Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.workers import Closed
 
@@ -45,7 +46,9 @@ def untouched(engine: Engine, layer: int) -> bool:
 def test_layers_arrive_in_the_order_of_the_model(groups: int, slots: int, codec: str, tmp_path: Path) -> None:
     engine, tokens = make_engine(groups), sequence(4)
     fill(engine, tmp_path, tokens)
-    with new_cache(engine, new_staging(engine, slots), [ObjectTier(str(tmp_path), codec=codec)]) as cache:
+    with new_cache(
+        engine, new_staging(engine, slots), [ObjectTier(TierConfig(url=str(tmp_path), codec=codec))]
+    ) as cache:
         table = engine.table(len(tokens))
         load = cache.load_layers(cache.lookup(tokens), engine.places(table))
         seen = []
@@ -92,7 +95,7 @@ def test_a_tier_that_cannot_read_parts_reads_each_record_once(tmp_path: Path) ->
             self.inner.get_ranges(name, ranges, buffers)
 
     for slots, at_once in ((24, 12), (12, 6)):
-        tier = Counting(ObjectTier(str(tmp_path), codec="zstd"))
+        tier = Counting(ObjectTier(TierConfig(url=str(tmp_path), codec="zstd")))
         with new_cache(engine, new_staging(engine, slots), [tier]) as cache:
             table = engine.table(len(tokens))
             hit = cache.lookup(tokens)
@@ -160,7 +163,7 @@ def test_a_hung_read_ends_the_run_at_its_deadline_and_keeps_its_slot(codec: str,
     fill(engine, tmp_path, tokens)
     hung: set[str] = set()
     disk = FaultyTier(
-        ObjectTier(str(tmp_path), codec=codec),
+        ObjectTier(TierConfig(url=str(tmp_path), codec=codec)),
         lambda op, name: Fault.HANG if op == "get" and name in hung else None,
     )
     staging = new_staging(engine, 8)
@@ -416,7 +419,7 @@ def test_what_was_loaded_by_layers_is_written_back(
     engine, tokens = make_engine(groups), sequence(4)
     fill(engine, tmp_path / "whole", tokens)
     engine.compute(tokens, engine.table(len(tokens)))
-    stored = ObjectTier(str(tmp_path / "far"), codec=codec)
+    stored = ObjectTier(TierConfig(url=str(tmp_path / "far"), codec=codec))
     with new_cache(engine, new_staging(engine, 8), [stored]) as cache:
         cache.store(tokens, engine.places(engine.table(len(tokens))))
     engine.wipe()
@@ -424,7 +427,7 @@ def test_what_was_loaded_by_layers_is_written_back(
     near: Tier = ObjectTier(str(tmp_path / "near"), name="near")
     if target == "memory":
         near = MemoryTier(staging, 8 * staging.slot_bytes)
-    far = ObjectTier(str(tmp_path / "far"), name="far", codec=codec)
+    far = ObjectTier(TierConfig(url=str(tmp_path / "far"), codec=codec), name="far")
     with new_cache(engine, staging, [near, far], write_back_to=(target,)) as cache:
         hit, table = cache.lookup(tokens), engine.table(len(tokens))
         load = cache.load_layers(hit, engine.places(table))
@@ -562,7 +565,7 @@ def test_layers_of_records_from_when_their_tier_had_a_codec(tmp_path: Path) -> N
     places = engine.places(engine.table(len(tokens)))
     for pool in engine.pools[0]:
         pool.zero_()
-    packed = ObjectTier(str(tmp_path), codec="zstd")
+    packed = ObjectTier(TierConfig(url=str(tmp_path), codec="zstd"))
     with new_cache(engine, new_staging(engine, 8), [packed]) as cache:
         cache.store(tokens, places)
         cache.flush()
@@ -578,7 +581,7 @@ def test_layers_of_records_from_when_their_tier_had_a_codec(tmp_path: Path) -> N
 def test_a_compressed_record_that_is_gone_is_a_hit_no_more(tmp_path: Path) -> None:
     engine, tokens = make_engine(), sequence(2)
     fill(engine, tmp_path, tokens)
-    tier = ObjectTier(str(tmp_path), codec="zstd")
+    tier = ObjectTier(TierConfig(url=str(tmp_path), codec="zstd"))
     with new_cache(engine, new_staging(engine, 1), [tier]) as cache:
         hit = cache.lookup(tokens)
         (tmp_path / hit.chunks.names[0]).unlink()

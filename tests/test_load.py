@@ -20,6 +20,7 @@ from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 
@@ -80,8 +81,8 @@ def test_slots_go_to_what_tiers_read_at_once_and_then_to_what_waits_for_their_th
     """The near tier, which comes first, hangs: the far one goes on as far as there are slots."""
     engine, tokens = make_engine(blocks=128), sequence(32)
     names = fill_by_turns(engine, tmp_path, tokens, 8)
-    near = Recorder(ObjectTier(str(tmp_path / "near"), name="near", threads=4))
-    far = Recorder(ObjectTier(str(tmp_path / "far"), name="far", threads=16))
+    near = Recorder(ObjectTier(TierConfig(url=str(tmp_path / "near"), threads=4), name="near"))
+    far = Recorder(ObjectTier(TierConfig(url=str(tmp_path / "far"), threads=16), name="far"))
     near.gate.clear()
     few = slots == 16
     expected = {
@@ -105,7 +106,9 @@ def test_slots_go_to_what_tiers_read_at_once_and_then_to_what_waits_for_their_th
 def test_ranges_by_turns_pass_through_any_number_of_slots(groups: int, slots: int, tmp_path: Path) -> None:
     engine, tokens = make_engine(groups), sequence(24)
     fill_by_turns(engine, tmp_path, tokens, 4)
-    tiers = [ObjectTier(str(tmp_path / name), name=name, threads=3) for name in ("near", "far")]
+    tiers = [
+        ObjectTier(TierConfig(url=str(tmp_path / name), threads=3), name=name) for name in ("near", "far")
+    ]
     staging = new_staging(engine, slots)
     with new_cache(engine, staging, tiers) as cache:
         table = engine.table(len(tokens))
@@ -214,7 +217,7 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
             gate.wait(DEADLINE_S)
             super().write(name, record)
 
-    tier = Slow(str(tmp_path), threads=1)
+    tier = Slow(TierConfig(url=str(tmp_path), threads=1))
     staging = Staging(4096, 8)
     leases = staging.acquire(6, 0, at_least=6)
     names = [f"ab/0/c.0.{i}.0.0.0.0" for i in range(5)]

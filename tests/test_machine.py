@@ -22,6 +22,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 CHUNK = 8
@@ -71,9 +72,9 @@ class CacheMachine(RuleBasedStateMachine):
         tiers: list[Any] = []
         if self.memory_slots:
             tiers.append(MemoryTier(staging, self.memory_slots * staging.slot_bytes))
-        disk = ObjectTier(f"file://{self.folder}", name="disk", threads=2)
+        disk = ObjectTier(TierConfig(url=f"file://{self.folder}", threads=2), name="disk")
         tiers.append(FaultyTier(disk, lambda operation, name: self.faults.get(operation)))
-        tiers.append(ObjectTier(self.bucket, name="remote", threads=1, codec="zstd"))
+        tiers.append(ObjectTier(TierConfig(url=self.bucket, threads=1, codec="zstd"), name="remote"))
         names = [tier.name for tier in tiers]
         policy = Policy(tuple(n for n in self.order if n in names), tuple(names), tuple(names[:2]))
         self.cache = Cache(layout, space, tiers, staging=staging, policy=policy)

@@ -29,6 +29,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, record_names
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
@@ -124,7 +125,7 @@ def queues(folder: Path) -> set[str]:
             gate.wait(DEADLINE_S)
             super().write(name, record)
 
-    tier = Busy(str(folder), threads=1)
+    tier = Busy(TierConfig(url=str(folder), threads=1))
     with opened(folder, tier) as cache:
         before = scrape(cache)
         cache.store(TOKENS, ENGINE.places(TABLE))

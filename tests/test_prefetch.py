@@ -13,6 +13,7 @@ from kvkit.format.record import RecordFormat
 from kvkit.staging import release_all
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
 
@@ -104,7 +105,7 @@ def test_a_prefetch_asks_a_tier_for_few_times_what_it_reads_at_once(groups: int,
     """So that a load's reads do not wait behind the rest. A load asks for more."""
     engine, tokens = make_engine(groups), sequence(24)
     fill(engine, tmp_path, tokens)
-    disk = Recorder(ObjectTier(str(tmp_path), threads=2))
+    disk = Recorder(ObjectTier(TierConfig(url=str(tmp_path), threads=2)))
     disk.gate.clear()
     with new_cache(engine, new_staging(engine, 64), [disk]) as cache:
         prefetch = cache.prefetch(tokens)

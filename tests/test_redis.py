@@ -15,6 +15,7 @@ from kvkit.format.record import Damage
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, Tier, TierError, TierFull
 from kvkit.tiers.redis import PREFIX, RedisTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import (
     RECORDS,
     SLOT_BYTES,
@@ -119,7 +120,7 @@ def test_a_user_with_no_more_rights_than_needed(tmp_path: Path, staging: Staging
     rights = "~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select"
     users = ("user default off", f"user me on >{PASSWORD} {rights}", "user guest on >guest ~kvkit:* +exists")
     with RedisServer(tmp_path, "valkey", *users) as server:
-        tier = RedisTier(server.url.replace("/0", "/3"), username="me", password=PASSWORD)
+        tier = RedisTier(TierConfig(url=server.url.replace("/0", "/3"), username="me", password=PASSWORD))
         names = record_names(3)
         assert put(tier, staging, names) == [None] * 3
         assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
@@ -130,7 +131,7 @@ def test_a_user_with_no_more_rights_than_needed(tmp_path: Path, staging: Staging
         assert tier.size(names[0]) == SLOT_BYTES
         tier.delete(names[:1])
         assert len(list(tier.scan())) == 2
-        guest = RedisTier(server.url, username="guest", password="guest")
+        guest = RedisTier(TierConfig(url=server.url, username="guest", password="guest"))
         assert guest.count_leading(names) == 0
         assert "no permissions" in str(put(guest, staging, names[:1])[0])
         guest.close()
@@ -143,7 +144,7 @@ def test_a_wrong_password(
 ) -> None:
     settings = (f"requirepass {PASSWORD}", f"user me on >{PASSWORD} ~* +@all")
     with RedisServer(tmp_path, "valkey", *settings) as server:
-        tier = RedisTier(server.url, username=user, password=f"not {PASSWORD}")
+        tier = RedisTier(TierConfig(url=server.url, username=user, password=f"not {PASSWORD}"))
         (name,) = record_names(1)
         errors = [*get(tier, staging, [name]), *put(tier, staging, [name])]
         with pytest.raises(TierError, match="refuses the username or the password"):
@@ -195,7 +196,7 @@ def test_a_server_that_lets_go_what_was_used_least(tmp_path: Path, staging: Stag
 
 def test_the_server_is_killed_and_restarted_amid_a_load(server: RedisServer, staging: Staging) -> None:
     """Each record is right or an error, in time; a restarted server is used again, and is empty."""
-    tier = RedisTier(server.url, threads=2, timeout_s=TIMEOUT_S)
+    tier = RedisTier(TierConfig(url=server.url, threads=2, timeout_s=TIMEOUT_S))
     names = kill_amid_a_load(server, tier, staging)
     with pytest.raises(TierError, match="refused"):
         tier.count_leading(names)
@@ -212,7 +213,7 @@ def test_a_server_that_answers_badly(how: str, valkey: RedisServer, staging: Sta
     names = record_names(2)
     with Proxy(valkey.port) as proxy, socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1] if how == "deaf" else proxy.port
-        tier = RedisTier(f"redis://127.0.0.1:{port}", threads=1, timeout_s=TIMEOUT_S)
+        tier = RedisTier(TierConfig(url=f"redis://127.0.0.1:{port}", threads=1, timeout_s=TIMEOUT_S))
         if how != "deaf":
             put(tier, staging, names[:1])
             get(tier, staging, names[:1])
@@ -233,7 +234,7 @@ def test_a_server_that_answers_badly(how: str, valkey: RedisServer, staging: Sta
 
 
 def test_too_large_a_record_does_not_spoil_the_connection(valkey: RedisServer, staging: Staging) -> None:
-    tier = RedisTier(valkey.url, threads=1)
+    tier = RedisTier(TierConfig(url=valkey.url, threads=1))
     names = record_names(2)
     put(tier, staging, names)
     small = Staging(4096, 1)
@@ -246,8 +247,9 @@ def test_too_large_a_record_does_not_spoil_the_connection(valkey: RedisServer, s
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        (f"redis://me:{PASSWORD}@localhost", "username and password as settings"),
-        (f"redis://:{PASSWORD}@localhost", "username and password as settings"),
+        (f"redis://me:{PASSWORD}@localhost", "url: it has a password; want it as a setting"),
+        (f"redis://:{PASSWORD}@localhost", "url: it has a password; want it as a setting"),
+        ("redis://me@localhost", "'far': url: give username and password as settings"),
         ("redis://", "want redis://"),
         ("http://localhost", "want redis://"),
         ("redis://localhost:port", "want redis://"),
@@ -259,5 +261,5 @@ def test_too_large_a_record_does_not_spoil_the_connection(valkey: RedisServer, s
 def test_wrong_urls(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         RedisTier(url, name="far")
-    assert "tier 'far': url: " in str(caught.value)
+    assert "url: " in str(caught.value)
     assert PASSWORD not in str(caught.value)

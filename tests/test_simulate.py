@@ -26,6 +26,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.eviction.policies import POLICIES
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 
 CHUNK = 1000  # bytes of a simulated chunk: 10 tokens of 100 bytes
 
@@ -62,10 +63,12 @@ class Real:
             [
                 MemoryTier(staging, memory * record, policy=eviction),
                 ObjectTier(
-                    str(folder),
-                    capacity_bytes=None if disk is None else disk * record,
-                    threads=1,
-                    policy=eviction,
+                    TierConfig(
+                        url=str(folder),
+                        capacity=None if disk is None else disk * record,
+                        threads=1,
+                        eviction=eviction,
+                    )
                 ),
             ],
             staging=staging,

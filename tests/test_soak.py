@@ -20,6 +20,7 @@ from kvkit.cache import Cache, CacheTimeout
 from kvkit.staging import release_all
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, random_plan
 
 THREADS, SECONDS = 50, 60.0
@@ -98,8 +99,15 @@ def test_fifty_threads_for_a_minute(tmp_path: Path) -> None:
 
     tiers = [
         MemoryTier(staging, 12 * staging.slot_bytes, policy="arc"),
-        FaultyTier(ObjectTier(str(tmp_path / "disk"), capacity_bytes=30 * staging.slot_bytes), plan),
-        ObjectTier([str(tmp_path / name) for name in "ab"], name="stripe", policy="s3fifo"),
+        FaultyTier(
+            ObjectTier(TierConfig(url=str(tmp_path / "disk"), capacity=30 * staging.slot_bytes)), plan
+        ),
+        ObjectTier(
+            TierConfig(
+                url=tuple([str(tmp_path / name) for name in "ab"]), spread="stripe", eviction="s3fifo"
+            ),
+            name="stripe",
+        ),
     ]
     done: Counter[str] = Counter()
     errors: list[BaseException] = []

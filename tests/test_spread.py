@@ -27,6 +27,7 @@ from kvkit.tiers.base import DamagedObject, OnComplete, UnreadableObject, comple
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.spread import SpreadTier, path_of
 from kvkit.tiers.striped import StripedStore, parts
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, get, put, record_names
@@ -110,7 +111,7 @@ def test_a_full_path_refuses_its_records_alone(tmp_path: Path) -> None:
     tier = SpreadTier(
         "disk",
         [
-            ObjectTier(str(tmp_path / "a"), capacity_bytes=SLOT_BYTES),
+            ObjectTier(TierConfig(url=str(tmp_path / "a"), capacity=SLOT_BYTES)),
             ObjectTier(str(tmp_path / "b")),
         ],
     )
@@ -174,8 +175,8 @@ def test_parts_cover_an_object(size: int, count: int) -> None:
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_stripe_without_one_part_is_a_miss(part: int, tmp_path: Path) -> None:
     staging = Staging(SLOT_BYTES, SLOTS)
-    urls = [str(tmp_path / str(i)) for i in range(3)]
-    tier = ObjectTier(urls)
+    urls = tuple(str(tmp_path / str(i)) for i in range(3))
+    tier = ObjectTier(TierConfig(url=urls, spread="stripe"))
     name, other = record_names(2)
     put(tier, staging, [name, other])
     for i in range(3):
@@ -191,7 +192,7 @@ def test_a_stripe_without_one_part_is_a_miss(part: int, tmp_path: Path) -> None:
     assert put(tier, staging, [name]) == [None]
     assert isinstance(get(tier, staging, [name])[0], np.ndarray)
     tier.close()
-    again = ObjectTier(urls)
+    again = ObjectTier(TierConfig(url=urls, spread="stripe"))
     assert again.count_leading([other]) == 1
     again.close()
 
@@ -213,7 +214,9 @@ def test_deleting_a_stripe_tries_every_disk_and_says_which_failed(tmp_path: Path
 def test_a_stripe_that_breaks_off_leaves_nothing(tmp_path: Path, small_disk: Path) -> None:
     staging = Staging(SLOT_BYTES, SLOTS)
     (small_disk / "ballast").write_bytes(bytes(1 << 20)[: (1 << 20) - 8192])
-    tier = ObjectTier([str(tmp_path / "a"), str(small_disk), str(tmp_path / "b")])
+    tier = ObjectTier(
+        TierConfig(url=(str(tmp_path / "a"), str(small_disk), str(tmp_path / "b")), spread="stripe")
+    )
     errors = put(tier, staging, record_names(6))
     assert any(error is not None and error.errno == errno.ENOSPC for error in errors)
     whole = {name for name, error in zip(record_names(6), errors, strict=True) if error is None}

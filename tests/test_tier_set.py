@@ -20,6 +20,7 @@ from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.workers import Transfer
 
@@ -88,7 +89,7 @@ def test_what_was_put_is_counted_although_its_slot_is_in_use_again(tmp_path: Pat
 
             super().put(names, leases, later)
 
-    with new_cache(engine, staging, [Late(str(tmp_path), threads=1)]) as cache:
+    with new_cache(engine, staging, [Late(TierConfig(url=str(tmp_path), threads=1))]) as cache:
         table = engine.table(len(tokens))
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table))
@@ -188,7 +189,7 @@ def test_whole_records_that_are_read_for_layers_count_and_where_a_tier_raises_ar
 ) -> None:
     engine, tokens = make_engine(), sequence(4)
     fill(engine, tmp_path, tokens)
-    disk = Raising(ObjectTier(str(tmp_path), codec="zstd"))  # it cannot read parts
+    disk = Raising(ObjectTier(TierConfig(url=str(tmp_path), codec="zstd")))  # it cannot read parts
     with new_cache(engine, new_staging(engine, 16), [disk]) as cache:
         place = engine.places(engine.table(len(tokens)))
         load = cache.load_layers(cache.lookup(tokens), place)

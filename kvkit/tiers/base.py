@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 from kvkit.format.record import Damage
 from kvkit.staging import Lease
@@ -362,16 +362,6 @@ def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseExcept
         on_complete(name, error)
     except Exception:
         log.exception("the completion callback of %s failed", name)
-
-
-def check_scope(tier: str, scope: str) -> None:
-    """Refuse what is no `Scope`.
-
-    Raises:
-        ValueError: it is none. The message names the choices.
-    """
-    if scope not in get_args(Scope):
-        raise ValueError(f"tier {tier!r}: scope={scope!r}, want one of {', '.join(get_args(Scope))}")
 
 
 def owner_of(name: str) -> str:

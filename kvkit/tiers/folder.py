@@ -31,7 +31,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from kvkit.format.names import GROUP, METADATA, RECORD, SPACE, is_record
 from kvkit.format.record import ALIGN, Damage
@@ -90,14 +90,9 @@ class Folder:
         fsync: whether a write returns only when the file and its name would survive a power failure.
         access: who may read and write what this makes: the root, if it is missing, and all below it. What is
             there already keeps its mode.
-
-    Raises:
-        ValueError: `access` is none of the choices.
     """
 
     def __init__(self, root: str, fsync: bool = False, access: Access = "user") -> None:
-        if access not in get_args(Access):
-            raise ValueError(f"access={access!r}, want one of {', '.join(get_args(Access))}")
         self.root = os.path.abspath(root)
         self._fsync = fsync
         self._access: Access = access

@@ -23,26 +23,25 @@ from urllib.request import urlopen
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.format.urls import shown
+from kvkit.settings import explain
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import (
     DamagedObject,
     OnComplete,
     Ranges,
-    Scope,
     Tier,
     TierError,
     TierFull,
-    check_scope,
     start_moves,
 )
 from kvkit.tiers.folder import check_name
 from kvkit.tiers.registry import TIERS
-from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.settings import TierConfig, tier_at
 from kvkit.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -87,6 +86,13 @@ class MooncakeOptions(BaseModel):
     metadata_server: str = Field("P2PHANDSHAKE", description="as all clients of the pool have it")
     metrics_port: int = Field(9003, description="the master's, which lists keys", ge=1, le=65535)
 
+    @field_validator("global_segment_size")
+    @classmethod
+    def _what_mooncake_takes(cls, size: ByteSize) -> ByteSize:
+        if 0 < size < _MIN_SEGMENT:
+            raise ValueError(f"{int(size)} bytes: want 0 or at least {_MIN_SEGMENT} bytes")
+        return size
+
 
 class MooncakeTier(Tier):
     """Records as objects of a Mooncake Store, under `PREFIX` and their names.
@@ -99,12 +105,10 @@ class MooncakeTier(Tier):
     registered only where they have to be, for RDMA: those of `staging` until `close`, others for each move.
 
     Args:
-        url: mooncake://<master's host>:<port>.
+        config: its settings, or its URL alone: mooncake://<master's host>:<port>. Each of `threads` transfers
+            up to 8 records at a time. `timeout_s` is how long an answer of the master may take, and how long
+            a transfer may stand still, in seconds; beyond 30 it counts as 30.
         staging: where the slots are.
-        options: as `MooncakeOptions`.
-        threads: transfers at a time, of up to 8 records each.
-        timeout_s: how long an answer of the master may take, and how long a transfer may stand still, in
-            seconds; beyond 30 it counts as 30.
 
     Raises:
         ValueError: a setting is not what it may be, and the message names the choices; or what the package
@@ -112,24 +116,16 @@ class MooncakeTier(Tier):
         ModuleNotFoundError: that package is missing.
     """
 
-    def __init__(
-        self,
-        url: str,
-        staging: Staging,
-        *,
-        name: str = "mooncake",
-        options: dict[str, Any] | None = None,
-        threads: int | None = None,
-        timeout_s: float = 10.0,
-        scope: Scope = "shared",
-    ) -> None:
-        check_scope(name, scope)
-        threads = THREADS if threads is None else threads
-        if threads < 1:
-            raise ValueError(f"tier {name!r}: threads={threads}, want at least 1")
-        self._master = _parse(name, url)
-        self._options = _options(name, options or {})
-        _bound_waits(timeout_s)
+    reads_parts = True
+
+    def __init__(self, config: TierConfig | str, staging: Staging, name: str = "mooncake") -> None:
+        if isinstance(config, str):
+            config = tier_at(config)
+        threads = config.threads or THREADS
+        self._master = _parse(name, config.urls[0])
+        self._options = _options(name, config.plain_options())
+        self._timeout_s = config.timeout_s
+        _bound_waits(config.timeout_s)
         try:
             from mooncake.store import MooncakeDistributedStore
         except ModuleNotFoundError:
@@ -138,11 +134,9 @@ class MooncakeTier(Tier):
             raise ValueError(f"tier {name!r}: {error}: apt-get install libibverbs1") from error
 
         self.name = name
-        self.scope = scope
+        self.scope = config.scope
         self.reads_at_once = threads * _BATCH
-        self.reads_parts = True
         self._new_store: Callable[[], Any] = MooncakeDistributedStore
-        self._timeout_s = timeout_s
         self._registers = self._options.protocol == "rdma"
         self._staging = staging  # must outlive the client
         self._arena = (staging.arrays[0].ctypes.data, staging.slot_bytes * staging.slots)
@@ -157,16 +151,7 @@ class MooncakeTier(Tier):
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> MooncakeTier:
-        """One in the pool of `config`, between slots of `staging`."""
-        return cls(
-            config.urls[0],
-            staging,
-            name=name,
-            options=config.plain_options(),
-            threads=config.threads,
-            timeout_s=config.timeout_s,
-            scope=config.scope,
-        )
+        return cls(config, staging, name)
 
     def count_leading(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _NAMES):
@@ -180,12 +165,10 @@ class MooncakeTier(Tier):
         return len(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        move = self._read
-        start_moves(self, self._workers, move, names, leases, on_complete, urgent=True, batch=_BATCH)
+        start_moves(self, self._workers, self._read, names, leases, on_complete, urgent=True, batch=_BATCH)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        move = self._write
-        start_moves(self, self._workers, move, names, leases, on_complete, urgent=False, batch=_BATCH)
+        start_moves(self, self._workers, self._write, names, leases, on_complete, urgent=False, batch=_BATCH)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """As in `Tier`, in one transfer and one copy."""
@@ -391,13 +374,10 @@ def _parse(tier: str, url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port or _PORT
-        wrong = (
-            parts.scheme not in TIERS["mooncake"].schemes or not parts.hostname or parts.username is not None
-        )
-        wrong = bool(wrong or parts.path.strip("/") or parts.query or parts.fragment)
     except ValueError:
-        wrong = True
-    if wrong:
+        parts, port = urlsplit(""), 0
+    more = parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment
+    if parts.scheme not in TIERS["mooncake"].schemes or not parts.hostname or more:
         raise ValueError(f"tier {tier!r}: url={shown(url)!r}: want mooncake://<master's host>:<port>")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{port}"
@@ -410,20 +390,9 @@ def _options(tier: str, given: dict[str, Any]) -> MooncakeOptions:
         ValueError: one is unknown or impossible.
     """
     try:
-        options = MooncakeOptions(**given)
+        return MooncakeOptions(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(MooncakeOptions.model_fields)
-        what = f"unknown; want {known}" if first["type"] == "extra_forbidden" else first["msg"]
-        value = "" if first["type"] == "extra_forbidden" else f" = {first['input']!r}"
-        raise ValueError(f"tier {tier!r}: options.{where}{value}: {what}") from None
-    if 0 < options.global_segment_size < _MIN_SEGMENT:
-        raise ValueError(
-            f"tier {tier!r}: options.global_segment_size = {int(options.global_segment_size)}: "
-            f"want 0 or at least {_MIN_SEGMENT} bytes"
-        )
-    return options
+        raise ValueError(explain(error, MooncakeOptions, f"tier {tier!r}: options.")) from None
 
 
 def _bound_waits(timeout_s: float) -> None:

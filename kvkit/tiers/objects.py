@@ -16,7 +16,6 @@ from kvkit.format import arrays
 from kvkit.format.codecs import compress, decompress
 from kvkit.format.names import METADATA
 from kvkit.format.record import (
-    CODECS,
     HEADER,
     Damage,
     RecordError,
@@ -34,15 +33,14 @@ from kvkit.tiers.base import (
     TierError,
     TierFull,
     UnreadableObject,
-    check_scope,
     copy_ranges,
     default_threads,
     owner_of,
 )
 from kvkit.tiers.eviction import state as eviction
 from kvkit.tiers.folder import Access, Folder
-from kvkit.tiers.settings import TierConfig
-from kvkit.tiers.stores import StoreSettings, open_store
+from kvkit.tiers.settings import TierConfig, tier_at
+from kvkit.tiers.stores import open_store
 from kvkit.tiers.striped import StripedStore
 from kvkit.workers import Closed
 
@@ -59,76 +57,44 @@ class ObjectTier(ThreadedTier):
     complete with the error.
 
     Args:
-        url: a path, file://...; s3://..., gs://..., az://...; memory://..., or what fsspec knows else.
-            Several of them: each record is striped over all (`kvkit.tiers.striped`).
-        store: how what is behind it is used.
-        capacity_bytes: records that this process knows of are deleted beyond this, as `policy` says; None for
-            no limit.
-        threads: reads and writes at a time; None for what keeps a disk, or a network, busy.
-        codec: how the records in it are compressed, one of `kvkit.format.record.CODECS`.
-        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`.
-        quota_bytes: what one namespace may hold; None for no limit.
+        config: its settings, or its URL alone. Of several URLs each record is striped over all
+            (`kvkit.tiers.striped`), and the least capacity limits each.
 
     Raises:
         ValueError: a setting is not what it may be; the message names the choices.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str],
-        store: StoreSettings = StoreSettings(),  # noqa: B008 - frozen
-        *,
-        name: str = "disk",
-        capacity_bytes: int | None = None,
-        threads: int | None = None,
-        codec: str = "none",
-        policy: str = "lru",
-        quota_bytes: int | None = None,
-    ) -> None:
-        if capacity_bytes is not None and capacity_bytes < 1:
-            raise ValueError(f"tier {name!r}: capacity_bytes={capacity_bytes}, want at least 1, or None")
-        if codec not in CODECS:
-            raise ValueError(f"tier {name!r}: codec={codec!r}, want one of {', '.join(CODECS)}")
-        check_scope(name, store.scope)
-        urls = [url] if isinstance(url, str) else list(url)
-        stores = [open_store(name, one, store) for one in urls]
+    def __init__(self, config: TierConfig | str, name: str = "disk") -> None:
+        if isinstance(config, str):
+            config = tier_at(config)
+        stores = [open_store(name, url, config) for url in config.urls]
         for opened in stores:
             if isinstance(opened, Folder):
-                _tidy(name, opened, store.access)
+                _tidy(name, opened, config.access)
         self._store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(name, stores)
         local = isinstance(stores[0], Folder)
-        if threads is None:
-            threads = (default_threads() if local else _REQUESTS) * len(stores)
+        threads = config.threads or (default_threads() if local else _REQUESTS) * len(stores)
         self._looks = 1 if local else threads
         super().__init__(name, threads)
-        self.scope = store.scope
-        self.codec = codec
-        self.reads_parts = codec == "none"
+        self.scope = config.scope
+        self.codec = config.codec
+        self.reads_parts = self.codec == "none"
         self._compressed: set[str] = set()  # those found in a tier without a codec
         self._local = threading.local()
         self._lock = threading.Lock()
         self._writing: Counter[str] = Counter()
-        self._index = eviction.EvictionState(capacity_bytes, policy, quota_bytes)
+        limits = [capacity for capacity in config.capacities if capacity is not None]
+        capacity = min(limits) * len(stores) if limits else None
+        self._index = eviction.EvictionState(capacity, config.eviction, config.quota)
         try:
             for record, size in self._store.scan():
                 self._note(record, size)
         except OSError as error:
-            log.warning("tier %r: %s cannot be listed: %s", name, ", ".join(map(shown, urls)), error)
+            log.warning("tier %r: %s cannot be listed: %s", name, ", ".join(map(shown, config.urls)), error)
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> ObjectTier:
-        """One in the store of `config`, or striped over its stores, each of which limits the whole."""
-        limits = [capacity for capacity in config.capacities if capacity is not None]
-        return cls(
-            config.urls,
-            StoreSettings.of(config),
-            name=name,
-            capacity_bytes=min(limits) * len(config.urls) if limits else None,
-            threads=config.threads,
-            codec=config.codec,
-            policy=config.eviction,
-            quota_bytes=config.quota,
-        )
+        return cls(config, name)
 
     def count_leading(self, names: Sequence[str]) -> int:
         count, looks = 0, 1

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader, RawIOBase
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -19,18 +20,16 @@ from kvkit.staging import Staging
 from kvkit.tiers.base import (
     DamagedObject,
     Ranges,
-    Scope,
     ThreadedTier,
     TierError,
     TierFull,
-    check_scope,
     cut_short,
     default_threads,
     too_large,
 )
 from kvkit.tiers.folder import check_name
 from kvkit.tiers.registry import TIERS
-from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.settings import TierConfig, tier_at
 
 if TYPE_CHECKING:
     from redis import Connection
@@ -40,8 +39,8 @@ PREFIX = "kvkit:"
 ~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select."""
 
 _BATCH = 512
-_WRONG_TYPE = "WRONGTYPE"
 _LINE_BYTES = 1 << 16
+_AHEAD_BYTES = 64  # what is read ahead of a payload has to be copied
 _DATABASE = re.compile("/?[0-9]*")
 
 
@@ -52,46 +51,36 @@ class RedisTier(ThreadedTier):
     server: what fails is each get and put.
 
     Args:
-        url: redis://<host>:<port>/<database>, or rediss://... for TLS.
-        username, password: of an ACL user; a password alone is that of the default user. Never shown.
-        threads: reads and writes at a time, each on a connection of its own.
-        timeout_s: how long one operation may take, in seconds.
+        config: its settings, or its URL alone: redis://<host>:<port>/<database>, or rediss://... for TLS.
+            `threads` reads and writes at a time have a connection each.
 
     Raises:
         ValueError: a setting is not what it may be, and the message names the choices.
         ModuleNotFoundError: the package redis is missing.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        name: str = "redis",
-        username: str | None = None,
-        password: str | None = None,
-        threads: int | None = None,
-        timeout_s: float = 10.0,
-        scope: Scope = "node",
-    ) -> None:
-        check_scope(name, scope)
-        where = _parse(name, url)
+    reads_parts = True
+
+    def __init__(self, config: TierConfig | str, name: str = "redis") -> None:
+        if isinstance(config, str):
+            config = tier_at(config)
+        where = _parse(name, config.urls[0])
         from redis import ConnectionPool, Redis
         from redis.backoff import NoBackoff
         from redis.connection import Connection, SSLConnection
         from redis.retry import Retry
 
-        super().__init__(name, default_threads() if threads is None else threads)
-        self.scope = scope
-        self.reads_parts = True
-        self._timeout_s = timeout_s
+        super().__init__(name, config.threads or default_threads())
+        self.scope = config.scope
+        self._timeout_s = config.timeout_s
         self._where = f"{where['host']}:{where['port']}"
         self._pool = ConnectionPool(
-            connection_class=SSLConnection if url.startswith("rediss:") else Connection,
+            connection_class=SSLConnection if config.urls[0].startswith("rediss:") else Connection,
             **where,
-            username=username,
-            password=password,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
+            username=config.username,
+            password=config.plain_password(),
+            socket_timeout=config.timeout_s,
+            socket_connect_timeout=config.timeout_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,  # no messages between replies: payloads are read from the socket
         )
@@ -99,16 +88,7 @@ class RedisTier(ThreadedTier):
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> RedisTier:
-        """One on the server of `config`."""
-        return cls(
-            config.urls[0],
-            name=name,
-            username=config.username,
-            password=config.plain_password(),
-            threads=config.threads,
-            timeout_s=config.timeout_s,
-            scope=config.scope,
-        )
+        return cls(config, name)
 
     def count_leading(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _BATCH):
@@ -122,22 +102,16 @@ class RedisTier(ThreadedTier):
         return len(names)
 
     def read(self, name: str, buffer: memoryview) -> int:
-        with self._failing(name, "cannot be read"), self._connection() as wire:
-            wire.send("GET", _key(name))
-            size = wire.receive(name, buffer)
+        (size,) = self._replies(name, [("GET", _key(name))], [buffer])
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         return size
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """As in `Tier`, in one round trip."""
-        with self._failing(name, "cannot be read"), self._connection() as wire:
-            for offset, size in ranges:
-                wire.send("GETRANGE", _key(name), str(offset), str(offset + size - 1))
-            counts = [
-                wire.receive(name, buffer[:size]) for (_, size), buffer in zip(ranges, buffers, strict=True)
-            ]
-        for count, (offset, size) in zip(counts, ranges, strict=True):
+        commands = [("GETRANGE", _key(name), offset, offset + size - 1) for offset, size in ranges]
+        parts = [buffer[:size] for (_, size), buffer in zip(ranges, buffers, strict=True)]
+        for count, (offset, size) in zip(self._replies(name, commands, parts), ranges, strict=True):
             if count != size:
                 if self.size(name) is None:
                     raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
@@ -145,11 +119,8 @@ class RedisTier(ThreadedTier):
 
     def write(self, name: str, record: memoryview) -> None:
         with self._failing(name, "cannot be written"):
-            if self._client.exists(_key(name)):
-                return
-            with self._connection() as wire:
-                wire.send("SET", _key(name), record, "NX")
-                wire.receive(name, memoryview(b""))
+            if not self._client.exists(_key(name)):
+                self._client.set(_key(name), record, nx=True)
 
     def delete(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), _BATCH):
@@ -185,19 +156,29 @@ class RedisTier(ThreadedTier):
         super().close()
         self._pool.disconnect()
 
-    @contextmanager
-    def _connection(self) -> Iterator[_Wire]:
-        """A connection for raw payloads; closed after any error, for replies may still be on the way."""
-        connection = self._pool.get_connection()
-        try:
-            wire = _Wire(connection, time.monotonic() + self._timeout_s)
-            yield wire
-            wire.done()
-        except BaseException:
-            connection.disconnect()
-            raise
-        finally:
-            self._pool.release(connection)
+    def _replies(
+        self, name: str, commands: Sequence[tuple[Any, ...]], buffers: Sequence[memoryview]
+    ) -> list[int | None]:
+        """The payload of the reply to each command, into its buffer: its bytes, None for nil.
+
+        Past redis-py, which copies a payload two or three times: that takes almost twice as long
+        (benchmarks/bench_s3.py).
+        """
+        with self._failing(name, "cannot be read"):
+            deadline = time.monotonic() + self._timeout_s
+            connection = self._pool.get_connection()
+            try:
+                for command in commands:
+                    connection.send_command(*command)
+                reader = BufferedReader(_Incoming(connection._sock, deadline), _AHEAD_BYTES)
+                sizes = [_receive(connection, reader, name, buffer) for buffer in buffers]
+                connection._sock.settimeout(self._timeout_s)
+            except BaseException:
+                connection.disconnect()  # replies may still be on the way
+                raise
+            finally:
+                self._pool.release(connection)
+            return sizes
 
     @contextmanager
     def _failing(self, what: str, how: str) -> Iterator[None]:
@@ -206,15 +187,16 @@ class RedisTier(ThreadedTier):
 
         try:
             yield
-        except (exceptions.OutOfMemoryError, _OutOfMemory) as error:
+        except exceptions.OutOfMemoryError as error:
             raise TierFull(f"tier {self.name!r}: {what} {how}: {error}") from None
         except (exceptions.TimeoutError, TimeoutError):
             reason = f"{self._where} did not answer within timeout_s={self._timeout_s}"
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
             reason = f"{self._where} refuses the username or the password: {error}"
         except exceptions.ResponseError as error:
-            if str(error).startswith(_WRONG_TYPE):
-                raise _foreign(what) from None
+            if str(error).startswith("WRONGTYPE"):
+                reason = f"{what}: a value of another type lies in its place"
+                raise DamagedObject(reason, Damage.FOREIGN) from None
             reason = f"{self._where}: {error}"
         except exceptions.RedisError as error:
             reason = f"{self._where}: {error}"
@@ -227,101 +209,46 @@ class RedisTier(ThreadedTier):
         raise TierError(f"tier {self.name!r}: {what} {how}: {reason}")
 
 
-class _OutOfMemory(Exception):
-    """The server has no room, and may let nothing go."""
+class _Incoming(RawIOBase):
+    """What a socket receives until a deadline: one that trickles never meets a limit to single reads."""
 
+    def __init__(self, socket: Any, deadline: float) -> None:
+        self._socket, self._deadline = socket, deadline
 
-class _Wire:
-    """One connection of redis-py whose payloads go from slot to socket and back without a copy.
+    def readable(self) -> bool:
+        return True
 
-    redis-py copies a payload two or three times, which takes almost twice as long (benchmarks/bench_s3.py).
-    """
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self._socket: Any = connection._sock
-        self._limit_s = self._socket.gettimeout()
-        self._deadline = deadline
-        self._ahead = bytearray()
-
-    def done(self) -> None:
-        """Leave the connection as it was found, for redis-py."""
-        self._socket.settimeout(self._limit_s)
-
-    def send(self, *parts: str | memoryview) -> None:
-        """A command, its parts as they are."""
-        head = bytearray(b"*%d\r\n" % len(parts))
-        for part in parts:
-            data = part.encode() if isinstance(part, str) else part
-            head += b"$%d\r\n" % len(data)
-            if isinstance(data, bytes):
-                head += data
-            else:
-                self._socket.sendall(head)
-                self._socket.sendall(data)
-                head = bytearray()
-            head += b"\r\n"
-        self._socket.sendall(head)
-
-    def receive(self, name: str, buffer: memoryview) -> int | None:
-        """One reply: a payload, into `buffer`, and its bytes; None for nil; 0 for what has no payload.
-
-        Raises:
-            DamagedObject: it is larger than the buffer.
-            TierError: the server says that something is wrong.
-        """
-        line = self._line()
-        kind, rest = line[:1], line[1:]
-        if kind == b"-":
-            message = rest.decode(errors="replace")
-            if message.startswith("OOM"):
-                raise _OutOfMemory(message)
-            if message.startswith(_WRONG_TYPE):
-                raise _foreign(name)
-            raise TierError(f"{name}: the server says: {message}")
-        if kind != b"$":
-            return 0
-        size = int(rest)
-        if size < 0:
-            return None
-        if size > len(buffer):
-            raise too_large(name, size, len(buffer))
-        done = min(size, len(self._ahead))
-        buffer[:done] = self._ahead[:done]
-        del self._ahead[:done]
-        while done < size:
-            done += self._some(buffer[done:size])
-        while len(self._ahead) < 2:
-            self._more()
-        del self._ahead[:2]
-        return size
-
-    def _line(self) -> bytes:
-        while (end := self._ahead.find(b"\r\n")) < 0:
-            if len(self._ahead) > _LINE_BYTES:
-                raise TierError("what the server says has no end")
-            self._more()
-        line = bytes(self._ahead[:end])
-        del self._ahead[: end + 2]
-        return line
-
-    def _more(self) -> None:
-        """Read a little: what is read ahead of a payload has to be copied."""
-        piece = bytearray(64)
-        self._ahead += piece[: self._some(memoryview(piece))]
-
-    def _some(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         left = self._deadline - time.monotonic()
-        if left <= 0:  # a server that trickles never meets a limit to single reads
+        if left <= 0:
             raise TimeoutError
         self._socket.settimeout(left)
-        count = int(self._socket.recv_into(buffer))
-        if count == 0:
-            raise ConnectionError("the server closed the connection")
-        return count
+        return int(self._socket.recv_into(buffer))
 
 
-def _foreign(name: str) -> DamagedObject:
-    return DamagedObject(f"{name}: a value of another type lies in its place", Damage.FOREIGN)
+def _receive(
+    connection: Connection, reader: BufferedReader[Any], name: str, buffer: memoryview
+) -> int | None:
+    """One reply: its payload, into `buffer`, and its bytes; None for nil.
+
+    Raises:
+        DamagedObject: it is larger than the buffer.
+        RedisError: the server says that something is wrong.
+        ConnectionError: it says no more, or what it says has no end.
+    """
+    line = reader.readline(_LINE_BYTES)
+    if not line.endswith(b"\r\n"):
+        raise ConnectionError("the server closed the connection, or sent a line without an end")
+    if line[:1] == b"-":
+        raise connection._parser.parse_error(line[1:-2].decode(errors="replace"))
+    size = int(line[1:])
+    if size < 0:
+        return None
+    if size > len(buffer):
+        raise too_large(name, size, len(buffer))
+    if reader.readinto(buffer[:size]) < size or len(reader.read(2)) < 2:
+        raise ConnectionError("the server closed the connection")
+    return size
 
 
 def _key(name: str) -> str:
@@ -338,17 +265,11 @@ def _parse(tier: str, url: str) -> dict[str, Any]:
     try:
         parts = urlsplit(url)
         port = parts.port or 6379
-        named = parts.username or parts.password
-        wrong = (
-            parts.scheme not in TIERS["redis"].schemes
-            or not parts.hostname
-            or bool(parts.query or parts.fragment)
-        )
     except ValueError:
-        named, wrong = None, True
-    if named:
+        parts, port = urlsplit(""), 0
+    if parts.username:
         raise ValueError(f"tier {tier!r}: url: give username and password as settings, not in the URL")
-    if wrong:
+    if parts.scheme not in TIERS["redis"].schemes or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"tier {tier!r}: url: want redis://<host>:<port>/<database>, or rediss://...")
     if _DATABASE.fullmatch(parts.path) is None:
         raise ValueError(
