@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvkit.format.record import parent_name
-from kvkit.staging import Lease, Staging
+from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, Tier, TierError, TierFull, complete, get_by_copy, owner_of
 from kvkit.tiers.eviction import state as eviction
 from kvkit.tiers.settings import TierConfig
@@ -70,14 +70,7 @@ class MemoryTier(Tier):
 
     def count_leading(self, names: Sequence[str]) -> int:
         with self._lock:
-            held = self._leases
-            count = 0
-            for name in names:
-                if name not in held:
-                    break
-                count += 1
-            eviction.touch(self._state, names[:count])
-            return count
+            return eviction.use_run(self._state, names)
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
         with self._lock:
@@ -96,12 +89,9 @@ class MemoryTier(Tier):
             complete(on_complete, name, lease.share(), self._keep(name, lease))
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            with self._lock:
-                eviction.remove(self._state, name)
-                lease = self._leases.pop(name, None)
-            if lease is not None:
-                lease.release()
+        with self._lock:
+            held = [self._leases.pop(name) for name in names if eviction.remove(self._state, name)]
+        release_all(held)
 
     def size(self, name: str) -> int | None:
         with self._lock:
@@ -110,17 +100,15 @@ class MemoryTier(Tier):
 
     def scan(self) -> Iterator[tuple[str, int]]:
         with self._lock:
-            found = [(name, lease.used) for name, lease in self._leases.items()]
-        yield from found
+            return iter([(name, lease.used) for name, lease in self._leases.items()])
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             leases = list(self._leases.values())
             self._leases.clear()
-            eviction.clear(self._state)
-        for lease in leases:
-            lease.release()
+            self._state = eviction.EvictionState(0)
+        release_all(leases)
 
     def _keep(self, name: str, lease: Lease) -> TierError | None:
         with self._lock:
@@ -143,6 +131,5 @@ class MemoryTier(Tier):
             self.evicted += len(released)
             if name not in self._leases:
                 self._leases[name] = lease.share()
-        for old in released:
-            old.release()
+        release_all(released)
         return None

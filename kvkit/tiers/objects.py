@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from kvkit.format import arrays
@@ -133,6 +133,7 @@ class ObjectTier(ThreadedTier):
         return [one.result() for one in looks]
 
     def _size_held(self, first: bool, name: str) -> int | None:
+        """Bytes of an object; None if there is none, or one that cannot be looked at and may be replaced."""
         try:
             return self._store.size(name)
         except DamagedObject as error:
@@ -142,19 +143,14 @@ class ObjectTier(ThreadedTier):
             return None
 
     def read(self, name: str, buffer: memoryview) -> int:
-        try:
+        with self._forgetting(name):
             return self._store.read(name, buffer)
-        except FileNotFoundError:
-            self._forget(name)
-            raise
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         if self.codec == "none" and name not in self._compressed:
             try:
-                self._store.read_ranges(name, ranges, buffers)
-            except FileNotFoundError:
-                self._forget(name)
-                raise
+                with self._forgetting(name):
+                    self._store.read_ranges(name, ranges, buffers)
             except DamagedObject as error:
                 if error.damage is not Damage.TRUNCATED or not self._is_stored_compressed(name):
                     raise
@@ -190,38 +186,30 @@ class ObjectTier(ThreadedTier):
         try:
             size = read_header(packed).plain_bytes
         except RecordError:
-            damage = Damage.HEADER
-        else:
-            if size <= self.largest:
-                record = memoryview(bytearray(size))
-                restored = decompress(packed, record)
-                if not isinstance(restored, Damage):
-                    return record
-                damage = restored
-            else:
-                damage = Damage.OVERSIZE
-        raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({damage})", damage)
+            size = 0
+        record = memoryview(bytearray(min(size, self.largest)))
+        self._unpack(name, packed, record)
+        return record
+
+    def _unpack(self, name: str, packed: memoryview, target: memoryview) -> int:
+        """Restore into `target` the record that `packed` was made of; its bytes.
+
+        Raises:
+            DamagedObject: it is damaged.
+        """
+        restored = decompress(packed, target)
+        if isinstance(restored, Damage):
+            raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({restored})", restored)
+        return restored
 
     def write(self, name: str, record: memoryview) -> None:
-        size = self._size_replaceable(name)
+        size = self._size_held(False, name)
         if size is not None:
             with self._lock:
                 self._note(name, size)
             return
-        self._reserve(name, len(record), parent_name(record, name))
-        try:
+        with self._reserved(name, len(record), parent_name(record, name)):
             self._store.write(name, record)
-        except BaseException:
-            self._written(name, failed=True)
-            raise
-        self._written(name, failed=False)
-
-    def _size_replaceable(self, name: str) -> int | None:
-        """Bytes of an object; None if there is none, or one that cannot be looked at and may be replaced."""
-        try:
-            return self._store.size(name)
-        except DamagedObject:
-            return None
 
     def delete(self, names: Sequence[str]) -> None:
         with ExitStack() as others:  # one that fails does not keep the others from it
@@ -233,7 +221,7 @@ class ObjectTier(ThreadedTier):
         self._forget(name)
 
     def _put_one(self, name: str, lease: Lease) -> None:
-        if self.codec == "none" or self._size_replaceable(name) is not None:
+        if self.codec == "none" or self._size_held(False, name) is not None:
             super()._put_one(name, lease)
             return
         scratch = self._scratch(len(lease.buffer))
@@ -250,10 +238,7 @@ class ObjectTier(ThreadedTier):
         else:
             scratch = self._scratch(len(lease.buffer))
             packed = scratch[: self.read(name, scratch)]
-        restored = decompress(packed, lease.buffer)
-        if isinstance(restored, Damage):
-            raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({restored})", restored)
-        lease.used = restored
+        lease.used = self._unpack(name, packed, lease.buffer)
 
     def _scratch(self, size: int) -> memoryview:
         """This thread's own memory for a compressed record, which may be longer than the restored one."""
@@ -304,8 +289,9 @@ class ObjectTier(ThreadedTier):
         with self._lock:
             return eviction.pin(self._index, names, time.monotonic() + seconds)
 
-    def _reserve(self, name: str, size: int, parent: str | None) -> None:
-        """Make room for a record that is about to be written; until `_written`, it is no hit.
+    @contextmanager
+    def _reserved(self, name: str, size: int, parent: str | None) -> Iterator[None]:
+        """Make room for a record that is written meanwhile, and is no hit until then.
 
         Raises:
             TierFull: it does not fit.
@@ -327,13 +313,20 @@ class ObjectTier(ThreadedTier):
                     f"capacity_bytes={self._index.capacity_bytes}"
                 )
             self._writing[name] += 1
+        written = False
         try:
             with ExitStack() as others:
                 for victim in reversed(victims):
                     others.callback(self._evict, victim)
-        except BaseException:
-            self._written(name, failed=True)
-            raise
+            yield
+            written = True
+        finally:
+            with self._lock:
+                self._writing[name] -= 1
+                if not self._writing[name]:
+                    del self._writing[name]
+                if not written:
+                    eviction.remove(self._index, name)
 
     def _evict(self, victim: str) -> None:
         """Delete what the index has evicted; if that fails, it is held again, and still takes room."""
@@ -349,17 +342,18 @@ class ObjectTier(ThreadedTier):
         with self._lock:
             self.evicted += 1
 
-    def _written(self, name: str, failed: bool) -> None:
-        with self._lock:
-            self._writing[name] -= 1
-            if not self._writing[name]:
-                del self._writing[name]
-            if failed:
-                eviction.remove(self._index, name)
-
     def _note(self, name: str, size: int, parent: str | None = None) -> None:
         """Note, under the lock, what the store holds, be it beyond the capacity: the next put makes room."""
         eviction.note(self._index, name, size, parent=parent, owner=owner_of(name))
+
+    @contextmanager
+    def _forgetting(self, name: str) -> Iterator[None]:
+        """Forget a record that turns out to be missing."""
+        try:
+            yield
+        except FileNotFoundError:
+            self._forget(name)
+            raise
 
     def _forget(self, name: str) -> None:
         self._compressed.discard(name)

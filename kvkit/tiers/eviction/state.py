@@ -9,6 +9,7 @@ A lookup uses what it finds, and so does the store that ends the same request: o
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
@@ -52,8 +53,8 @@ class EvictionState:
         self.used_bytes = 0
         self.entries: dict[str, Entry] = {}
         self._followers: dict[str, int] = {}  # held records by parent, held or not
-        self._bytes: dict[tuple[str, int], int] = {}  # by owner ("": all) and queue
-        self._leaves: dict[tuple[str, int], list[_Leaf]] = {}  # heaps; items may be out of date
+        self._bytes: Counter[tuple[str, int]] = Counter()  # by owner ("": all) and queue
+        self._leaves: defaultdict[tuple[str, int], list[_Leaf]] = defaultdict(list)  # heaps, some out of date
         self._pins: dict[str, float] = {}
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
         self._events = 0
@@ -106,7 +107,7 @@ def add(
 
     A name that is held already is only touched. Victims are gone from `state` when this returns; none of them
     is pinned at the time `now`, precedes `name`, or is one that `may_evict` (None: all may go) denies. None
-    means that there is no room, or none for what `name` follows (`refuse`): then nothing is evicted. Mutates
+    means that there is no room, or there was none for what `name` follows: then nothing is evicted. Mutates
     `state`.
     """
     added, victims = add_run(state, (name,), size, parent=parent, owner=owner, now=now, may_evict=may_evict)
@@ -127,7 +128,11 @@ def add_run(
 
     Returns how many are held now, and the victims to evict first. Mutates `state`.
     """
-    entries, followers = state.entries, state._followers
+    entries, followers, pins = state.entries, state._followers, state._pins
+
+    def barred(name: str) -> bool:
+        return pins.get(name, now) > now or (may_evict is not None and not may_evict(name))
+
     limited = state.capacity_bytes is not None or state.quota_bytes is not None
     victims: list[str] = []
     added, leaf = 0, None
@@ -139,12 +144,14 @@ def add_run(
                 followers[parent] = followers.get(parent, 0) + 1  # neither it nor what it follows is evicted
             if limited or state._refused:
                 gone: list[tuple[str, Entry]] = []
-                if parent in state._refused or not _make_room(state, owner, size, now, may_evict, gone):
+                if parent in state._refused or not _make_room(state, owner, size, barred, gone):
                     if parent is not None:
                         _release(state, parent)
                     for victim, entry in reversed(gone):
                         _hold(state, victim, entry)
-                    refuse(state, name)
+                    state._refused[name] = None  # what follows it is of no use until it is held
+                    if len(state._refused) > _MOST_REFUSED:
+                        del state._refused[next(iter(state._refused))]
                     break
                 for victim, entry in gone:
                     state._pins.pop(victim, None)
@@ -163,13 +170,6 @@ def add_run(
     return added, victims
 
 
-def refuse(state: EvictionState, name: str) -> None:
-    """Note that `name` found no room: what follows it is of no use until it is held. Mutates `state`."""
-    state._refused[name] = None
-    if len(state._refused) > _MOST_REFUSED:
-        del state._refused[next(iter(state._refused))]
-
-
 def remove(state: EvictionState, name: str) -> bool:
     """Note that `name` is gone; whether it was held. Mutates `state`."""
     if name not in state.entries:
@@ -180,7 +180,7 @@ def remove(state: EvictionState, name: str) -> bool:
 
 
 def pin(state: EvictionState, names: Iterable[str], until: float) -> int:
-    """Let go of none of `names` before the time `until`; returns how many are held. Mutates `state`."""
+    """Evict none of `names` before the time `until`; returns how many are held. Mutates `state`."""
     held = [name for name in names if name in state.entries]
     for name in held:
         state._pins[name] = max(until, state._pins.get(name, until))
@@ -197,12 +197,6 @@ def note(state: EvictionState, name: str, size: int, *, parent: str | None = Non
     _hold(state, name, entry)
 
 
-def clear(state: EvictionState) -> None:
-    """Note that nothing is held any more. Mutates `state`."""
-    for name in list(state.entries):
-        remove(state, name)
-
-
 def _new(state: EvictionState, name: str, size: int, owner: str) -> Entry:
     """An entry for a record that comes now."""
     state._events = event = state._events + 1
@@ -217,18 +211,17 @@ def _make_room(
     state: EvictionState,
     owner: str,
     size: int,
-    now: float,
-    may_evict: Callable[[str], bool] | None,
+    barred: Callable[[str], bool],
     gone: list[tuple[str, Entry]],
 ) -> bool:
-    """Let leaves go until `size` bytes of `owner` fit, noting them in `gone`; False: they cannot."""
+    """Evict leaves until `size` bytes of `owner` fit, noting them in `gone`; False: they cannot."""
     for scope in ("",) if state.quota_bytes is None or not owner else (owner, ""):
         excess = _excess(state, scope, size)
         if excess <= 0:
             continue
         passed: list[tuple[int, _Leaf]] = []  # leaves that may not be evicted now
         while excess > 0:
-            victim = _next_leaf(state, scope, now, may_evict, passed)
+            victim = _next_leaf(state, scope, barred, passed)
             if victim is None:
                 break
             entry = _forget(state, victim)
@@ -247,21 +240,16 @@ def _excess(state: EvictionState, scope: str, size: int) -> int:
         return 0 if state.capacity_bytes is None else state.used_bytes + size - state.capacity_bytes
     if state.quota_bytes is None:
         return 0
-    held = state._bytes.get((scope, SMALL), 0) + state._bytes.get((scope, MAIN), 0)
-    return held + size - state.quota_bytes
+    return state._bytes[scope, SMALL] + state._bytes[scope, MAIN] + size - state.quota_bytes
 
 
 def _next_leaf(
-    state: EvictionState,
-    scope: str,
-    now: float,
-    may_evict: Callable[[str], bool] | None,
-    passed: list[tuple[int, _Leaf]],
+    state: EvictionState, scope: str, barred: Callable[[str], bool], passed: list[tuple[int, _Leaf]]
 ) -> str | None:
-    """The leaf of `scope` to evict next; those that may not be are moved from the heaps to `passed`."""
+    """The leaf of `scope` to evict next; those that are `barred` are moved from the heaps to `passed`."""
     leaves, entries, followers, policy = state._leaves, state.entries, state._followers, state.policy
     rank_of = policy.rank
-    small, main = leaves.get((scope, SMALL)), leaves.get((scope, MAIN))
+    small, main = leaves[scope, SMALL], leaves[scope, MAIN]
     while True:
         queue, heap = SMALL, small
         if main and not (small and _is_long(state, scope)):
@@ -276,22 +264,18 @@ def _next_leaf(
         current = rank_of(entry)
         if rank != current:
             heappush(heap, (current, ticket, name))
-        elif (may_evict is not None and not may_evict(name)) or (
-            state._pins and state._pins.get(name, now) > now
-        ):
+        elif barred(name):
             passed.append((queue, item))
         elif policy.queued and policy.spares(entry):
             _requeue(state, name, entry)
-            small, main = leaves.get((scope, SMALL)), leaves.get((scope, MAIN))
         else:
             return name
 
 
 def _is_long(state: EvictionState, scope: str) -> bool:
     """Whether the first queue of `scope` has more than its share of the room."""
-    held = state._bytes.get((scope, SMALL), 0)
     limit = (state.quota_bytes if scope else state.capacity_bytes) or 0
-    return state.policy.is_long(held, limit, _room(state))
+    return state.policy.is_long(state._bytes[scope, SMALL], limit, _room(state))
 
 
 def _room(state: EvictionState) -> int:
@@ -337,17 +321,13 @@ def _count(state: EvictionState, entry: Entry, size: int) -> None:
     state.used_bytes += size
     if state.policy.queued or state.quota_bytes is not None:
         for scope in _scopes(state, entry):
-            share = scope, entry.queue
-            state._bytes[share] = state._bytes.get(share, 0) + size
+            state._bytes[scope, entry.queue] += size
 
 
 def _offer(state: EvictionState, name: str, entry: Entry) -> None:
     item = state.policy.rank(entry), entry.ticket, name
     for scope in _scopes(state, entry):
-        heap = state._leaves.get((scope, entry.queue))
-        if heap is None:
-            heap = state._leaves[scope, entry.queue] = []
-        heappush(heap, item)
+        heappush(state._leaves[scope, entry.queue], item)
 
 
 def _scopes(state: EvictionState, entry: Entry) -> tuple[str, ...]:
