@@ -244,10 +244,10 @@ class ThreadedTier(Tier):
         """
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        start_moves(self, self._workers, _each(self._get_one), names, leases, on_complete, urgent=True)
+        start_moves(self, self._workers, self._get_each, names, leases, on_complete, urgent=True)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        start_moves(self, self._workers, _each(self._put_one), names, leases, on_complete, urgent=False)
+        start_moves(self, self._workers, self._put_each, names, leases, on_complete, urgent=False)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """As in `Tier`, by reading the whole record. For tiers that can do no better."""
@@ -264,6 +264,12 @@ class ThreadedTier(Tier):
 
     def close(self) -> None:
         self._workers.close()
+
+    def _get_each(self, names: Sequence[str], leases: Sequence[Lease]) -> list[None]:
+        return list(map(self._get_one, names, leases))
+
+    def _put_each(self, names: Sequence[str], leases: Sequence[Lease]) -> list[None]:
+        return list(map(self._put_one, names, leases))
 
     def _get_one(self, name: str, lease: Lease) -> None:
         lease.used = self.read(name, lease.buffer)
@@ -302,17 +308,6 @@ def start_moves(
     except Closed:
         for name, lease in zip(names, held, strict=True):
             complete(on_complete, name, lease, TierError(f"tier {tier.name!r} is closed"))
-
-
-def _each(move: Callable[[str, Lease], None]) -> Move:
-    """Moves by what moves one record."""
-
-    def all_of(names: Sequence[str], leases: Sequence[Lease]) -> list[None]:
-        for name, lease in zip(names, leases, strict=True):
-            move(name, lease)
-        return [None] * len(names)
-
-    return all_of
 
 
 def _move(move: Move, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:

@@ -168,7 +168,7 @@ class Folder:
             try:
                 self._find(path, os.unlink)
             except OSError:
-                if not _is_folder(path):
+                if not stat.S_ISDIR(_mode(path)):
                     raise
                 _clear_away(path)
 
@@ -212,12 +212,13 @@ class Folder:
     def opened_wider(self) -> list[str]:
         """Names of the namespaces here that more users can get into than `access` says: others made them."""
         wide = 0o777 & ~_FOLDER_MODES[self._access]
-        if not wide & _mode(self.root):
+        if not wide & _mode(self.root, os.stat):
             return []
         return [
             space.name
             for space in _folders(self.root, _SPACE)
-            if wide & _mode(space.path) and any(wide & _mode(g.path) for g in _folders(space.path, _GROUP))
+            if wide & _mode(space.path, os.stat)
+            and any(wide & _mode(group.path, os.stat) for group in _folders(space.path, _GROUP))
         ]
 
     def _create(self, folder: str) -> tuple[int, str]:
@@ -299,19 +300,11 @@ class Folder:
             what = f"{error.strerror}: {name!r}"
             if error.errno in _BAD_SECTORS:
                 raise UnreadableObject(what, name) from error
-            if error.errno in _DENIED and self._is_open():
+            if error.errno in _DENIED and _mode(f"{self.root}/."):  # what lies below may be reached
                 raise DamagedObject(what, Damage.UNREADABLE) from error
-            if _is_foreign(f"{self.root}/{name}"):
+            if (mode := _mode(f"{self.root}/{name}")) and not stat.S_ISREG(mode):
                 raise _foreign(name) from error
             raise
-
-    def _is_open(self) -> bool:
-        """Whether what lies below the root may be reached."""
-        try:
-            os.stat(f"{self.root}/.")
-        except OSError:
-            return False
-        return True
 
     def _find(self, path: str, call: Callable[[str], T]) -> T:
         """call(path), on NFS once more with fresh eyes if the file seems missing.
@@ -411,21 +404,6 @@ def _foreign(name: str) -> DamagedObject:
     return DamagedObject(f"{name}: something else than a file lies in its place", Damage.FOREIGN)
 
 
-def _is_foreign(path: str) -> bool:
-    """Whether there is something that is no regular file."""
-    try:
-        return not stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
 def _clear_away(path: str) -> None:
     """Remove the folder in a record's place; one that is not empty gets another name: it is somebody's."""
     try:
@@ -438,10 +416,10 @@ def _clear_away(path: str) -> None:
         log.warning("%s: a folder lay in a record's place; it is %s now", path, aside)
 
 
-def _mode(path: str) -> int:
-    """The permission bits of what is at `path`; 0 where they cannot be read."""
+def _mode(path: str, look: Callable[[str], os.stat_result] = os.lstat) -> int:
+    """The type and permissions of what is at `path`; 0 where that cannot be told."""
     try:
-        return stat.S_IMODE(os.stat(path).st_mode)
+        return look(path).st_mode
     except OSError:
         return 0
 

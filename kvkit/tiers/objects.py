@@ -260,16 +260,12 @@ class ObjectTier(ThreadedTier):
         name = f"{array}/{METADATA}"
         try:
             found = self._metadata(name)
-            if found is not None and found != metadata:
-                differing = arrays.differences(found, metadata)
-                if differing:
-                    log.warning(
-                        "tier %r: %s differs in %s from what this cache stores there: Zarr readers will "
-                        "misread one or the other",
-                        self.name,
-                        name,
-                        ", ".join(differing),
-                    )
+            if found is not None and found != metadata and (differing := arrays.differences(found, metadata)):
+                log.warning(
+                    "tier %r: %s differs in %s from what this cache stores there: Zarr readers will "
+                    "misread one or the other",
+                    *(self.name, name, ", ".join(differing)),
+                )
         except (DamagedObject, arrays.MetadataError) as error:
             log.warning("tier %r: %s is written anew, as it is damaged: %s", self.name, name, error)
             self._store.delete(name)

@@ -1,18 +1,6 @@
 """Tiers of other packages, found by the entry-point group `kvkit.tiers`.
 
-A package names a factory there, under the kind that a configuration asks for:
-
-    [project.entry-points."kvkit.tiers"]        # its pyproject.toml
-    mine = "my_package:open_tier"
-
-    [tiers.fast]                                # kvkit's configuration
-    kind = "mine"
-    path = "/x"
-
-    def open_tier(name, staging, settings):     # name = "fast", settings = {"path": "/x"}
-        return MyTier(name, settings["path"])
-
-`kvkit.tiers.testing.contract.TierContract` tells whether the tier does what a tier must.
+A package names a factory there, under the kind that a configuration asks for. docs/tiers.md shows one.
 """
 
 from __future__ import annotations

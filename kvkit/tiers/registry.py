@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 _ON_STORES = frozenset({"capacity", "codec", "eviction", "fsync", "options", "quota", "spread"})
@@ -16,8 +15,8 @@ class TierKind:
 
     Attributes:
         where: such tiers are, as errors say it: "in a folder", "on Redis".
-        opens: module and class. It is imported when such a tier is opened, by `open(name, config, staging)`
-            of that class, which returns a `Tier` and raises ValueError or OSError.
+        opens: module:class. It is imported when such a tier is opened, by `open(name, config, staging)` of
+            that class, which returns a `Tier` and raises ValueError or OSError.
         schemes: of its URLs; what no kind has is fsspec's.
         settings: those of `TierConfig` that it has. One that no row names, every tier has.
         defaults: settings that have another default here.
@@ -32,15 +31,6 @@ class TierKind:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     limit: str = ""
     install: str = ""
-
-    def load(self) -> Any:
-        """The class that opens such a tier.
-
-        Raises:
-            ModuleNotFoundError: a package is missing.
-        """
-        module, _, name = self.opens.partition(":")
-        return getattr(import_module(module), name)
 
 
 TIERS: Mapping[str, TierKind] = {

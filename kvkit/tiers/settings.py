@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -198,7 +199,7 @@ def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) ->
 def _open(name: str, config: TierConfig, staging: Staging) -> Tier:
     kind = config.kinds[0]
     try:
-        tier: Tier = kind.load().open(name, config, staging)
+        tier: Tier = resolve_name(kind.opens).open(name, config, staging)
     except ModuleNotFoundError as error:
         raise ValueError(f"tier {name!r}: {error.name} is missing: {kind.install}") from error
     return tier

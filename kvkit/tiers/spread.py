@@ -130,22 +130,22 @@ class SpreadTier(Tier):
         self, path: int, on_complete: OnComplete, reading: bool, name: str, error: BaseException | None
     ) -> None:
         """What the path said, but that its failure to read is a miss, so that the others are not blamed."""
-        if reading:
-            if error is None:
-                self._note(path, None)
-            else:
-                error = self._blamed(name, path, error)
-        else:
+        if not reading:
             self._health[path].answered(time.monotonic())
+        elif error is None:
+            self._note(path, None)
+        else:
+            error = self._blamed(name, path, error)
         on_complete(name, error)
 
     def _blamed(self, name: str, path: int, error: BaseException) -> BaseException:
         """What to say of a read that failed, so that the other paths are not blamed."""
         given_up = self._health[path].state(time.monotonic()) == "open"
         self._note(path, error)
-        if isinstance(error, UnreadableObject) and not given_up:  # what it says of its path is noted
-            return DamagedObject(str(error), error.damage)
-        if isinstance(error, FileNotFoundError | DamagedObject) and not isinstance(error, UnreadableObject):
+        if isinstance(error, UnreadableObject):
+            # what it says of its path is noted
+            return self._missing(name, path, error) if given_up else DamagedObject(str(error), error.damage)
+        if isinstance(error, FileNotFoundError | DamagedObject):
             return error
         return self._missing(name, path, error)
 
