@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
 from kvkit.adapters.engine.loads import PromptHit, result_of
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.handoff.prompt import tail_of
@@ -38,7 +38,9 @@ class Lookups:
         tokens_per_s: how fast the engine computes prompts; None: not known.
         wake: called when a lookup is over, from any thread.
 
-    Times are on the monotonic clock: `_awaited` has since when, `_asked` until when.
+    Attributes:
+        awaited: by request, what waits for a prefill engine, and since when (monotonic).
+        asked: by request, what is being looked up, and until when.
     """
 
     cache: Cache
@@ -50,23 +52,23 @@ class Lookups:
     handoff_timeout_s: float
     tokens_per_s: Callable[[], float | None]
     wake: Callable[[object], object]
-    _awaited: dict[str, tuple[Question, float]] = field(default_factory=dict, init=False)
+    awaited: dict[str, tuple[Question, float]] = field(default_factory=dict, init=False)
     _received: dict[str, str] = field(default_factory=dict, init=False)
-    _asked: dict[str, tuple[Question, Transfer[Hit], float]] = field(default_factory=dict, init=False)
-    _answered: list[tuple[Question, PromptHit | None]] = field(default_factory=list, init=False)
+    asked: dict[str, tuple[Question, Transfer[Hit], float]] = field(default_factory=dict, init=False)
+    _answered: list[LookupAnswer] = field(default_factory=list, init=False)
     _found: dict[str, tuple[int, PromptHit]] = field(default_factory=dict, init=False)
 
     def ask(self, question: Question) -> None:
         """Look a prompt up, as soon as what is sent of it has come, or will not."""
         if question.transfer and self.receiver is not None:
             self._received[question.request] = question.transfer
-            self._awaited[question.request] = question, time.monotonic()
+            self.awaited[question.request] = question, time.monotonic()
         else:
             self._look_up(question)
 
     def receive(self) -> bool:
         """Look up the prompts whose transfers arrived, or will not; whether there were any."""
-        awaited = list(self._awaited.values())
+        awaited = list(self.awaited.values())
         for question, since in awaited:
             assert self.receiver is not None
             status = self.receiver.status(question.transfer)
@@ -78,25 +80,25 @@ class Lookups:
                 if status is None or status.phase is not Phase.COMMITTED:
                     reason = "it did not come" if status is None else status.reason or str(status.phase)
                     log.warning("%s: nothing from the prefill engine: %s", question.request, reason)
-                del self._awaited[question.request]
+                del self.awaited[question.request]
                 self._look_up(question)
-        return len(self._awaited) < len(awaited)
+        return len(self.awaited) < len(awaited)
 
-    def answers(self) -> list[tuple[Question, PromptHit | None]]:
-        """What was found since the last call, None where nothing is to be loaded. `claim` has it, too."""
-        found, self._answered = self._answered, []
+    def answers(self) -> list[LookupAnswer]:
+        """What was found since the last call. `claim` has it, too."""
         now = time.monotonic()
-        for name, (question, lookup, until) in list(self._asked.items()):
+        for name, (question, lookup, until) in list(self.asked.items()):
             if lookup.done():
-                found.append((question, self._answer(question, result_of(lookup))))
+                self._answer(question, result_of(lookup))
             elif now >= until:
                 lookup.cancel()
                 log.info("%s: not looked up within %s s", name, self.timeout_s)
-                found.append((question, None))
+                self._answer(question, None)
             else:
                 continue
-            del self._asked[name]
-        return found
+            del self.asked[name]
+        answered, self._answered = self._answered, []
+        return answered
 
     def claim(self, request: str, number: int) -> PromptHit | None:
         """What question `number` found, to be loaded; None if it was not the last one. Forgets it."""
@@ -106,9 +108,9 @@ class Lookups:
     def cancel(self, request: str) -> None:
         """Forget a request's questions and answers, but not what it was sent."""
         self._found.pop(request, None)
-        self._awaited.pop(request, None)
-        if request in self._asked:
-            self._asked.pop(request)[1].cancel()
+        self.awaited.pop(request, None)
+        if request in self.asked:
+            self.asked.pop(request)[1].cancel()
 
     def release(self, request: str) -> None:
         """Give back what was received for a request: it was loaded, or will not be."""
@@ -121,24 +123,14 @@ class Lookups:
         self._found.clear()
 
     @property
-    def awaiting(self) -> bool:
-        """Whether anything that a prefill engine sends is waited for."""
-        return bool(self._awaited)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether anything is being looked up."""
-        return bool(self._asked)
-
-    @property
     def done(self) -> bool:
         """Whether there is something new for `answers`."""
-        return any(lookup.done() for _, lookup, _ in self._asked.values())
+        return any(lookup.done() for _, lookup, _ in self.asked.values())
 
     def _look_up(self, question: Question) -> None:
         space = self.space_of(question.sequence)
         if space is None:
-            self._answered.append((question, None))
+            self._answer(question, None)
             return
         lookup = self.cache.lookup_async(
             question.sequence.tokens,
@@ -148,19 +140,21 @@ class Lookups:
             prefill_tokens_per_s=self.tokens_per_s(),
         )
         lookup.add_done_callback(self.wake)
-        if question.request in self._asked:  # nobody waits for the answer to an earlier question
-            self._asked[question.request][1].cancel()
-        self._asked[question.request] = question, lookup, time.monotonic() + self.timeout_s
+        if question.request in self.asked:  # nobody waits for the answer to an earlier question
+            self.asked[question.request][1].cancel()
+        self.asked[question.request] = question, lookup, time.monotonic() + self.timeout_s
 
-    def _answer(self, question: Question, whole: Hit | None) -> PromptHit | None:
-        """With the blocks of an unfilled chunk that came with the whole ones."""
-        if whole is None or self.space_of(question.sequence) is None:
-            return None
-        tail = None
-        if question.request in self._received and len(whole.chunks) == whole.plan.chunks:
-            rest = tail_of(whole.chunks, question.sequence.tokens, self.block_tokens, question.sequence.rest)
-            if rest is not None:
-                tail = self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
-        hit = PromptHit(whole, tail)
-        self._found[question.request] = question.number, hit
-        return hit
+    def _answer(self, question: Question, whole: Hit | None) -> None:
+        """Note an answer, with the blocks of an unfilled chunk that came with the whole ones."""
+        tail, prompt = None, question.sequence
+        segments: tuple[tuple[str, int], ...] = ()
+        if whole is not None and self.space_of(prompt) is not None:
+            if question.request in self._received and len(whole.chunks) == whole.plan.chunks:
+                rest = tail_of(whole.chunks, prompt.tokens, self.block_tokens, prompt.rest)
+                tail = rest and self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
+            hit = PromptHit(whole, tail)
+            self._found[question.request] = question.number, hit
+            segments = hit.segments
+        tokens = min(sum(tokens for _, tokens in segments), len(prompt.tokens))
+        rank = self.cache.namespace.rank
+        self._answered.append(LookupAnswer(question.request, question.number, rank, tokens, segments))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from kvkit.adapters.engine.question import TokenIds
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import Hit
@@ -17,7 +15,7 @@ from kvkit.workers import Transfer
 class _Wanted:
     """Chunks [first, last) of a request's tokens; `move` brings them near once there is room."""
 
-    tokens: npt.NDArray[np.int32]
+    tokens: TokenIds
     space: Namespace
     first: int
     last: int
@@ -42,7 +40,7 @@ class Prefetches:
         self._cache = cache
         self._wanted: dict[str, _Wanted] = {}
 
-    def add(self, request: str, tokens: npt.NDArray[np.int32], space: Namespace, computed: int) -> None:
+    def add(self, request: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
         """Bring near what whole chunks of `tokens` (int32 [T]) will hit behind the first `computed`."""
         first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
         if first < last:

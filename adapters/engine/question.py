@@ -1,4 +1,4 @@
-"""What an engine's scheduler asks of its workers about a prompt: plain data."""
+"""What an engine's scheduler asks its workers about a prompt, and what they answer: plain data."""
 
 from __future__ import annotations
 
@@ -62,3 +62,14 @@ class Question:
     computed: int = 0
     transfer: str = ""
     computed_there: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order."""
+
+    request: str
+    number: int
+    rank: int
+    tokens: int
+    segments: tuple[tuple[str, int], ...] = ()

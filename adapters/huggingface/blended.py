@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvkit.adapters.engine.question import TokenIds
 from kvkit.adapters.huggingface.cached import (
     CachedModel,
     GrowingCache,
@@ -284,13 +284,7 @@ class BlendedModel(OverCache):
         return list(decode(self.cached.model, prefill.logits, prefill.kv, max_new_tokens, stop))
 
     def _load(
-        self,
-        ids: npt.NDArray[np.int32],
-        start: int,
-        stop: int,
-        exact: int,
-        before: npt.NDArray[np.int32],
-        kv: GrowingCache,
+        self, ids: TokenIds, start: int, stop: int, exact: int, before: TokenIds, kv: GrowingCache
     ) -> Span:
         """Load a document's KV to its place behind the exact prefix, moved; what was found of it."""
         first = len(before)

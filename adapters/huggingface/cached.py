@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 import xxhash
 from transformers.cache_utils import DynamicLayer
 
+from kvkit.adapters.engine.question import TokenIds
 from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.cache import Cache, Loaded, SequencePages, Stored
 from kvkit.config import Config, open_cache
@@ -125,7 +125,7 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         for layer in self.layers:
             layer.length = tokens
 
-    def load(self, cache: Cache, tokens: npt.NDArray[np.int32], space: Namespace | None = None) -> Loaded:
+    def load(self, cache: Cache, tokens: TokenIds, space: Namespace | None = None) -> Loaded:
         """Fill in what is cached of `tokens`, int32 [T], from the first on. Mutates every layer."""
         hit = cache.lookup(tokens, space)
         loaded = cache.load(hit, self.places(hit.tokens))
@@ -260,7 +260,7 @@ class CachedModel(OverCache):
         return tuple(end) if isinstance(end, list) else (end,)
 
 
-def forward(model: Any, ids: npt.NDArray[np.int32], kv: GrowingCache) -> torch.Tensor:
+def forward(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:
     """Logits [V] of the last of token ids after those in `kv`, int32 [T]; their KV is appended."""
     device = next(model.parameters()).device
     inputs = torch.from_numpy(ids.astype(np.int64))[None].to(device)  # [1, T]

@@ -107,6 +107,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             clock=time.monotonic,
             handoff=self._handoff,
             has=self._has,
+            on_save=self._on_save,
         )
         if self._tells_stores:
             hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
@@ -209,10 +210,6 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         state = scheduler_output.kv_connector_block_state
         step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
         step.preempted = bool(scheduler_output.preempted_req_ids)
-        if self._events is not None:
-            for save in step.saves:
-                stop = len(save.sequence.tokens) // self._config.chunk_tokens
-                self._events.saved(self._scheduler.view(save.request), save.first, stop)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -265,6 +262,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Tokens that vLLM's own prefix cache has of a request."""
         _, tokens, _ = self._kv_cache_manager.get_computed_blocks(request)
         return int(tokens)
+
+    def _on_save(self, request: Any, first: int, stop: int) -> None:
+        if self._events is not None:
+            self._events.saved(request, first, stop)
 
     def _source(self, tier: str) -> CacheHitSource:
         if tier not in self._config.tiers:

@@ -172,7 +172,7 @@ def _is_private(descriptor: int) -> bool:
 
 def _lock(descriptor: int, path: Path) -> bool:
     """Whether this process has the entry for itself; waits for one that reads the file, while it gets on."""
-    seen, until, told = 0, 0.0, False
+    seen, until = 0, 0.0
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,14 +181,13 @@ def _lock(descriptor: int, path: Path) -> bool:
             touched, now = os.fstat(descriptor).st_mtime_ns, time.monotonic()
         except OSError:  # a file system without locks
             return False
+        if not seen:
+            log.info("fingerprint: another process reads %s, and is waited for", path)
         if touched != seen:
             seen, until = touched, now + STALLED_S
         if now >= until:
             log.warning("fingerprint: another process got no further with %s in %s s", path, STALLED_S)
             return False
-        if not told:
-            log.info("fingerprint: another process reads %s, and is waited for", path)
-            told = True
         time.sleep(0.05)
 
 

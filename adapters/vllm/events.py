@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockStored, KVCacheEvent
@@ -15,38 +16,35 @@ KEPT = 16_384
 """Chunks that are remembered while their records are on the way; the oldest give way."""
 
 
+@dataclass(eq=False)
 class Events:
     """Events of the chunks that were given to workers to save.
 
     Args:
         tiers: of the configuration, by name.
-        chunk_tokens: tokens of a chunk.
         hash_tokens: tokens that one of vLLM's block hashes stands for.
         ranks: workers that save.
     """
 
-    def __init__(
-        self, tiers: Mapping[str, TierConfig], chunk_tokens: int, hash_tokens: int, ranks: int
-    ) -> None:
-        self._tiers = tiers
-        self._chunk_tokens = chunk_tokens
-        self._hash_tokens = hash_tokens
-        self._ranks = ranks
-        self._chunks: OrderedDict[tuple[str, int], dict[str, Any]] = OrderedDict()
-        self._counts: Counter[tuple[str, str, int]] = Counter()
-        self._ready: list[KVCacheEvent] = []
+    tiers: Mapping[str, TierConfig]
+    chunk_tokens: int
+    hash_tokens: int
+    ranks: int
+    _chunks: OrderedDict[tuple[str, int], dict[str, Any]] = field(default_factory=OrderedDict, init=False)
+    _counts: Counter[tuple[str, str, int]] = field(default_factory=Counter, init=False)
+    _ready: list[KVCacheEvent] = field(default_factory=list, init=False)
 
     def saved(self, request: Any, start: int, stop: int) -> None:
         """Note that chunks [start, stop) of vLLM's request are on their way."""
         lora, hashes = request.lora_request, request.block_hashes
         for chunk in range(start, stop):
-            begin, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
-            first, last = begin // self._hash_tokens, end // self._hash_tokens
+            begin, end = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+            first, last = begin // self.hash_tokens, end // self.hash_tokens
             self._chunks[request.request_id, chunk] = {
                 "block_hashes": [maybe_convert_block_hash(h) for h in hashes[first:last]],
                 "parent_block_hash": maybe_convert_block_hash(hashes[first - 1]) if first else None,
                 "token_ids": list(request.all_token_ids[begin:end]),
-                "block_size": self._hash_tokens,
+                "block_size": self.hash_tokens,
                 "lora_id": None if lora is None else lora.adapter_id,
                 "lora_name": None if lora is None else lora.lora_name,
             }
@@ -57,13 +55,13 @@ class Events:
         """Note that a rank has stored a chunk in a tier."""
         key = request, tier, chunk
         self._counts[key] += 1
-        if self._counts[key] < self._ranks:
+        if self._counts[key] < self.ranks:
             return
         del self._counts[key]
         told = self._chunks.get((request, chunk))
         if told is None:
             return
-        config = self._tiers[tier]
+        config = self.tiers[tier]
         self._ready.append(
             BlockStored(
                 **told,

@@ -35,10 +35,10 @@ class Loras:
         self._loaded: dict[int, str | None] = {}
         self._named: dict[str, str | None] = {}
         self._read: dict[str, tuple[dict[Path, Stamp], str]] = {}
-        self._unwatch: Callable[[], None] = lambda: None
+        self.close: Callable[[], None] = lambda: None
 
     def watch(self) -> None:
-        """Note what vLLM reads in this process from now on, until `close`: nothing else tells."""
+        """Note what vLLM reads in this process from now on, until `close` is called: nothing else tells."""
         load = WorkerLoRAManager._load_adapter
 
         def load_and_note(manager: Any, request: Any) -> Any:
@@ -55,11 +55,7 @@ class Loras:
                 WorkerLoRAManager._load_adapter = load
 
         WorkerLoRAManager._load_adapter = load_and_note
-        self._unwatch = unwatch
-
-    def close(self) -> None:
-        """Note no more."""
-        self._unwatch()
+        self.close = unwatch
 
     def identity(self, lora: Lora) -> str | None:
         """What stands for an adapter in a namespace; None: no KV of it is to be looked up or stored.

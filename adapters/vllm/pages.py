@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -51,7 +50,8 @@ class GroupPages:
         """Where `tokens` tokens lie that begin with the first of `blocks`; what goes beyond is not there."""
         ids = np.full(-(-tokens // self.block_tokens), -1, np.int64)
         ids[: len(blocks)] = blocks[: len(ids)]
-        return SequencePages(self.pages, blocks=_split(ids, self.ratio))
+        split = ids[:, None] * self.ratio + np.arange(self.ratio)  # what is < 0 stays so
+        return SequencePages(self.pages, blocks=split.reshape(-1))
 
     def has(self, blocks: Sequence[int], start: int, first: int, stop: int) -> bool:
         """Whether all of tokens [first, stop) that tokens from `stop` on attend to lie in `blocks`.
@@ -157,7 +157,7 @@ def group_pages(
         opaque: every block is, as on a CPU, where the order of K within depends on the instruction set.
     """
     order = {name: i for i, name in enumerate(sorted((n for specs in groups for n in specs), key=_natural))}
-    found: list[tuple[LayerGroup, int, int, int, list[str]]] = []
+    found: list[GroupPages] = []
     for table, specs in enumerate(groups):
         forms: dict[tuple[LayerGroup, int], list[str]] = {}
         for name in sorted(specs, key=_natural):
@@ -165,22 +165,13 @@ def group_pages(
             ratio = 1 if form.opaque else tensors[name].shape[0] // blocks
             forms.setdefault((form, ratio), []).append(name)
         for (form, ratio), names in forms.items():
-            layers = tuple(order[name] for name in names)
-            size = next(iter(specs.values())).block_size
-            found.append((replace(form, layers=layers), table, size, ratio, names))
-    found.sort(key=lambda entry: entry[0].layers)
-    pages = [
-        GroupPages(
-            table,
-            size,
-            ratio,
-            Pages.of(form, [_whole(tensors[n], blocks) if form.opaque else tensors[n] for n in names]),
-            tuple(names),
-            groups[table][names[0]],
-        )
-        for form, table, size, ratio, names in found
-    ]
-    return KVLayout(tuple(form for form, *_ in found)), pages
+            spec = specs[names[0]]
+            group = replace(form, layers=tuple(order[name] for name in names))
+            held = [_whole(tensors[n], blocks) if form.opaque else tensors[n] for n in names]
+            pages = Pages.of(group, held)
+            found.append(GroupPages(table, spec.block_size, ratio, pages, tuple(names), spec))
+    found.sort(key=lambda entry: entry.pages.group.layers)
+    return KVLayout(tuple(entry.pages.group for entry in found)), found
 
 
 def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool) -> LayerGroup:
@@ -206,11 +197,6 @@ def _whole(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
     if tensor.shape[0] == blocks:
         return tensor
     return tensor.view(blocks, -1, *tensor.shape[1:])
-
-
-def _split(blocks: npt.NDArray[np.int64], ratio: int) -> npt.NDArray[np.int64]:
-    """The kernel's blocks of vLLM's; what is < 0 stays so."""
-    return (blocks[:, None] * ratio + np.arange(ratio)).reshape(-1)
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

@@ -78,14 +78,12 @@ def answer(sending: RemoteDecode, tokens: int) -> dict[str, Any]:
 
 def _address(given: object, peers: Mapping[str, str]) -> str:
     choices = ", ".join(peers) or "none"
+    if given is None and len(peers) == 1:
+        (given,) = peers
     if given is None:
-        if len(peers) != 1:
-            raise ConfigError(f"{WHERE}.handoff: where to send is not said; the peers are {choices}")
-        return next(iter(peers.values()))
+        raise ConfigError(f"{WHERE}.handoff: where to send is not said; the peers are {choices}")
     if not isinstance(given, str):
         raise ConfigError(f"{WHERE}.handoff = {given!r}: want an address or a peer's name")
-    if given in peers:
-        return peers[given]
-    if "://" not in given:
+    if given not in peers and "://" not in given:
         raise ConfigError(f"{WHERE}.handoff = {given!r}: no such peer; the peers are {choices}")
-    return given
+    return peers.get(given, given)

@@ -17,12 +17,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate, count, islice
 from typing import Any
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.step import (
     LoadTask,
-    LookupAnswer,
     PrefetchTask,
     SaveTask,
     SendTask,
@@ -99,6 +98,7 @@ class Scheduler:
         clock: seconds that never go back.
         handoff: what a request's parameters ask for.
         has: how many tokens of a request vLLM has in its own cache.
+        on_save: called with a request whose chunks [first, stop) are to be saved.
     """
 
     sizes: Sizes
@@ -110,12 +110,12 @@ class Scheduler:
     clock: Callable[[], float]
     handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda view: None
     has: Callable[[Any], int] = lambda view: 0
+    on_save: Callable[[Any, int, int], object] = lambda view, first, stop: None
 
     def __post_init__(self) -> None:
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, None] = {}  # in the order in which they came
         self._ahead: set[str] = set()
-        self._ended: dict[str, Any] = {}  # those for which the last step saves
         self._numbers, self._steps = count(1), count(1)
         self._next = StepMetadata()
         self._heard = 0
@@ -190,8 +190,6 @@ class Scheduler:
     def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> StepMetadata:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
         step, self._next = self._next, StepMetadata()
-        ended = {save.request for save in step.saves}
-        self._ended = {name: view for name, view in self._ended.items() if name in ended}
         step.number = next(self._steps)
         step.prefetches += self._prefetches()
         step.saves += self._saves(scheduled, blocks)
@@ -215,10 +213,6 @@ class Scheduler:
             if name in self._requests:  # it would be tried again and again
                 self._requests[name].barred = True
         self._heard = max(self._heard, report.failed_step)
-
-    def view(self, request_id: str) -> Any:
-        """vLLM's request, of one that is not finished, or for which the last step saves."""
-        return self._requests[request_id].view if request_id in self._requests else self._ended[request_id]
 
     def finish(self, view: Any, blocks: Tables | None) -> bool:
         """Forget a request; whether its blocks must stay until a worker tells that they are saved.
@@ -248,7 +242,7 @@ class Scheduler:
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
             return sends  # a window has left some behind
         self._next.saves.append(SaveTask(view.request_id, sequence, first, table, last=True))
-        self._ended[view.request_id] = view
+        self.on_save(view, first, stop)
         return True
 
     def answer(self, view: Any) -> dict[str, Any] | None:
@@ -366,6 +360,7 @@ class Scheduler:
             end = stop * chunk
             sequence, table = self.sequence(view, end), blocks(name)
             if sequence is not None and table is not None:
+                self.on_save(view, first, stop)
                 yield SaveTask(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
 
     def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SendTask]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
 
 Tables = tuple[list[int], ...]
 """Block ids of a request per KV cache group of vLLM; -1: the block is not there, or not to be touched."""
@@ -108,17 +108,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     heard: int = 0
     epoch: str = ""
     ended: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LookupAnswer:
-    """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order."""
-
-    request: str
-    number: int
-    rank: int
-    tokens: int
-    segments: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from kvkit.adapters.engine.loads import PromptHit, PromptLoad, result_of
+from kvkit.adapters.engine.loads import PromptLoad, result_of
 from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.engine.prefetches import Prefetches
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.question import Sequence
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.engine.tally import Tally
 from kvkit.adapters.vllm import stats
@@ -26,7 +26,6 @@ from kvkit.adapters.vllm.pages import GroupPages, complete_tokens, has_windows
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.step import (
     LoadTask,
-    LookupAnswer,
     SaveTask,
     SendTask,
     StepMetadata,
@@ -138,8 +137,8 @@ class Worker:
         self._lengths: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
         self._stored: deque[tuple[str, str, int]] = deque()
         self._invalid: set[int] = set()
-        self._failed: list[str] = []
-        self._failed_step = self._told_step = 0
+        self._report = WorkerReport()
+        self._failed_step = 0
         self._epoch = ""
         self._began = time.monotonic()
 
@@ -289,14 +288,10 @@ class Worker:
     def report(self) -> WorkerReport | None:
         """What the scheduler does not know yet."""
         self._receive()
-        answers = [self._answer(question, hit) for question, hit in self._lookups.answers()]
-        failed, self._failed = self._failed, []
-        failed_step = self._failed_step if self._failed_step != self._told_step else 0
-        self._told_step = self._failed_step
-        stored = [self._stored.popleft() for _ in range(len(self._stored))]
-        if not answers and not failed and not failed_step and not stored:
-            return None
-        return WorkerReport(answers, failed, failed_step, stored)
+        report, self._report = self._report, WorkerReport()
+        report.answers = self._lookups.answers()
+        report.stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        return report if report != WorkerReport() else None
 
     def close(self) -> None:
         """Finish what was started, but for prefetches, and close the cache."""
@@ -309,11 +304,6 @@ class Worker:
         """Look up what was sent for requests, and came or will not; whether there was any."""
         self._seen = self._wakes
         return self._lookups.receive()
-
-    def _answer(self, question: Question, hit: PromptHit | None) -> LookupAnswer:
-        segments = () if hit is None else hit.segments
-        tokens = min(sum(tokens for _, tokens in segments), len(question.sequence.tokens))
-        return LookupAnswer(question.request, question.number, self._namespace.rank, tokens, segments)
 
     def _pages(self, blocks: Tables, base: int, start: int, stop: int) -> list[SequencePages]:
         """Where tokens [start, stop) lie; `blocks` begin with token `base`."""
@@ -360,7 +350,7 @@ class Worker:
         """End the loads that a step waits for."""
         for name in list(self._loading):
             if not self._finish(*self._loading.pop(name)):
-                self._failed_step = step
+                self._failed_step = self._report.failed_step = step
 
     def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
         """Note how a load ended; whether it kept its promise."""
@@ -373,7 +363,7 @@ class Worker:
         if not kept:
             end = max(end, task.start)
             log.warning("%s: loaded up to token %d of %d", task.request, end, task.stop)
-            self._failed.append(task.request)
+            self._report.failed.append(task.request)
             if len(task.blocks) == 1:  # ids mean something in one group only
                 size = self._groups[0].block_tokens
                 self._invalid.update(task.blocks[0][(end - load.base) // size :])
@@ -399,17 +389,17 @@ class Worker:
         """
 
         def something() -> bool:
-            transfers = self._lookups.awaiting or (self._prompts is not None and self._prompts.under_way)
-            under_way = self._lookups.under_way or bool(self._loading) or transfers
-            some = self._lookups.done or any(load.done for _, load in self._loading.values())
-            came = transfers and self._wakes != self._seen
-            return some or came or not under_way
+            if self._lookups.done or any(load.done for _, load in self._loading.values()):
+                return True
+            if self._lookups.awaited or (self._prompts is not None and self._prompts.under_way):
+                return self._wakes != self._seen
+            return not self._lookups.asked and not self._loading
 
         until, came_last = time.monotonic() + IDLE_WAIT_S, True
         while came_last:
             with self._changed:
                 self._changed.wait_for(something, until - time.monotonic())
-            came_last = self._lookups.awaiting and self._receive()
+            came_last = self._receive()
 
     def _wake(self, _: object) -> None:
         with self._changed:
