@@ -29,20 +29,14 @@ def is_loopback(host: str) -> bool:
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A socket that listens there (port 0: at any that is free), and its URL.
-
-    Raises:
-        OSError, OverflowError: the address is none of this host's, or taken.
-    """
+    Raises OSError, OverflowError: the address is none of this host's, or taken."""
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     return listening, f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
 def default_token_file() -> Path:
     """Where the token of this user's endpoints is kept: $XDG_STATE_HOME, or ~/.local/state, /kvkit/token.
-
-    Raises:
-        ConfigError: the user has no home.
-    """
+    Raises ConfigError: the user has no home."""
     try:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
     except RuntimeError as error:
@@ -51,10 +45,7 @@ def default_token_file() -> Path:
 
 def make_token(path: Path) -> str:
     """The token in `path`. Where there is no such file, makes one that only this user can read.
-
-    Raises:
-        ConfigError: it cannot be written; else as `read_token`.
-    """
+    Raises ConfigError: it cannot be written; else as `read_token`."""
     if path.exists():
         return read_token(path)
     try:
@@ -75,10 +66,7 @@ def make_token(path: Path) -> str:
 
 def read_token(path: Path, setting: str = "server.token_file") -> str:
     """The token, or another secret, in `path`. `setting` is for messages.
-
-    Raises:
-        ConfigError: it cannot be read, every user can, or it holds no token.
-    """
+    Raises ConfigError: it cannot be read, every user can, or it holds no token."""
     try:
         with open(path, encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -93,9 +81,6 @@ def read_token(path: Path, setting: str = "server.token_file") -> str:
 
 def check_token(token: str, setting: str) -> None:
     """Do nothing where `token` may be one.
-
-    Raises:
-        ConfigError: it is too short, or cannot stand in a header.
-    """
+    Raises ConfigError: it is too short, or cannot stand in a header."""
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")

@@ -33,12 +33,13 @@ _PAUSE_S = 0.1
 class Connection(H11Protocol):
     """One connection. Everything runs in the thread of the event loop."""
 
+    _late: asyncio.TimerHandle
+
     def __init__(self, *args: Any, room: Room, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.app_state = {"connection": self}  # uvicorn hands a copy to each request
         self.logger = _uvicorn
         self._room = room
-        self._late: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
@@ -56,31 +57,23 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._room.enter(self)
-        self._await_head()
+        self._late = self.loop.call_later(HEAD_S, self.cut)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.leave(self)
-        self._head_is_there()
+        self._late.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.busy:
-            self._head_is_there()
+            self._late.cancel()  # its head is there
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.busy:  # the next request may have been there already
-            self._await_head()
-
-    def _await_head(self) -> None:
-        self._head_is_there()
-        self._late = self.loop.call_later(HEAD_S, self.cut)
-
-    def _head_is_there(self) -> None:
-        if self._late is not None:
             self._late.cancel()
-            self._late = None
+            self._late = self.loop.call_later(HEAD_S, self.cut)
 
 
 class Room:

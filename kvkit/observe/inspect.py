@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,15 +99,8 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
             stores = [StripedStore(name, stores)]
         yield [_Stored(store.scan, store.size, store.read_ranges) for store in stores]
         return
-    staging = Staging(ALIGN, 1)
-    try:
-        tier = open_tier(name, config, staging)
-        try:
-            yield [_Stored(tier.scan, tier.size, tier.get_ranges)]
-        finally:
-            tier.close()
-    finally:
-        staging.close()
+    with closing(Staging(ALIGN, 1)) as staging, closing(open_tier(name, config, staging)) as tier:
+        yield [_Stored(tier.scan, tier.size, tier.get_ranges)]
 
 
 def _store(name: str, url: str, config: TierConfig) -> ObjectStore:
@@ -135,26 +128,27 @@ class _Pieces:
 
 def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
     """Count a record, and verify it; False if it was removed since it was found: the store is in use."""
-    wrong = ""
+    wrong: object = ""
     try:
         header, _, damage = record.examine(_Pieces(store, name, size).read, size)
     except FileNotFoundError:
         return False
     except DamagedObject as error:
-        wrong = error.damage.value
+        wrong = error.damage
     except RecordError as error:
-        wrong = str(error)
+        wrong = error
     else:
         listing.chunk_tokens = header.chunk_tokens
-        if damage is None and name != record_name(listing.array, header.key):
-            damage = Damage.KEY
-        if damage is None and listing.array != array_name(header.namespace, header.group):
-            damage = Damage.NAMESPACE
-        wrong = "" if damage is None else damage.value
+        if damage is not None:
+            wrong = damage
+        elif name != record_name(listing.array, header.key):
+            wrong = Damage.KEY
+        elif listing.array != array_name(header.namespace, header.group):
+            wrong = Damage.NAMESPACE
     listing.chunks += 1
     listing.bytes += size
     if wrong:
-        listing.damaged.append((name, wrong))
+        listing.damaged.append((name, str(wrong)))
     return True
 
 

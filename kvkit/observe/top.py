@@ -95,10 +95,7 @@ def token_for(url: str, token_file: Path | None = None) -> str:
 
 def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
     """Ask the endpoint at `url` (http or https).
-
-    Raises:
-        TopError: nobody answers, it refuses the token, or it is no endpoint of kvkit's.
-    """
+    Raises TopError: nobody answers, it refuses the token, or it is no endpoint of kvkit's."""
     parts = _parts(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     # not urllib: it would take the token to wherever a proxy setting or a redirect points
@@ -165,10 +162,7 @@ def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
 
 def watch(url: str, token: str, console: Console, *, interval_s: float, once: bool) -> None:
     """Print frames until interrupted, or one.
-
-    Raises:
-        TopError: as `fetch`; also when the endpoint goes away.
-    """
+    Raises TopError: as `fetch`; also when the endpoint goes away."""
     ask: Callable[[], Snapshot] = partial(fetch, url, token, max(5.0, interval_s))
     before = ask()
     if once:

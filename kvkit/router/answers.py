@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from kvkit.router.openai import Asked, Body
 
 _MADE_ANEW = (
-    "stop",
-    "echo",
-    "seed",
-    "tools",
-    "logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "response_format",
-    "structured_outputs",
-    "repetition_detection",
+    *("stop", "echo", "seed", "tools", "logprobs", "presence_penalty", "frequency_penalty"),
+    *("response_format", "structured_outputs", "repetition_detection"),
 )
 """Fields whose effect depends on the answer's beginning: an engine that did not make that would go on
 differently. (With `stop`, vLLM holds text back, too: its tokens are ahead of it.)"""
@@ -30,19 +22,6 @@ MAX_KEPT = 16 << 20
 
 class CannotContinue(RuntimeError):
     """No other engine can go on with an answer; the message says why."""
-
-
-@dataclass(slots=True)
-class _Leg:
-    """What one engine contributes.
-
-    Attributes:
-        at: how far into the answer it is, per field.
-        given_tokens: of the answer that it got as the end of its prompt.
-    """
-
-    at: dict[str, int] = field(default_factory=dict)
-    given_tokens: int = 0
 
 
 class Answer:
@@ -69,7 +48,8 @@ class Answer:
         self._kept = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._whole: dict[str, int] = {}  # how far into it tokens and text last ended together
-        self._leg = _Leg()
+        self._at: dict[str, int] = {}  # by field: how far into the answer the engine at work is
+        self._given_tokens = 0  # of the answer that it got as the end of its prompt
         self._identity: Body = {}
         self._usage_sent = False
         self._begun = False
@@ -94,7 +74,11 @@ class Answer:
             self._count_choices(shown["choices"])
             return shown
         if shown.get("usage"):
-            shown["usage"] = _shifted(shown["usage"], self._leg.given_tokens)
+            prompt, made = (shown["usage"].get(name) or 0 for name in ("prompt_tokens", "completion_tokens"))
+            shown["usage"] = shown["usage"] | {
+                "prompt_tokens": max(0, prompt - self._given_tokens),
+                "completion_tokens": made + self._given_tokens,
+            }
         if not shown["choices"]:
             self._usage_sent |= bool(shown.get("usage"))
             return shown
@@ -103,17 +87,14 @@ class Answer:
         self._take_prompt(shown, choice)
         new = self._take_part(choice)
         if choice.get("finish_reason") is not None:
-            if self._leg.at.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
+            if self._at.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
                 raise CannotContinue("the engine that took over ends the answer before what the client has")
             self.finished = new = True
         return shown if new else None
 
     def resume(self) -> Asked:
         """What to ask another engine for when the one at work has failed; `take` gets its events then.
-
-        Raises:
-            CannotContinue: the answer has several choices or tool calls.
-        """
+        Raises CannotContinue: the answer has several choices or tool calls."""
         if not self._begun:
             return self._asked
         if not self._asked.single or self._calls_tools:
@@ -128,9 +109,9 @@ class Answer:
         if not self._shows_ids:  # what the client does not have may come out differently
             del ids[whole:]
         if whole == 0:
-            self._leg = _Leg()
+            self._at, self._given_tokens = {}, 0
             return self._asked
-        self._leg = _Leg(dict(self._whole), whole)
+        self._at, self._given_tokens = dict(self._whole), whole
         body = dict(self._asked.body)
         if left is not None:
             given = [n for n in ("max_tokens", "max_completion_tokens") if body.get(n) is not None]
@@ -143,18 +124,14 @@ class Answer:
         """The usage that an engine which failed after the end of the answer still owed; None: nothing."""
         if not self._asked.wants_usage or self._usage_sent or self.prompt_tokens is None:
             return None
-        made = len(self._ids)
+        prompt, made = self.prompt_tokens, len(self._ids)
         kind = "text_completion" if self._asked.kind == "completions" else "chat.completion.chunk"
         return {
             **self._identity,
             "object": kind,
             "model": self._asked.body.get("model"),
             "choices": [],
-            "usage": {
-                "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": made,
-                "total_tokens": self.prompt_tokens + made,
-            },
+            "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made},
         }
 
     @property
@@ -175,11 +152,10 @@ class Answer:
         """Note the prompt's tokens, which are in the first event, and leave them to who asked for them."""
         for holder in (shown, choice):
             ids = holder.get("prompt_token_ids")
+            shows = False
             if ids is not None and self.prompt_tokens is None:
-                self._prompt_ids, self.prompt_tokens = tuple(ids), len(ids)
-            elif "prompt_token_ids" in holder:
-                del holder["prompt_token_ids"]
-            if not self._shows_ids:
+                self._prompt_ids, self.prompt_tokens, shows = tuple(ids), len(ids), self._shows_ids
+            if not shows:
                 holder.pop("prompt_token_ids", None)
 
     def _take_part(self, choice: Body) -> bool:
@@ -202,7 +178,7 @@ class Answer:
         else:
             new_ids = self._catch_up(_IDS, ids)
             if len(ids) == 1 and texts.get(self._text):
-                self._whole = dict(self._leg.at)
+                self._whole = dict(self._at)
             if self._shows_ids:
                 choice[_IDS] = new_ids
         if self.took_over:
@@ -211,7 +187,7 @@ class Answer:
 
     def _catch_up(self, name: str, piece: Any) -> Any:
         """The end of `piece` that the client does not have yet."""
-        start = self._leg.at.get(name, 0)
+        start = self._at.get(name, 0)
         text = self._texts.setdefault(name, bytearray()) if isinstance(piece, str) else None
         again: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
         if piece[: len(again)] != again:
@@ -224,7 +200,7 @@ class Answer:
             self._ids += new
         else:
             text += new.encode(_UTF32, "surrogatepass")
-        self._leg.at[name] = start + len(piece)
+        self._at[name] = start + len(piece)
         return new
 
 
@@ -232,13 +208,3 @@ def _read(text: bytearray, start: int, chars: int) -> str:
     """So many characters, or up to the end."""
     found = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
     return found.decode(_UTF32, "surrogatepass")
-
-
-def _shifted(usage: Mapping[str, Any], tokens: int) -> Body:
-    """The usage of the client's request, of which `tokens` of the answer came as prompt."""
-    prompt = max(0, (usage.get("prompt_tokens") or 0) - tokens)
-    return {
-        **usage,
-        "prompt_tokens": prompt,
-        "completion_tokens": (usage.get("completion_tokens") or 0) + tokens,
-    }

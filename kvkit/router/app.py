@@ -170,10 +170,7 @@ class Router:
 
 def serve(config: RouterConfig) -> None:
     """Run the router until SIGINT or SIGTERM; requests under way then have a few seconds.
-
-    Raises:
-        ConfigError: it cannot listen on its address.
-    """
+    Raises ConfigError: it cannot listen on its address."""
     try:
         listening, url = listen(config.host, config.port)
     except (OSError, OverflowError) as error:
@@ -192,11 +189,7 @@ def serve(config: RouterConfig) -> None:
 
 
 def _headers(request: web.Request) -> dict[str, str]:
-    """What engines get of a request's headers.
-
-    Raises:
-        BadRequest: one of them is no text.
-    """
+    """What engines get of a request's headers. Raises BadRequest: one of them is no text."""
     for name in (*_PASSED_ON, _REQUEST_HEADER):
         value = request.headers.get(name, "")
         if not value.isprintable():

@@ -217,11 +217,7 @@ class Dispatcher:
             return None
 
     def _decide(self, routed: RoutedRequest, failure: EngineFailed | None) -> Decision:
-        """Where the next attempt goes.
-
-        Raises:
-            Failed: no D is left.
-        """
+        """Where the next attempt goes. Raises Failed: no D is left."""
         decodes = self._left(routed)
         if not decodes:
             raise Failed(
@@ -247,11 +243,7 @@ class Dispatcher:
         return decision
 
     async def _attempt(self, routed: RoutedRequest, decision: Decision) -> web.StreamResponse:
-        """Prefill and decode where it was decided.
-
-        Raises:
-            EngineFailed: one of the two failed.
-        """
+        """Prefill and decode where it was decided. Raises EngineFailed: one of the two failed."""
         decode = self._engines[decision.decode]
         params: Body | None = None
         # D counts it from now on, or all that P is at work on would go to the same D
@@ -379,11 +371,7 @@ async def _hand_on(routed: RoutedRequest, decode: Engine, event: Body) -> None:
 
 
 async def _events(engine: Engine, asked: Asked, response: aiohttp.ClientResponse) -> AsyncIterator[Body]:
-    """The events of a stream, to its end.
-
-    Raises:
-        EngineFailed: it breaks off, or is no stream.
-    """
+    """The events of a stream, to its end. Raises EngineFailed: it breaks off, or is no stream."""
     parser = openai.EventParser()
     try:
         async for piece in response.content.iter_any():

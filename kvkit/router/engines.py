@@ -254,11 +254,7 @@ class Engine:
 
 
 async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    """The whole body of a response.
-
-    Raises:
-        ValueError: it is longer than that.
-    """
+    """The whole body of a response. Raises ValueError: it is longer than that."""
     found = bytearray()
     async for piece in response.content.iter_any():
         found += piece

@@ -32,36 +32,17 @@ _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ROUTERS_OWN = ("kv_transfer_params", "ec_transfer_params")
 """What vLLM hands to its connectors: whoever sets them could have an engine fetch from any address."""
-_TYPES: dict[str, type] = {
-    "stream": bool,
-    "stream_options": dict,
-    "n": int,
-    "best_of": int,
-    "max_tokens": int,
-    "max_completion_tokens": int,
-    "min_tokens": int,
-}
+_COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens")
+_TYPES: dict[str, type] = {"stream": bool, "stream_options": dict, **dict.fromkeys(_COUNTS, int)}
 _PROMPTS: dict[Kind, tuple[str, ...]] = {"completions": ("prompt", "prompt_embeds"), "chat": ()}
 _RENDERING = {
     "completions": ("model", "prompt", "add_special_tokens"),
     "chat": (
-        "model",
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        "chat_template",
-        "chat_template_kwargs",
+        *("model", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("add_special_tokens", "chat_template", "chat_template_kwargs"),
     ),
 }
-_ONLY_FOR_ANSWERS = (
-    "stream_options",
-    "min_tokens",
-    "logprobs",
-    "top_logprobs",
-    "return_token_ids",
-)
+_ONLY_FOR_ANSWERS = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "return_token_ids")
 
 
 class BadRequest(ValueError):
@@ -159,10 +140,7 @@ class Asked:
 
 def parse(kind: Kind, raw: bytes) -> Asked:
     """The request in `raw`. What routing depends on is checked; the rest is the engine's to judge.
-
-    Raises:
-        BadRequest: it is no JSON object, of too many values, or a field has the wrong type.
-    """
+    Raises BadRequest: it is no JSON object, of too many values, or a field has the wrong type."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise BadRequest(f"the body has over {MAX_VALUES} lists, objects and commas", 413)
     try:
@@ -263,10 +241,7 @@ class EventParser:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The data of each event that is complete; comments and other fields are left out.
-
-        Raises:
-            ValueError: an event is longer than MAX_EVENT_BYTES.
-        """
+        Raises ValueError: an event is longer than MAX_EVENT_BYTES."""
         searched = max(0, len(self._rest) - 3)  # an end may have begun in what was there
         self._rest += data
         while end := _EVENT_END.search(self._rest, searched):
@@ -287,10 +262,7 @@ def event_bytes(event: Mapping[str, Any]) -> bytes:
 
 def read_json(raw: bytes | bytearray) -> Any:
     """What JSON in UTF-8 says. Stricter than Python: no NaN, no infinity, nothing nested over MAX_DEPTH deep.
-
-    Raises:
-        ValueError: it is none.
-    """
+    Raises ValueError: it is none."""
     too_deep = f"it is nested over {MAX_DEPTH} deep"
     try:
         found = json.loads(raw.decode("utf-8-sig"), parse_float=_finite, parse_constant=_finite)
@@ -302,11 +274,7 @@ def read_json(raw: bytes | bytearray) -> Any:
 
 
 def read_object(raw: bytes) -> Body:
-    """The JSON object that an engine sent.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The JSON object that an engine sent. Raises ValueError: it is none."""
     try:
         found = read_json(raw)
     except ValueError as error:
@@ -317,11 +285,7 @@ def read_object(raw: bytes) -> Body:
 
 
 def read_answer(asked: Asked, raw: bytes) -> Body:
-    """An answer that is no stream.
-
-    Raises:
-        ValueError: it is none: an error in its place is none, either.
-    """
+    """An answer that is no stream. Raises ValueError: it is none: an error in its place is none, either."""
     answer = read_object(raw)
     if answer.get("error") is not None:
         raise ValueError(f"it answered with an error: {_shown(answer['error'])}")
@@ -333,10 +297,7 @@ def read_answer(asked: Asked, raw: bytes) -> Body:
 
 def read_event(asked: Asked, data: bytes) -> Body:
     """An event of a stream, or the error in its place: that has the field `error`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    Raises ValueError: it is neither."""
     event = read_object(data)
     if event.get("error") is None:
         _check_choices(asked, event, "delta")
@@ -344,11 +305,7 @@ def read_event(asked: Asked, data: bytes) -> Body:
 
 
 def read_tokens(raw: bytes) -> tuple[int, ...]:
-    """The token ids that `/tokenize` answered.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The token ids that `/tokenize` answered. Raises ValueError: there are none."""
     tokens = read_object(raw).get("tokens")
     if not isinstance(tokens, list) or not _are_token_ids(tokens):
         raise ValueError(f"tokens = {_shown(tokens)}: want a list of token ids")
@@ -356,11 +313,7 @@ def read_tokens(raw: bytes) -> tuple[int, ...]:
 
 
 def read_hit(raw: bytes) -> int:
-    """The tokens that kvkit's `/lookup` answered.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The tokens that kvkit's `/lookup` answered. Raises ValueError: there are none."""
     tokens = _want(read_object(raw), "hit_tokens", int)
     if tokens is None:
         raise ValueError("hit_tokens: missing")
@@ -434,10 +387,7 @@ def _check_choices(asked: Asked, answer: Body, part: str) -> None:
 
 def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
     """A field, which may be missing.
-
-    Raises:
-        ValueError: it is of another type, or a number that counts nothing.
-    """
+    Raises ValueError: it is of another type, or a number that counts nothing."""
     value = holder.get(name)
     if value is None:
         return None

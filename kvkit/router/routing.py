@@ -142,9 +142,8 @@ def decide(
         raise ValueError("decodes: none given, want at least one")
     decode = choose_decode(decodes, session=session, last=last, limits=limits)
     new = decode.new_tokens(prompt_tokens)
-    direct = Decision(decode.name, None, RouteReason.UNSUITABLE, new)
     if not suitable:
-        return direct
+        return Decision(decode.name, None, RouteReason.UNSUITABLE, new)
     if new <= max(limits.direct_tokens, limits.direct_share * prompt_tokens):
         return Decision(decode.name, None, RouteReason.LITTLE_NEW, new)
     if not prefills:

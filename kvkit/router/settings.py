@@ -83,15 +83,14 @@ class RouterConfig(RoutingLimits):
     def _engines_are_told_apart(self) -> RouterConfig:
         if not self.decode:
             raise ValueError("decode: no engine given; want at least one --decode URL or [decode.NAME]")
-        for name in self.prefill:
+        for name, engine in self.prefill.items():
             if name in self.decode:
                 raise ValueError(f"prefill.{name}: there is a decode.{name}, too; want names of their own")
+            if engine.handoff is not None:
+                raise ValueError(f"prefill.{name}.handoff: only a decode engine has one")
         for name, engine in (self.prefill | self.decode).items():
             if engine.token_file is not None and engine.cache is None:
                 raise ValueError(f"{name}.token_file: given without {name}.cache")
-        for name, engine in self.prefill.items():
-            if engine.handoff is not None:
-                raise ValueError(f"prefill.{name}.handoff: only a decode engine has one")
         return self
 
     @property
@@ -107,10 +106,7 @@ class RouterConfig(RoutingLimits):
 
 def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfig:
     """The settings in a TOML file (none: the defaults). `settings` win; engines among them are added.
-
-    Raises:
-        ConfigError: the file cannot be read, or a setting is unknown or impossible.
-    """
+    Raises ConfigError: the file cannot be read, or a setting is unknown or impossible."""
     values = {} if path is None else read_toml(path)
     for name, value in settings.items():
         added = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
@@ -123,10 +119,7 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
 
 def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
     """Engines of the command line by name: each is [NAME=]URL[,SETTING=VALUE]...
-
-    Raises:
-        ConfigError: two have the same name, or something after a comma is no setting.
-    """
+    Raises ConfigError: two have the same name, or something after a comma is no setting."""
     found: dict[str, dict[str, str]] = {}
     for text in given:
         where, *settings = text.split(",")
