@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from kvkit.adapters.engine.question import LookupAnswer, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, Scheduler, Sizes
+from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, Scheduler
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
 
 CHUNK, BLOCK = 8, 4
@@ -52,11 +52,9 @@ def tokens_of(view: Request, count: int) -> Sequence:
     return Sequence(np.array(view.tokens[:count], np.int32))
 
 
-def new_scheduler(
-    clock: Callable[[], float] = lambda: 0.0, ranks: int = 1, grain: int = BLOCK, **fields: bool
-) -> Scheduler:
+def new_scheduler(clock: Callable[[], float] = lambda: 0.0, ranks: int = 1, **fields: bool) -> Scheduler:
     settings = {"waits": False, "save_generated": True} | fields
-    return Scheduler(Sizes(CHUNK, (BLOCK,), grain), tokens_of, ranks=ranks, clock=clock, **settings)
+    return Scheduler(CHUNK, (BLOCK,), tokens_of, ranks=ranks, clock=clock, **settings)
 
 
 def step(
@@ -100,11 +98,11 @@ def test_what_is_admitted_is_loaded_into_its_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "grain", "found"),
-    [(16, BLOCK, 12), (17, BLOCK, 16), (16, CHUNK, 8), (17, CHUNK, 16), (8, CHUNK, 0), (4, BLOCK, 0)],
+    ("tokens", "windows", "found"),
+    [(16, False, 12), (17, False, 16), (16, True, 8), (17, True, 16), (8, True, 0), (4, False, 0)],
 )
-def test_the_last_token_is_always_computed(tokens: int, grain: int, found: int) -> None:
-    scheduler, a = new_scheduler(grain=grain), request(tokens)
+def test_the_last_token_is_always_computed(tokens: int, windows: bool, found: int) -> None:
+    scheduler, a = new_scheduler(windows=windows), request(tokens)
     waits = scheduler.match(a, 0)
     asked = step(scheduler)
     if asked.questions:
@@ -251,15 +249,8 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
 
 def test_what_vllm_has_itself_is_not_brought_near() -> None:
     tokens = {"a": 8, "b": 16, "c": 0}
-    scheduler = Scheduler(
-        Sizes(CHUNK, (BLOCK,), BLOCK),
-        tokens_of,
-        ranks=1,
-        waits=False,
-        save_generated=True,
-        clock=Clock(),
-        has=lambda view: tokens[view.request_id],
-    )
+    scheduler = new_scheduler()
+    scheduler.has = lambda view: tokens[view.request_id]
     for name in tokens:
         scheduler.arrive(request(20 if name != "c" else CHUNK - 1, name))
     (told,) = step(scheduler).prefetches
@@ -274,8 +265,8 @@ def test_what_there_is_nothing_to_bring_near_for_is_looked_at_once_until_it_is_a
         looked.append(view.request_id)
         return 16
 
-    sizes = Sizes(CHUNK, (BLOCK,), BLOCK)
-    scheduler = Scheduler(sizes, tokens_of, ranks=1, waits=False, save_generated=True, clock=Clock(), has=has)
+    scheduler = new_scheduler()
+    scheduler.has = has
     view = request(20)
     scheduler.arrive(view)
     for _ in range(3):
@@ -341,7 +332,8 @@ def test_a_reset_forgets_answers() -> None:
 
 def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
     scheduler = Scheduler(
-        Sizes(CHUNK, (BLOCK,), BLOCK),
+        CHUNK,
+        (BLOCK,),
         lambda *_: None,
         ranks=1,
         waits=False,
@@ -356,7 +348,7 @@ def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
 
 
 def test_blocks_outside_a_window_are_not_saved() -> None:
-    scheduler = new_scheduler(grain=CHUNK)
+    scheduler = new_scheduler(windows=True)
     a = request(24)
     scheduler.match(a, 0)
     a.num_computed_tokens = 12
@@ -471,15 +463,9 @@ def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
 
 
 def with_handoff(handoff: RemoteDecode | RemotePrefill, windows: bool = False) -> Scheduler:
-    return Scheduler(
-        Sizes(CHUNK, (BLOCK,), CHUNK if windows else BLOCK, not windows),
-        tokens_of,
-        ranks=1,
-        waits=False,
-        save_generated=True,
-        clock=lambda: 0.0,
-        handoff=lambda view: handoff,
-    )
+    scheduler = new_scheduler(windows=windows)
+    scheduler.handoff = lambda view: handoff
+    return scheduler
 
 
 @given(

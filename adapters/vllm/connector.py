@@ -7,7 +7,6 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_ro
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections import Counter
@@ -33,7 +32,7 @@ from kvkit.adapters.vllm.identity import model_identity
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.adapters.vllm.scheduler import Scheduler, Sizes
+from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import Settings, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
@@ -95,12 +94,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return
         self._media = Media()
         ranks = vllm_config.parallel_config.world_size
-        windows = pages.has_windows(spec for group in self._specs for spec in group.values())
-        # after a window's end, only whole chunks are known to hold all that is attended to
-        grain = self._config.chunk_tokens if windows else math.lcm(*blocks)
         self._scheduler = Scheduler(
-            Sizes(self._config.chunk_tokens, blocks, grain, not windows),
+            self._config.chunk_tokens,
+            blocks,
             self._sequence,
+            windows=pages.has_windows(spec for group in self._specs for spec in group.values()),
             ranks=ranks,
             waits=self._settings.load != "async",
             save_generated=self._settings.save_generated,

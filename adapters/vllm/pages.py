@@ -167,7 +167,10 @@ def group_pages(
         for (form, ratio), names in forms.items():
             spec = specs[names[0]]
             group = replace(form, layers=tuple(order[name] for name in names))
-            held = [_whole(tensors[n], blocks) if form.opaque else tensors[n] for n in names]
+            held = [
+                tensors[n].view(blocks, -1, *tensors[n].shape[1:]) if form.opaque else tensors[n]
+                for n in names
+            ]
             pages = Pages.of(group, held)
             found.append(GroupPages(table, spec.block_size, ratio, pages, tuple(names), spec))
     found.sort(key=lambda entry: entry.pages.group.layers)
@@ -190,13 +193,6 @@ def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool) -> LayerGr
         window=window,
         page_bytes=tensor.numel() * tensor.element_size() // blocks,
     )
-
-
-def _whole(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
-    """The tensor with vLLM's blocks as its first axis."""
-    if tensor.shape[0] == blocks:
-        return tensor
-    return tensor.view(blocks, -1, *tensor.shape[1:])
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

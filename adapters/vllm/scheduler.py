@@ -37,23 +37,6 @@ AHEAD = 8
 """Queued requests for which something is brought near at a time. The workers bound its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What token counts are multiples of.
-
-    Args:
-        chunk_tokens: tokens of a chunk.
-        block_tokens: tokens of a block, per KV cache group of vLLM; each divides a chunk.
-        grain_tokens: hits are multiples of this.
-        whole: whether a request has all of its blocks to the end: no window leaves any behind.
-    """
-
-    chunk_tokens: int
-    block_tokens: tuple[int, ...]
-    grain_tokens: int
-    whole: bool = True
-
-
 @dataclass(slots=True)
 class _Question:
     number: int
@@ -91,7 +74,9 @@ class Scheduler:
     What it is told of a request is vLLM's `Request`.
 
     Args:
+        block_tokens: tokens of a block, per KV cache group of vLLM; each divides a chunk.
         sequence: the first n tokens of a request, as the keys see them; None where it cannot be cached.
+        windows: whether a request loses blocks before its end, which sliding windows leave.
         ranks: workers that answer.
         waits: whether the step that loads waits for it (sync and layerwise loading).
         save_generated: whether chunks with generated tokens are saved.
@@ -101,9 +86,11 @@ class Scheduler:
         on_save: called with a request whose chunks [first, stop) are to be saved.
     """
 
-    sizes: Sizes
+    chunk_tokens: int
+    block_tokens: tuple[int, ...]
     sequence: Callable[[Any, int], Sequence | None]
     _: KW_ONLY
+    windows: bool = False
     ranks: int
     waits: bool
     save_generated: bool
@@ -113,6 +100,8 @@ class Scheduler:
     on_save: Callable[[Any, int, int], object] = lambda view, first, stop: None
 
     def __post_init__(self) -> None:
+        # after a window's end, only whole chunks are known to hold all that is attended to
+        self._grain_tokens = self.chunk_tokens if self.windows else math.lcm(*self.block_tokens)
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, None] = {}  # in the order in which they came
         self._ahead: set[str] = set()
@@ -136,7 +125,7 @@ class Scheduler:
             self._queue.setdefault(view.request_id)  # a preempted one is queued again
         receiving = request.handoff if isinstance(request.handoff, RemotePrefill) else None
         asked, most = self._asked(view, receiving)
-        wanted = -(-asked // self.sizes.chunk_tokens)
+        wanted = -(-asked // self.chunk_tokens)
         if view.skip_reading_prefix_cache or request.barred or min(asked, most) <= computed:
             return 0, False
         question = request.question
@@ -169,7 +158,7 @@ class Scheduler:
             return
         request.admitted = self._least(question)
         request.start = start = question.computed
-        stop, chunk = start + tokens, self.sizes.chunk_tokens
+        stop, chunk = start + tokens, self.chunk_tokens
         table = self._cut(blocks, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
         self._next.loads.append(LoadTask(view.request_id, question.number, start, stop, table))
 
@@ -231,14 +220,14 @@ class Scheduler:
         sends = request.sent is not None
         if request.saved is None or blocks is None:
             return sends
-        chunk, first = self.sizes.chunk_tokens, request.saved
+        chunk, first = self.chunk_tokens, request.saved
         stop = min(view.num_computed_tokens, self._known(view, view.num_tokens - 1)) // chunk
         if stop <= first:
             return sends
         end = stop * chunk
         sequence = self.sequence(view, end)
         table = self._cut(blocks, first * chunk, end, 0, end)
-        sizes = zip(table, self.sizes.block_tokens, strict=True)
+        sizes = zip(table, self.block_tokens, strict=True)
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
             return sends  # a window has left some behind
         self._next.saves.append(SaveTask(view.request_id, sequence, first, table, last=True))
@@ -282,25 +271,21 @@ class Scheduler:
         """What is to be brought near, for the first of the requests that were not admitted."""
         for name in list(islice(self._queue, AHEAD)):
             request = self._requests[name]
-            asked = request.question is not None and not self._is_known(request.question)
-            if name in self._ahead or asked:
+            is_asked = request.question is not None and not self._is_known(request.question)
+            if name in self._ahead or is_asked:
                 continue  # once there is an answer, it may be admitted
-            prefetch = self._prefetch(request)
-            if prefetch is None:  # it is not looked at again in each step
+            view, sequence, computed = request.view, None, 0
+            receives = isinstance(request.handoff, RemotePrefill)
+            if not (receives or request.barred or view.skip_reading_prefix_cache):
+                asked, most = self._asked(view, None)
+                computed = self.has(view)
+                sequence = self.sequence(view, asked) if computed < min(asked, most) else None
+            if sequence is None:  # it is not looked at again in each step
                 request.passed_over = True
                 del self._queue[name]
             else:
                 self._ahead.add(name)
-                yield prefetch
-
-    def _prefetch(self, request: _Request) -> PrefetchTask | None:
-        view = request.view
-        if isinstance(request.handoff, RemotePrefill) or view.skip_reading_prefix_cache or request.barred:
-            return None
-        asked, most = self._asked(view, None)
-        computed = self.has(view)
-        sequence = self.sequence(view, asked) if computed < min(asked, most) else None
-        return None if sequence is None else PrefetchTask(view.request_id, sequence, computed)
+                yield PrefetchTask(name, sequence, computed)
 
     def _asked(self, view: Any, receiving: RemotePrefill | None) -> tuple[int, int]:
         """How many tokens of a request are looked up, and how many of them may be loaded."""
@@ -308,11 +293,12 @@ class Scheduler:
             asked = self._handed(view.num_tokens)
             return asked, min(asked, view.num_tokens - 1)
         # the last token is always computed, for its logits
-        chunk, most = self.sizes.chunk_tokens, self._whole_grains(view.num_tokens - 1)
+        chunk, most = self.chunk_tokens, self._whole_grains(view.num_tokens - 1)
         return min(view.num_tokens // chunk, -(-most // chunk)) * chunk, most
 
     def _whole_grains(self, tokens: int) -> int:
-        return tokens // self.sizes.grain_tokens * self.sizes.grain_tokens
+        """What of so many tokens a hit may be: a multiple of a chunk, or of every block."""
+        return tokens // self._grain_tokens * self._grain_tokens
 
     def _handed(self, tokens: int) -> int:
         """Tokens of a prompt of so many that one engine sends and the other takes.
@@ -320,7 +306,7 @@ class Scheduler:
         Whoever takes them computes the last one in any case: if that has a block of its own, it does not go.
         """
         grains = self._whole_grains(tokens - 1)
-        return grains if not self.sizes.whole or grains == tokens - 1 else tokens
+        return grains if self.windows or grains == tokens - 1 else tokens
 
     def _is_known(self, question: _Question) -> bool:
         return len(question.answers) == self.ranks
@@ -342,7 +328,7 @@ class Scheduler:
         chunk's end or behind it attends to a window before that end, which begins later: the zeros in their
         place are never read. Chunks before the first may have larger gaps, and are not saved.
         """
-        chunk = self.sizes.chunk_tokens
+        chunk = self.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
             if request is None:
@@ -351,7 +337,7 @@ class Scheduler:
             computed = view.num_computed_tokens
             # lower than what was saved after a preemption or a failed load: those chunks are computed anew
             first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
-            if request.saved is None and isinstance(request.handoff, RemotePrefill) and self.sizes.whole:
+            if request.saved is None and isinstance(request.handoff, RemotePrefill) and not self.windows:
                 first = 0  # what was received is in no tier
             stop = min(computed + tokens, self._known(view, view.num_tokens)) // chunk
             request.saved = max(first, stop)
@@ -371,7 +357,7 @@ class Scheduler:
         sent       [-------- before -------[------- now -------[
                                            first               stop
         """
-        chunk = self.sizes.chunk_tokens
+        chunk = self.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
             if request is None or not isinstance(request.handoff, RemoteDecode):
@@ -401,5 +387,5 @@ class Scheduler:
                 block if block and start <= i * size < stop else -1
                 for i, block in enumerate(table[first // size : last // size], first // size)
             ]
-            for table, size in zip(blocks, self.sizes.block_tokens, strict=True)
+            for table, size in zip(blocks, self.block_tokens, strict=True)
         )

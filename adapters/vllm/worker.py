@@ -162,9 +162,8 @@ class Worker:
         not.
         """
         until = time.monotonic() + self.cache.timeout_s
-        wait(self._saving, self._patience_s)
-        while not self.cache.staging.waiting and time.monotonic() < until:
-            if not wait(self._saving, self._patience_s).not_done:
+        while wait(self._saving, self._patience_s).not_done:
+            if self.cache.staging.waiting or time.monotonic() >= until:
                 break
         late = [transfer for transfer in self._saving if not transfer.done()]
         for transfer in late:
