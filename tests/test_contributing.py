@@ -86,10 +86,10 @@ def test_a_new_eviction_policy_is_a_class(copy: Path) -> None:
     run(copy, "-c", "from kvkit.config import load_config; load_config('kvkit.toml')")
     (copy / "evict.py").write_text(
         """
-from kvkit.tiers.eviction.state import EvictionState, add
+from kvkit.tiers.eviction.state import EvictionState, add_run
 state = EvictionState(6, "largest")
 sizes = {"a": 2, "b": 3, "c": 1, "d": 2}
-assert [add(state, *entry) for entry in sizes.items()] == [[], [], [], ["b"]]
+assert [add_run(state, (name,), size)[1] for name, size in sizes.items()] == [[], [], [], ["b"]]
 """
     )
     run(copy, "evict.py")

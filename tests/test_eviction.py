@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkit.tiers.eviction.policies import POLICIES
-from kvkit.tiers.eviction.state import EvictionState, add, add_run, pin, remove, touch, use_run
+from kvkit.tiers.eviction.state import EvictionState, add_run, pin, remove, touch, use_run
 
 CAPACITY, QUOTA = 20, 12
 names = st.sampled_from("abcdefgh")
 sizes = st.integers(1, CAPACITY + 2)
+
+
+def add(state: EvictionState, name: str, size: int, **more: Any) -> list[str] | None:
+    """The victims of one record; None: it has no room."""
+    added, victims = add_run(state, (name,), size, **more)
+    assert added or not victims
+    return victims if added else None
 
 
 class AgainstAList(RuleBasedStateMachine):

@@ -240,7 +240,7 @@ class ThreadedTier(Tier):
         """Make the object, visible only when complete; done already if it exists.
 
         Raises:
-            OSError: it could not be written. Nothing is left behind.
+            OSError: it could not be written. Nothing is left of it.
         """
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:

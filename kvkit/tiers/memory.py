@@ -115,15 +115,15 @@ class MemoryTier(Tier):
             if self._closed:
                 return TierError(f"tier {self.name!r} is closed")
             now = time.monotonic()
-            victims = eviction.add(
+            added, victims = eviction.add_run(
                 self._state,
-                name,
+                (name,),
                 self._slot_bytes,
                 parent=parent_name(lease.buffer, name),
                 owner=owner_of(name),
                 now=now,
             )
-            if victims is None:
+            if not added:
                 return TierFull(f"tier {self.name!r}: {name} does not fit")
             if self._keep_s:
                 eviction.pin(self._state, [name], now + self._keep_s)

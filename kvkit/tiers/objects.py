@@ -294,16 +294,16 @@ class ObjectTier(ThreadedTier):
             OSError: a victim could not be deleted.
         """
         with self._lock:
-            victims = eviction.add(
+            added, victims = eviction.add_run(
                 self._index,
-                name,
+                (name,),
                 size,
                 parent=parent,
                 owner=owner_of(name),
                 now=time.monotonic(),
                 may_evict=lambda victim: victim not in self._writing,
             )
-            if victims is None:
+            if not added:
                 raise TierFull(
                     f"tier {self.name!r}: {name}, {size} bytes, does not fit "
                     f"capacity_bytes={self._index.capacity_bytes}"

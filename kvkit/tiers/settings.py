@@ -55,7 +55,7 @@ class TierConfig(BaseModel):
         None, description="bytes that one model and cache salt may have, none: no limit", gt=0
     )
     keep_s: float = Field(
-        0.0, description="memory lets nothing go that came in so few seconds ago", ge=0, le=86400
+        0.0, description="memory evicts nothing that came in so few seconds ago", ge=0, le=86400
     )
     capacity: PositiveBytes | tuple[PositiveBytes, ...] | None = Field(
         None, description="bytes kept, or a value per url; none: no limit"
@@ -76,18 +76,17 @@ class TierConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_a_kind_needs_is_its_own(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("kind") is None:
+    def _as_its_kind_has_them(cls, values: Any) -> Any:
+        """With the defaults of what is at the URL; what a kind of another package needs is its own."""
+        if not isinstance(values, dict):
+            return values
+        if isinstance(values.get("url"), str):
+            values = {**kind_of(values["url"]).defaults, **values}
+        if values.get("kind") is None:
             return values
         known = {name: value for name, value in values.items() if name in cls.model_fields}
         free = {name: value for name, value in values.items() if name not in cls.model_fields}
         return known | {"options": known.get("options", {}) | free}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_its_kind(cls, values: Any) -> Any:
-        url = values.get("url") if isinstance(values, dict) else None
-        return {**kind_of(url).defaults, **values} if isinstance(url, str) else values
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> TierConfig:

@@ -78,7 +78,7 @@ class SpreadTier(Tier):
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         path = path_of(name, len(self._paths))
         if not self._health[path].usable(time.monotonic()):
-            raise self._refused(name, path, reading=True)
+            raise self._passed_over(name, path, reading=True)
         try:
             self._paths[path].get_ranges(name, ranges, buffers)
         except OSError as error:
@@ -119,8 +119,8 @@ class SpreadTier(Tier):
         for path, mine in self._shares(names).items():
             tier, health = self._paths[path], self._health[path]
             if not health.usable(time.monotonic()):
-                for i in mine:
-                    on_complete(names[i], self._refused(names[i], path, reading))
+                for name in (names[i] for i in mine):
+                    on_complete(name, self._passed_over(name, path, reading))
                 continue
             move = tier.get if reading else tier.put
             report = partial(self._report, path, on_complete, reading)
@@ -161,11 +161,11 @@ class SpreadTier(Tier):
         else:
             self._health[path].failed(now, isinstance(error, TimeoutError))
 
-    def _refused(self, name: str, path: int, reading: bool) -> TierError | FileNotFoundError:
-        """What a path that is passed over says of a record."""
+    def _passed_over(self, name: str, path: int, reading: bool) -> OSError:
+        why = "it failed a moment ago"
         if reading:
-            return self._missing(name, path, "it failed a moment ago")
-        return TierError(f"tier {self.name!r}: path {path} does not take {name}: it failed a moment ago")
+            return self._missing(name, path, why)
+        return TierError(f"tier {self.name!r}: path {path} does not take {name}: {why}")
 
     def _missing(self, name: str, path: int, why: object) -> FileNotFoundError:
         log.warning("tier %r: path %d does not deliver %s: %s", self.name, path, name, why)

@@ -1,4 +1,4 @@
-"""The store behind a URL: a folder, a bucket, or any other that fsspec knows."""
+"""The store at a URL: a folder, a bucket, or any other that fsspec knows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvkit.tiers.settings import TierConfig
 
 
 def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
-    """The store behind `url`, which is one of those of `config`; this changes nothing in it.
+    """The store at `url`, which is one of those of `config`; this changes nothing in it.
 
     Raises:
         ValueError: it is not a URL that obstore or fsspec opens here, or an option is unknown.

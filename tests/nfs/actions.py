@@ -44,7 +44,9 @@ def outcome(call: Callable[[], Any]) -> Any:
 def contract(root: str, test: str, stream: TextIO) -> None:
     """Run one test of `TierContract` on the mount."""
     staging = Staging(SLOT_BYTES, SLOTS)
-    getattr(TierContract(), test)(ObjectTier(f"{MOUNT}/{root}"), staging)
+    tier = ObjectTier(f"{MOUNT}/{root}")
+    getattr(TierContract(), test)(tier, staging)
+    TierContract().finish(tier, staging)
 
 
 def kind(root: str, stream: TextIO) -> str:

@@ -93,27 +93,6 @@ def use_run(state: EvictionState, names: Sequence[str]) -> int:
     return run
 
 
-def add(
-    state: EvictionState,
-    name: str,
-    size: int,
-    *,
-    parent: str | None = None,
-    owner: str = "",
-    now: float = 0.0,
-    may_evict: Callable[[str], bool] | None = None,
-) -> list[str] | None:
-    """Note that `name` of `size` bytes, which follows `parent`, is held; returns the victims to evict first.
-
-    A name that is held already is only touched. Victims are gone from `state` when this returns; none of them
-    is pinned at the time `now`, precedes `name`, or is one that `may_evict` (None: all may go) denies. None
-    means that there is no room, or there was none for what `name` follows: then nothing is evicted. Mutates
-    `state`.
-    """
-    added, victims = add_run(state, (name,), size, parent=parent, owner=owner, now=now, may_evict=may_evict)
-    return victims if added else None
-
-
 def add_run(
     state: EvictionState,
     names: Sequence[str],
@@ -124,9 +103,12 @@ def add_run(
     now: float = 0.0,
     may_evict: Callable[[str], bool] | None = None,
 ) -> tuple[int, list[str]]:
-    """`add` for each of `names`, a chain of records of `size` bytes, until one finds no room.
+    """Note that `names` are held, a chain of records of `size` bytes after `parent`, until one has no room.
 
-    Returns how many are held now, and the victims to evict first. Mutates `state`.
+    Returns how many are held now, and the victims to evict first. A name that is held already is touched.
+    Victims are gone from `state` when this returns; none is pinned at the time `now`, precedes a name, or is
+    one that `may_evict` (None: all may go) denies. What follows a name that had no room has none; for a name
+    without room nothing is evicted. Mutates `state`.
     """
     entries, followers, pins = state.entries, state._followers, state._pins
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import DamagedObject, Tier
@@ -124,6 +125,12 @@ class TierContract:
     records without letting one go. The tests close both.
     """
 
+    @pytest.fixture(autouse=True)
+    def finished(self, tier: Tier, staging: Staging) -> Iterator[None]:
+        """Every test ends so."""
+        yield
+        self.finish(tier, staging)
+
     def finish(self, tier: Tier, staging: Staging) -> None:
         """Close the tier and prove that it gave every slot back."""
         tier.close()
@@ -135,7 +142,6 @@ class TierContract:
         assert tier.name
         assert tier.scope in ("node", "shared")
         assert tier.reads_at_once >= 1
-        self.finish(tier, staging)
 
     def test_starts_empty(self, tier: Tier, staging: Staging) -> None:
         names = record_names(2)
@@ -144,7 +150,6 @@ class TierContract:
         assert tier.size(names[0]) is None
         assert tier.borrow(names[0]) is None
         assert list(tier.scan()) == []
-        self.finish(tier, staging)
 
     def test_what_was_put_is_got(self, tier: Tier, staging: Staging) -> None:
         sizes = [1, 4095, 4096, 4097, SLOT_BYTES - 1, SLOT_BYTES]
@@ -154,13 +159,11 @@ class TierContract:
             assert tier.size(name) == size
         _expect(tier, staging, names, sizes)
         assert dict(tier.scan()) == dict(zip(names, sizes, strict=True))
-        self.finish(tier, staging)
 
     def test_order_of_a_batch_does_not_matter(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
         assert put(tier, staging, names[::-1]) == [None] * RECORDS
         _expect(tier, staging, names[1::2] + names[::2])
-        self.finish(tier, staging)
 
     def test_the_leading_count_ends_at_the_first_gap(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
@@ -171,14 +174,12 @@ class TierContract:
         put(tier, staging, [names[3]])
         assert tier.count_leading(names) == 6
         assert tier.count_leading(names[:2]) == 2
-        self.finish(tier, staging)
 
     def test_a_missing_object_completes_with_an_error(self, tier: Tier, staging: Staging) -> None:
         names = record_names(3)
         put(tier, staging, [names[0], names[2]])
         kinds = [type(found) for found in get(tier, staging, names)]
         assert kinds == [np.ndarray, FileNotFoundError, np.ndarray]
-        self.finish(tier, staging)
 
     def test_an_object_larger_than_the_slot_is_an_error(self, tier: Tier, staging: Staging) -> None:
         name = record_names(1)[0]
@@ -188,7 +189,6 @@ class TierContract:
         assert isinstance(found, DamagedObject), found
         assert small.free == 1
         small.close()
-        self.finish(tier, staging)
 
     def test_an_object_is_written_once(self, tier: Tier, staging: Staging) -> None:
         name = record_names(1)[0]
@@ -201,7 +201,6 @@ class TierContract:
         lease.release()
         assert done.wait(1) == [(name, None)]
         _expect(tier, staging, [name])
-        self.finish(tier, staging)
 
     def test_delete(self, tier: Tier, staging: Staging) -> None:
         names = record_names(3)
@@ -215,7 +214,6 @@ class TierContract:
         assert sorted(name for name, _ in tier.scan()) == [names[0], names[2]]
         assert put(tier, staging, [names[1]]) == [None]
         assert tier.count_leading(names) == 3
-        self.finish(tier, staging)
 
     def test_borrow_agrees_with_get(self, tier: Tier, staging: Staging) -> None:
         name = record_names(1)[0]
@@ -228,7 +226,6 @@ class TierContract:
                 tier.delete([name])
                 assert np.array_equal(lent.record, record_bytes(name, 5000)), "a slot on loan was reused"
         assert tier.borrow("ffff/0/c.1.1.0.0.0.0") is None
-        self.finish(tier, staging)
 
     def test_parts_of_a_record(self, tier: Tier, staging: Staging) -> None:
         """Parts anywhere in it, each to the front of its buffer; the rest of a buffer stays as it was."""
@@ -252,7 +249,6 @@ class TierContract:
             except want:
                 continue
             raise AssertionError(f"{ranges} of {name} were read")
-        self.finish(tier, staging)
 
     def test_a_caller_may_release_before_completion(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
@@ -266,7 +262,6 @@ class TierContract:
         release_all(others)
         assert _in_order(names, done) == [None] * RECORDS
         _expect(tier, staging, names)
-        self.finish(tier, staging)
 
     def test_a_callback_that_raises_does_no_harm(self, tier: Tier, staging: Staging) -> None:
         names = record_names(4)
@@ -283,7 +278,6 @@ class TierContract:
         assert len(done.wait(8)) == 8
         release_all(leases)
         assert tier.count_leading(names) == 4
-        self.finish(tier, staging)
 
     def test_threads_put_the_same_names(self, tier: Tier, staging: Staging) -> None:
         names = record_names(5)
@@ -302,7 +296,6 @@ class TierContract:
         assert results == [[None] * 5] * 4
         assert sorted(name for name, _ in tier.scan()) == names
         _expect(tier, staging, names)
-        self.finish(tier, staging)
 
     def test_close_finishes_what_was_started(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
@@ -311,7 +304,6 @@ class TierContract:
         release_all(leases)
         tier.close()
         assert done.count == RECORDS, "close returned before all was reported"
-        self.finish(tier, staging)
 
     def test_a_closed_tier_completes_with_errors(self, tier: Tier, staging: Staging) -> None:
         names = record_names(3)
@@ -319,10 +311,8 @@ class TierContract:
         tier.close()
         assert all(isinstance(error, OSError) for error in put(tier, staging, names))
         assert all(isinstance(found, OSError) for found in get(tier, staging, names))
-        self.finish(tier, staging)
 
     def test_describe_twice(self, tier: Tier, staging: Staging) -> None:
         for _ in range(2):
             tier.describe("0123456789abcdef/0", b"{}")
         assert list(tier.scan()) == []
-        self.finish(tier, staging)
