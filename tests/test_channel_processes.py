@@ -76,7 +76,7 @@ def produce(pipe: Connection, address: str) -> None:
     for slot in range(WRITTEN):
         source.buffers[slot][:] = pattern(SLOT_BYTES, slot)
         channel.send(b"%d" % slot, source.buffers[slot], slot)
-    os.write(channel.fileno(), HEADER.pack(4, SLOT_BYTES) + b"half" + bytes(10))
+    os.write(channel._stream.socket.fileno(), HEADER.pack(4, SLOT_BYTES) + b"half" + bytes(10))
     signal.pause()
 
 

@@ -300,7 +300,7 @@ def test_who_does_not_read_is_cut_off(tmp_path: Path, sender: Sender, slots: Sta
     send(sender, slots, record_names(3, "a" * 16))
     assert transfer.done.result(LONG_S) == 0
     hung_up = select.poll()
-    hung_up.register(speaker.channel, 0)
+    hung_up.register(speaker.channel._stream.socket, 0)
     assert hung_up.poll(LONG_S * 1000), "it was not cut off"
     speaker.close()
     node.close()

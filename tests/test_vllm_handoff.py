@@ -225,8 +225,7 @@ def test_a_step_that_waits_does_not_wait_for_room_that_its_own_requests_take(
     assert pair.receiver.transfers()["of-a"] is Phase.COMMITTED
     wait_for(lambda: pair.receiver.transfers().get("of-b") is Phase.WAITING)
     pair.receiver.release("of-a")
-    pair.prefill.step(("b",), sends=[piece(pair, "b", IDS + 1000, CHUNK, len(IDS))])
-    pair.finish(set(), set(), set())
+    pair.finish(*pair.prefill.step(("b",), sends=[piece(pair, "b", IDS + 1000, CHUNK, len(IDS))]))
     status = pair.receiver.wait("of-b", DEADLINE_S)
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)
@@ -245,9 +244,10 @@ def test_a_step_without_work_waits_for_room_at_the_receiver(
     wait_for(lambda: pair.receiver.transfers().get("t") is Phase.WAITING)
     monkeypatch.setattr("kvkit.adapters.vllm.worker.IDLE_WAIT_S", DEADLINE_S)
     found: list[dict[str, Phase]] = []
+    ends: list[tuple[set[str], set[str], set[str]]] = []
 
     def step() -> None:
-        pair.prefill.step(idle=True)
+        ends.append(pair.prefill.step(idle=True))
         found.append(pair.receiver.transfers())
 
     thread = threading.Thread(target=step)
@@ -256,7 +256,7 @@ def test_a_step_without_work_waits_for_room_at_the_receiver(
     thread.join(DEADLINE_S)
     assert found == [{"t": Phase.RECEIVING}]
     monkeypatch.undo()
-    pair.finish(set(), set(), set())
+    pair.finish(*ends[0])
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)

@@ -34,7 +34,6 @@ class Endpoint(Handler):
     Args:
         receiver: what records are sent into; None for a node that only answers.
         near: other tiers in this host's memory, of which peers may ask and pull as of what `receiver` holds.
-        identity: what it says of itself.
         listen: addresses, see `kvkit.handoff.transport.addresses`.
         timeout_s: how long one frame may take; the handshake no longer than `HANDSHAKE_S` either.
         pin_s: how long a near tier keeps what a sender need not send.
@@ -67,7 +66,7 @@ class Endpoint(Handler):
         self._lock = threading.Lock()
         self._links = Links()
         self._peers: set[int] = set()
-        self._pulls: dict[tuple[int, str], threading.Event] = {}
+        self._pulls: dict[tuple[int, str], messages.Pull] = {}
         self._doors: list[Door] = []
         try:
             for address in listen:
@@ -111,23 +110,15 @@ class Endpoint(Handler):
                 self._send(link, message)
             case messages.Release(transfer):
                 with self._lock:
-                    over = self._pulls.pop((link.number, transfer), None)
-                if over is not None:
-                    over.set()
-            case messages.Reserve(transfer, names, deadline_s):
+                    self._pulls.pop((link.number, transfer), None)
+            case messages.Reserve(names=names):
                 pinned = [n for n in names if any(tier.pin([n], self._pin_s) for tier in self._near)]
-                self._receives(message).reserve(link, transfer, names, pinned, deadline_s)
-            case messages.Data(transfer, index, size):
-                self._receives(message).arrived(link, transfer, index, size)
-            case messages.Commit(transfer, missing):
-                self._receives(message).commit(link, transfer, missing)
-            case messages.Cancel(transfer):
-                self._receives(message).cancelled(link, transfer)
+                self._receives(message).received(link, message, pinned)
             case _:
-                raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
+                self._receives(message).received(link, message)
 
     def place(self, link: Link, data: Data) -> Lease | None:
-        return self._receives(data).filling(link, data.transfer, data.index, data.size)
+        return self._receives(data).place(link, data)
 
     def ended(self, link: Link, error: BaseException) -> None:
         log.info("handoff: %s is gone: %s", link, error)
@@ -135,8 +126,7 @@ class Endpoint(Handler):
             self._receiver.lost(link)
         with self._lock:
             self._peers.discard(link.number)
-            for key in [key for key in self._pulls if key[0] == link.number]:
-                self._pulls.pop(key).set()
+            self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != link.number}
 
     def _welcome(self, channel: Channel) -> Link:
         link = Link(
@@ -158,14 +148,13 @@ class Endpoint(Handler):
 
     def _send(self, link: Link, pull: messages.Pull) -> None:
         """Queue what is here of what is asked for. Slots stay lent until their record is sent."""
-        over = threading.Event()
         key = (link.number, pull.transfer)
         with self._lock:
             if key in self._pulls:
                 raise Unexpected(f"transfer {pull.transfer}: there is one of that name")
             if sum(number == link.number for number, _ in self._pulls) >= MAX_PULLS:
                 raise Unexpected(f"{MAX_PULLS} pulls are under way, and none was released")
-            self._pulls[key] = over
+            self._pulls[key] = pull
         missing = []
         for index, name in enumerate(pull.names):
             lease = next(filter(None, (held.borrow(name) for held in self._held)), None)
@@ -174,5 +163,5 @@ class Endpoint(Handler):
                 continue
             with lease:
                 data = Data(pull.transfer, index, lease.used)
-                link.send(data, lease, None, lambda: not over.is_set(), lambda error: None)
+                link.send(data, lease, None, lambda: self._pulls.get(key) is pull, lambda error: None)
         link.say(messages.Commit(pull.transfer, tuple(missing)))

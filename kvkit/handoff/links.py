@@ -26,10 +26,7 @@ class Links:
             self._links = [other for other in self._links if other.running] + [link]
 
     def close(self, timeout_s: float) -> None:
-        """Send what is queued, then end every link, and own no further one.
-
-        Waits no longer than `timeout_s` for each of their threads.
-        """
+        """Send what is queued, then end every link, in `timeout_s` for each thread; own no further one."""
         with self._lock:
             self._closed = True
             links = list(self._links)
@@ -46,7 +43,6 @@ class Connections(Links):
 
     Args:
         handler: of what peers say.
-        identity: what this node says of itself.
         timeout_s: how long a connection, and one frame, may take.
         tls: for connections over TCP.
     """

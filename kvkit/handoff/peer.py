@@ -20,15 +20,7 @@ from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
-from kvkit.tiers.base import (
-    DamagedObject,
-    OnComplete,
-    Ranges,
-    Tier,
-    TierError,
-    complete,
-    copy_ranges,
-)
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError, complete, copy_ranges
 
 
 @dataclass(eq=False, slots=True)
@@ -53,13 +45,12 @@ class PeerTier(Tier, Handler):
     Args:
         name: as the policy names it.
         address: of the node's endpoint, see `kvkit.handoff.transport.addresses`.
-        identity: what this node says of itself.
         timeout_s: how long a connection, an answer, and each record of a pull may take.
         tls: for a connection over TCP.
 
     Raises:
         ValueError: `address` is none, or not a unix one and there is no secret; or the name is none that can
-            be said to a peer, see `kvkit.handoff.protocol.messages.check_id`.
+            be said to a peer.
     """
 
     def __init__(
@@ -134,7 +125,7 @@ class PeerTier(Tier, Handler):
     def close(self) -> None:
         self._links.close(self._timeout_s)
         self._deadlines.close(self._timeout_s)
-        self._fail(list(self._pulls), lambda name: TierError(f"tier {self.name!r} is closed"))
+        self._fail(list(self._pulls), lambda *_: TierError(f"tier {self.name!r} is closed"))
 
     # what the link reports
 
@@ -146,41 +137,42 @@ class PeerTier(Tier, Handler):
                 if answer is not None and not answer.done():
                     answer.set_result(runs)
             case messages.Data(index=index, size=size):
-                pull = self._waiting_for(message)
+                pull = self._waiting_for(message, came=True)
                 if pull is None:
                     return
-                pull.due.discard(index)
                 error = None
                 if size > pull.room(index):
                     what = f"{pull.names[index]}: {size} bytes do not fit the slot"
                     error = DamagedObject(what, Damage.OVERSIZE)
                 pull.finish(index, size, error)
             case messages.Commit(transfer, missing):
-                self._fail(
-                    [transfer],
-                    lambda name: FileNotFoundError(f"tier {self.name!r} does not hold {name}"),
-                    frozenset(missing),
-                )
+
+                def failure(index: int, name: str) -> OSError:
+                    if index in missing:
+                        return FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+                    return TierError(f"tier {self.name!r}: {name} did not come")
+
+                self._fail([transfer], failure)
                 link.say(messages.Release(transfer, "used"))
             case _:
                 raise Unexpected(f"{type(message).__name__} is nothing to say to one who pulls")
 
     def place(self, link: Link, data: Data) -> Lease | memoryview | None:
-        pull = self._waiting_for(data)
+        pull = self._waiting_for(data, came=False)
         if pull is None or data.size > pull.room(data.index):
             return None
         target = pull.targets[data.index]
         return target.share() if isinstance(target, Lease) else target[: data.size]
 
     def ended(self, link: Link, error: BaseException) -> None:
+        failure = TierError(f"tier {self.name!r}: {error}")
         with self._lock:
             asked = [answer for of, answer in self._asked.values() if of is link]
             pulls = [transfer for transfer, pull in self._pulls.items() if pull.link is link]
-        failure = TierError(f"tier {self.name!r}: {error}")
         for answer in asked:
             if not answer.done():
                 answer.set_exception(failure)
-        self._fail(pulls, lambda name: failure)
+        self._fail(pulls, lambda *_: failure)
 
     def _connected(self) -> Link:
         """The link to the peer. Raises TierError where the tier is closed, or no thread can be started."""
@@ -189,14 +181,16 @@ class PeerTier(Tier, Handler):
         except ChannelError as error:
             raise TierError(f"tier {self.name!r}: {error}") from error
 
-    def _waiting_for(self, data: Data) -> _Pulling | None:
-        """The pull that waits for a record; None if it is over."""
+    def _waiting_for(self, data: Data, *, came: bool) -> _Pulling | None:
+        """The pull that waits for a record, until it `came`; None if it is over."""
         with self._lock:
             pull = self._pulls.get(data.transfer)
             if pull is not None:
                 if data.index not in pull.due:
                     raise Unexpected(f"transfer {data.transfer}: record {data.index} is not expected")
                 pull.deadline = time.monotonic() + self._timeout_s
+                if came:
+                    pull.due.discard(data.index)
             return pull
 
     def _get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -243,24 +237,14 @@ class PeerTier(Tier, Handler):
             link.say(messages.Pull(transfer, tuple(names)))
             self._deadlines.changed()
 
-    def _fail(
-        self,
-        transfers: Sequence[str],
-        failure: Callable[[str], OSError],
-        missing: frozenset[int] | None = None,
-    ) -> None:
-        """End pulls; what did not come failed: because it is `missing`, or for no reason that was given."""
+    def _fail(self, transfers: Sequence[str], failure: Callable[[int, str], OSError]) -> None:
+        """End pulls; `failure` says what went wrong with each record that did not come."""
         for transfer in transfers:
             with self._lock:
                 pull = self._pulls.pop(transfer, None)
-            if pull is None:
-                continue
-            for index in sorted(pull.due):
-                name = pull.names[index]
-                error = failure(name)
-                if missing is not None and index not in missing:
-                    error = TierError(f"tier {self.name!r}: {name} did not come")
-                pull.finish(index, 0, error)
+            if pull is not None:
+                for index in sorted(pull.due):
+                    pull.finish(index, 0, failure(index, pull.names[index]))
 
     def _expire(self, now: float) -> float | None:
         """End pulls of which nothing came for too long; the next deadline."""
@@ -268,6 +252,6 @@ class PeerTier(Tier, Handler):
             late = {name: pull.link for name, pull in self._pulls.items() if pull.deadline <= now}
         for transfer, link in late.items():
             link.say(messages.Release(transfer, "too late"))
-        self._fail(list(late), lambda name: TimeoutError(f"tier {self.name!r}: {name} is late"))
+        self._fail(list(late), lambda _, name: TimeoutError(f"tier {self.name!r}: {name} is late"))
         with self._lock:
             return min((pull.deadline for pull in self._pulls.values()), default=None)

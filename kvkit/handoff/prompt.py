@@ -27,6 +27,7 @@ PATIENCE_S = 0.25
 ROOM_S = 0.25
 """How long after it was asked `wait` counts on a receiver's room. It may have none before the request is
 answered whose last tokens this very step computed."""
+Ready = Callable[[], object]
 NO_TOKEN = -1
 """Stands for the tokens that would fill the last block."""
 
@@ -63,12 +64,7 @@ class ChunkStore(Protocol):
     def held_async(self, chunks: Chunks, tiers: Sequence[str]) -> Transfer[int]: ...
 
     def store_chunks(
-        self,
-        chunks: Chunks,
-        pages: Sequence[SequencePages],
-        *,
-        to: Sequence[str],
-        ready: Callable[[], object],
+        self, chunks: Chunks, pages: Sequence[SequencePages], *, to: Sequence[str], ready: Ready
     ) -> Transfer[Stored]: ...
 
 
@@ -87,7 +83,7 @@ class PromptPiece:
     first: int
     stop: int
     pages: Callable[[int, int], Sequence[SequencePages]]
-    ready: Callable[[], object]
+    ready: Ready
     last: bool
 
 
@@ -101,6 +97,7 @@ class _Prompt:
         waiting: pieces for which the receiver has no room yet.
         stores: they read the pages until they are done.
         told_last: its last piece was sent or cancelled.
+        finished: the engine has ended its request.
         over: nothing more is read for it.
     """
 
@@ -115,7 +112,13 @@ class _Prompt:
     waiting: list[PromptPiece] = field(default_factory=list)
     stores: list[Transfer[Stored]] = field(default_factory=list)
     told_last: bool = False
+    finished: bool = False
     over: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """Whether no store reads its pages."""
+        return all(store.done() for store in self.stores)
 
 
 class Prompts:
@@ -147,7 +150,6 @@ class Prompts:
         self._wake = wake
         self._news = threading.Event()
         self._prompts: dict[str, _Prompt] = {}
-        self._finished: set[str] = set()
 
     def begin(
         self,
@@ -170,16 +172,14 @@ class Prompts:
             if space is None:
                 self._cancel(self._prompts[request])
             return
-        chunks = Chunks(tokens[:0], [], [], (), b"")
-        if space is not None:
-            chunks = Chunks.of(tokens, self._cache.layout, space)
+        nothing = Chunks(tokens[:0], [], [], (), b"")
+        chunks = nothing if space is None else Chunks.of(tokens, self._cache.layout, space)
         prompt = _Prompt(request, transfer, address, time.monotonic(), chunks, over=space is None)
         self._prompts[request] = prompt
         if prompt.over:
             return
         tail = tail_of(chunks, tokens, self._block_tokens, rest)
-        if tail is not None:
-            prompt.tail = Chunks.of(tail[0], self._cache.layout, tail[1])
+        prompt.tail = Chunks.of(tail[0], self._cache.layout, tail[1]) if tail else None
         if self._shared and len(chunks):
             prompt.shared = self._cache.held_async(chunks, self._shared)
             prompt.shared.add_done_callback(self._changed)
@@ -192,14 +192,14 @@ class Prompts:
         Its pages must stay until `done` names the request, or `release_pages` returns.
         """
         prompt = self._prompts[request]
-        prompt.told_last = prompt.told_last or piece.last
+        prompt.told_last |= piece.last
         if not prompt.over:
             prompt.waiting.append(piece)
 
     def cancel(self, request: str, last: bool) -> None:
         """Send no more of what has begun: a piece of it is not whole. `last`: no other follows."""
         prompt = self._prompts[request]
-        prompt.told_last = prompt.told_last or last
+        prompt.told_last |= last
         self._cancel(prompt)
 
     def go_on(self) -> None:
@@ -225,13 +225,13 @@ class Prompts:
     def done(self, finished: set[str]) -> set[str]:
         """Requests that are finished, now or earlier, and whose pages are read no more. Told once."""
         for request in finished & self._prompts.keys():
-            self._finished.add(request)
-            if not self._prompts[request].told_last:  # it was aborted
-                self._cancel(self._prompts[request])
-        done = {request for request in self._finished if self._is_through(self._prompts[request])}
+            prompt = self._prompts[request]
+            prompt.finished = True
+            if not prompt.told_last:  # it was aborted
+                self._cancel(prompt)
+        done = {p.request for p in self._prompts.values() if p.finished and p.over and p.stored}
         for request in done:
             del self._prompts[request]
-        self._finished -= done
         return done
 
     @property
@@ -279,7 +279,7 @@ class Prompts:
         for piece in prompt.waiting:
             self._pack(prompt, piece)
         prompt.waiting.clear()
-        if prompt.told_last and all(store.done() for store in prompt.stores):
+        if prompt.told_last and prompt.stored:
             prompt.over = True
             self._sender.finish(prompt.transfer)  # what could not be put is missing
 
@@ -310,14 +310,10 @@ class Prompts:
             return not prompt.over and expected
         if prompt.handle.done.done():
             return False
-        stored = prompt.told_last and not prompt.waiting  # maybe since `go_on`, which commits it
-        if stored or prompt.over or prompt.handle.queued or any(not store.done() for store in prompt.stores):
+        packed = prompt.told_last and not prompt.waiting  # stored, maybe, since `go_on`, which commits it
+        if packed or prompt.over or prompt.handle.queued or not prompt.stored:
             return True
         return bool(prompt.waiting) and (prompt.handle.admitted.done() or expected)
-
-    def _is_through(self, prompt: _Prompt) -> bool:
-        """Whether its pages are read no more."""
-        return prompt.over and all(store.done() for store in prompt.stores)
 
     def _changed(self, what: object) -> None:
         self._news.set()

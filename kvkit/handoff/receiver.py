@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvkit.handoff.deadlines import Deadlines
-from kvkit.handoff.protocol import states
-from kvkit.handoff.protocol.messages import HANDOFF, Admit, Done, OfTransfer, Refuse, Release
+from kvkit.handoff.protocol import messages, states
+from kvkit.handoff.protocol.messages import HANDOFF, Data, OfTransfer
 from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, Unexpected
 from kvkit.handoff.transport.link import Link
 from kvkit.staging import Lease, Staging, release_all
@@ -62,7 +62,7 @@ class Receiver:
         self._filling: dict[str, dict[int, Lease]] = {}
         self._records: dict[str, Lease] = {}
         self._unanswered: dict[tuple[int, str], list[Lease]] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._ended: dict[str, str] = {}
         # its lock is one that a thread may take twice: a slot that comes free may admit another transfer
         self._changed = threading.Condition()
         self._watchers: list[Callable[[object], None]] = []
@@ -74,59 +74,39 @@ class Receiver:
         with self._changed:
             self._links[link.number] = link
 
-    def reserve(
-        self,
-        link: Link,
-        transfer: str,
-        names: Sequence[str],
-        elsewhere: Collection[str],
-        deadline_s: float,
-    ) -> None:
-        """A sender asks for room; it is told sooner or later."""
-        with self._changed:
-            now = time.monotonic()
-            self._apply(
-                states.reserve(self._buffer, transfer, link.number, names, elsewhere, deadline_s, now)
-            )
-
-    def filling(self, link: Link, transfer: str, index: int, size: int) -> Lease | None:
-        """A share of the slot that a record of `size` bytes is for; None if the transfer is over.
+    def place(self, link: Link, data: Data) -> Lease | None:
+        """A share of the slot that a record is for; None if the transfer is over.
 
         Raises:
             Unexpected: nobody reserved it, or it does not fit.
         """
         with self._changed:
-            lease = self._expected(link, transfer, index, size)
+            lease = self._expected(link, data)
             return None if lease is None else lease.share()
 
-    def arrived(self, link: Link, transfer: str, index: int, size: int) -> None:
-        """A record is in its slot.
+    def received(self, link: Link, message: messages.AnyMessage, elsewhere: Collection[str] = ()) -> None:
+        """A sender asks for room for what is not `elsewhere`, brings a record, commits or cancels.
 
         Raises:
-            Unexpected: as `filling`.
+            Unexpected: that is not what may come of this transfer.
         """
+        now, peer = time.monotonic(), link.number
         with self._changed:
-            lease = self._expected(link, transfer, index, size)
-            if lease is not None:
-                lease.used = size
-                now = time.monotonic()
-                self._buffer, _ = states.arrived(self._buffer, transfer, link.number, index, now)
-
-    def commit(self, link: Link, transfer: str, missing: Collection[int]) -> None:
-        """All that comes of a transfer is in.
-
-        Raises:
-            Unexpected: it is not.
-        """
-        with self._changed:
-            self._apply(states.commit(self._buffer, transfer, link.number, missing, time.monotonic()))
-
-    def cancelled(self, link: Link, transfer: str) -> None:
-        """A sender writes no more into the slots of a transfer, and will not commit it."""
-        with self._changed:
-            now = time.monotonic()
-            self._apply(states.cancel(self._buffer, transfer, link.number, now), writes_on=False)
-            release_all(self._unanswered.pop((link.number, transfer), ()))
+            match message:
+                case messages.Reserve(transfer, names, wait_s):
+                    self._apply(states.reserve(self._buffer, transfer, peer, names, elsewhere, wait_s, now))
+                case Data(transfer, index, size):
+                    lease = self._expected(link, message)
+                    if lease is not None:
+                        lease.used = size
+                        self._buffer, _ = states.arrived(self._buffer, transfer, peer, index, now)
+                case messages.Commit(transfer, missing):
+                    self._apply(states.commit(self._buffer, transfer, peer, missing, now))
+                case messages.Cancel(transfer):  # nothing more is written into its slots
+                    self._apply(states.cancel(self._buffer, transfer, peer, now), writes_on=False)
+                    release_all(self._unanswered.pop((peer, transfer), ()))
+                case _:
+                    raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
 
     def lost(self, link: Link) -> None:
         """A sender is gone."""
@@ -186,12 +166,6 @@ class Receiver:
             lease = self._records.get(name)
             return None if lease is None else lease.share()
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a record, None if it is not here."""
-        with self._changed:
-            lease = self._records.get(name)
-            return None if lease is None else lease.used
-
     def records(self) -> list[tuple[str, int]]:
         """(name, bytes) of every record."""
         with self._changed:
@@ -231,16 +205,18 @@ class Receiver:
                 self.lost(link)
         self.arena.close()
 
-    def _expected(self, link: Link, transfer: str, index: int, size: int) -> Lease | None:
+    def _expected(self, link: Link, data: Data) -> Lease | None:
         """The lease of a record that may come now; None if its transfer is over. The lock is held."""
-        found = self._buffer.transfers.get(transfer)
+        found = self._buffer.transfers.get(data.transfer)
         if found is None:
             return None
-        lease = self._filling.get(transfer, {}).get(index)
-        if found.peer != link.number or lease is None or index in found.arrived:
-            raise Unexpected(f"transfer {transfer}: record {index} is not expected")
-        if size > self.arena.slot_bytes:
-            raise Unexpected(f"transfer {transfer}: {size} bytes do not fit {self.arena.slot_bytes}")
+        lease = self._filling.get(data.transfer, {}).get(data.index)
+        if found.peer != link.number or lease is None or data.index in found.arrived:
+            raise Unexpected(f"transfer {data.transfer}: record {data.index} is not expected")
+        if data.size > self.arena.slot_bytes:
+            raise Unexpected(
+                f"transfer {data.transfer}: {data.size} bytes do not fit {self.arena.slot_bytes}"
+            )
         return lease
 
     def _freed(self) -> None:
@@ -263,7 +239,7 @@ class Receiver:
                 link.say(message)
         self._changed.notify_all()
         self._deadlines.changed()
-        if any(not isinstance(action, states.Grant | states.Delete) for action in actions):
+        if any(isinstance(action, states.Deny | states.Complete | states.End) for action in actions):
             for changed in self._watchers:
                 changed(self)
 
@@ -275,20 +251,20 @@ class Receiver:
                 leases = self.arena.acquire(len(own), 0.0, at_least=len(own)) if own else []
                 taken = dict(zip(sorted(own), leases, strict=True))
                 self._filling[transfer] = taken
-                return Admit(
+                return messages.Admit(
                     transfer, tuple(taken[i].slot if i in taken else -1 for i in range(verdict.names))
                 )
             case states.Deny(reason=reason):
                 self.outcomes["refused"] += 1
                 self._remember(transfer, reason)
-                return Refuse(transfer, reason)
+                return messages.Refuse(transfer, reason)
             case states.Complete(keep=keep, rest=rest):
                 names = self._buffer.transfers[transfer].names
                 filled = self._filling.pop(transfer)
                 self._records |= {names[index]: filled[index] for index in keep}
                 release_all(filled[index] for index in rest)
                 self.outcomes["done"] += 1
-                return Done(transfer)
+                return messages.Done(transfer)
             case states.End(reason=reason):
                 self.outcomes["failed"] += transfer in self._filling
                 unfilled = list(self._filling.pop(transfer, {}).values())
@@ -298,14 +274,14 @@ class Receiver:
                 release_all(unfilled)
                 release_all([self._records.pop(name) for name in verdict.names])
                 self._remember(transfer, reason)
-                return Release(transfer, reason)
+                return messages.Release(transfer, reason)
         raise AssertionError(verdict)
 
     def _remember(self, transfer: str, reason: str) -> None:
+        self._ended.pop(transfer, None)
         self._ended[transfer] = reason
-        self._ended.move_to_end(transfer)
-        while len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+        if len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     def _expire(self, now: float) -> float | None:
         """End what is past its deadline; the next deadline."""

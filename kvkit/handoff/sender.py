@@ -69,7 +69,6 @@ class Sender(Handler):
     """Sends records to peers. Thread-safe; every call returns at once.
 
     Args:
-        identity: what it says of itself.
         timeout_s: how long a connection, and one frame, may take.
         transfer_s: how long a transfer may wait for records, or for the receiver's confirmation.
         tls: for connections over TCP.

@@ -1,4 +1,4 @@
-"""Handoff as a tier: holds what peers sent, and sends what is put to the peers that wait for it."""
+"""Handoff as a tier."""
 
 from __future__ import annotations
 
@@ -63,15 +63,12 @@ class HandoffTier(Tier):
             self.receiver.delete(names)
 
     def size(self, name: str) -> int | None:
-        return None if self.receiver is None else self.receiver.size(name)
+        return dict(self.scan()).get(name)
 
     def scan(self) -> Iterator[tuple[str, int]]:
         yield from () if self.receiver is None else self.receiver.records()
 
     def close(self) -> None:
-        if self.sender is not None:
-            self.sender.close(self._shutdown_s)
-        if self.receiver is not None:
-            self.receiver.close(self._shutdown_s)
-        if self.endpoint is not None:
-            self.endpoint.close(self._shutdown_s)
+        for side in (self.sender, self.receiver, self.endpoint):
+            if side is not None:
+                side.close(self._shutdown_s)

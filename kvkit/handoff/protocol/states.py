@@ -201,9 +201,8 @@ def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: floa
         return buffer, ()
     if index not in found.own or index in found.arrived:
         raise Unexpected(f"transfer {transfer}: record {index} is not expected")
-    now_in = found.arrived | {index}
-    changed = replace(found, arrived=now_in, deadline=now + buffer.limits.transfer_s)
-    return _put(buffer, changed), ()
+    deadline = now + buffer.limits.transfer_s
+    return _put(buffer, replace(found, arrived=found.arrived | {index}, deadline=deadline)), ()
 
 
 def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Next:

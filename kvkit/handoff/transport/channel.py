@@ -154,10 +154,6 @@ class Channel:
         """
         return False
 
-    def fileno(self) -> int:
-        """The descriptor that is readable when a frame has come."""
-        return self._stream.socket.fileno()
-
     def shutdown(self) -> None:
         """End both directions at once: who sends or receives, here and there, gets `ChannelClosed`."""
         self._ended = True

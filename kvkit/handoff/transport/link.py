@@ -53,13 +53,9 @@ class HandshakeError(ChannelError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this node says of itself in a hello, and wants of its peers.
+    """What this node says of itself in a hello, and wants of its peers: as in `Hello`.
 
     Args:
-        node: its name, for logs.
-        namespace: digest of its namespace without LoRA and salt, hex.
-        layout: `KVLayout.fingerprint()`.
-        slot_bytes: of its largest record.
         secret: what peers must know; empty for none.
     """
 
@@ -80,9 +76,9 @@ class Identity:
         Raises:
             HandshakeError: it is one. The message names both values.
         """
-        mine = {"namespace": self.namespace, "layout": self.layout, "slot_bytes": self.slot_bytes}
-        for name, ours in {"version": messages.VERSION, **mine}.items():
-            theirs = getattr(hello, name)
+        mine = self.hello()
+        for name in ("version", "namespace", "layout", "slot_bytes"):
+            theirs, ours = getattr(hello, name), getattr(mine, name)
             if theirs != ours:
                 raise HandshakeError(
                     f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}"

@@ -138,23 +138,20 @@ class Agent:
             there = agent.get_xfer_descs([(target, size, 0)], "DRAM")
             transfer = agent.initialize_xfer("WRITE", here, there, peer)
             try:
-                self._finish(transfer, deadline, stop)
+                began = time.monotonic()
+                state = agent.transfer(transfer)
+                while state == "PROC":
+                    now = time.monotonic()
+                    if now >= deadline or stop():
+                        raise TimeoutError
+                    if now - began > _SPIN_S:
+                        time.sleep(_SLEEP_S)
+                    state = agent.check_xfer_state(transfer)
+                if state != "DONE":
+                    raise OSError(f"NIXL: the transfer ended as {state}")
             finally:
                 with suppress(Exception):  # one that could not be cancelled yet is kept by the agent
                     agent.release_xfer_handle(transfer)
-
-    def _finish(self, transfer: Any, deadline: float, stop: Callable[[], bool]) -> None:
-        began = time.monotonic()
-        state = self._agent.transfer(transfer)
-        while state == "PROC":
-            now = time.monotonic()
-            if now >= deadline or stop():
-                raise TimeoutError
-            if now - began > _SPIN_S:
-                time.sleep(_SLEEP_S)
-            state = self._agent.check_xfer_state(transfer)
-        if state != "DONE":
-            raise OSError(f"NIXL: the transfer ended as {state}")
 
 
 class NixlChannel(Channel):

@@ -50,16 +50,12 @@ class Stream:
         Raises:
             EOFError: the peer closed before.
         """
-        buffer = self.take_ahead(buffer)
-        while len(buffer):
-            self.limit(deadline - time.monotonic())
-            try:
-                count = self.socket.recv_into(buffer, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise TimeoutError from None
+        count = min(len(buffer), len(self._ahead))
+        buffer[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+        while len(buffer := buffer[count:]):
+            count = self.read(buffer, deadline - time.monotonic(), socket.MSG_WAITALL)
             if count == 0:
                 raise EOFError
-            buffer = buffer[count:]
 
     def take(self, count: int, deadline: float) -> bytes:
         """The next `count` bytes; raises as `receive`."""
@@ -74,26 +70,16 @@ class Stream:
     def wait(self, wait_s: float) -> bool:
         """Wait until there is something to receive; False at the end of the stream. Reads a little ahead."""
         if not len(self._ahead):
-            self._ahead = self._buffer[: self.read_ahead(self._buffer, max(wait_s, SHORTEST_S))]
+            self._ahead = self._buffer[: self.read(self._buffer, max(wait_s, SHORTEST_S))]
         return len(self._ahead) > 0
 
-    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
-        """Some bytes, as soon as there are any; how many, 0 at the end."""
-        self.limit(wait_s)
+    def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
+        """Read some bytes, with these flags of recv, as soon as there are any; how many, 0 at the end."""
+        set_timeout(self.socket, socket.SO_RCVTIMEO, wait_s)
         try:
-            return self.socket.recv_into(buffer)
+            return self.socket.recv_into(buffer, 0, flags)
         except BlockingIOError:
             raise TimeoutError from None
-
-    def take_ahead(self, buffer: memoryview) -> memoryview:
-        """Fill the front of `buffer` with what was read ahead; the rest of it."""
-        count = min(len(buffer), len(self._ahead))
-        buffer[:count], self._ahead = self._ahead[:count], self._ahead[count:]
-        return buffer[count:]
-
-    def limit(self, left_s: float) -> None:
-        """Have the next call that receives take so many seconds at most."""
-        set_timeout(self.socket, socket.SO_RCVTIMEO, left_s)
 
     def _wait_for_room(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()

@@ -76,18 +76,9 @@ class TlsStream(Stream):
                     encrypted = self._to_send.read()
                 super().send([encrypted], deadline)
 
-    def receive(self, buffer: memoryview, deadline: float) -> None:
-        buffer = self.take_ahead(buffer)
-        while len(buffer):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            count = self.read_ahead(buffer, left_s)
-            if count == 0:
-                raise EOFError
-            buffer = buffer[count:]
-
-    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
+    def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
+        if wait_s <= 0:
+            raise TimeoutError
         deadline = time.monotonic() + wait_s
         self.handshake(deadline)
         while True:
@@ -121,7 +112,7 @@ class TlsStream(Stream):
 
     def _more(self, deadline: float) -> bool:
         """Have some more ciphertext; whether there was any."""
-        count = super().read_ahead(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
+        count = super().read(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
         with self._cipher:
             self._received.write(self._raw[:count])
         if count == len(self._raw) < _PIECE_BYTES:  # records come

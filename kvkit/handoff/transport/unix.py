@@ -105,12 +105,12 @@ class LocalStream(Stream):
         self._takes_descriptors = takes_descriptors
         self.passed: list[int] = []
 
-    def read_ahead(self, buffer: memoryview, wait_s: float) -> int:
-        if not self._takes_descriptors:
-            return super().read_ahead(buffer, wait_s)
+    def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
+        if flags or not self._takes_descriptors:  # within a frame comes no arena
+            return super().read(buffer, wait_s, flags)
         if self.passed:
             raise FrameError("a descriptor came, and no arena with it")
-        self.limit(wait_s)
+        set_timeout(self.socket, socket.SO_RCVTIMEO, wait_s)
         try:
             data, passed, _, _ = socket.recv_fds(self.socket, len(buffer), _MAX_DESCRIPTORS)
         except BlockingIOError:
