@@ -81,8 +81,7 @@ class Endpoint(Handler):
     @property
     def peers(self) -> int:
         """Connections of peers that have proved themselves."""
-        with self._lock:
-            return len(self._peers)
+        return len(self._peers)
 
     def close(self, timeout_s: float) -> None:
         """Listen no more and end every connection. The receiver is its owner's to close, before this."""

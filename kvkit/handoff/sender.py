@@ -65,6 +65,17 @@ class Sending:
         return self.state.id
 
 
+@dataclass(eq=False, slots=True)
+class _Put:
+    """One record on its way to several transfers: completes when it was sent to the last."""
+
+    name: str
+    lease: Lease
+    on_complete: OnComplete
+    left: int = 1
+    error: TierError | None = None
+
+
 class Sender(Handler):
     """Sends records to peers. Thread-safe; every call returns at once.
 
@@ -150,7 +161,7 @@ class Sender(Handler):
             with self._changed:
                 for entry in list(self._open.values()):
                     self._step(entry, outgoing.put(entry.state, name, time.monotonic()), record)
-            record.finish(None)
+            self._sent(None, record, None)
         self._settle()
 
     def finish(self, transfer: str) -> None:
@@ -254,7 +265,7 @@ class Sender(Handler):
             entry.link.say(step)
             return
         assert record is not None
-        record.begin()
+        record.left += 1
         entry.queued += 1
         entry.link.send(
             messages.Data(entry.id, step.index, record.lease.used),
@@ -264,13 +275,19 @@ class Sender(Handler):
             partial(self._sent, entry, record),
         )
 
-    def _sent(self, entry: Sending, record: _Put, error: BaseException | None) -> None:
-        """A record is on its way to a transfer, or its link failed: then the transfer ends."""
-        record.finish(error)
+    def _sent(self, entry: Sending | None, record: _Put, error: BaseException | None) -> None:
+        """A record is on its way to a transfer (None: to no more), or its link failed, which ends that."""
         with self._changed:
-            entry.queued -= 1
-            idle = entry.queued == 0
-        if idle and error is None:
+            record.left -= 1
+            last = not record.left
+            if error is not None and record.error is None:
+                record.error = TierError(f"{record.name} was not sent: {error}")
+            if entry is not None:
+                entry.queued -= 1
+            idle = entry is not None and not entry.queued and error is None
+        if last:
+            complete(record.on_complete, record.name, record.lease, record.error)
+        if entry is not None and idle:
             entry.on_change(entry)
 
     def _expire(self, now: float) -> float | None:
@@ -281,30 +298,3 @@ class Sender(Handler):
         self._settle()
         with self._changed:
             return min((entry.state.deadline for entry in self._open.values()), default=None)
-
-
-class _Put:
-    """One record on its way to several transfers: completes when it was sent to the last. Thread-safe."""
-
-    def __init__(self, name: str, lease: Lease, on_complete: OnComplete) -> None:
-        self.lease = lease
-        self._name = name
-        self._on_complete = on_complete
-        self._left = 1
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """One more."""
-        with self._lock:
-            self._left += 1
-
-    def finish(self, error: BaseException | None) -> None:
-        """One less."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-            if error is not None and self._error is None:
-                self._error = TierError(f"{self._name} was not sent: {error}")
-        if last:
-            complete(self._on_complete, self._name, self.lease, self._error)

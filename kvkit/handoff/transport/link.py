@@ -47,10 +47,6 @@ OnSent = Callable[[BaseException | None], None]
 _numbers = itertools.count(1)
 
 
-class HandshakeError(ChannelError):
-    """The peer is not one to talk to: another secret, version, namespace or layout. Says which."""
-
-
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What this node says of itself in a hello, and wants of its peers: as in `Hello`.
@@ -74,21 +70,19 @@ class Identity:
         """Refuse a peer whose records are of no use here.
 
         Raises:
-            HandshakeError: it is one. The message names both values.
+            ChannelError: it is one. The message names both values.
         """
         mine = self.hello()
         for name in ("version", "namespace", "layout", "slot_bytes"):
             theirs, ours = getattr(hello, name), getattr(mine, name)
             if theirs != ours:
-                raise HandshakeError(
-                    f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}"
-                )
+                raise ChannelError(f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}")
 
 
 class Handler(Protocol):
-    """What is done with what a peer says. Called by the link's reading thread, `ended` by either.
+    """What is done with what a peer says; payloads are refused, unless `place` is defined.
 
-    Who says nothing else takes no payloads.
+    Called by the link's reading thread, `ended` by either.
     """
 
     def started(self, link: Link) -> None:
@@ -118,7 +112,6 @@ class Handler(Protocol):
 class _Item:
     """What waits to be said, with a record or without."""
 
-    message: messages.Message
     lease: Lease | None = None
     slot: int | None = None
     wanted: Callable[[], bool] = lambda: True
@@ -194,7 +187,7 @@ class Link:
 
     def say(self, message: messages.Message) -> None:
         """Queue a message; one to a link that ended is lost."""
-        self._enqueue(_Item(message))
+        self._enqueue(message, _Item())
 
     def send(
         self,
@@ -211,7 +204,7 @@ class Link:
             wanted: asked when it is its turn; if not, it is passed over.
             on_sent: called once, with None if it is in the peer's slot or on its way, or was passed over.
         """
-        self._enqueue(_Item(data, lease.share(), slot, wanted, on_sent))
+        self._enqueue(data, _Item(lease.share(), slot, wanted, on_sent))
 
     def close(self) -> None:
         """Send what is queued, then end; returns at once."""
@@ -232,11 +225,11 @@ class Link:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _enqueue(self, item: _Item) -> None:
+    def _enqueue(self, message: messages.Message, item: _Item) -> None:
         """Queue an item. Callers hold locks, and the end of a link takes those: its own threads end it."""
         failure: Exception | None = None
         try:
-            item.body = encode(item.message)
+            item.body = encode(message)
         except MessageError as error:
             failure = error
         with self._changed:
@@ -369,7 +362,7 @@ class Link:
         theirs = self._receive(channel)
         hello = decode(theirs)
         if not isinstance(hello, Hello):
-            raise HandshakeError(f"{channel.peer} does not say hello")
+            raise ChannelError(f"{channel.peer} does not say hello")
         if not client:
             channel.send(ours)
         hellos = (ours, theirs) if client else (theirs, ours)
@@ -378,15 +371,15 @@ class Link:
             channel.send(encode(Proof(auth.prove(secret, "client", *hellos))))
         proof = decode(self._receive(channel))
         if isinstance(proof, Error):
-            raise HandshakeError(f"{channel.peer}: {proof.message}")
+            raise ChannelError(f"{channel.peer}: {proof.message}")
         try:
             if not isinstance(proof, Proof) or not auth.is_proof(proof.mac, secret, other, *hellos):
-                raise HandshakeError("the secrets differ")
+                raise ChannelError("the secrets differ")
             self._identity.check(hello)
-        except HandshakeError as error:
+        except ChannelError as error:
             why = str(error).encode()[:_REFUSAL_BYTES].decode(errors="ignore")
             channel.send(encode(Error("refused", why)))
-            raise HandshakeError(f"{channel.peer}: {error}") from None
+            raise ChannelError(f"{channel.peer}: {error}") from None
         channel.trusted = True
         self.peer = hello
         if not client:
@@ -399,7 +392,7 @@ class Link:
         try:
             return channel.receive(lambda body: None, self._handshake_s)
         except ChannelIdle:
-            raise HandshakeError(f"{channel.peer} said nothing for {self._handshake_s} s") from None
+            raise ChannelError(f"{channel.peer} said nothing for {self._handshake_s} s") from None
 
     def _end(self, error: BaseException) -> None:
         with self._changed:
