@@ -34,42 +34,27 @@ _METRICS_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that answered.
-
-    Attributes:
-        url: scheme, host and port, and what stands before "/v1/completions".
-        ignores_eos: whether it can be told to give `max_tokens` tokens in any case.
-    """
+    """A server that answered."""
 
     name: str
-    url: str
+    url: str  # scheme, host and port, and what stands before "/v1/completions"
     model: str
-    ignores_eos: bool
+    ignores_eos: bool  # whether it can be told to give `max_tokens` tokens in any case
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one request. Times are in seconds.
-
-    Attributes:
-        again: of the request.
-        ttft_s: until the first piece of text; 0 of an error.
-        gaps_s: between one piece of text and the next. A piece is a token, or more where a server lags.
-        total_s: until the stream's end.
-        prompt_tokens, output_tokens: as the server counted.
-        cached_tokens: tokens of the prompt that it did not compute; None where it does not tell.
-        error: why there is no answer, or none that is complete; None of a good one.
-    """
+    """What came of one request; tokens are as the server counted. `again` is the request's."""
 
     again: bool
     text: str = ""
-    ttft_s: float = 0.0
-    gaps_s: tuple[float, ...] = ()
-    total_s: float = 0.0
+    ttft_s: float = 0.0  # until the first piece of text; 0 of an error
+    gaps_s: tuple[float, ...] = ()  # between pieces of text: tokens, or more at once where a server lags
+    total_s: float = 0.0  # until the stream's end
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None
-    error: str | None = None
+    cached_tokens: int | None = None  # of the prompt, not computed; None where the server does not tell
+    error: str | None = None  # why there is no answer, or none that is complete
 
 
 def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30.0) -> Target:
@@ -102,10 +87,10 @@ def drive(
     Returns the answers in the order of the requests, and how long it took in seconds. A failure is an answer
     with an error; it ends its session. No request takes longer than `timeout_s`.
     """
-    sessions: dict[int, deque[int]] = defaultdict(deque)
+    sessions: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     for index, request in enumerate(requests):
-        sessions[request.session].append(index)
-    ready = [(requests[queue[0]].arrival_s, queue.popleft()) for queue in sessions.values()]
+        sessions[request.session].append((request.arrival_s, index))
+    ready = [queue.popleft() for queue in sessions.values()]
     heapify(ready)
     answers = [Completion(request.again, error="an earlier turn failed") for request in requests]
     history: dict[int, str] = defaultdict(str)
@@ -132,8 +117,7 @@ def drive(
             answers[index] = answer = future.result()
             history[session] += answer.text
             if answer.error is None and sessions[session]:
-                following = sessions[session].popleft()
-                heappush(ready, (requests[following].arrival_s, following))
+                heappush(ready, sessions[session].popleft())
     workers.close(timeout_s)
     return answers, time.perf_counter() - start
 
@@ -168,11 +152,9 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
     except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError, TypeError) as caught:
         error = _words(caught)
     end = time.perf_counter()
-    if error is None and not finished:
-        error = "the stream ended early"
-    if error is not None:
-        if end - start >= timeout_s:
-            error = f"not answered within {timeout_s:g} s"
+    if error is not None or not finished:
+        late = end - start >= timeout_s
+        error = f"not answered within {timeout_s:g} s" if late else error or "the stream ended early"
         return Completion(request.again, total_s=end - start, error=error)
     details = usage.get("prompt_tokens_details") or {}
     return Completion(

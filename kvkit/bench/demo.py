@@ -35,21 +35,14 @@ ANSWER_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn. Times are seconds from the question to the answer's first token.
-
-    Attributes:
-        hit_tokens: prompt tokens that were loaded, by tier.
-        computed_tokens: prompt tokens that the model computed.
-        ttft_s, ttft_cold_s: with kvkit, and without it in the same process; None where not compared.
-        identical: whether both gave the same tokens; None where not compared.
-    """
+    """One turn, with kvkit and, where they are compared, without it in the same process."""
 
     prompt_tokens: int
-    hit_tokens: dict[str, int]
-    computed_tokens: int
-    ttft_s: float
-    ttft_cold_s: float | None = None
-    identical: bool | None = None
+    hit_tokens: dict[str, int]  # of the prompt, loaded, by tier
+    computed_tokens: int  # of the prompt
+    ttft_s: float  # from the question to the answer's first token
+    ttft_cold_s: float | None = None  # the same without kvkit
+    identical: bool | None = None  # whether both gave the same tokens
 
 
 def run(model: str | None, json_path: Path, png_path: Path, console: Console) -> list[Turn]:
@@ -101,22 +94,18 @@ def picture(first: list[Turn], second: list[Turn]) -> Figure:
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     numbers = list(range(1, len(second) + 1))
+    colors = {"computed": "#d1495b", "memory": "#66a182", "disk": "#2e4057"}
     labelled: set[str] = set()
     for offset, turns in ((-0.2, first), (0.2, second)):
         bottom = [0] * len(turns)
         for tier in [*dict.fromkeys(t for turn in turns for t in turn.hit_tokens), "computed"]:
             counts = [t.computed_tokens if tier == "computed" else t.hit_tokens.get(tier, 0) for t in turns]
-            color = {"computed": "#d1495b", "memory": "#66a182", "disk": "#2e4057"}.get(tier)
             label = None if tier in labelled else tier
-            left.bar([n + offset for n in numbers], counts, 0.36, bottom, color=color, label=label)
+            left.bar([n + offset for n in numbers], counts, 0.36, bottom, color=colors.get(tier), label=label)
             labelled.add(tier)
             bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
-    left.set(
-        title="prompt tokens by source",
-        xlabel="turn: 1st process, 2nd process",
-        xticks=numbers,
-        ylabel="tokens",
-    )
+    left.set(title="prompt tokens by source", xlabel="turn: 1st process, 2nd process", ylabel="tokens")
+    left.set(xticks=numbers)
     cold, warm = ([t.ttft_cold_s or 0 for t in second], [t.ttft_s for t in second])
     right.bar([n - 0.2 for n in numbers], cold, 0.36, color="#d1495b", label="without kvkit")
     bars = right.bar([n + 0.2 for n in numbers], warm, 0.36, color="#2e4057", label="with kvkit, from disk")

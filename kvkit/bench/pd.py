@@ -42,21 +42,14 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class PdTurn:
-    """One turn over both engines.
-
-    Attributes:
-        prefill_hits: tokens of the records that P loaded, by the tier they came from.
-        decode_received: tokens of those that D loaded, by tier.
-        ttft_s, plain_ttft_s: seconds to the first piece of text, over the router and from plain vLLM.
-        identical: whether both gave the same text.
-    """
+    """One turn over both engines, and over plain vLLM."""
 
     prompt_tokens: int
-    prefill_hits: dict[str, int]
-    decode_received: dict[str, int]
-    ttft_s: float
+    prefill_hits: dict[str, int]  # tokens of the records that P loaded, by tier
+    decode_received: dict[str, int]  # of those that D loaded
+    ttft_s: float  # to the first piece of text, over the router
     plain_ttft_s: float
-    identical: bool
+    identical: bool  # whether both gave the same text
 
 
 def run(

@@ -84,32 +84,22 @@ class Method:
     mask: str = ""
 
 
-def _methods() -> dict[str, Method]:
-    def chosen(method: str, ratio: float, first_n: int = 0) -> Method:
-        return Method(Selection(method, ratio, first_n))
-
-    methods = {
-        "naive": chosen("first_n", 0.0),
-        "first n .15": chosen("first_n", 0.15),
-        "random .15": Method(None),
-        "v deviation .15": chosen("v_deviation", 0.15),
-        "question .15": chosen("question_attention", 0.15),
-        "default .15, 4 layers": Method(Selection(layers=4)),
-        "default .15, 16 layers": Method(Selection(layers=16)),
-        "default .15, no value norm": Method(Selection(value_norm=False)),
-        "default .15, no fade": Method(Selection(fade=0)),
-    }
-    for ratio in (0.05, 0.15, 0.30):
-        name = f"{ratio:.2f}"[1:]
-        methods[f"k deviation {name}"] = chosen("k_deviation", ratio)
-        methods[f"default {name}"] = Method(Selection(ratio=ratio))
-    by_k = chosen("k_deviation", 0.15).selection
-    methods["k deviation .15, bottom-right mask"] = Method(by_k, "bottom right")
-    methods["k deviation .15, block mask"] = Method(by_k, "blocks")
-    return methods
-
-
-METHODS: Mapping[str, Method] = _methods()
+_BY_K = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
+METHODS: Mapping[str, Method] = {
+    "naive": Method(Selection("first_n", 0.0, 0)),
+    "first n .15": Method(Selection("first_n", 0.15, 0)),
+    "random .15": Method(None),
+    "v deviation .15": Method(Selection("v_deviation", 0.15, 0)),
+    "question .15": Method(Selection("question_attention", 0.15, 0)),
+    "default .15, 4 layers": Method(Selection(layers=4)),
+    "default .15, 16 layers": Method(Selection(layers=16)),
+    "default .15, no value norm": Method(Selection(value_norm=False)),
+    "default .15, no fade": Method(Selection(fade=0)),
+    **{f"k deviation .{100 * ratio:02.0f}": Method(by_k) for ratio, by_k in _BY_K.items()},
+    **{f"default .{100 * ratio:02.0f}": Method(Selection(ratio=ratio)) for ratio in _BY_K},
+    "k deviation .15, bottom-right mask": Method(_BY_K[0.15], "bottom right"),
+    "k deviation .15, block mask": Method(_BY_K[0.15], "blocks"),
+}
 
 
 def samples(kind: str, encode: Encode, count: int, tokens: int, seed: int = 0) -> list[Sample]:
@@ -215,10 +205,7 @@ SETS: Mapping[str, Callable[[Texts, Encode, int, np.random.Generator, int, int],
 
 
 class Judge:
-    """Measures methods on samples, with one model.
-
-    Args:
-        model: a Hugging Face causal language model, in eval mode.
+    """Measures methods on samples, with one Hugging Face causal language model, in eval mode.
 
     Raises:
         BlendError: the model cannot be blended.
@@ -248,7 +235,7 @@ class Judge:
         last = self._logits(sample.prompt, kv)
         seconds = time.process_time() - began
         full = self._follow(last, sample, kv)
-        measured = {"full": _figures(full, full, sample) | {"rows": 1.0, "seconds": seconds}}
+        measured = {"full": _figures(full, full, sample, 1.0, seconds)}
         found, plan = self._documents(sample, room)
         for name, method in methods.items():
             for layer, source in zip(kv.layers, found.layers, strict=True):
@@ -260,7 +247,7 @@ class Judge:
             kv.mark_filled(total)
             logits = self._follow(blended.logits[None], sample, kv)
             rows = blended.row_layers / (total * self.decoder.layers)
-            measured[name] = _figures(full, logits, sample) | {"rows": rows, "seconds": seconds}
+            measured[name] = _figures(full, logits, sample, rows, seconds)
         return measured
 
     def _documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
@@ -303,19 +290,19 @@ class Judge:
         return torch.cat([last, rest]).float().log_softmax(-1)
 
 
-def _figures(full: torch.Tensor, ours: torch.Tensor, sample: Sample) -> Measures:
+def _figures(full: torch.Tensor, ours: torch.Tensor, sample: Sample, rows: float, seconds: float) -> Measures:
     """Measures of log probabilities [C, V] against those of full recompute."""
     wanted = torch.from_numpy(sample.continuation.astype(np.int64)).to(ours.device)
     best = ours.argmax(-1)
-    answer = slice(0, sample.answer)
-    figures = {
+    right = (best == wanted)[: sample.answer]
+    return {
         "kl": float((full.exp() * (full - ours)).sum(-1).mean()),
         "top1": float((best == full.argmax(-1)).float().mean()),
         "nll": float(-ours.gather(-1, wanted[:, None]).mean()),
+        **({"exact": float(right.all())} if sample.answer else {}),
+        "rows": rows,
+        "seconds": seconds,
     }
-    if sample.answer:
-        figures["exact"] = float((best[answer] == wanted[answer]).all())
-    return figures
 
 
 def _bottom_right(tokens: int) -> Sees:
@@ -390,12 +377,8 @@ def run(
     Appends each to `path`, a line of JSON, and takes from there what an earlier run with the same model and
     text has finished: only methods that it did not measure are.
     """
-    work = [
-        (kind, i, sample)
-        for kind in sets
-        for i, sample in enumerate(samples(kind, encode, count, tokens, seed))
-    ]
-    work.sort(key=lambda item: item[1])  # every set makes progress
+    drawn = [[(kind, sample) for sample in samples(kind, encode, count, tokens, seed)] for kind in sets]
+    work = [(i, *item) for i, one_of_each in enumerate(zip(*drawn, strict=True)) for item in one_of_each]
     finished: dict[str, dict[str, Measures]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
@@ -403,7 +386,7 @@ def run(
             finished.setdefault(entry["of"], {}).update(entry["by_settings"])
     settings = {name: json.dumps(asdict(method)) for name, method in methods.items()}
     with path.open("a") as out:
-        for kind, i, sample in work:
+        for i, kind, sample in work:
             of = _identity(judge, sample)
             known = finished.setdefault(of, {})
             left = {name: method for name, method in methods.items() if settings[name] not in known}
@@ -505,8 +488,9 @@ def table(kind: str, summary: Mapping[str, Mapping[str, Any]]) -> Table:
     """One set's methods as a table, cheapest first."""
     count = next(iter(summary.values()))["samples"]
     shown = Table(title=f"{kind}, {count} samples: against full recompute, with 95 % intervals")
-    for heading in ("method", "rows", "KL", "top-1", "perplexity", "exact", "speedup", "KL / K deviation's"):
-        shown.add_column(heading, justify="left" if heading == "method" else "right")
+    shown.add_column("method")
+    for heading in ("rows", "KL", "top-1", "perplexity", "exact", "speedup", "KL / K deviation's"):
+        shown.add_column(heading, justify="right")
     for name, figures in sorted(summary.items(), key=lambda item: item[1]["rows"]):
         shown.add_row(
             name,
@@ -535,22 +519,16 @@ def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> 
     for panel, (kind, methods) in zip(each, summary.items(), strict=True):
         for family, (color, marker) in families.items():
             names = [n for n in methods if n.startswith(f"{family} .") and "," not in n]
-            points = sorted((methods[n]["rows"], methods[n]["kl"], methods[n]["kl_interval"]) for n in names)
+            points = sorted((methods[n]["rows"], methods[n]["kl"], *methods[n]["kl_interval"]) for n in names)
             if points:
-                rows, kl, intervals = zip(*points, strict=True)
+                rows, kl, low, high = zip(*points, strict=True)
                 panel.plot(rows, kl, color=color, marker=marker, label=family)
-                panel.vlines(
-                    rows, [i[0] for i in intervals], [i[1] for i in intervals], color=color, alpha=0.5
-                )
+                panel.vlines(rows, low, high, color=color, alpha=0.5)
         for name, figures in methods.items():
             if name != "full" and (name.rpartition(" ")[0] not in families):
                 panel.plot(figures["rows"], figures["kl"], ".", color="#777777")
                 panel.annotate(name, (figures["rows"], figures["kl"]), fontsize=5.5, color="#555555")
-        panel.set(
-            title=kind,
-            xlabel="rows computed, of all",
-            ylabel="KL from full recompute, nats a token",
-            yscale="log",
-        )
+        panel.set(title=kind, xlabel="rows computed, of all", yscale="log")
+        panel.set_ylabel("KL from full recompute, nats a token")
         panel.legend(fontsize=7)
     figure.savefig(path, dpi=110)

@@ -19,29 +19,20 @@ from kvkit.simulate.report import panels, summary
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds of one workload on one system.
-
-    Attributes:
-        wall_s: how long they took, in seconds.
-        hit_tokens: tokens of prompts that were not computed; None where the server does not tell.
-    """
+    """All rounds of one workload on one system."""
 
     system: str
     workload: str
     answers: tuple[Completion, ...]
-    wall_s: float
-    hit_tokens: int | None
+    wall_s: float  # how long they took
+    hit_tokens: int | None  # of prompts, not computed; None where the server does not tell
 
     def __add__(self, other: Measured) -> Measured:
         """Both, as rounds of the same."""
-        hits = (self.hit_tokens, other.hit_tokens)
-        return Measured(
-            self.system,
-            self.workload,
-            self.answers + other.answers,
-            self.wall_s + other.wall_s,
-            None if None in hits else sum(hit or 0 for hit in hits),
-        )
+        told = self.hit_tokens is not None and other.hit_tokens is not None
+        hits = (self.hit_tokens or 0) + (other.hit_tokens or 0) if told else None
+        answers, wall_s = self.answers + other.answers, self.wall_s + other.wall_s
+        return Measured(self.system, self.workload, answers, wall_s, hits)
 
 
 def summarise(measured: Measured) -> dict[str, Any]:

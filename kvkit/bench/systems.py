@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,23 +84,23 @@ def started(system: str, setup: Setup) -> Iterator[str]:
         environment = _SAME_CORES | os.environ
         if setup.cores:
             environment = {_BIND: ",".join(map(str, setup.cores))} | environment
-        transfer: dict[str, Any] | None = None
+        transfer: dict[str, Any] = {}
         if system == "kvkit":
             transfer = _kvkit(setup)
         elif system == "lmcache":
             environment |= _QUIET
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_peers(), os.getenv("PYTHONPATH")]))
             port = stack.enter_context(_lmcache_server(setup, environment))
-            transfer = {
-                "kv_connector": "LMCacheMPConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "lmcache.mp.host": "tcp://127.0.0.1",
-                    "lmcache.mp.port": port,
-                },
-            }
+            server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+            transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+            transfer["kv_connector_extra_config"] = server
+        connector = ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
         port = free_port()
-        command = _vllm(setup, port, transfer)
+        # its own prefix cache is off, unless the options, which come later, have it on
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enable-prompt-tokens-details", "--no-enable-prefix-caching", *connector]
+        command += setup.options
         with serving(system, command, environment, setup.folder, lambda: _healthy(port), setup.memory):
             yield f"http://127.0.0.1:{port}"
 
@@ -109,10 +109,8 @@ def started(system: str, setup: Setup) -> Iterator[str]:
 def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) -> Iterator[str]:
     """The URL of `kvkit router` before a prefill and a decode server; it is ended with the context.
 
-    Every prompt goes over the prefill server, however little of it is new.
-
-    Args:
-        handoff: where the decode server takes in what the prefill server computed.
+    Every prompt goes over the prefill server, however little of it is new. `handoff` is where the decode
+    server takes in what the other computed.
 
     Raises:
         BenchError: it ended, or did not serve within `START_S`.
@@ -152,13 +150,9 @@ def serving(
     path = folder / f"{name}.log"
     kills = memory_kills()
     with open(path, "wb") as log:
+        # in a session of its own: its children are in its group, and Ctrl-C is for the client alone
         process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # its children are in its group, and Ctrl-C is for the client alone
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
         deadline = time.monotonic() + START_S
@@ -218,49 +212,27 @@ def _kvkit(setup: Setup) -> dict[str, Any]:
 def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[int]:
     """The port of LMCache's own process, which holds its memory."""
     port = free_port()
-    options = {
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--l1-size-gb": str(setup.memory_gib),
-        "--supported-transfer-mode": "auto",
-        "--eviction-policy": "LRU",
-        "--chunk-size": str(setup.chunk_tokens),
-        "--shm-name": f"kvkit-bench-{port}",
-    }
-    module = "lmcache.v1.multiprocess.server"
-    flat = [word for pair in options.items() for word in pair]
-    command = [sys.executable, "-m", module, *flat, "--no-l1-use-lazy", "--disable-metrics"]
+    command = [sys.executable, "-m", "lmcache.v1.multiprocess.server"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--shm-name", f"kvkit-bench-{port}"]
+    command += ["--l1-size-gb", str(setup.memory_gib), "--chunk-size", str(setup.chunk_tokens)]
+    command += ["--supported-transfer-mode", "auto", "--eviction-policy", "LRU"]
+    command += ["--no-l1-use-lazy", "--disable-metrics"]
     with serving("lmcache-server", command, environment, setup.folder, lambda: _listens(port)):
         yield port
 
 
-def _vllm(setup: Setup, port: int, transfer: Mapping[str, Any] | None) -> list[str]:
-    """vLLM's server. Its own prefix cache is off, unless `setup.options`, which come later, have it on."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enable-prompt-tokens-details", "--no-enable-prefix-caching"]
-    if transfer is not None:
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-    return [*command, *setup.options]
-
-
 def _healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
+    with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
 
 
 def free_port() -> int:
