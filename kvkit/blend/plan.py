@@ -36,18 +36,12 @@ class BlendError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a prompt whose KV was computed elsewhere.
-
-    Args:
-        start, stop: where they stand in the prompt.
-        first: position at which token `start` was computed.
-        exact: whether the tokens before it were the same there, so that the KV is that of a full prefill.
-    """
+    """Consecutive tokens of a prompt, `start` to `stop`, whose KV was computed elsewhere."""
 
     start: int
     stop: int
-    first: int = 0
-    exact: bool = False
+    first: int = 0  # position at which token `start` was computed
+    exact: bool = False  # the tokens before it were the same there: the KV is that of a full prefill
 
     @property
     def delta(self) -> int:
@@ -57,19 +51,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendPlan:
-    """Which KV of a prompt of N tokens is there, and which is not. Make it with `plan_blend`.
+    """Which KV of a prompt of N tokens is there, and which is not. Make it with `plan_blend`."""
 
-    Args:
-        spans: where KV was found, ascending; the true prefix is not among them.
-        exact: bool [N], tokens whose KV is that of a full prefill.
-        computed: int32, positions without KV, ascending; the last token is always one.
-        question: int32, those of `computed` that are the question.
-    """
-
-    spans: tuple[Span, ...]
-    exact: NDArray[np.bool_]
-    computed: NDArray[np.int32]
-    question: NDArray[np.int32]
+    spans: tuple[Span, ...]  # where KV was found, ascending; the true prefix is not among them
+    exact: NDArray[np.bool_]  # [N], tokens whose KV is that of a full prefill
+    computed: NDArray[np.int32]  # positions without KV, ascending; the last token is always one
+    question: NDArray[np.int32]  # those of `computed` that are the question
 
     @property
     def tokens(self) -> int:
@@ -85,7 +72,7 @@ class BlendPlan:
 
     @property
     def starts(self) -> NDArray[np.int32]:
-        """int32: where the spans with reused tokens begin."""
+        """Where the spans with reused tokens begin."""
         return np.array([span.start for span in self.spans if not span.exact], np.int32)
 
 
@@ -148,8 +135,8 @@ def plan_blend(
         raise BlendError(f"tokens={tokens}: want at least 1")
     if not 0 <= prefix <= tokens or question < 1:
         raise BlendError(f"prefix={prefix}, question={question}: want 0 to {tokens}, and at least 1")
-    exact = np.zeros(tokens, bool)
-    found = np.zeros(tokens, bool)
+    exact, found = np.zeros(tokens, bool), np.zeros(tokens, bool)
+    exact[:prefix] = found[:prefix] = True
     kept, end = [], 0
     for span in spans:
         if not (end <= span.start <= span.stop <= tokens) or span.first < 0:
@@ -160,8 +147,6 @@ def plan_blend(
             kept.append(Span(start, stop, span.first + start - span.start, span.exact))
             found[start:stop] = True
             exact[start:stop] = span.exact
-    exact[:prefix] = True
-    found[:prefix] = True
     found[-1] = exact[-1] = False  # its logits are wanted
     computed = np.flatnonzero(~found).astype(np.int32)
     after = kept[-1].stop if kept else min(prefix, tokens - 1)

@@ -43,14 +43,9 @@ Sees = Callable[[Positions], Positions]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How one layer attends.
+    """How one layer attends."""
 
-    Args:
-        rope: of its queries and keys.
-        scoring: scale, window and soft-cap.
-    """
-
-    rope: Rope
+    rope: Rope  # of its queries and keys
     scoring: Scoring
 
 
@@ -106,17 +101,11 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blended:
-    """What blending a prompt took.
+    """What blending a prompt took."""
 
-    Attributes:
-        logits: of the last token, [V].
-        selected: int32, the reused tokens that were recomputed, ascending.
-        row_layers: rows that went through a layer, summed over layers; a full prefill takes N * layers.
-    """
-
-    logits: torch.Tensor
-    selected: Positions
-    row_layers: int
+    logits: torch.Tensor  # of the last token, [V]
+    selected: Positions  # reused tokens that were recomputed, ascending
+    row_layers: int  # rows that went through a layer, over all layers; a full prefill takes N * layers
 
 
 @torch.inference_mode()
@@ -149,15 +138,13 @@ def blend(
     count, looked = count_of(selection, plan, decoder.layers)
     starts, reused = plan.starts, plan.reused
     first = select_tokens(None, starts, reused, 0, selection.first_n)
-    choose = len(first) < count and looked > 0  # otherwise no score would change anything
-    if choose and selection.method in ("k_deviation", "v_deviation"):
-        h, scores = run.deviations(selection.method)
-        selected = select_tokens(scores, starts, reused, count, selection.first_n)
-        return Blended(run.go_on(h, selected), selected, run.row_layers)
-    asked = choose and selection.method == "question_attention"
-    attention = run.question_scores(selection, looked) if asked else None
-    selected = select_tokens(attention, starts, reused, count, selection.first_n)
-    return Blended(run.recompute(selected), selected, run.row_layers)
+    after, scores = None, None
+    if len(first) < count and looked > 0:  # otherwise no score would change anything
+        if selection.method == "question_attention":
+            scores = run.question_scores(selection, looked)
+        else:
+            after, scores = run.deviations(selection.method)
+    return run.recompute(select_tokens(scores, starts, reused, count, selection.first_n), after)
 
 
 @torch.inference_mode()
@@ -171,32 +158,34 @@ def recompute(
     sees: Sees | None = None,
 ) -> Blended:
     """`blend` with the tokens to recompute, int32 ascending, chosen by the caller."""
-    run = _Run(decoder, kv, tokens, plan, sees)
-    return Blended(run.recompute(selected), selected, run.row_layers)
+    return _Run(decoder, kv, tokens, plan, sees).recompute(selected)
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """One prompt under way; counts what it computes."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: PagedKV,
-        tokens: NDArray[np.int32],
-        plan: BlendPlan,
-        sees: Sees | None,
-    ) -> None:
-        if len(tokens) != plan.tokens:
-            raise BlendError(f"tokens: {len(tokens)}, the plan is of {plan.tokens}")
-        self.decoder, self.kv, self.tokens, self.plan = decoder, kv, tokens, plan
-        self.sees: Sees = sees or (lambda positions: positions)
-        self.row_layers = 0
+    decoder: Decoder
+    kv: PagedKV
+    tokens: NDArray[np.int32]
+    plan: BlendPlan
+    sees: Sees | None
+    row_layers: int = 0
 
-    def recompute(self, selected: Positions) -> torch.Tensor:
-        """Run the computed and the selected rows through every layer; logits of the last token, [V]."""
+    def __post_init__(self) -> None:
+        if len(self.tokens) != self.plan.tokens:
+            raise BlendError(f"tokens: {len(self.tokens)}, the plan is of {self.plan.tokens}")
+
+    def recompute(self, selected: Positions, after: torch.Tensor | None = None) -> Blended:
+        """Run the computed and the selected rows through every layer, or on from what `deviations` gave."""
         rows = np.union1d(self.plan.computed, selected).astype(np.int32)
-        h = self.layers(rows, self._embed(rows), range(self.decoder.layers))
-        return self.decoder.logits(h)[-1]
+        if after is None:
+            start, h = 0, self._embed(rows)
+        else:
+            which = np.searchsorted(np.flatnonzero(~self.plan.exact), rows)
+            start, h = 1, after[self._tensor(which)]
+        h = self.layers(rows, h, range(start, self.decoder.layers))
+        return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
     def question_scores(self, selection: Selection, layers: int) -> NDArray[np.float32]:
         """float32 [N]: how much the question attends to each token in the first `layers` layers, by place."""
@@ -234,13 +223,6 @@ class _Run:
         scores[every] = changed.cpu().numpy()
         return h, scores
 
-    def go_on(self, h: torch.Tensor, selected: Positions) -> torch.Tensor:
-        """Run the computed and the selected rows of `deviations` on; logits of the last token, [V]."""
-        rows = np.union1d(self.plan.computed, selected).astype(np.int32)
-        which = np.searchsorted(np.flatnonzero(~self.plan.exact), rows)
-        h = self.layers(rows, h[self._tensor(which)], range(1, self.decoder.layers))
-        return self.decoder.logits(h)[-1]
-
     def layers(
         self,
         positions: Positions,
@@ -253,7 +235,7 @@ class _Run:
         Mutates the rows' pages. `look` is shown every layer's rotated q and the logsumexp of its attention.
         """
         slots = self._rows(positions).slots
-        seen = self.sees(positions)
+        seen = positions if self.sees is None else self.sees(positions)
         rows = self._rows(seen)
         turns: dict[Rope, RowTurns] = {}
         for layer in layers:
