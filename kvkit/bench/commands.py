@@ -11,17 +11,16 @@ from kvkit.bench.options import Targets, Traffic
 from kvkit.settings import grouped_options
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+Model = Annotated[str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M from PyPI")]
+Figures = Annotated[Path, typer.Option("--json", help="where to write the figures")]
 
 
 def demo(
-    model: Annotated[
-        str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M from PyPI")
-    ] = None,
-    json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("demo.json"),
+    model: Model = None,
+    json_path: Figures = Path("demo.json"),
     png_path: Annotated[Path, typer.Option("--png", help="where to write the picture")] = Path("demo.png"),
     pd: Annotated[
-        bool,
-        typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM"),
+        bool, typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM")
     ] = False,
     flow: Annotated[
         str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md tells what they are")
@@ -63,15 +62,11 @@ def doctor(
 
 @bench.command("blend")
 def bench_blend(
-    model: Annotated[
-        str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M from PyPI")
-    ] = None,
+    model: Model = None,
     samples: Annotated[int, typer.Option(min=1, help="of each data set")] = 40,
     tokens: Annotated[int, typer.Option(min=512, help="of a prompt, about")] = 1024,
     methods: Annotated[str, typer.Option(help="names separated by semicolons; default: all of them")] = "",
-    json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path(
-        "blend.json"
-    ),
+    json_path: Figures = Path("blend.json"),
     png_path: Annotated[
         Path | None, typer.Option("--png", help="where to draw quality against computed rows")
     ] = None,
@@ -93,14 +88,9 @@ def bench_blend(
     check_folders(json_path, png_path)
     console = Console()
     judge, encode, name = quality.load_judge(model, console)
-    work = quality.run(
-        judge,
-        encode,
-        json_path.with_suffix(".jsonl"),
-        count=samples,
-        tokens=tokens,
-        methods={method: quality.METHODS[method] for method in chosen},
-    )
+    kept = json_path.with_suffix(".jsonl")
+    measured = {method: quality.METHODS[method] for method in chosen}
+    work = quality.run(judge, encode, kept, count=samples, tokens=tokens, methods=measured)
     entries = list(track(work, "samples", total=samples * len(quality.SETS), console=console))
     summary = quality.summarise(entries)
     for kind, figures in summary.items():
@@ -117,9 +107,7 @@ def bench_blend(
 def bench_serve(
     traffic: Traffic,
     targets: Targets,
-    json_path: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path(
-        "serve.json"
-    ),
+    json_path: Figures = Path("serve.json"),
     png_path: Annotated[Path | None, typer.Option("--png", help="where to draw the times")] = None,
 ) -> None:
     """Send the field's workloads to vLLM, plain, with kvkit and with LMCache, or to any server, side by side.

@@ -52,5 +52,12 @@ def split_options(vllm: str) -> tuple[str, ...]:
 
 
 def write_figures(path: Path, **figures: Any) -> None:
-    """Write figures as JSON, with the machine and the versions that they were measured with."""
-    path.write_text(json.dumps(describe() | figures, indent=1) + "\n")
+    """Write figures as JSON, with the machine and the versions that they were measured with.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(describe() | figures, indent=1) + "\n")
+    except OSError as error:
+        raise BenchError(str(error)) from error

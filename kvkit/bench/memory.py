@@ -34,17 +34,11 @@ class MemoryTooSmall(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of some servers is given.
+    """What each of some servers is given."""
 
-    Attributes:
-        block_bytes: of KV blocks; None: as the user chose, or a share of a GPU.
-        options: of vLLM's command line, that say so.
-        words: the same for people.
-    """
-
-    block_bytes: int | None
-    options: tuple[str, ...]
-    words: str
+    block_bytes: int | None  # of KV blocks; None: as the user chose, or a share of a GPU
+    options: tuple[str, ...]  # of vLLM's command line, that say so
+    words: str  # the same for people
 
 
 def split(available: int, servers: int, weights: int, tiers: int, most: int | None = None) -> int:
@@ -61,8 +55,7 @@ def split(available: int, servers: int, weights: int, tiers: int, most: int | No
     Raises:
         MemoryTooSmall: less than `LEAST_BYTES` are left for each.
     """
-    left = available - tiers - servers * (weights + PROCESS_BYTES)
-    each = left // 2 // servers
+    each = (available - tiers - servers * (weights + PROCESS_BYTES)) // 2 // servers
     if each < LEAST_BYTES:
         took = f"{servers} of vLLM with {gib(weights)} of weights and {gib(PROCESS_BYTES)} of its own"
         raise MemoryTooSmall(
@@ -122,6 +115,13 @@ def available_bytes() -> int:
     return min([int(found[1]) << 10, *_left_in_groups()])
 
 
+_IN_GROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Files of limit and usage, and what of that can be dropped, by the controller: version 2 and 1."""
+
+
 def _left_in_groups(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
@@ -131,12 +131,9 @@ def _left_in_groups(
     except OSError:
         return
     for _, controllers, path in lines:
-        if controllers not in ("", "memory"):
+        if controllers not in _IN_GROUPS:
             continue
-        names = ("memory.max", "memory.current", "inactive_file")
-        if controllers:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        mount = root / controllers
+        names, mount = _IN_GROUPS[controllers], root / controllers
         folder = mount / path.lstrip("/")
         for group in (folder, *folder.parents):
             left = _left(group, *names)

@@ -54,19 +54,12 @@ GATE_METHODS = ("naive", "default .15")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A prompt made of documents and a question, and the text that follows it.
+    """A prompt made of documents and a question, and the text that follows it."""
 
-    Args:
-        prompt: int32 [T].
-        documents: (start, stop) of each.
-        continuation: int32 [C].
-        answer: of the continuation, how many leading tokens are the exact answer; 0 for none.
-    """
-
-    prompt: NDArray[np.int32]
-    documents: tuple[tuple[int, int], ...]
-    continuation: NDArray[np.int32]
-    answer: int = 0
+    prompt: NDArray[np.int32]  # [T]
+    documents: tuple[tuple[int, int], ...]  # (start, stop) of each
+    continuation: NDArray[np.int32]  # [C]
+    answer: int = 0  # how many leading tokens of the continuation are the exact answer; 0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,10 +395,8 @@ def run(
 
 def _identity(judge: Judge, sample: Sample) -> str:
     """A digest of all that decides a sample's figures, but for the method."""
-    digest = hashlib.blake2b(judge.weights.encode(), digest_size=12)
-    digest.update(sample.prompt.tobytes() + sample.continuation.tobytes())
-    digest.update(repr(sample.documents).encode())
-    return digest.hexdigest()
+    text = sample.prompt.tobytes() + sample.continuation.tobytes() + repr(sample.documents).encode()
+    return hashlib.blake2b(judge.weights.encode() + text, digest_size=12).hexdigest()
 
 
 def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -41,27 +41,16 @@ _QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK":
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all systems have in common.
+    """What all systems have in common."""
 
-    Attributes:
-        model: hub id or folder.
-        memory_gib: of kvkit's memory tier, and of LMCache's.
-        config: kvkit's TOML file, in place of that memory tier; None: there is none.
-        chunk_tokens: of LMCache, and of kvkit without a file.
-        options: more of vLLM's command line, for every system.
-        folder: of the servers' logs.
-        cores: that a server computes on where there is no GPU; none: as vLLM chooses.
-        memory: what each server is given, as `options` say it, in words.
-    """
-
-    model: str
-    memory_gib: int
-    config: Path | None
-    options: tuple[str, ...]
-    folder: Path
-    chunk_tokens: int = CHUNK_TOKENS
-    cores: tuple[int, ...] = ()
-    memory: str = ""
+    model: str  # hub id or folder
+    memory_gib: int  # of kvkit's memory tier, and of LMCache's
+    config: Path | None  # kvkit's TOML file, in place of that memory tier
+    options: tuple[str, ...]  # more of vLLM's command line, for every system
+    folder: Path  # of the servers' logs
+    chunk_tokens: int = CHUNK_TOKENS  # of LMCache, and of kvkit without a file
+    cores: tuple[int, ...] = ()  # that a server computes on without a GPU; none: as vLLM chooses
+    memory: str = ""  # what each server is given, as `options` say it, in words
 
 
 def missing(system: str) -> str | None:

@@ -39,21 +39,13 @@ QUESTION_WORDS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One request.
-
-    Attributes:
-        session: requests of one session come one after the other, each when the last one was answered.
-        text: the prompt, or what a session's earlier prompts and answers are followed by.
-        again: whether an earlier request began as this one does, so that a cache can help.
-        max_tokens: of the answer.
-        arrival_s: the earliest time that it is sent, in seconds after the first one.
-    """
+    """One request. Those of one session come one after the other, each when the last one was answered."""
 
     session: int
-    text: str
-    again: bool
-    max_tokens: int = 16
-    arrival_s: float = 0.0
+    text: str  # the prompt, or what a session's earlier prompts and answers are followed by
+    again: bool  # whether an earlier request began as this one does, so that a cache can help
+    max_tokens: int = 16  # of the answer
+    arrival_s: float = 0.0  # the earliest time that it is sent, after the first one
 
 
 def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[CompletionRequest]:
@@ -86,12 +78,8 @@ def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[Completio
     """Conversations of `turns` turns that take turns, `words` words from the user in each."""
     rng = _rng(seed, "chat")
     sessions = -(-requests // turns)
-    return [
-        CompletionRequest(
-            i % sessions, f"\n\nUser: {_text(rng, words // turns)}\n\nAssistant:", again=i >= sessions
-        )
-        for i in range(requests)
-    ]
+    said = (f"\n\nUser: {_text(rng, words // turns)}\n\nAssistant:" for _ in range(requests))
+    return [CompletionRequest(i % sessions, text, again=i >= sessions) for i, text in enumerate(said)]
 
 
 def system_prompt(seed: int, requests: int, words: int) -> list[CompletionRequest]:

@@ -152,26 +152,20 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Where everything lies in the records of one layer group of one namespace. Made by `of`.
-
-    Attributes:
-        array: name of the Zarr array, "<namespace digest, hex>/<group index>".
-        shape: canonical [L, H, T, C].
-        header_bytes, layer_bytes, layers_end, record_bytes: sizes and offsets in bytes, uncompressed.
-    """
+    """Where everything lies in the uncompressed records of one layer group of one namespace. Made by `of`."""
 
     namespace: Namespace
-    digest: bytes
+    digest: bytes  # of the namespace
     group: LayerGroup
-    index: int
-    array: str
-    shape: tuple[int, int, int, int]
+    index: int  # of the group
+    array: str  # name of the Zarr array, "<namespace digest, hex>/<group index>"
+    shape: tuple[int, int, int, int]  # canonical [L, H, T, C]
     header_bytes: int
     layer_bytes: int
-    layers_end: int
+    layers_end: int  # offset, in bytes
     record_bytes: int
-    fixed: bytes
-    trailer: bytes
+    fixed: bytes  # what a header begins with, up to `parent`
+    trailer: bytes  # what follows the layers
 
     @staticmethod
     def of(layout: KVLayout, index: int, namespace: Namespace) -> RecordFormat:
@@ -365,11 +359,9 @@ def verify_trailer(form: RecordFormat, trailer: Buffer) -> Damage | None:
 
 def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
     """XXH3-64 of every layer of an uncompressed record."""
-    view = memoryview(record)
-    return [
-        xxh3_64_intdigest(view[start : start + form.layer_bytes])
-        for start in range(form.header_bytes, form.layers_end, form.layer_bytes)
-    ]
+    view, size = memoryview(record), form.layer_bytes
+    starts = range(form.header_bytes, form.layers_end, size)
+    return [xxh3_64_intdigest(view[start : start + size]) for start in starts]
 
 
 def read_header(record: Buffer) -> Header:

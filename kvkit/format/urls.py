@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -24,19 +25,16 @@ def shown(url: str) -> str:
     protocols, user, place = _cut(url)
     if _AFTER.search(user):  # its @ may be one of the query
         return f"{protocols}{HIDDEN}"
-    return (
-        f"{protocols}{f'{HIDDEN}@' if user else ''}{_AFTER.sub(f'?{HIDDEN}', place) if protocols else place}"
-    )
+    shown_place = _AFTER.sub(f"?{HIDDEN}", place) if protocols else place
+    return f"{protocols}{HIDDEN}@{shown_place}" if user else f"{protocols}{shown_place}"
 
 
 def has_password(url: str) -> bool:
     """Whether a link of `url` has a password, as far as it can be told."""
     for link in url.split("::"):
-        try:
+        with suppress(ValueError):
             if urlsplit(link).password is not None:
                 return True
-        except ValueError:
-            continue
     return False
 
 

@@ -24,15 +24,10 @@ _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """One simulation.
+    """One simulation."""
 
-    Attributes:
-        policy: the eviction policy of every tier; None: what each tier has set.
-        capacity_bytes: of the tier that is swept; None without a sweep.
-    """
-
-    policy: str | None
-    capacity_bytes: int | None
+    policy: str | None  # of every tier's eviction; None: what each tier has set
+    capacity_bytes: int | None  # of the tier that is swept; None without a sweep
     report: Report
 
 

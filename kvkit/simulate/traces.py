@@ -35,22 +35,16 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
+    """One request."""
 
-    Attributes:
-        timestamp_ms: when it arrives.
-        session: what a router may keep together.
-        input_tokens, output_tokens: of the prompt, and of the answer.
-        chunks: a name per whole chunk of prompt and, where known, answer. Equal names are equal prefixes.
-        prompt_chunks: how many of them the prompt fills.
-    """
-
-    timestamp_ms: float
-    session: str
-    input_tokens: int
-    output_tokens: int
-    chunks: tuple[str, ...]
-    prompt_chunks: int
+    timestamp_ms: float  # when it arrives
+    session: str  # what a router may keep together
+    input_tokens: int  # of the prompt
+    output_tokens: int  # of the answer
+    chunks: tuple[
+        str, ...
+    ]  # a name per whole chunk of prompt and, where known, answer: equal for equal prefixes
+    prompt_chunks: int  # how many of them the prompt fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +150,10 @@ def _trace(block_tokens: int, lines: Iterable[_Named]) -> Trace:
     names: dict[tuple[str, int], str] = {}
     requests = []
     for time, session, input_tokens, output_tokens, ids in lines:
-        name, chunks = "", []
-        for block in ids:
-            name = names.setdefault((name, block), str(len(names)))
-            chunks.append(name)
+        name = ""
+        chunks = tuple(name := names.setdefault((name, block), str(len(names))) for block in ids)
         prompt = min(len(chunks), input_tokens // block_tokens)
-        requests.append(Request(time, session, input_tokens, output_tokens, tuple(chunks), prompt))
+        requests.append(Request(time, session, input_tokens, output_tokens, chunks, prompt))
     return Trace(block_tokens, tuple(requests))
 
 
