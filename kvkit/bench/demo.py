@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench.files import BenchError, check_folders, model_folder, write_figures
+from kvkit.bench.files import BenchError, check_folders, load_model, model_folder, write_figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,18 +131,12 @@ def converse(
         BenchError: the model cannot be loaded.
     """
     import torch
-    import transformers
 
     from kvkit.adapters.huggingface.cached import CachedModel
     from kvkit.config import load_config
 
-    transformers.utils.logging.disable_progress_bar()
     emit({"status": "loading the model"})
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        raise BenchError(f"model {folder!r} cannot be loaded: {error}") from error
+    tokenizer, loaded = load_model(folder)
     loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     policy = {"retrieve_from": ["disk"], "write_back_to": []} if compare else {}
     config = load_config(

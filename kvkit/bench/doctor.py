@@ -49,11 +49,9 @@ def show_versions(console: Console) -> None:
     for packages, purpose, source in FEATURES:
         names = packages.split(" or ")
         package = next(filter(version_of, names), names[0])
-        missing = (
-            f"[yellow]missing[/yellow]: pip install '{escape(source)}'"
-            if source.startswith("kvkit")
-            else f"missing: comes with {source}"
-        )
+        missing = f"missing: comes with {source}"
+        if source.startswith("kvkit"):
+            missing = f"[yellow]missing[/yellow]: pip install '{escape(source)}'"
         shown.add_row(package, version_of(package) or missing, purpose)
     console.print(shown)
 

@@ -39,6 +39,26 @@ def model_folder(model: str | None, console: Console) -> str:
     return model or str(smollm2.fetch())
 
 
+def load_model(folder: str) -> tuple[Any, Any]:
+    """The tokenizer and the causal language model of a hub id or folder: float32, in eval mode, on the CPU.
+
+    Raises:
+        BenchError: a package is missing, or the model cannot be loaded.
+    """
+    try:
+        import torch
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except ImportError as error:
+        raise BenchError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
+    except (OSError, ValueError) as error:
+        raise BenchError(f"model {folder!r} cannot be loaded: {error}") from error
+    return tokenizer, model
+
+
 def split_options(vllm: str) -> tuple[str, ...]:
     """vLLM's options as its command line has them.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -156,12 +157,9 @@ def converse(server: Target, engines: Sequence[Target]) -> list[tuple[Completion
             raise BenchError(f"turn {number} of {server.name}: {answer.error}")
         history += answer.text
         after = [loaded_tokens(engine) for engine in engines]
-        grown = [
-            {tier: count - old.get(tier, 0) for tier, count in new.items() if count > old.get(tier, 0)}
-            for old, new in zip(before, after, strict=True)
-        ]
-        before = after
+        grown = [dict(Counter(new) - Counter(old)) for old, new in zip(before, after, strict=True)]
         found.append((answer, grown))
+        before = after
     return found
 
 

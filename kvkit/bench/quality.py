@@ -30,7 +30,7 @@ from rich.table import Table
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
 from kvkit.adapters.huggingface.cached import GrowingCache, model_fingerprint, probe_layout
-from kvkit.bench.files import BenchError, model_folder
+from kvkit.bench.files import BenchError, load_model, model_folder
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
 from kvkit.blend.run import Blended, Positions, Sees, blend, recompute
@@ -336,16 +336,10 @@ def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]
     """
     folder = model_folder(model, console)
     try:
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
         with console.status("loading the model"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            tokenizer, loaded = load_model(folder)
             judge = Judge(loaded)
-    except ImportError as error:
-        raise BenchError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
-    except (OSError, BlendError) as error:
+    except BlendError as error:
         raise BenchError(str(error)) from error
 
     def encode(text: str) -> list[int]:

@@ -69,14 +69,10 @@ def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str 
     digest = _digest(algorithm)
     if chunk_tokens < 1:
         raise ChunkError(f"chunk_tokens={chunk_tokens}: want at least 1")
-    if len(parent) != DIGEST_BYTES[algorithm]:
-        raise ChunkError(
-            f"parent has {len(parent)} bytes: want {DIGEST_BYTES[algorithm]}, a digest of {algorithm}"
-        )
+    if len(parent) != (wanted := DIGEST_BYTES[algorithm]):
+        raise ChunkError(f"parent has {len(parent)} bytes: want {wanted}, a digest of {algorithm}")
     ids = as_tokens(tokens)
     count = ids.size // chunk_tokens
-    if not count:
-        return []
     # half the time of slicing a memoryview; numpy's bytes, unlike its strings, keep zeros at the end
     pieces = ids[: count * chunk_tokens].view(f"V{chunk_tokens * TOKEN.itemsize}").tolist()
     return [parent := digest(parent + piece) for piece in pieces]
@@ -104,7 +100,7 @@ def as_tokens(tokens: Tokens) -> NDArray[np.int32]:
         raise ChunkError(f"tokens are {array.dtype} {array.shape}: want integers [T]")
     if array.size and not np.can_cast(array.dtype, TOKEN):
         low, high = int(array.min()), int(array.max())
-        if not _fits(low) or not _fits(high):
+        if not (_fits(low) and _fits(high)):
             raise ChunkError(f"tokens are from {low} to {high}: want int32")
     return np.ascontiguousarray(array, TOKEN)
 
@@ -134,14 +130,11 @@ def _digest(algorithm: str) -> Callable[[bytes], bytes]:
         return xxhash.xxh3_128_digest
     if algorithm == "sha256":
         return lambda data: hashlib.sha256(data).digest()
-    if algorithm == "blake3":
-        try:
-            from blake3 import blake3
-        except ImportError as error:
-            raise ChunkError(
-                "hash='blake3' needs the package blake3 (pip install 'kvkit[blake3]'); "
-                "without it: 'xxh3_128', 'sha256'"
-            ) from error
-        return lambda data: blake3(data).digest()
-    choices = ", ".join(repr(name) for name in DIGEST_BYTES)
-    raise ChunkError(f"hash={algorithm!r}: want one of {choices}")
+    if algorithm != "blake3":
+        raise ChunkError(f"hash={algorithm!r}: want one of {', '.join(map(repr, DIGEST_BYTES))}")
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        package = "the package blake3 (pip install 'kvkit[blake3]')"
+        raise ChunkError(f"hash='blake3' needs {package}; without it: 'xxh3_128', 'sha256'") from error
+    return lambda data: blake3(data).digest()

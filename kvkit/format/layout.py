@@ -38,33 +38,22 @@ class LayoutError(ValueError):
 class LayerGroup:
     """Layers whose KV has the same form: heads, head sizes, dtype, blocks and strides.
 
-    Args:
-        layers: indices of the layers in the model, ascending.
-        kv_heads: H. MLA: 1.
-        k_size: K channels per head, in elements. MLA: the whole latent (576).
-        v_size: V channels per head, in elements. MLA: 0.
-        dtype: one of `ITEM_BYTES`.
-        block_tokens: N, tokens per block of the engine.
-        order: physical order of the axes, one of `ORDERS`; describes dense pages.
-        strides: of a layer's pages [B, H, N, C], in elements; None where dense in `order`.
-        window: sliding window in tokens, None for full attention.
-        page_bytes: set where pages are opaque (vLLM on CPU): the bytes of one block of one layer.
-            Such pages move whole; their bytes mean something to one engine on one ISA only.
+    Opaque pages (vLLM on CPU) move whole; their bytes mean something to one engine on one ISA only.
 
     Raises:
         LayoutError: a field is out of range.
     """
 
-    layers: tuple[int, ...]
-    kv_heads: int
-    k_size: int
-    v_size: int
-    dtype: str
-    block_tokens: int = 16
-    order: str = "LBHNC"
-    strides: tuple[int, int, int, int] | None = None
-    window: int | None = None
-    page_bytes: int | None = None
+    layers: tuple[int, ...]  # indices in the model, ascending
+    kv_heads: int  # H; MLA: 1
+    k_size: int  # K channels per head, in elements; MLA: the whole latent (576)
+    v_size: int  # V channels per head, in elements; MLA: 0
+    dtype: str  # one of ITEM_BYTES
+    block_tokens: int = 16  # N, tokens per block of the engine
+    order: str = "LBHNC"  # physical order of dense pages' axes, one of ORDERS
+    strides: tuple[int, int, int, int] | None = None  # of [B, H, N, C], in elements; None: dense in `order`
+    window: int | None = None  # sliding window in tokens; None: full attention
+    page_bytes: int | None = None  # of opaque pages: bytes of one block of one layer
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -98,9 +87,7 @@ class LayerGroup:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        if self.page_bytes is not None:
-            return self.page_bytes
-        return self.kv_heads * self.block_tokens * self.channels * self.item_bytes
+        return self.page_bytes or self.kv_heads * self.block_tokens * self.channels * self.item_bytes
 
     def quantised(self) -> LayerGroup:
         """The form of these layers' records when K and V are quantised to 8 bits, scales per token and head.
@@ -136,8 +123,7 @@ class LayerGroup:
 
     def layer_bytes(self, chunk_tokens: int) -> int:
         """Bytes of one layer of one chunk, exact."""
-        shape = self.record_shape(chunk_tokens)
-        return math.prod(shape[1:]) * (1 if self.opaque else self.item_bytes)
+        return math.prod(self.record_shape(chunk_tokens)[1:]) * (1 if self.opaque else self.item_bytes)
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """Bytes of one chunk over all layers of the group, exact."""
@@ -279,34 +265,22 @@ class KVLayout:
 class Namespace:
     """All that decides KV bytes besides the tokens. Its digest is the first parent of every hash chain.
 
-    Two caches share records if, and only if, their namespaces are equal.
-
-    Args:
-        model: hub id or a name for the weights.
-        layout: `KVLayout.fingerprint()`.
-        dtype: what the model computes in.
-        revision: of the weights.
-        lora: what the adapter holds, empty for none.
-        rank, world: this engine's place in tensor parallelism.
-        isa: where pages are opaque, the instruction set that wrote them.
-        salt: keeps tenants apart. Records carry its effect on the keys, never the salt itself.
-        chunk_tokens: tokens per chunk.
-        hash: name of the key digest, see `kvkit.format.keys`.
-        format: version of the record format.
+    Two caches share records if, and only if, their namespaces are equal. Raises LayoutError for an impossible
+    rank or chunk.
     """
 
-    model: str
-    layout: str
-    dtype: str
-    revision: str = ""
-    lora: str = ""
-    rank: int = 0
+    model: str  # hub id or a name for the weights
+    layout: str  # KVLayout.fingerprint()
+    dtype: str  # what the model computes in
+    revision: str = ""  # of the weights
+    lora: str = ""  # what the adapter holds, empty for none
+    rank: int = 0  # this engine's place in tensor parallelism, of `world`
     world: int = 1
-    isa: str = ""
-    salt: str = ""
-    chunk_tokens: int = 256
-    hash: str = "xxh3_128"
-    format: int = FORMAT_VERSION
+    isa: str = ""  # where pages are opaque, the instruction set that wrote them
+    salt: str = ""  # keeps tenants apart; records carry its effect on the keys, never the salt itself
+    chunk_tokens: int = 256  # tokens per chunk
+    hash: str = "xxh3_128"  # name of the key digest, see kvkit.format.keys
+    format: int = FORMAT_VERSION  # of records
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
@@ -320,9 +294,7 @@ class Namespace:
 
     def public(self) -> dict[str, Any]:
         """Every field but the salt (only whether there is one): what a store may show."""
-        fields = asdict(self)
-        fields["salt"] = bool(self.salt)
-        return fields
+        return asdict(self) | {"salt": bool(self.salt)}
 
 
 def canonical_json(value: Any) -> bytes:
@@ -338,12 +310,11 @@ def layer_windows(text: Any, layers: int) -> list[int | None]:
     """Sliding window of each layer of a Hugging Face text config, in tokens; None: full attention."""
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
-    if types:
-        for kind in types:
-            if kind not in _KV_LAYER_TYPES:
-                raise LayoutError(f"layer_types has {kind!r}: want one of {', '.join(_KV_LAYER_TYPES)}")
-        return [window if kind == "sliding_attention" else None for kind in types]
-    return [window if getattr(text, "use_sliding_window", True) else None] * layers
+    if not types:
+        return [window if getattr(text, "use_sliding_window", True) else None] * layers
+    if unknown := [kind for kind in types if kind not in _KV_LAYER_TYPES]:
+        raise LayoutError(f"layer_types has {unknown[0]!r}: want one of {', '.join(_KV_LAYER_TYPES)}")
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def _form_of(

@@ -218,10 +218,8 @@ def parent_name(record: Buffer, name: str) -> str | None:
     Also None for what is no record. Checks nothing: for deciding which of several records is worth least.
     """
     view = memoryview(record)
-    if not _has_header(view):
-        return None
     parent = bytes(view[_PARENT : _PARENT + 32])
-    if parent == bytes(view[_NAMESPACE : _NAMESPACE + 32]):
+    if not _has_header(view) or parent == bytes(view[_NAMESPACE : _NAMESPACE + 32]):
         return None
     return record_name(name.rpartition("/")[0], parent)
 
@@ -412,8 +410,7 @@ def check(record: Buffer) -> Damage | None:
         RecordError: its header is not readable (see `read_header`).
     """
     view = memoryview(record)
-    _, _, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
-    return damage
+    return examine(lambda offset, size: view[offset : offset + size], len(view))[2]
 
 
 def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damage | None]:

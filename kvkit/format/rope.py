@@ -22,24 +22,19 @@ class RopeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates its queries and keys.
-
-    Args:
-        inv_freq: radians per position of each pair; R / 2 of them.
-        interleaved: pairs are channels (2i, 2i + 1), as in GPT-J and DeepSeek; else (i, i + R / 2), as in
-            Llama.
-        first: channel of a head where the R rotary channels begin; those outside are left alone (partial
-            rotary; MLA's latent).
-        scale: what the model multiplies cos and sin by (yarn's attention factor).
+    """How a model rotates its queries and keys. Channels before `first`, and after R more, are left alone
+    (partial rotary; MLA's latent).
 
     Raises:
         RopeError: a field is out of range.
     """
 
-    inv_freq: tuple[float, ...]
-    interleaved: bool = False
-    first: int = 0
-    scale: float = 1.0
+    inv_freq: tuple[float, ...]  # radians per position of each pair; R / 2 of them
+    interleaved: bool = (
+        False  # pairs (2i, 2i + 1), as in GPT-J and DeepSeek; else (i, i + R / 2), as in Llama
+    )
+    first: int = 0  # channel of a head where the R rotary channels begin
+    scale: float = 1.0  # what the model multiplies cos and sin by (yarn's attention factor)
 
     def __post_init__(self) -> None:
         if not self.inv_freq or not all(math.isfinite(f) for f in self.inv_freq):
@@ -96,7 +91,6 @@ class Rotation:
         if delta.shape not in ((chunks,), (chunks, tokens)):
             raise RopeError(f"delta: {delta.shape}, want ({chunks},) or ({chunks}, {tokens})")
         distinct, row = np.unique(delta, return_inverse=True)
-        rows = row.reshape(delta.shape).astype(np.int32)
-        if delta.ndim == 1:
-            rows = np.repeat(rows[:, None], tokens, axis=1)
-        return self.rope.turns(distinct), np.ascontiguousarray(rows)
+        each = row.reshape(delta.shape if delta.ndim == 2 else (chunks, 1))
+        rows = np.broadcast_to(each, (chunks, tokens))
+        return self.rope.turns(distinct), np.ascontiguousarray(rows, np.int32)
