@@ -92,12 +92,6 @@ class PagedKV:
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     table: NDArray[np.int64]
 
-    def rows(self, positions: Positions, length: int, device: torch.device) -> Rows:
-        """Rows of this sequence, of which `length` keys may be seen."""
-        ends = np.array([0, len(positions)])
-        block_tokens = self.layers[0][0].shape[2]
-        return Rows.of(positions, ends, np.array([length]), self.table[None], block_tokens, device)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blended:
@@ -255,7 +249,9 @@ class _Run:
         return h
 
     def _rows(self, positions: Positions) -> Rows:
-        return self.kv.rows(positions, self.plan.tokens, self.decoder.device)
+        ends, lengths = np.array([0, len(positions)]), np.array([self.plan.tokens])
+        table, block_tokens = self.kv.table[None], self.kv.layers[0][0].shape[2]
+        return Rows.of(positions, ends, lengths, table, block_tokens, self.decoder.device)
 
     def _embed(self, positions: Positions) -> torch.Tensor:
         return self.decoder.embed(self._tensor(self.tokens[positions].astype(np.int64)))
