@@ -117,11 +117,7 @@ def picture(first: list[Turn], second: list[Turn]) -> Figure:
 
 
 def converse(
-    folder: str,
-    store: str,
-    compare: bool,
-    emit: Callable[[dict[str, Any]], None],
-    device: str | None = None,
+    folder: str, store: str, compare: bool, emit: Callable[[dict[str, Any]], None], device: str | None = None
 ) -> None:
     """One process's conversation on `device`; None: a GPU if there is one.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,9 +111,17 @@ def tier_bytes(config: Config) -> int:
 
 def available_bytes() -> int:
     """Bytes that may be taken: of the machine's memory, and of what this process's control groups allow."""
-    found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None, "every Linux since 3.14 says it"
-    return min([int(found[1]) << 10, *_left_in_groups()])
+    free = _number(Path("/proc/meminfo"), "MemAvailable:")
+    assert free is not None, "every Linux since 3.14 says it"
+    return min([free << 10, *_left_in_groups()])
+
+
+def _number(file: Path, name: str) -> int | None:
+    """What stands after `name` in a file of the kernel's; None where it does not tell."""
+    with suppress(OSError):
+        if found := re.search(rf"^{name} +(\d+)", file.read_text(), re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 _IN_GROUPS = {
@@ -122,18 +131,16 @@ _IN_GROUPS = {
 """Files of limit and usage, and what of that can be dropped, by the controller: version 2 and 1."""
 
 
-def _left_in_groups(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[int]:
+def _left_in_groups() -> Iterator[int]:
     """What every memory limit above this process leaves, of version 1 and 2; page cache can be dropped."""
     try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return
     for _, controllers, path in lines:
         if controllers not in _IN_GROUPS:
             continue
-        names, mount = _IN_GROUPS[controllers], root / controllers
+        names, mount = _IN_GROUPS[controllers], Path("/sys/fs/cgroup") / controllers
         folder = mount / path.lstrip("/")
         for group in (folder, *folder.parents):
             left = _left(group, *names)
@@ -147,19 +154,16 @@ def _left(group: Path, limit: str, usage: str, dropped: str) -> int | None:
     """Bytes that a group has left; None: it has no limit."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        cache = re.search(rf"^{dropped} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return None if most == "max" else max(0, int(most) - used + (int(cache[1]) if cache else 0))
+    return (
+        None if most == "max" else max(0, int(most) - used + (_number(group / "memory.stat", dropped) or 0))
+    )
 
 
 def kills() -> int:
     """Processes that this host's kernel has killed so far for want of memory; 0 where it does not tell."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+    return _number(Path("/proc/vmstat"), "oom_kill") or 0
 
 
 def killed(before: int | None, code: int | None = None, log: str = "") -> str | None:

@@ -24,8 +24,7 @@ class Traffic:
     max_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="of an answer")] = 16
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="requests under way at a time")] = 1
     rate: Annotated[
-        float | None,
-        typer.Option(min=1e-3, max=1e6, help="requests per second; default: when there is room"),
+        float | None, typer.Option(min=1e-3, max=1e6, help="requests per second; default: when there is room")
     ] = None
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="of each workload, with other text")] = 1
     seed: Annotated[int, typer.Option(min=0, help="of the text; a cache that stays wants another")] = 0

@@ -54,12 +54,7 @@ class PdTurn:
 
 
 def run(
-    flow: str,
-    model: str | None,
-    vllm: str,
-    json_path: Path,
-    png_path: Path,
-    console: Console,
+    flow: str, model: str | None, vllm: str, json_path: Path, png_path: Path, console: Console
 ) -> list[PdTurn]:
     """Have the conversation twice, print it as a table, write its figures and draw it; returns its turns.
 

@@ -18,11 +18,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +40,8 @@ from kvkit.kernels.pages import reference
 from kvkit.simulate.report import panels
 
 Encode = Callable[[str], Sequence[int]]
+Texts = list[tuple[str, list[int]]]
+"""Titles, and the token ids of what they are of."""
 Measures = dict[str, float]
 
 DOCUMENT_TOKENS = 256
@@ -109,9 +113,8 @@ def samples(kind: str, encode: Encode, count: int, tokens: int, seed: int = 0) -
         raise ValueError(f"kind={kind!r}: want one of {', '.join(SETS)}")
     texts = [(title, list(encode(text))) for title, text in _corpus()]
     documents = max(2, tokens // DOCUMENT_TOKENS)
-    return [
-        SETS[kind](texts, encode, documents, np.random.default_rng([seed, i]), i, count) for i in range(count)
-    ]
+    make = SETS[kind]
+    return [make(texts, encode, documents, default_rng([seed, i]), Fraction(i, count)) for i in range(count)]
 
 
 def _corpus() -> list[tuple[str, str]]:
@@ -121,26 +124,19 @@ def _corpus() -> list[tuple[str, str]]:
     return [(title, text.strip()) for title, text in sorted(topics.items())]
 
 
-Texts = list[tuple[str, list[int]]]
-
-
-def _contiguous(
-    texts: Texts, encode: Encode, documents: int, rng: np.random.Generator, i: int, count: int
-) -> Sample:
+def _contiguous(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
     stream = np.array([token for _, ids in texts for token in ids], np.int32)
     prompt = documents * DOCUMENT_TOKENS + QUESTION_TOKENS
     room = len(stream) - prompt - CONTINUATION_TOKENS
     if room < 0:
         raise ValueError(f"the text has {len(stream)} tokens, a prompt of {prompt} is too long")
-    start = room * i // count
+    start = int(room * at)
     text = stream[start : start + prompt + CONTINUATION_TOKENS]
     cuts = np.arange(documents + 1) * DOCUMENT_TOKENS
     return _sample([text[a:b] for a, b in itertools.pairwise(cuts)], text[cuts[-1] :], 0)
 
 
-def _documents(
-    texts: Texts, encode: Encode, documents: int, rng: np.random.Generator, i: int, count: int
-) -> Sample:
+def _documents(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
     long = [(title, ids) for title, ids in texts if len(ids) >= DOCUMENT_TOKENS + CONTINUATION_TOKENS]
     chosen = [long[j] for j in rng.choice(len(long), documents, replace=len(long) < documents)]
     title, asked = chosen[int(rng.integers(documents))]
@@ -156,9 +152,7 @@ def _documents(
     return _sample(parts, np.array([*question, *follows], np.int32), 0)
 
 
-def _retrieval(
-    texts: Texts, encode: Encode, documents: int, rng: np.random.Generator, i: int, count: int
-) -> Sample:
+def _retrieval(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
     stream = [token for _, ids in texts for token in ids]
     names = [NAMES[j % len(NAMES)] for j in rng.permutation(max(documents - 1, len(NAMES)))[: documents - 1]]
     codes = [int(code) for code in rng.integers(10_000, 100_000, documents - 1)]
@@ -190,11 +184,12 @@ def _sample(parts: Sequence[NDArray[np.int32]], rest: NDArray[np.int32], answer:
     return Sample(prompt, documents, rest[-CONTINUATION_TOKENS:], answer)
 
 
-SETS: Mapping[str, Callable[[Texts, Encode, int, np.random.Generator, int, int], Sample]] = {
+SETS: Mapping[str, Callable[[Texts, Encode, int, Generator, Fraction], Sample]] = {
     "contiguous": _contiguous,
     "documents": _documents,
     "retrieval": _retrieval,
 }
+"""By kind, from the corpus' texts, how many documents, and how far into the corpus, a share of 1."""
 
 
 class Judge:
@@ -262,7 +257,7 @@ class Judge:
         if method.selection is None:
             reused = np.flatnonzero(plan.reused)
             count = round(Selection().ratio * len(reused))
-            chosen = np.random.default_rng(len(reused)).permutation(reused)[:count]
+            chosen = default_rng(len(reused)).permutation(reused)[:count]
             return recompute(self.decoder, pages, sample.prompt, plan, np.sort(chosen).astype(np.int32))
         if method.mask == "blocks":
             imitation = _BlockMask(self.decoder, plan)
@@ -439,7 +434,7 @@ def bootstrap(
         raise ValueError(
             f"values: {len(values)}, over: {0 if over is None else len(over)}; want as many, above 0"
         )
-    picks = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
     means = values[picks].mean(1)
     if over is not None:
         means = means / over[picks].mean(1)

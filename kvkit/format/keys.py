@@ -73,6 +73,8 @@ def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str 
         raise ChunkError(f"parent has {len(parent)} bytes: want {wanted}, a digest of {algorithm}")
     ids = as_tokens(tokens)
     count = ids.size // chunk_tokens
+    if not count:
+        return []
     # half the time of slicing a memoryview; numpy's bytes, unlike its strings, keep zeros at the end
     pieces = ids[: count * chunk_tokens].view(f"V{chunk_tokens * TOKEN.itemsize}").tolist()
     return [parent := digest(parent + piece) for piece in pieces]

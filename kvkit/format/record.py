@@ -289,11 +289,7 @@ def surround(form: RecordFormat, record: Buffer, header: Buffer) -> None:
 
 
 def verify(
-    form: RecordFormat,
-    record: Buffer,
-    parent: bytes,
-    key: bytes,
-    tokens: npt.NDArray[np.int32],
+    form: RecordFormat, record: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
 ) -> Damage | None:
     """None if `record`, uint8 [the stored bytes], is this chunk's uncompressed record, whole and unharmed.
 
@@ -311,11 +307,7 @@ def verify(
 
 
 def verify_header(
-    form: RecordFormat,
-    header: Buffer,
-    parent: bytes,
-    key: bytes,
-    tokens: npt.NDArray[np.int32],
+    form: RecordFormat, header: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
 ) -> Damage | None:
     """As `verify`, for the first `header_bytes` of an uncompressed record alone (more may follow)."""
     view = memoryview(header)
