@@ -265,8 +265,10 @@ class KVLayout:
 class Namespace:
     """All that decides KV bytes besides the tokens. Its digest is the first parent of every hash chain.
 
-    Two caches share records if, and only if, their namespaces are equal. Raises LayoutError for an impossible
-    rank or chunk.
+    Two caches share records if, and only if, their namespaces are equal.
+
+    Raises:
+        LayoutError: rank, world or chunk_tokens is out of range.
     """
 
     model: str  # hub id or a name for the weights
