@@ -13,16 +13,16 @@ from kvkit.router.routing import (
     MIN_SAMPLE_TOKENS,
     Candidate,
     Decision,
-    MeasuredSpeed,
     RouteReason,
     RoutingLimits,
     decide,
     direct_seconds,
+    measured,
     prefill_seconds,
 )
 
 TOKENS = st.integers(1, 100_000)
-SPEEDS = st.builds(MeasuredSpeed, st.none() | st.floats(1.0, 1e6))
+SPEEDS = st.none() | st.floats(1.0, 1e6)
 
 
 def candidates(role: str, least: int) -> st.SearchStrategy[list[Candidate]]:
@@ -113,13 +113,11 @@ def test_the_reason_holds(request: dict[str, Any]) -> None:
         alone = direct_seconds(decode, tokens)
         assert alone is not None
         waits = [
-            (p.waiting_tokens + p.new_tokens(tokens)) / p.prefill.tokens_per_s
+            (p.waiting_tokens + p.new_tokens(tokens)) / p.prefill
             for p in request["prefills"]
-            if p.prefill.tokens_per_s is not None
+            if p.prefill is not None
         ]
-        assert max(waits) + decode.new_tokens(tokens) / (decode.handoff.tokens_per_s or 1) > (
-            limits.max_slowdown * alone
-        )
+        assert max(waits) + decode.new_tokens(tokens) / (decode.handoff or 1) > (limits.max_slowdown * alone)
 
 
 @given(REQUESTS)
@@ -187,13 +185,13 @@ def test_limits(changed: dict[str, Any], expected: tuple[str | None, RouteReason
 
 
 def test_a_p_with_a_long_queue_is_passed_over() -> None:
-    decodes = [Candidate("d0", prefill=MeasuredSpeed(1000.0), handoff=MeasuredSpeed(10_000.0))]
-    busy = Candidate("p0", waiting_tokens=9_000, prefill=MeasuredSpeed(1000.0))
+    decodes = [Candidate("d0", prefill=1000.0, handoff=10_000.0)]
+    busy = Candidate("p0", waiting_tokens=9_000, prefill=1000.0)
     assert chosen(decodes=decodes, prefills=[busy]).prefill == "p0"  # 19 + 1 s against 10 s
     busier = replace(busy, waiting_tokens=9_001)
     assert chosen(decodes=decodes, prefills=[busier]).reason is RouteReason.SLOW_PREFILL
     assert chosen(decodes=decodes, prefills=[busier, replace(busy, name="p1")]).prefill == "p1"
-    faster = replace(busier, name="p2", prefill=MeasuredSpeed(2000.0))
+    faster = replace(busier, name="p2", prefill=2000.0)
     assert chosen(decodes=decodes, prefills=[busy, faster]).prefill == "p2"
 
 
@@ -214,12 +212,12 @@ def test_without_a_decode_there_is_no_decision() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e3)), min_size=1))
 def test_a_speed_lies_between_its_samples(samples: list[tuple[int, float]]) -> None:
-    speed = MeasuredSpeed()
+    speed: float | None = None
     for tokens, seconds in samples:
-        speed = speed.after(tokens, seconds)
+        speed = measured(speed, tokens, seconds)
     counted = [tokens / seconds for tokens, seconds in samples if tokens >= MIN_SAMPLE_TOKENS]
     if not counted:
-        assert speed == MeasuredSpeed()
+        assert speed is None
     else:
-        assert speed.tokens_per_s is not None
-        assert min(counted) * 0.999 <= speed.tokens_per_s <= max(counted) * 1.001
+        assert speed is not None
+        assert min(counted) * 0.999 <= speed <= max(counted) * 1.001

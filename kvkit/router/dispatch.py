@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +31,7 @@ from kvkit.router.engines import (
 )
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Asked, Body
-from kvkit.router.routing import Candidate, Decision, decide
+from kvkit.router.routing import Candidate, Decision, decide, measured
 from kvkit.router.settings import RouterConfig
 
 log = logging.getLogger(__name__)
@@ -181,25 +182,16 @@ class Dispatcher:
                 return
             routed.prompt_tokens = len(tokens)
             query = LookupQuery(tokens, routed.asked.model, routed.asked.salt)
-            asking = {
-                asyncio.ensure_future(self._lookup(engine, query)): engine.name
-                for engine in self._engines.values()
-                if engine.up
-            }
-            if not asking:
-                return
-            try:
-                await asyncio.wait(asking, timeout=self._config.lookup_timeout_s)
-            finally:
-                for task in asking:
-                    task.cancel()
-            for task, name in asking.items():
-                if task.done() and not task.cancelled():
-                    error = task.exception()  # one of its own is none of the request's
-                    if error is None:
-                        routed.held[name] = task.result()
-                    else:
-                        log.warning("what engine %s holds is not known", name, exc_info=error)
+
+            async def ask(engine: Engine, lookup: Lookup) -> None:
+                try:
+                    routed.held[engine.name] = await lookup(engine, query)
+                except Exception:  # one of its own is none of the request's
+                    log.warning("what engine %s holds is not known", engine.name, exc_info=True)
+
+            asking = [ask(engine, self._lookup) for engine in self._engines.values() if engine.up]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*asking), self._config.lookup_timeout_s)
 
     async def _tokens(self, routed: RoutedRequest) -> tuple[int, ...] | None:
         """The prompt's tokens; None where no engine says so in time."""
@@ -274,7 +266,8 @@ class Dispatcher:
                 routed, prefill, openai.prefill_body(routed.rest, asked), self._config.prefill_timeout_s
             )
         computed = openai.computed_tokens(reply)
-        prefill.prefill = prefill.prefill.after(new_tokens if computed is None else computed, _now() - start)
+        tokens = new_tokens if computed is None else computed
+        prefill.prefill = measured(prefill.prefill, tokens, _now() - start)
         given = reply.get("kv_transfer_params")
         if given and not isinstance(given, dict):
             words = f"it answered kv_transfer_params = {given!r}, want an object"
@@ -336,9 +329,9 @@ class Dispatcher:
             return
         new = routed.candidate(decode).new_tokens(routed.tokens)
         if handed:
-            decode.handoff = decode.handoff.after(new, seconds)
+            decode.handoff = measured(decode.handoff, new, seconds)
         else:
-            decode.prefill = decode.prefill.after(new, seconds)
+            decode.prefill = measured(decode.prefill, new, seconds)
 
     def _remember(self, routed: RoutedRequest, decode: Engine) -> None:
         self._sessions[routed.session] = decode.name

@@ -15,7 +15,7 @@ import aiohttp
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
 from kvkit.router.openai import Body
-from kvkit.router.routing import Candidate, MeasuredSpeed
+from kvkit.router.routing import Candidate
 from kvkit.router.settings import EngineConfig, RouterConfig
 from kvkit.settings import ConfigError
 
@@ -100,8 +100,8 @@ class Engine:
         self.role = role
         self.config = config
         self.up = False
-        self.prefill = MeasuredSpeed()
-        self.handoff = MeasuredSpeed()
+        self.prefill: float | None = None
+        self.handoff: float | None = None
         self._shares: set[EngineShare] = set()
         self._settings = settings
         self._session = session
@@ -218,8 +218,7 @@ class Engine:
             self._suspected.clear()
             await self.probe()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.health_interval_s):
-                    await self._suspected.wait()
+                await asyncio.wait_for(self._suspected.wait(), self._settings.health_interval_s)
 
     async def probe(self) -> None:
         """Ask it for its health once. What is under way at an engine that is found down fails. Mutates."""

@@ -65,6 +65,6 @@ class _Engines(Collector):
             up.add_metric((engine.name, engine.role), float(engine.up))
             requests.add_metric((engine.name, engine.role), engine.requests)
             for kind, speed in (("prefill", engine.prefill), ("handoff", engine.handoff)):
-                if speed.tokens_per_s is not None:
-                    speeds.add_metric((engine.name, kind), speed.tokens_per_s)
+                if speed is not None:
+                    speeds.add_metric((engine.name, kind), speed)
         yield from (up, requests, speeds)

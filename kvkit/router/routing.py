@@ -33,24 +33,12 @@ class RouteReason(StrEnum):
     """Straight to D: several answers, or logprobs of the prompt, want it computed where they are made."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSpeed:
-    """A measured speed, the newest samples weighing most.
-
-    Attributes:
-        tokens_per_s: None until there was a sample.
-    """
-
-    tokens_per_s: float | None = None
-
-    def after(self, tokens: int, seconds: float) -> MeasuredSpeed:
-        """With one more sample, unless it is too small to count."""
-        if tokens < MIN_SAMPLE_TOKENS or seconds <= 0:
-            return self
-        seen = tokens / seconds
-        if self.tokens_per_s is None:
-            return MeasuredSpeed(seen)
-        return MeasuredSpeed(self.tokens_per_s + _NEWEST * (seen - self.tokens_per_s))
+def measured(tokens_per_s: float | None, tokens: int, seconds: float) -> float | None:
+    """A speed after one more sample, of which the newest weigh most; None: none was large enough to count."""
+    if tokens < MIN_SAMPLE_TOKENS or seconds <= 0:
+        return tokens_per_s
+    seen = tokens / seconds
+    return seen if tokens_per_s is None else tokens_per_s + _NEWEST * (seen - tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +49,7 @@ class Candidate:
         requests: under way at it.
         waiting_tokens: of their prompts, those that it is yet to compute.
         held_tokens: leading run of this request's prompt that it can have without computing; None: not known.
-        prefill: how fast it computes prompts.
+        prefill: how fast it computes prompts, in tokens per second; None: not measured.
         handoff: how fast it takes in what P computed, P's sending included; of a D only.
     """
 
@@ -69,8 +57,8 @@ class Candidate:
     requests: int = 0
     waiting_tokens: int = 0
     held_tokens: int | None = None
-    prefill: MeasuredSpeed = MeasuredSpeed()
-    handoff: MeasuredSpeed = MeasuredSpeed()
+    prefill: float | None = None
+    handoff: float | None = None
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """Tokens of the prompt that it would have to compute."""
@@ -176,25 +164,25 @@ def choose_decode(
 def choose_prefill(prefills: Sequence[Candidate], prompt_tokens: int, *, session: str) -> Candidate:
     """The P that is done first, by what it is yet to compute and how fast it is. One that was not measured
     counts as fast as the others are on average."""
-    speeds = [p.prefill.tokens_per_s for p in prefills if p.prefill.tokens_per_s is not None]
+    speeds = [p.prefill for p in prefills if p.prefill is not None]
     usual = sum(speeds) / len(speeds) if speeds else 1.0
 
     def done(p: Candidate) -> tuple[float, int, int]:
         tokens = p.waiting_tokens + p.new_tokens(prompt_tokens)
-        return tokens / (p.prefill.tokens_per_s or usual), p.requests, -_rank(session, p.name)
+        return tokens / (p.prefill or usual), p.requests, -_rank(session, p.name)
 
     return min(prefills, key=done)
 
 
 def direct_seconds(decode: Candidate, prompt_tokens: int) -> float | None:
     """Time until D alone has computed the prompt; None: not measured."""
-    speed = decode.prefill.tokens_per_s
+    speed = decode.prefill
     return None if speed is None else (decode.waiting_tokens + decode.new_tokens(prompt_tokens)) / speed
 
 
 def prefill_seconds(prefill: Candidate, decode: Candidate, prompt_tokens: int) -> float | None:
     """Time until P has computed the prompt and D has taken it in; None: not measured."""
-    speed, handoff = prefill.prefill.tokens_per_s, decode.handoff.tokens_per_s
+    speed, handoff = prefill.prefill, decode.handoff
     if speed is None or handoff is None:
         return None
     computing = prefill.waiting_tokens + prefill.new_tokens(prompt_tokens)
