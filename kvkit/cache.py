@@ -400,9 +400,9 @@ class Cache:
         try:
             transfer = Transfer.start(self._storing, store.run)
         except BaseException:
-            store.close()
+            store.promise.close()
             raise
-        transfer.add_done_callback(lambda done: store.close() if done.cancelled() else None)
+        transfer.add_done_callback(lambda done: store.promise.close() if done.cancelled() else None)
         return transfer
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:

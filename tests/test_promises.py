@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_parts import open_cache
 
 from kvkit.cache import Cache
-from kvkit.moving.promises import Promises
+from kvkit.moving.promises import Promise, Promises
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
@@ -29,8 +29,8 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
 ) -> None:
     promises = Promises()
     done: list[None] = []
-    promise = promises.make(NAMES, on_done=lambda: done.append(None))
-    other = promises.make("c")
+    promise = Promise(promises, NAMES, on_done=lambda: done.append(None))
+    other = Promise(promises, "c")
     under_way, kept = dict.fromkeys(NAMES, 0), set[str]()
     for move, name in moves:
         if move == "attempt":

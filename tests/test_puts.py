@@ -120,13 +120,15 @@ def test_a_tier_that_is_passed_over_takes_no_more(tmp_path: Path) -> None:
 def test_a_flush_waits_for_what_was_started_before_it(tmp_path: Path) -> None:
     """Puts follow each other without end: each ends after the next one was started."""
     outstanding = Outstanding()
-    mine = outstanding.add(2)
+    outstanding.add("mine", 2)
     ends, fed = threading.Event(), threading.Semaphore(0)
 
     def feed() -> None:
-        last = outstanding.add(1)
+        last = object()
+        outstanding.add(last, 1)
         while not ends.is_set():
-            following = outstanding.add(1)
+            following = object()
+            outstanding.add(following, 1)
             outstanding.done(last)
             last = following
             fed.release()
@@ -141,8 +143,8 @@ def test_a_flush_waits_for_what_was_started_before_it(tmp_path: Path) -> None:
         for _ in range(100):
             assert fed.acquire(timeout=DEADLINE_S)
         assert not flush.done()
-        outstanding.done(mine)
-        outstanding.done(mine)
+        outstanding.done("mine")
+        outstanding.done("mine")
         assert flush.result(DEADLINE_S) == 0
         assert outstanding.count > 0, "the feeder ended"
     ends.set()
@@ -236,7 +238,7 @@ Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 def add(queue: PutQueue, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-    batch = Batch("tier", (), None, False, False, 0)
+    batch = Batch("tier", (), None, False, False)
     puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
     taken = queue.add(puts)
     queue.go_on()

@@ -29,7 +29,7 @@ class Load:
     nowhere the load ends before it. What was loaded is always a leading run.
 
     Args:
-        pages: a layer group each.
+        pages: a layer group each; none where the engine is given nothing.
         rotate: by how many positions keys move on the way, a chunk each.
     """
 
@@ -89,7 +89,8 @@ class Load:
                 counts.cancelled += 1
         size = self._chunks.chunk_tokens
         loaded = Loaded(self._done * size, {tier: n * size for tier, n in self._used.items() if n})
-        self._note(loaded)
+        if self.pages:
+            self.tiers.count_loaded(self._chunks, loaded)
         return loaded
 
     def _write_back_to(self) -> Sequence[str]:
@@ -124,10 +125,6 @@ class Load:
             payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
             unpack(group.pages, payloads, **group.rows(form, first, count), rotate=rotate)
 
-    def _note(self, loaded: Loaded) -> None:
-        """Count what was made of it."""
-        self.tiers.count_loaded(self._chunks, loaded)
-
 
 @dataclass(eq=False, kw_only=True)
 class _Nearer(Load):
@@ -141,9 +138,6 @@ class _Nearer(Load):
             names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
                 self.tiers.prefetched.keep(name, lease, self)
-
-    def _note(self, loaded: Loaded) -> None:
-        pass
 
 
 @dataclass(eq=False, kw_only=True)
@@ -162,9 +156,6 @@ class _Lent(Load):
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         self.leases += [lease.share() for lease in leases]
-
-    def _note(self, loaded: Loaded) -> None:
-        pass
 
 
 def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:

@@ -17,24 +17,10 @@ class Promises:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
 
-    def make(
-        self,
-        names: Sequence[str],
-        groups: int = 1,
-        on_stored: Callable[[str, int], object] | None = None,
-        on_done: Callable[[], object] = lambda: None,
-    ) -> Promise:
-        """Promise records; whoever makes them must `close` it, when it has begun all that it will.
-
-        Args:
-            names: chunk by chunk, `groups` records each.
-            on_stored: called with a tier and a chunk when that tier took its last record, from any thread.
-            on_done: called once, likewise, when every attempt has ended: a tier may have a record before
-                others do.
-        """
+    def begin(self, names: Iterable[str]) -> None:
+        """One maker more for each."""
         with self._changed:
             self._makers.update(names)
-        return Promise(self, names, groups, on_stored, on_done)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -47,7 +33,7 @@ class Promises:
             return self._changed.wait_for(lambda: not any(n in self._makers for n in names), timeout_s)
 
     def end(self, names: Collection[str]) -> None:
-        """One maker less for each of `names`."""
+        """One maker less for each."""
         with self._changed:
             for name in names:
                 self._makers[name] -= 1
@@ -57,18 +43,24 @@ class Promises:
 
 
 class Promise:
-    """One store's: for each record it ends when a tier has it, or when the last attempt failed. Thread-safe.
+    """One store's: each record's ends when a tier has it, or when the last attempt failed. Thread-safe.
 
-    The store itself counts as one attempt at each, until it is closed. An error in a callback is only logged.
+    The store itself counts as one attempt at each, until it is closed: when it has begun all that it will.
+    Callbacks come from any thread; an error in one is only logged.
+
+    Args:
+        names: chunk by chunk, `groups` records each.
+        on_stored: called with a tier and a chunk when that tier took its last record.
+        on_done: called once, when every attempt has ended: a tier may have a record before others do.
     """
 
     def __init__(
         self,
         promises: Promises,
         names: Sequence[str],
-        groups: int,
-        on_stored: Callable[[str, int], object] | None,
-        on_done: Callable[[], object],
+        groups: int = 1,
+        on_stored: Callable[[str, int], object] | None = None,
+        on_done: Callable[[], object] = lambda: None,
     ) -> None:
         self._promises = promises
         self._names = names
@@ -80,6 +72,7 @@ class Promise:
         self._on_stored = on_stored
         self._on_done = on_done
         self._lock = threading.Lock()
+        promises.begin(names)
 
     def attempt(self, names: Iterable[str]) -> None:
         """A tier is about to be given these: each attempt will be `ended` once."""

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from kvkit.format import arrays
 from kvkit.format.record import RecordFormat
@@ -35,16 +36,15 @@ MAX_DESCRIBED = 4096
 """Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """What the puts of one call and one tier have in common.
+    """What the puts of one call and one tier have in common; a flush knows them by it.
 
     Attributes:
         formats: of the records' layer groups.
         promise: hears how each put ends.
         written_back: whether a load gives them, and not a store.
         asks: whether the tier is asked what it lacks when it is their turn.
-        start: by which a flush knows them.
     """
 
     tier: str
@@ -52,7 +52,6 @@ class Batch:
     promise: Promise | None
     written_back: bool
     asks: bool
-    start: object
 
 
 @dataclass(eq=False, slots=True)
@@ -80,19 +79,18 @@ class PutQueue:
         self._start = start
         self._under_way = 0
         self._progress_s = 0.0  # when one ended, or the first was started
-        self._waiting: deque[deque[Put]] = deque()
+        self._waiting: deque[Put] = deque()
         self._starting = False
         self._lock = threading.Lock()
 
     def add(self, puts: Sequence[Put]) -> int:
         """Have puts of one call wait for `go_on`; how many, from the first on, were taken."""
         with self._lock:
-            taken = max(0, self.limit - self._under_way) if self._stuck() else len(puts)
-            if taken:
-                for put in puts[:taken]:
-                    put.lease = put.lease.share()
-                self._waiting.append(deque(puts[:taken]))
-        return min(taken, len(puts))
+            taken = puts[: max(0, self.limit - self._under_way)] if self.stuck else puts
+            for put in taken:
+                put.lease = put.lease.share()
+            self._waiting.extend(taken)
+        return len(taken)
 
     def go_on(self) -> None:
         """Start what waits, as far as the limit allows."""
@@ -102,16 +100,16 @@ class PutQueue:
             self._starting = True
         while True:
             with self._lock:
-                count = min(self.limit - self._under_way, len(self._waiting[0]) if self._waiting else 0)
-                if not count:
+                room = islice(self._waiting, self.limit - self._under_way)
+                puts = list(takewhile(lambda put: put.batch is self._waiting[0].batch, room))
+                if not puts:
                     self._starting = False
                     return
-                puts = [self._waiting[0].popleft() for _ in range(count)]
-                if not self._waiting[0]:
+                for _ in puts:
                     self._waiting.popleft()
                 if not self._under_way:
                     self._progress_s = time.monotonic()
-                self._under_way += count
+                self._under_way += len(puts)
             leases = [put.lease for put in puts]
             self._start(puts)
             release_all(leases)
@@ -125,19 +123,15 @@ class PutQueue:
     @property
     def stuck(self) -> bool:
         """Whether puts are under way, and none has ended for a while."""
-        with self._lock:
-            return self._stuck()
+        return self._under_way > 0 and time.monotonic() - self._progress_s > PATIENCE_S
 
     def give_up(self) -> list[Put]:
         """Release the slots of what waits; the puts that were not started."""
         with self._lock:
-            gone = [put for puts in self._waiting for put in puts]
+            gone = list(self._waiting)
             self._waiting.clear()
         release_all(put.lease for put in gone)
         return gone
-
-    def _stuck(self) -> bool:
-        return self._under_way > 0 and time.monotonic() - self._progress_s > PATIENCE_S
 
 
 class Puts:
@@ -197,8 +191,8 @@ class Puts:
             if start >= stop or self.tiers.passed_over(segment.tier):
                 continue
             names = chunks.records(start, stop)
-            started = self.outstanding.add(len(names))
-            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks, started)
+            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks)
+            self.outstanding.add(batch, len(names))
             held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
             puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, held, strict=True)]
             if promise is not None:
@@ -341,7 +335,7 @@ class Puts:
         self.tiers.health[tier].answered(time.monotonic())  # a full disk can still be read
         if put.batch.promise is not None:
             put.batch.promise.ended(tier, put.name, error)
-        self.outstanding.done(put.batch.start)
+        self.outstanding.done(put.batch)
 
     def _describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
         """Have a tier outside this process keep zarr.json for these arrays, once: a flush waits for it.
@@ -357,7 +351,8 @@ class Puts:
             self._described.update((name, form.array) for form in new)
         if not new:
             return
-        tier, started = self.tiers.tiers[name], self.outstanding.add(1)
+        tier, start = self.tiers.tiers[name], object()
+        self.outstanding.add(start, 1)
 
         def describe() -> None:
             for form in new:
@@ -365,13 +360,13 @@ class Puts:
                     tier.describe(form.array, arrays.metadata(form, tier.codec))
                 except Exception as error:
                     self._forget(name, [form], error)
-            self.outstanding.done(started)
+            self.outstanding.done(start)
 
         try:
             self._offering[name].start(describe)
         except Closed as error:
             self._forget(name, new, error)
-            self.outstanding.done(started)
+            self.outstanding.done(start)
 
     def _forget(self, tier: str, formats: Sequence[RecordFormat], error: Exception) -> None:
         for form in formats:
@@ -403,12 +398,10 @@ class Outstanding:
         with self._changed:
             return self._left.total()
 
-    def add(self, count: int) -> object:
-        """Note that `count`, one or more, were started; the start that `done` takes for each of them."""
-        start = object()
+    def add(self, start: object, count: int) -> None:
+        """Note that `count`, one or more, were started; `done` takes the same `start` for each of them."""
         with self._changed:
             self._left[start] = count
-        return start
 
     def done(self, start: object) -> None:
         """Note that one of those was reported."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvkit.format import record
 from kvkit.kernels.pages.api import pack
 from kvkit.moving.plan import Segment, StorePlan
+from kvkit.moving.promises import Promise
 from kvkit.moving.puts import Puts
 from kvkit.moving.reads import MAX_IN_FLIGHT
 from kvkit.moving.sequence import Chunks, SequencePages, clear_gaps
@@ -28,12 +29,12 @@ class Stored:
 
 @dataclass(eq=False)
 class Store:
-    """Chunks on their way from the engine's pages into tiers, promised at once. To be run once, or closed.
+    """Chunks on their way from the engine's pages into tiers, promised at once. Run it once, or close `promise`.
 
     Args:
         pages: a layer group each.
         ready: returns when the pages hold what is to be stored.
-        on_stored, on_done: see `kvkit.moving.promises.Promises.make`.
+        on_stored, on_done: see `Promise`.
         copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
     """
 
@@ -48,9 +49,8 @@ class Store:
 
     def __post_init__(self) -> None:
         self.tiers = self.puts.tiers
-        self.promise = self.puts.promises.make(
-            self.chunks.names, self.chunks.groups, self.on_stored, self.on_done
-        )
+        names, groups = self.chunks.names, self.chunks.groups
+        self.promise = Promise(self.puts.promises, names, groups, self.on_stored, self.on_done)
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
         """Copy what a target lacks and start putting it, until that is all or `transfer` is stopped."""
@@ -88,11 +88,7 @@ class Store:
                     counts.cancelled += 1
             return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
         finally:
-            self.close()
-
-    def close(self) -> None:
-        """Promise no more than tiers were given."""
-        self.promise.close()
+            self.promise.close()  # no more than tiers were given
 
     def _asked_later(self) -> list[str]:
         """The targets outside this process."""
