@@ -6,9 +6,9 @@
     cache.store(tokens, pages)         # whole chunks; returns when the pages may be reused
 
 Each has a twin that returns at once with a future: `lookup_async`, `load_async`, `store_async`; `prefetch`
-brings records nearer before they are asked for. `Cache` carries out what the pure modules decide: `chunks`
-names the chunks, `plan` and `policy` say what moves from where to where, `record` what is to be trusted. The
-steps are numbered in `kvkit.moving.load.Load.run` and `kvkit.moving.store.Store.run`.
+brings records nearer before they are asked for. The steps are numbered in `kvkit.moving.load.Load.run` and
+`kvkit.moving.store.Store.run`; pure modules decide them: `plan` and `policy` say what moves from where to
+where, `record` what is to be trusted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvkit.moving.policy import Policy, PolicyError, in_effect
 from kvkit.moving.policy import check as check_policy
 from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import (
+    AllPages,
     CacheError,
     Chunks,
     Hit,
@@ -78,14 +79,12 @@ class CacheTimeout(TimeoutError):
 
 
 class CacheServer(Protocol):
-    """Where others reach a cache: `kvkit.observe.http.Server`."""
+    """Where others reach a cache, such as http://127.0.0.1:9477: `kvkit.observe.http.Server`."""
 
     @property
-    def url(self) -> str:
-        """Such as http://127.0.0.1:9477."""
+    def url(self) -> str: ...
 
-    def close(self) -> object:
-        """Finish requests and end; bounded."""
+    def close(self) -> object: ...
 
 
 class Cache:
@@ -174,8 +173,7 @@ class Cache:
         """
         chunks = self.chunks(tokens, namespace)
         self._check("retrieve_from", retrieve_from or ())
-        found = self._puts.find_promised(chunks, wait_s, retrieve_from)
-        plan = found
+        plan = found = self._puts.find_promised(chunks, wait_s, retrieve_from)
         if prefill_tokens_per_s is not None:
             compute_s = chunks.chunk_tokens / prefill_tokens_per_s
             plan = self._tier_set.worth_loading(found, chunks.groups, first, compute_s)
@@ -221,15 +219,12 @@ class Cache:
     def held_async(self, chunks: Chunks, tiers: Sequence[str]) -> Transfer[int]:
         """How many of `chunks`, from the first on, these tiers hold, in the background; counts as no lookup.
 
-        Raises:
-            PolicyError: `tiers` names one that does not exist.
+        Raises `PolicyError` where one does not exist.
         """
         self._check("tiers", tiers)
         return Transfer.start(self._looking, lambda _: self._puts.find_promised(chunks, 0.0, tiers).chunks)
 
-    def load(
-        self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
-    ) -> Loaded:
+    def load(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
 
         A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if
@@ -237,7 +232,7 @@ class Cache:
         written back to nearer tiers.
 
         Args:
-            pages: where to put it, one per layer group (a single one for a layout of one group).
+            pages: where to put it, one per layer group.
             rotate: by how many positions keys move on the way, for every chunk of the hit (blending). What is
                 written back to other tiers stays as it was computed.
 
@@ -247,42 +242,32 @@ class Cache:
         """
         return self._load(hit, pages, rotate).run(Transfer())
 
-    def load_async(
-        self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None = None
-    ) -> Transfer[Loaded]:
+    def load_async(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Transfer[Loaded]:
         """`load` in the background: the pages are in use until the future is done, cancelled or not.
 
-        Raises:
-            CacheError, RopeError: as `load`.
+        Raises what `load` does.
         """
         return Transfer.start(self._loading, self._load(hit, pages, rotate).run, urgent=True)
 
-    def load_layers(self, hit: Hit, pages: SequencePages | Sequence[SequencePages]) -> LayerLoad:
+    def load_layers(self, hit: Hit, pages: AllPages) -> LayerLoad:
         """`load` one layer at a time: an iterator over the layers, in model order, as they arrive.
 
-        Raises:
-            CacheError: as `load`.
+        Raises what `load` does.
         """
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         return LayerLoad(self._puts, self._reading, hit, pages)
 
-    def store_layers(
-        self, tokens: Any, pages: SequencePages | Sequence[SequencePages], namespace: Namespace | None = None
-    ) -> LayerStore:
-        """`store` one layer at a time, as the engine completes them.
-
-        Raises:
-            CacheError: as `store`.
-        """
+    def store_layers(self, tokens: Any, pages: AllPages, namespace: Namespace | None = None) -> LayerStore:
+        """`store` one layer at a time, as the engine completes them. Raises what `store` does."""
         chunks = self.chunks(tokens, namespace)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         return LayerStore(self._puts, chunks, pages, self.policy.store_to)
 
     @property
     def prefetch_chunks(self) -> int:
-        """Chunks that can be prefetched at a time: more would displace each other, or most of what is near.
+        """Chunks that can be prefetched at a time, half of what the memory holds that they go to.
 
-        That is half of what the memory holds that they go to.
+        More would displace each other, or most of what is near.
         """
         near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
         slots = min((tier.slots // 2 for tier in near), default=self._tier_set.prefetched.slots)
@@ -292,10 +277,9 @@ class Cache:
         """Bring what `tokens` will hit nearer, in the background; the future is what is available then.
 
         Verified records of the leading run go to the tiers in memory that the policy writes back to; without
-        any, up to half of the staging slots hold them until a load takes them or others need the room. Loads
-        do not wait for prefetches: these have threads of their own, and ask a tier for no more than four
-        times what it reads at once. A load that finds nearer what was further away at its lookup takes it
-        from there.
+        any, up to half of the staging slots hold them until a load takes them or others need the room. A load
+        takes from there what was further away at its lookup. It does not wait for prefetches: these have
+        threads of their own, and ask a tier for no more than four times what it reads at once.
 
         Args:
             first: chunks that the engine has. The run, and the hit, begin after them.
@@ -324,7 +308,7 @@ class Cache:
     def store(
         self,
         tokens: Any,
-        pages: SequencePages | Sequence[SequencePages],
+        pages: AllPages,
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
@@ -351,7 +335,7 @@ class Cache:
     def store_async(
         self,
         tokens: Any,
-        pages: SequencePages | Sequence[SequencePages],
+        pages: AllPages,
         namespace: Namespace | None = None,
         *,
         to: Sequence[str] | None = None,
@@ -360,19 +344,15 @@ class Cache:
     ) -> Transfer[Stored]:
         """`store` in the background: the pages must not change until the future is done, or `revoke` returns.
 
-        Args:
-            ready: called first, in the background; returns when the pages hold what is to be stored (a CUDA
-                event's `synchronize`).
-
-        Raises:
-            CacheError, PolicyError: as `store`.
+        `ready` is called first, there; it returns when the pages hold what is to be stored (a CUDA event's
+        `synchronize`). Raises what `store` does.
         """
         return self.store_chunks(self._part(tokens, namespace, first), pages, to=to, ready=ready)
 
     def store_chunks(
         self,
         chunks: Chunks,
-        pages: SequencePages | Sequence[SequencePages],
+        pages: AllPages,
         *,
         to: Sequence[str] | None = None,
         ready: Callable[[], object] = lambda: None,
@@ -381,6 +361,8 @@ class Cache:
         copy_first: bool = False,
     ) -> Transfer[Stored]:
         """`store_async` of chunks, or a part of some (`Chunks.part`), that tells how it goes on.
+
+        Raises what `store` does.
 
         Args:
             pages: of these chunks alone.
@@ -391,9 +373,6 @@ class Cache:
                 delay it without end.
             copy_first: whether chunks are copied before tiers outside this process are asked what they lack.
                 The pages come free without waiting for them, and what they have was copied for nothing.
-
-        Raises:
-            CacheError, PolicyError: as `store`.
         """
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         store = Store(self._puts, chunks, pages, self._targets(to), ready, on_stored, on_done, copy_first)
@@ -510,23 +489,19 @@ class Cache:
         return replace(self.namespace, salt=salt) if salt else self.namespace
 
     def _part(self, tokens: Any, namespace: Namespace | None, first: int) -> Chunks:
-        """The whole chunks of `tokens` from chunk `first` on."""
         chunks = self.chunks(tokens, namespace)
         return chunks.part(first, len(chunks))
 
-    def _targets(self, to: Sequence[str] | None) -> tuple[str, ...]:
-        """The tiers that a store puts into."""
+    def _targets(self, to: Sequence[str] | None) -> Sequence[str]:
         self._check("to", to or ())
-        return self.policy.store_to if to is None else tuple(to)
+        return self.policy.store_to if to is None else to
 
     def _check(self, argument: str, tiers: Sequence[str]) -> None:
         for name in tiers:
             if name not in self.tiers:
                 raise PolicyError(f"{argument}={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
 
-    def _load(
-        self, hit: Hit, pages: SequencePages | Sequence[SequencePages], rotate: Rotation | None
-    ) -> Load:
+    def _load(self, hit: Hit, pages: AllPages, rotate: Rotation | None) -> Load:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)

@@ -166,7 +166,7 @@ def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """
     tiers = puts.tiers
     # 1. what lies far away
-    found = tiers.find(chunks, RetrievePlan(len(chunks)), frozenset())
+    found = tiers.find(chunks, RetrievePlan(len(chunks)))
     near = [name for name, tier in tiers.tiers.items() if tier.near]
     far = [segment for segment in found.segments if segment.tier not in near]
     if not far:
@@ -183,7 +183,7 @@ def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
         found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
     if shelve:  # a lookup does not see the slots: the hit stays where the records are
         return Hit(chunks, found)
-    return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks), frozenset()))
+    return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks)))
 
 
 def read_chunk(puts: Puts, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
@@ -192,7 +192,7 @@ def read_chunk(puts: Puts, chunks: Chunks, chunk: int, transfer: Transfer[Any]) 
     They are written back as those of a load are, to a tier that holds the chunk before them.
     """
     part, leases = chunks.part(chunk, chunk + 1), list[Lease]()
-    hit = Hit(part, puts.tiers.find(part, RetrievePlan(1), frozenset()))
+    hit = Hit(part, puts.tiers.find(part, RetrievePlan(1)))
     before = chunks.records(chunk - 1, chunk) if chunk else []
     try:
         _Lent(puts, hit, (), before=before, leases=leases).run(transfer)

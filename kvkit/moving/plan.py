@@ -5,6 +5,7 @@ A chunk of a model with G layer groups is G records, so residency is asked in re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -39,9 +40,9 @@ class RetrievePlan:
 
     def by_tier(self) -> dict[str, int]:
         """Chunks per tier, in the order of first use."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for segment in self.segments:
-            counts[segment.tier] = counts.get(segment.tier, 0) + segment.stop - segment.start
+            counts[segment.tier] += segment.stop - segment.start
         return counts
 
 
@@ -51,10 +52,10 @@ def extend(plan: RetrievePlan, tier: str, run: int) -> RetrievePlan:
     stop = min(start + run, plan.wanted)
     if stop <= start:
         return plan
-    if plan.segments and plan.segments[-1].tier == tier:
-        last = Segment(tier, plan.segments[-1].start, stop)
-        return RetrievePlan(plan.wanted, (*plan.segments[:-1], last))
-    return RetrievePlan(plan.wanted, (*plan.segments, Segment(tier, start, stop)))
+    before = plan.segments
+    if before and before[-1].tier == tier:
+        before, start = before[:-1], before[-1].start
+    return RetrievePlan(plan.wanted, (*before, Segment(tier, start, stop)))
 
 
 def clip(plan: RetrievePlan, chunks: int) -> RetrievePlan:

@@ -241,13 +241,13 @@ class Puts:
         """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
         until = time.monotonic() + wait_s
         promised = self.promises.among(chunks.names)  # asked before the tiers: what ended since, they have
-        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), frozenset(), tiers)
+        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
         while not plan.complete and promised:
             gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
             if not gap or not self.promises.wait(gap, until - time.monotonic()):
                 break
             promised -= gap
-            plan = self.tiers.find(chunks, plan, frozenset(), tiers)
+            plan = self.tiers.find(chunks, plan, tiers=tiers)
         return plan
 
     def close(self) -> None:

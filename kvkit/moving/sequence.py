@@ -52,11 +52,17 @@ class SequencePages:
 
     def rows(self, form: RecordFormat, first: int, count: int) -> ChunkRows:
         """The block ids or the slots of chunks [first, first + count)."""
+        ids, per_chunk = self.table(form)
+        ids = ids[first * per_chunk : (first + count) * per_chunk].reshape(count, per_chunk)
+        return {"slots": ids} if self.blocks is None else {"blocks": ids}
+
+    def table(self, form: RecordFormat) -> tuple[TableIds, int]:
+        """The block ids or the slots, and how many of them a chunk has."""
         size = form.namespace.chunk_tokens
         if self.blocks is not None:
-            return {"blocks": _cut(self.blocks, size // form.group.block_tokens, first, count)}
+            return self.blocks, size // form.group.block_tokens
         assert self.slots is not None
-        return {"slots": _cut(self.slots, size, first, count)}
+        return self.slots, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +87,11 @@ class Chunks:
     def of(tokens: Any, layout: KVLayout, namespace: Namespace) -> Chunks:
         """The whole chunks of `tokens` (int32 [T]; numpy, torch or list)."""
         formats = formats_of(layout, namespace)
-        first, size = formats[0], namespace.chunk_tokens
-        ids = as_tokens(tokens)
-        keys = chunk_keys(ids, size, first.digest, namespace.hash)
-        if len(formats) == 1:
-            names = [first.name(key) for key in keys]
-        else:
-            names = [form.name(key) for key in keys for form in formats]
+        ids, size, seed = as_tokens(tokens), namespace.chunk_tokens, formats[0].digest
+        keys = chunk_keys(ids, size, seed, namespace.hash)
+        names = [form.name(key) for key in keys for form in formats]
         # a copy: engines write the next tokens into the same array, and a move may be under way for long
-        return Chunks(ids[: len(keys) * size].copy(), keys, names, formats, first.digest)
+        return Chunks(ids[: len(keys) * size].copy(), keys, names, formats, seed)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -167,9 +169,11 @@ class Loaded:
     by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
-def check_pages(
-    pages: SequencePages | Sequence[SequencePages], chunks: Chunks, count: int, layout: KVLayout
-) -> Sequence[SequencePages]:
+AllPages = SequencePages | Sequence[SequencePages]
+"""Pages of every layer group; one alone for a layout of one group."""
+
+
+def check_pages(pages: AllPages, chunks: Chunks, count: int, layout: KVLayout) -> Sequence[SequencePages]:
     """Pages per layer group, enough for the first `count` of `chunks`.
 
     Raises:
@@ -181,11 +185,11 @@ def check_pages(
     for g, (p, form) in enumerate(zip(groups, chunks.formats, strict=True)):
         if (p.blocks is None) == (p.slots is None):
             raise CacheError(f"pages[{g}]: give blocks or slots, one of the two")
-        kind, rows = ("blocks", p.blocks) if p.blocks is not None else ("slots", p.slots)
-        per_chunk = chunks.chunk_tokens // (form.group.block_tokens if kind == "blocks" else 1)
-        have = 0 if rows is None else len(rows)
-        if have < count * per_chunk:
-            raise CacheError(f"pages[{g}].{kind}: {have} entries, {count} chunks take {count * per_chunk}")
+        kind, (ids, per_chunk) = "slots" if p.blocks is None else "blocks", p.table(form)
+        if len(ids) < count * per_chunk:
+            raise CacheError(
+                f"pages[{g}].{kind}: {len(ids)} entries, {count} chunks take {count * per_chunk}"
+            )
     return groups
 
 
@@ -209,7 +213,3 @@ def clear_gaps(rows: ChunkRows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None
     for piece, row in zip(pieces, ids, strict=True):
         if row.min() < 0:
             piece[:] = 0
-
-
-def _cut(ids: TableIds, per_chunk: int, first: int, count: int) -> TableIds:
-    return ids[first * per_chunk : (first + count) * per_chunk].reshape(count, per_chunk)

@@ -29,7 +29,7 @@ class Stored:
 
 @dataclass(eq=False)
 class Store:
-    """Chunks on their way from the engine's pages into tiers, promised at once. Run it once, or close `promise`.
+    """Chunks on their way from the engine's pages into tiers, promised at once. Run it, or close `promise`.
 
     Args:
         pages: a layer group each.

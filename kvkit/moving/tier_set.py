@@ -39,8 +39,7 @@ class TierSet:
     """What is asked of tiers, and what is known of them: answers, health, counts. Thread-safe.
 
     Args:
-        tiers: by name.
-        policy: what goes where; names these tiers only.
+        tiers: by name; `policy` names no others.
         staging: slots that records pass through.
         timeout_s: the longest that any single wait may take, in seconds.
 
@@ -69,33 +68,28 @@ class TierSet:
         self,
         chunks: Chunks,
         plan: RetrievePlan,
-        bad: Collection[tuple[str, int]],
+        bad: Collection[tuple[str, int]] = (),
         tiers: Sequence[str] | None = None,
     ) -> RetrievePlan:
         """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`.
 
         Sought are `tiers`, or those that the policy retrieves from.
         """
-        grew = True
-        while grew and not plan.complete:
-            grew = False
+        known = -1
+        while known < plan.chunks < plan.wanted:
+            known = plan.chunks
             for tier in self.policy.retrieve_from if tiers is None else tiers:
                 start = plan.chunks
                 stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
-                if start == stop or not self.usable(tier):
-                    continue
-                run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
-                plan = planning.extend(plan, tier, run)
-                grew = grew or run > 0
+                if start < stop and self.usable(tier):
+                    run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
+                    plan = planning.extend(plan, tier, run)
         return plan
 
     def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
         """`plan` with what lies in this host's memory by now taken from there. Asks no other tier."""
-        near = [
-            name
-            for name in self.policy.retrieve_from
-            if self.tiers[name].near and not self.tiers[name].transient and not self.passed_over(name)
-        ]
+        kept = [n for n in self.policy.retrieve_from if self.tiers[n].near and not self.tiers[n].transient]
+        near = [name for name in kept if not self.passed_over(name)]
         found = RetrievePlan(plan.wanted)
         for segment in plan.segments:
             if not near or self.tiers[segment.tier].near:
