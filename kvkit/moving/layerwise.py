@@ -14,6 +14,7 @@ read. What was loaded is written back when its last layer was returned.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -27,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkit.format import record
-from kvkit.format.record import Damage
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.moving.plan import StorePlan
 from kvkit.moving.puts import Puts
@@ -78,19 +78,18 @@ class _LayeredRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """One layer on its way: a piece and a read per chunk, and the slots that the pieces lie in.
+    """One layer on its way: a piece, its read and a share of its slot per chunk, and the slots.
 
-    Each read comes with a share of its slot: one that comes too late must not write into another's.
+    A share each: a read that comes too late must not write into another's slot.
     """
 
     layer: _Layer
     leases: Sequence[Lease]
-    pieces: list[Piece] = field(default_factory=list)
-    reads: list[tuple[Future[None], Lease]] = field(default_factory=list)
+    pieces: list[tuple[Piece, Future[None], Lease]] = field(default_factory=list)
 
     def end(self) -> None:
         """Give the slots back, but for those that are being read into."""
-        for read, share in self.reads:
+        for _, read, share in self.pieces:
             if read.cancel():
                 share.release()
         release_all(self.leases)
@@ -120,11 +119,10 @@ class LayerLoad:
         plan = puts.tiers.nearest(hit.chunks, hit.plan)
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
         self._count = plan.chunks
-        groups, names = hit.chunks.groups, hit.chunks.records(0, plan.chunks)
-        places = (divmod(i, groups) for i in range(len(names)))
+        places = itertools.product(range(plan.chunks), range(hit.chunks.groups))
         self._records = [
             _LayeredRecord(chunk, group, name, self._tiers[chunk])
-            for (chunk, group), name in zip(places, names, strict=True)
+            for (chunk, group), name in zip(places, hit.chunks.names, strict=False)
         ]
         self._lock = threading.Lock()  # of slots that are given up
         self._layers = layers_of(pages)
@@ -299,8 +297,7 @@ class LayerLoad:
         except Closed:
             share.release()
             raise
-        reads.pieces.append(piece)
-        reads.reads.append((future, share))
+        reads.pieces.append((piece, future, share))
 
     def _read(self, place: int, entry: _LayeredRecord, piece: Piece, slot: Lease) -> None:
         """Fill `piece` with a layer of a record; check it, whose record it is, and at the last how that ends.
@@ -328,13 +325,11 @@ class LayerLoad:
             copy_ranges(entry.name, slot.buffer[: slot.used], ranges, buffers)
         else:
             self._tier_set.tiers[entry.tier].get_ranges(entry.name, ranges, buffers)
-        damage: Damage | None = None
-        if new:  # even if another layer's read has been quicker: this is the one that is used
-            damage = record.verify_header(form, header, *self._chunks.identity(entry.chunk))
-        if damage is None:
-            damage = record.verify_layer(form, header, place, data)
-        if damage is None and last:
-            damage = record.verify_trailer(form, trailer)
+        # the header even if another layer's read has been quicker: this is the one that is used
+        damage = record.verify_header(form, header, *self._chunks.identity(entry.chunk)) if new else None
+        damage = damage or record.verify_layer(form, header, place, data)
+        if last:
+            damage = damage or record.verify_trailer(form, trailer)
         if damage is not None:
             raise DamagedObject(f"{entry.name}: {damage}", damage)
         entry.header = header
@@ -342,7 +337,7 @@ class LayerLoad:
     def _finish(self, started: _Reads) -> None:
         """Unpack the leading run of a layer; the first chunk that failed ends it for good."""
         layer = started.layer
-        for chunk, (read, _) in enumerate(started.reads[: self._count]):
+        for chunk, (_, read, _) in enumerate(started.pieces[: self._count]):
             try:
                 read.result(self._tier_set.timeout_s)
             except Exception as error:
@@ -356,7 +351,7 @@ class LayerLoad:
         if self._count:
             form = self._chunks.formats[layer.group]
             rows = self._pages[layer.group].rows(form, 0, self._count)
-            unpack(layer.pages, started.pieces[: self._count], **rows)
+            unpack(layer.pages, [piece for piece, _, _ in started.pieces[: self._count]], **rows)
 
     def _write_back(self) -> None:
         """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
@@ -438,8 +433,8 @@ class LayerStore:
         self._plan = self._puts.plan(self._chunks, self._targets)
         wanted = (self._plan.stop - self._plan.start) * groups
         if wanted:
+            most = min(wanted, tiers.staging.slots // groups * groups)
             try:
-                most = min(wanted, tiers.staging.slots // groups * groups)
                 self._leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
             except StagingTimeout as error:
                 log.warning("nothing is stored: %s", error)

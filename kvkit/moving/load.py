@@ -50,9 +50,8 @@ class Load:
 
     def run(self, transfer: Transfer[Any]) -> Loaded:
         """Load what there is, until it is all there or `transfer` is stopped. Mutates the pages."""
-        # 1. what lies nearer by now is taken from there; more than was found then is not wanted
-        found = RetrievePlan(self._plan.chunks, self._plan.segments)
-        self._plan = self.tiers.nearest(self._chunks, found)
+        # 1. what lies nearer by now is taken from there
+        self._plan = self.tiers.nearest(self._chunks, self._plan)
         with WriteBacks(self.puts, self._chunks, self._write_back_to()) as back:
             while self._done < self._plan.chunks and not transfer.stopped:
                 # 2. every segment's reads start, in order of need

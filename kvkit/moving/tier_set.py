@@ -71,10 +71,7 @@ class TierSet:
         bad: Collection[tuple[str, int]] = (),
         tiers: Sequence[str] | None = None,
     ) -> RetrievePlan:
-        """`plan` gone on with what the tiers hold from its end, but for (tier, chunk) pairs in `bad`.
-
-        Sought are `tiers`, or those that the policy retrieves from.
-        """
+        """`plan` gone on with what `tiers` (None: the policy's) hold, but for (tier, chunk) in `bad`."""
         known = -1
         while known < plan.chunks < plan.wanted:
             known = plan.chunks
@@ -90,7 +87,7 @@ class TierSet:
         """`plan` with what lies in this host's memory by now taken from there. Asks no other tier."""
         kept = [n for n in self.policy.retrieve_from if self.tiers[n].near and not self.tiers[n].transient]
         near = [name for name in kept if not self.passed_over(name)]
-        found = RetrievePlan(plan.wanted)
+        found = RetrievePlan(plan.chunks)
         for segment in plan.segments:
             if not near or self.tiers[segment.tier].near:
                 found = planning.extend(found, segment.tier, segment.stop - segment.start)
@@ -104,12 +101,8 @@ class TierSet:
     def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
         """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
 
-        A tier of which nothing was read for a while is taken at no cost, so that it is tried again.
-
-        Args:
-            groups: records of a chunk.
-            first: chunks that the engine has.
-            compute_s: seconds that it takes to compute one.
+        The engine has `first` chunks, and takes `compute_s` seconds for one, of `groups` records. A tier of
+        which nothing was read for a while is taken at no cost, so that it is tried again.
         """
         now = time.monotonic()
         known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
