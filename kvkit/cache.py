@@ -28,7 +28,7 @@ from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore
 from kvkit.moving.load import Load, prefetch, read_chunk
-from kvkit.moving.policy import Policy, PolicyError, in_effect
+from kvkit.moving.policy import Policy, check_named, in_effect
 from kvkit.moving.policy import check as check_policy
 from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import (
@@ -172,7 +172,7 @@ class Cache:
             PolicyError: `retrieve_from` names a tier that does not exist.
         """
         chunks = self.chunks(tokens, namespace)
-        self._check("retrieve_from", retrieve_from or ())
+        check_named("retrieve_from", retrieve_from or (), self.tiers)
         plan = found = self._puts.find_promised(chunks, wait_s, retrieve_from)
         if prefill_tokens_per_s is not None:
             compute_s = chunks.chunk_tokens / prefill_tokens_per_s
@@ -221,7 +221,7 @@ class Cache:
 
         Raises `PolicyError` where one does not exist.
         """
-        self._check("tiers", tiers)
+        check_named("tiers", tiers, self.tiers)
         return Transfer.start(self._looking, lambda _: self._puts.find_promised(chunks, 0.0, tiers).chunks)
 
     def load(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Loaded:
@@ -397,8 +397,7 @@ class Cache:
             CacheTimeout: some are still under way after `timeout_s` (default: the cache's).
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        left = self._puts.outstanding.wait(limit)
-        if left:
+        if left := self._puts.outstanding.wait(limit):
             raise CacheTimeout(f"{left} puts are still under way after {limit} s")
 
     def puts_under_way(self) -> int:
@@ -493,13 +492,8 @@ class Cache:
         return chunks.part(first, len(chunks))
 
     def _targets(self, to: Sequence[str] | None) -> Sequence[str]:
-        self._check("to", to or ())
+        check_named("to", to or (), self.tiers)
         return self.policy.store_to if to is None else to
-
-    def _check(self, argument: str, tiers: Sequence[str]) -> None:
-        for name in tiers:
-            if name not in self.tiers:
-                raise PolicyError(f"{argument}={name!r}: no such tier; the tiers are {', '.join(self.tiers)}")
 
     def _load(self, hit: Hit, pages: AllPages, rotate: Rotation | None) -> Load:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)

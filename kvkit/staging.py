@@ -35,7 +35,7 @@ class StagingTimeout(TimeoutError):
 
 
 class Lease:
-    """One reference to a slot. The slot returns to the arena when its last reference is released.
+    """One reference to a slot, which returns to the arena when the last is released.
 
     A context manager: leaving it releases. Reading and writing `array` or `buffer` is safe until then.
 
@@ -72,12 +72,7 @@ class Lease:
         return self._staging._share(self)
 
     def release(self) -> None:
-        """Give this reference back.
-
-        Raises:
-            StagingError: it was given back before.
-            Forked: this is a fork of the process that has the arena.
-        """
+        """Give this reference back: once, or it raises `StagingError`; in a fork, `Forked`."""
         self._staging._release(self)
 
     def __enter__(self) -> Lease:
@@ -181,12 +176,9 @@ class Staging:
         First come, first served. A caller that never waits while it holds leases cannot deadlock with others:
         take what is given, use it, release it, ask again.
 
-        Args:
-            stopped: ends the wait; call `wake` when it may have turned true. It must not lock.
-
         Raises:
             Forked: this is a fork of the process that has the arena.
-            Stopped: `stopped` ended the wait.
+            Stopped: `stopped`, which must not lock, ended the wait; call `wake` when it may have turned true.
             StagingTimeout: fewer than `at_least` came free within `timeout_s` seconds.
             StagingError: the arena is closed or smaller than `at_least`, or `at_most` is below that.
         """

@@ -172,11 +172,7 @@ class Transfer(Future[T]):
 
     @staticmethod
     def start(workers: Workers, move: Callable[[Transfer[T]], T], urgent: bool = False) -> Transfer[T]:
-        """Have one of `workers` carry out `move`, which looks at `stopped` now and then; urgent ones first.
-
-        Raises:
-            Closed: the workers were told to end.
-        """
+        """Have one of `workers` carry out `move`, which looks at `stopped` now and then: see `start`."""
         transfer: Transfer[T] = Transfer()
         workers.start(partial(_carry_out, partial(move, transfer), transfer), urgent=urgent)
         return transfer

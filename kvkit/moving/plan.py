@@ -123,13 +123,8 @@ def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> Stor
 
     `resident` is that run, in chunks, by tier; a tier that is not in it holds nothing.
     """
-    return StorePlan(
-        tuple(
-            Segment(tier, resident.get(tier, 0), chunks)
-            for tier in policy.store_to
-            if resident.get(tier, 0) < chunks
-        )
-    )
+    missing = (Segment(tier, resident.get(tier, 0), chunks) for tier in policy.store_to)
+    return StorePlan(tuple(segment for segment in missing if segment.start < chunks))
 
 
 def put_limit(slots: int, tiers: int, groups: int) -> int:

@@ -74,11 +74,14 @@ def check(policy: Policy, tiers: Collection[str]) -> Policy:
     """
     for setting in ("retrieve_from", "store_to", "write_back_to"):
         names = getattr(policy, setting)
-        for name in names:
-            if name not in tiers:
-                raise PolicyError(
-                    f"{setting}={name!r}: no such tier; the tiers are {', '.join(tiers) or 'none'}"
-                )
+        check_named(setting, names, tiers)
         if len(set(names)) != len(names):
             raise PolicyError(f"{setting}={names!r}: a tier is named twice")
     return policy
+
+
+def check_named(setting: str, names: Iterable[str], tiers: Collection[str]) -> None:
+    """Raise `PolicyError` where one of `names` is none of `tiers`."""
+    for name in names:
+        if name not in tiers:
+            raise PolicyError(f"{setting}={name!r}: no such tier; the tiers are {', '.join(tiers) or 'none'}")
