@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from handoff_nodes import IDENTITY, Speaker
-from pydantic import ByteSize
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
 from waiting import wait_for
 
-from kvkit.adapters.vllm.connector import _check_loads, _check_role
+from kvkit.adapters.vllm.connector import _check
+from kvkit.adapters.vllm.settings import read_settings
 from kvkit.handoff.protocol.messages import VERSION, Error
-from kvkit.handoff.settings import HandoffConfig
 from kvkit.settings import ConfigError
 
 CHUNK = 2 * BLOCK
@@ -300,6 +300,18 @@ def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[
     assert grown(pair.decode, before, HANDED) == [0]
 
 
+def check(role: str, load: str = "async", **kvkit: Any) -> None:
+    """Have the connector check an engine whose steps overlap."""
+    settings, config = read_settings({"load": load, "kvkit": kvkit})
+    engine = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=role),
+        parallel_config=SimpleNamespace(world_size=1),
+        model_config=SimpleNamespace(multimodal_config=None),
+        max_concurrent_batches=2,
+    )
+    _check(settings, config, engine, 1)
+
+
 @pytest.mark.parametrize(
     ("role", "handoff", "load", "word"),
     [
@@ -311,16 +323,18 @@ def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[
 def test_roles_that_contradict_each_other_are_refused(
     role: str, handoff: Settings, load: str, word: str
 ) -> None:
-    full = HandoffConfig(listen=("unix:///d",), buffer=ByteSize(1 << 20), **handoff)
+    receives = {"listen": ["unix:///d"], "buffer": "1MiB"} if handoff["role"] == "decode" else {}
     with pytest.raises(ConfigError, match=re.escape(word)):
-        _check_role(role, full, load)
-    _check_role("kv_both", full, "async")
-    _check_role(role, None, load)
+        check(role, load, handoff=handoff | receives)
+    check("kv_both", handoff=handoff | receives)
+    check(role, load, tiers={"pool": {"url": "file:///kv"}}, policy={"retrieve_from": []})
 
 
 def test_an_engine_whose_blocks_vllm_does_not_keep_apart_does_not_load() -> None:
-    with pytest.raises(ConfigError, match=r"'kv_producer': it loads from pool, decode.*want 'kv_both'"):
-        _check_loads("kv_producer", ("pool", "decode"))
-    _check_loads("kv_producer", ())
-    _check_loads("kv_consumer", ("pool",))
-    _check_loads("kv_both", ("pool",))
+    tiers = {"pool": {"url": "file:///kv"}, "disk": {"url": "file:///disk"}}
+    with pytest.raises(ConfigError, match=r"'kv_producer': it loads from pool, disk.*want 'kv_both'"):
+        check("kv_producer", tiers=tiers)
+    check("kv_producer", tiers=tiers, policy={"retrieve_from": []})
+    check("kv_producer", "sync", tiers=tiers)
+    check("kv_consumer", tiers=tiers)
+    check("kv_both", tiers=tiers)

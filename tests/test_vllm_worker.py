@@ -150,7 +150,7 @@ def test_each_rank_is_seen_at_a_port_of_its_own(tmp_path: Path) -> None:
         assert endpoint is not None
         assert endpoint.url == f"http://127.0.0.1:{port + number}"
         rank.save()
-        told = rank.worker.take_stats()
+        told = rank.worker.stats.take()
         assert told is not None
         assert told.data.keys() == {str(number)}
         assert told.data[str(number)]["stored_tokens"] == {"memory": len(IDS), "disk": len(IDS)}
@@ -382,6 +382,6 @@ def test_saves_that_no_slot_is_left_for_are_called_off(hasty: Rank) -> None:
         lease.release()
     hasty.worker.cache.flush()
     assert hasty.stored("disk") == 0
-    told = hasty.worker.take_stats()
+    told = hasty.worker.stats.take()
     assert told is not None
     assert told.data["0"]["saves_called_off"] == 1

@@ -232,7 +232,9 @@ class CachedModel(OverCache):
             raise ValueError(f"max_new_tokens={max_new_tokens}: want at least 1")
         start = time.perf_counter()
         ids = as_tokens(tokens)
-        stop = self._end_tokens() if stop is None else stop
+        if stop is None:
+            end = self.model.generation_config.eos_token_id
+            stop = end if isinstance(end, list) else (end,)
         prefill = self.prefill(ids, room=max_new_tokens)
         decoded = decode(self.model, prefill.logits, prefill.kv, max_new_tokens, stop)
         new = [next(decoded)]
@@ -252,12 +254,6 @@ class CachedModel(OverCache):
         if self.cache is None:
             return None
         return self.cache.store(as_tokens(tokens)[: kv.length], kv.places(kv.length))
-
-    def _end_tokens(self) -> tuple[int, ...]:
-        end = self.model.generation_config.eos_token_id
-        if end is None:
-            return ()
-        return tuple(end) if isinstance(end, list) else (end,)
 
 
 def forward(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:

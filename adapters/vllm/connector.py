@@ -178,7 +178,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._worker.report()
 
     def get_kv_connector_stats(self) -> Stats | None:
-        return self._worker.take_stats() if hasattr(self, "_worker") else None
+        return self._worker.stats.take() if hasattr(self, "_worker") else None
 
     def shutdown(self) -> None:
         if hasattr(self, "_worker"):

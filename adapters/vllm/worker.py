@@ -20,10 +20,10 @@ from kvkit.adapters.engine.prefetches import Prefetches
 from kvkit.adapters.engine.question import Sequence
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.engine.tally import Tally
-from kvkit.adapters.vllm import stats
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.pages import GroupPages, complete_tokens, has_windows
 from kvkit.adapters.vllm.settings import Settings
+from kvkit.adapters.vllm.stats import Recorder
 from kvkit.adapters.vllm.step import (
     LoadTask,
     SaveTask,
@@ -89,8 +89,7 @@ class Worker:
         self._wakes = self._seen = 0
         config = config.model_copy(update={"server": config.server.of_rank(namespace.rank)})
         self.cache: Cache = open_cache(config, layout, namespace, self.space_of)
-        self._stats = stats.Recorder(self.cache)
-        self.take_stats = self._stats.take
+        self.stats = Recorder(self.cache)
         self._tally = Tally(tells=namespace.rank == 0)
         self._prefetches = Prefetches(self.cache)
         self._speed = Speed(namespace.chunk_tokens)
@@ -168,7 +167,7 @@ class Worker:
         late = [transfer for transfer in self._saving if not transfer.done()]
         for transfer in late:
             transfer.revoke()
-        self._stats.called_off(len(late))
+        self.stats.called_off(len(late))
         if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
             self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
@@ -335,7 +334,7 @@ class Worker:
             on_done=lambda: self._tally.done(save.request),
             copy_first=True,
         )
-        transfer.add_done_callback(lambda done: self._stats.stored(result_of(done), time.monotonic() - began))
+        transfer.add_done_callback(lambda done: self.stats.stored(result_of(done), time.monotonic() - began))
         self._saving.append(transfer)
 
     def _complete(self, part: SaveTask | SendTask, first: int, stop: int) -> int:
@@ -356,7 +355,7 @@ class Worker:
         end, loaded = load.finish()
         self._lookups.release(task.request)
         kept = end == task.stop
-        self._stats.loaded(loaded, time.monotonic() - load.began, kept)
+        self.stats.loaded(loaded, time.monotonic() - load.began, kept)
         self._tally.hit(task.request, loaded.by_tier)
         self._tally.done(task.request)
         if not kept:
