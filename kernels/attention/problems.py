@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, triton
@@ -38,13 +37,9 @@ class Heads:
 
 
 LLAMA_8B = Heads(32, 8, 128, 128)
-
 LLAMA_70B = Heads(64, 8, 128, 128)
-
 LLAMA_2 = Heads(32, 32, 128, 128)
-
 GEMMA_2 = Heads(16, 8, 256, 256)
-
 SMOLLM_HEADS = Heads(9, 3, 64, 64, torch.float32)
 
 SHARE = 0.15
@@ -65,7 +60,7 @@ class AttentionSpec:
         block_tokens: of the pages; None: one block has them all.
         what: "o": attention; "lse": its logsumexp alone; "scores", or "scores x v" with the norms of V.
         window, softcap: as in `blend_attention`.
-        wide, gated: as in `Problem`; `wide` of the main kernel.
+        gated: as in `Problem`.
     """
 
     name: str
@@ -75,7 +70,6 @@ class AttentionSpec:
     what: Literal["o", "lse", "scores", "scores x v"] = "o"
     window: int | None = None
     softcap: float | None = None
-    wide: tuple[int, int] = (2, 0)
     gated: bool = True
 
     @property
@@ -114,21 +108,18 @@ def _attention_problem(spec: AttentionSpec) -> Problem:
     launches = _attention_case(spec, cpu, False).launches(None)
     (launch,) = (launch for launch in launches if launch.kernel.__name__ == spec.kernel)
     rows, group = _rows(spec, cpu), heads.query_heads // heads.heads
-    item = torch.empty((), dtype=heads.dtype).element_size()
-    uses_v = spec.what in ("o", "scores x v")
-    sizes = heads.size + (heads.v_size if uses_v else 0)
-    moved = item * spec.length * heads.heads * sizes + item * rows.count * heads.query_heads * heads.size
-    if spec.what == "o":
-        moved += item * rows.count * heads.query_heads * heads.v_size
+    sizes = heads.size + (heads.v_size if spec.what in ("o", "scores x v") else 0)
+    row_size = heads.size + (heads.v_size if spec.what == "o" else 0)
+    moved = spec.length * heads.heads * sizes + rows.count * heads.query_heads * row_size
 
     def work(config: KernelConfig) -> Work:
         """Whole tiles, as the matrix units take them."""
-        tiles = dict(config.tiles)
+        tile_rows = dict(config.tiles)["TILE_ROWS"]
         if spec.kernel == "weigh":
-            pairs = spec.length * -(-rows.count // tiles["TILE_ROWS"]) * tiles["TILE_ROWS"]
-            return Work(moved, 2 * heads.query_heads * heads.size * pairs)
-        pairs = rows.tiles(tiles["TILE_ROWS"] // group, window=spec.window).keys * tiles["TILE_ROWS"]
-        return Work(moved, 2 * heads.heads * sizes * pairs)
+            pairs = spec.length * -(-rows.count // tile_rows) * heads.query_heads * heads.size
+        else:
+            pairs = rows.tiles(tile_rows // group, window=spec.window).keys * heads.heads * sizes
+        return Work(heads.dtype.itemsize * moved, 2 * tile_rows * pairs)
 
     return Problem(
         name=spec.name,
@@ -136,7 +127,7 @@ def _attention_problem(spec: AttentionSpec) -> Problem:
         space=triton.configs(launch),
         make=partial(_attention_case, spec),
         work=work,
-        wide={spec.kernel: spec.wide},
+        wide={spec.kernel: (2, 0)},
         gated=spec.gated,
         amd_space=triton.configs(launch, amd=True),
     )
@@ -153,34 +144,27 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
     out = new(rows.count, heads.query_heads, heads.v_size)
     lse = torch.empty(rows.count, heads.query_heads, device=device)
     mass = torch.empty(heads.query_heads, spec.length, device=device)
+    scored, known_lse = v_pages if spec.what == "scores x v" else None, lse
     if filled:
         fill(q)
         fill(pages)
-    scored = v_pages if spec.what == "scores x v" else None
-
-    @cache
-    def known_lse() -> torch.Tensor:
-        """Of the question's rows, which `query_scores` is given."""
-        if not filled:
-            return lse
-        return reference.blend_attention(q, k_pages, v_pages, rows, scoring)[1]
+        if spec.kernel == "weigh":
+            known_lse = reference.blend_attention(q, k_pages, v_pages, rows, scoring)[1]
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
         if spec.kernel == "weigh":
-            return triton.scores(q, k_pages, scored, rows, scoring, known_lse(), mass, config)
+            return triton.scores(q, k_pages, scored, rows, scoring, known_lse, mass, config)
         values = (v_pages, out) if spec.what == "o" else (None, None)
         return triton.attention(q, k_pages, values[0], rows, scoring, values[1], lse, config)
 
-    def poison() -> None:
-        for tensor in (out, lse, mass):
-            tensor.fill_(torch.nan)
-
     sample = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
+    some = torch.from_numpy(sample).to(device)
 
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor]:
-        some = torch.from_numpy(sample).to(device)
-        return reference.blend_attention(q[some], k_pages, v_pages, _sampled(rows, sample), scoring)
+        starts = np.array([0, len(sample)])
+        chosen = Rows.of(rows.positions[sample], starts, rows.lengths, rows.tables, tokens, device)
+        return reference.blend_attention(q[some], k_pages, v_pages, chosen, scoring)
 
     def fault() -> str:
         if spec.kernel == "weigh":
@@ -188,7 +172,6 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
             return far("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
         if lse.isnan().any() or (spec.what == "o" and out.isnan().any()):
             return "some rows were not written"
-        some = torch.from_numpy(sample).to(device)
         found = far("lse", lse[some], expected()[1], 0, 1e-3)
         if not found and spec.what == "o":
             want, got = expected()[0].double(), out[some].double()
@@ -197,17 +180,11 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
                 found = f"o: a row is off by {error:.2g} of its norm"
         return found
 
-    return Case(launches, poison, fault)
+    return Case(launches, partial(_forget, out, lse, mass), fault)
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Relative; weights are rounded to the dtype before they meet V."""
-
-
-def _sampled(rows: Rows, some: NDArray[np.int64]) -> Rows:
-    """Some rows of one request."""
-    starts = np.array([0, len(some)])
-    return Rows.of(rows.positions[some], starts, rows.lengths, rows.tables, rows.block_tokens, rows.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +218,7 @@ SCATTERS = (
 def _scatter_problem(spec: ScatterSpec) -> Problem:
     (launch,) = _scatter_case(spec, torch.device("cpu"), False).launches(None)
     heads = spec.heads
-    item = torch.empty((), dtype=heads.dtype).element_size()
+    item = heads.dtype.itemsize
     channels = (heads.query_heads + heads.heads) * heads.size + heads.heads * heads.v_size
     moved = spec.rows * (2 * item * channels + 4 * spec.rope.channels + 8)
     if spec.deviation:
@@ -261,35 +238,30 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     sizes = heads.query_heads * heads.size, heads.heads * heads.size, heads.heads * heads.v_size
     fused = new(spec.rows, sum(sizes))  # of one projection
-    q, k, v = (
-        fused[:, first : first + count].view(spec.rows, -1, size)
-        for first, count, size in zip(
-            (0, sizes[0], sizes[0] + sizes[1]), sizes, (heads.size, heads.size, heads.v_size), strict=True
-        )
-    )
+    parts = zip(fused.split(sizes, 1), (heads.size, heads.size, heads.v_size), strict=True)
+    q, k, v = (part.unflatten(1, (-1, size)) for part, size in parts)
     positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
     turns = RowTurns(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
     slots = torch.from_numpy(random.permutation(spec.tokens)[: spec.rows]).to(device)
     pages = new(spec.tokens // tokens, heads.heads, tokens, heads.size + heads.v_size)
     out = new(spec.rows, heads.query_heads, heads.size)
-    deviation = torch.empty(spec.rows, device=device) if spec.deviation else None
+    deviation = torch.zeros(spec.rows, device=device)
+    measured = deviation if spec.deviation else None
     before = torch.empty_like(pages)
     if filled:
         fill(fused)
         fill(before)
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
-        return triton.scatter((q, k, v), turns, slots, *split(pages, heads.size), deviation, out, config)
+        return triton.scatter((q, k, v), turns, slots, *split(pages, heads.size), measured, out, config)
 
     def poison() -> None:
         pages.copy_(before)
-        out.fill_(torch.nan)
-        if deviation is not None:
-            deviation.fill_(torch.nan)
+        _forget(out, deviation)
 
     @cache
-    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        want, moved = before.clone(), None if deviation is None else torch.empty_like(deviation)
+    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        want, moved = before.clone(), torch.empty_like(deviation)
         turned = reference.rope_scatter(q, k, v, turns, slots, *split(want, heads.size), moved)
         return want, turned, moved
 
@@ -297,9 +269,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
         want, turned, moved = expected()
         close = 2 * torch.finfo(heads.dtype).eps, 1e-5
         found = far("pages", pages, want, *close) or far("q", out, turned, *close)
-        if not found and deviation is not None and moved is not None:
-            found = far("deviation", deviation, moved, 1e-2, 1e-4)
-        return found
+        return found or (far("deviation", deviation, moved, 1e-2, 1e-4) if spec.deviation else "")
 
     return Case(launches, poison, fault)
 
@@ -315,9 +285,7 @@ def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> P
         def fault() -> str:
             return far("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
 
-        return Case(
-            lambda config: triton.deviation(new, old, out, config), lambda: _poison_with_nan(out), fault
-        )
+        return Case(lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault)
 
     (launch,) = make(torch.device("cpu"), False).launches(None)
     return Problem(
@@ -330,8 +298,9 @@ def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> P
     )
 
 
-def _poison_with_nan(tensor: torch.Tensor) -> None:
-    tensor.fill_(torch.nan)
+def _forget(*outputs: torch.Tensor) -> None:
+    for tensor in outputs:
+        tensor.fill_(torch.nan)
 
 
 def split(pages: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ class Requests(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Rows taken together, and the keys that each take of them has to see.
+    """Rows taken together, and the keys that each take of them has to see; on the rows' device.
 
     Args:
         items: int32 [W, 8], the costliest first: request, first row, row after the last, first key, first
@@ -52,15 +52,12 @@ class Tiles:
             first part, number of parts.
         parts: items whose results must be merged.
         keys: keys over all items.
-        work, merge_work: `items` and `merges` on the rows' device.
     """
 
-    items: NDArray[np.int32]
-    merges: NDArray[np.int32]
+    items: torch.Tensor
+    merges: torch.Tensor
     parts: int
     keys: int
-    work: torch.Tensor
-    merge_work: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,10 +160,8 @@ class Rows:
         if tables[used].min(initial=0) < 0:
             raise RowsError(f"tables: block {tables[used].min()} within a request's length, want at least 0")
         held = (positions >= 0) & (positions < lengths[request])
-        where = np.where(held, positions, 0)
-        slots = np.full(len(positions), -1, np.int64)
-        block = tables[request[held], where[held] // block_tokens]
-        slots[held] = block * block_tokens + where[held] % block_tokens
+        slots, at = np.full(len(positions), -1, np.int64), positions[held]
+        slots[held] = tables[request[held], at // block_tokens] * block_tokens + at % block_tokens
         return Rows(
             positions=positions,
             row_starts=row_starts,
@@ -174,8 +169,8 @@ class Rows:
             tables=tables,
             block_tokens=block_tokens,
             slots=torch.from_numpy(slots).to(device),
-            device_positions=torch.from_numpy(positions.astype(np.int32)).to(device),
-            device_tables=torch.from_numpy(tables.astype(np.int32)).to(device),
+            device_positions=_int32(positions, device),
+            device_tables=_int32(tables, device),
         )
 
     def tiles(self, rows_per_tile: int, split_keys: int | None = None, window: int | None = None) -> Tiles:
@@ -210,8 +205,7 @@ class Rows:
 
     def _plan(self, rows_per_tile: int, split_keys: int | None, window: int | None) -> Tiles:
         counts = -(-np.diff(self.row_starts) // rows_per_tile)  # tiles of each request
-        request = np.repeat(np.arange(len(counts)), counts)
-        nth = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+        request, nth = _each(counts)
         first_row = self.row_starts[request] + nth * rows_per_tile
         after_row = np.minimum(first_row + rows_per_tile, self.row_starts[request + 1])
         nearest, farthest = self.positions[first_row], self.positions[after_row - 1]
@@ -223,8 +217,7 @@ class Rows:
 
         size = split_keys or LARGEST_INT32
         parts = np.maximum(1, -(-end // size) - begin // size)  # of each tile
-        tile = np.repeat(np.arange(len(parts)), parts)
-        nth = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+        tile, nth = _each(parts)
         item_begin = np.maximum(begin[tile], (begin[tile] // size + nth) * size)
         item_end = np.minimum(end[tile], (begin[tile] // size + nth + 1) * size)
         split = parts > 1
@@ -240,17 +233,23 @@ class Rows:
             part,
         )
         order = np.argsort(item_begin - item_end, kind="stable")
-        items = np.stack(columns, 1).astype(np.int32)[order]
-        first_part = np.cumsum(parts * split) - parts
-        merges = np.stack([first_row, after_row, first_part, parts], 1)[split].astype(np.int32)
+        merges = np.stack([first_row, after_row, np.cumsum(parts * split) - parts, parts], 1)[split]
         return Tiles(
-            items=items,
-            merges=merges,
+            items=_int32(np.stack(columns, 1)[order], self.device),
+            merges=_int32(merges, self.device),
             parts=int(parts[split].sum()),
             keys=int((item_end - item_begin).sum()),
-            work=torch.from_numpy(items).to(self.device),
-            merge_work=torch.from_numpy(merges).to(self.device),
         )
+
+
+def _each(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For every one of `counts[i]` things: i, and how many of i come before it."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _int32(values: NDArray[np.int64], device: torch.device | str) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)
 
 
 def _integers(name: str, values: object, ndim: int) -> NDArray[np.int64]:

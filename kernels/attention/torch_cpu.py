@@ -24,32 +24,17 @@ TILE_ROWS = 64
 def attention(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    count, query_heads, size = q.shape
-    heads, v_size = k_pages.shape[1], v_pages.shape[3]
-    group = query_heads // heads
-    out = q.new_zeros(count, query_heads, v_size)
-    lse = torch.full((count, query_heads), -math.inf)
-    for request, tiles in _tiles(rows, scoring.window):
-        length = max(end for *_, end in tiles)
-        k, v = (gather(pages, rows.tables[request], length) for pages in (k_pages, v_pages))  # [H, n, D]
-        for first, after, begin, end in tiles:
-            if begin == end:
-                continue
-            split = q[first:after].view(after - first, heads, group, size).permute(1, 2, 0, 3)
-            mask = rows.mask(first, after, begin, end, scoring.window)
-            keys, values = k[:, begin:end], v[:, begin:end]
-            if size == v_size and scoring.softcap is None:
-                o, logsum = _by_torch(split, keys, values, scoring.scale, mask)
-                positions = rows.positions[first:after]
-                blind = positions < begin
-                if scoring.window is not None:
-                    blind |= positions - scoring.window >= end - 1
-                if blind.any():  # torch says 0 there
-                    logsum = logsum.masked_fill(torch.from_numpy(blind), -math.inf)
-            else:
-                o, logsum = _by_products(split, keys, values, scoring, mask)
-            out[first:after] = o.permute(2, 0, 1, 3).flatten(1, 2)
-            lse[first:after] = logsum.permute(2, 0, 1).flatten(1, 2)
+    size, v_size = q.shape[2], v_pages.shape[3]
+    out = q.new_zeros(*q.shape[:2], v_size)
+    lse = torch.full(q.shape[:2], -math.inf)
+    for some, _, split, mask, (k, v) in _tiles(q, rows, scoring.window, k_pages, v_pages):
+        if size == v_size and scoring.softcap is None:
+            o, logsum = _by_torch(split, k, v, scoring.scale, mask)
+            logsum = logsum.masked_fill(mask.amax(1) == -math.inf, -math.inf)  # torch says 0 there
+        else:
+            o, logsum = _by_products(split, k, v, scoring, mask)
+        out[some] = o.permute(2, 0, 1, 3).flatten(1, 2)
+        lse[some] = logsum.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 
 
@@ -61,23 +46,15 @@ def scores(
     scoring: Scoring,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    heads = k_pages.shape[1]
-    group, length = q.shape[1] // heads, int(rows.lengths[0])
+    heads, length = k_pages.shape[1], int(rows.lengths[0])
     if lse is None:
         _, lse = attention(q, k_pages, k_pages, rows, scoring)
-    mass = torch.zeros(heads, group, length)
-    for _, tiles in _tiles(rows, scoring.window):
-        k = gather(k_pages, rows.tables[0], length)  # [H, n, D]
-        for first, after, begin, end in tiles:
-            if begin == end:
-                continue
-            split = q[first:after].view(after - first, heads, group, -1).permute(1, 2, 0, 3)
-            logsum = lse[first:after].view(after - first, heads, group).permute(1, 2, 0)  # [H, group, m]
-            logsum = logsum.masked_fill(logsum == -math.inf, 0.0)
-            mask = rows.mask(first, after, begin, end, scoring.window)
-            for head in range(heads):
-                found = _scores(split[head], k[head, begin:end], scoring, mask)
-                mass[head, :, begin:end] += found.sub_(logsum[head, :, :, None]).exp_().sum(1)
+    lse = lse.masked_fill(lse == -math.inf, 0.0).unflatten(1, (heads, -1))  # [M, H, group]
+    mass = torch.zeros(heads, lse.shape[2], length)
+    for some, seen, split, mask, (k,) in _tiles(q, rows, scoring.window, k_pages):
+        for head in range(heads):
+            found = _scores(split[head], k[head], scoring, mask)
+            mass[head, :, seen] += found.sub_(lse[some, head].T[..., None]).exp_().sum(1)
     if v_pages is not None:
         mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)[:, None]
     return mass.flatten(0, 1)
@@ -129,11 +106,20 @@ def gather(pages: torch.Tensor, table: NDArray[np.int64], length: int) -> torch.
     return chosen.flatten(1, 2)[:, :length]
 
 
-def _tiles(rows: Rows, window: int | None) -> Iterator[tuple[int, list[list[int]]]]:
-    """Of each request that has rows: first and after the last row, first and after the last key of tiles."""
-    items = rows.tiles(TILE_ROWS, window=window).items
+def _tiles(
+    q: torch.Tensor, rows: Rows, window: int | None, *pages: torch.Tensor
+) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
+    """Tiles that see keys: rows, keys, q [H, group, m, D], mask [m, n], and of pages the keys [H, n, D]."""
+    items = rows.tiles(TILE_ROWS, window=window).items.numpy()
     for request in np.unique(items[:, 0]).tolist():
-        yield request, items[items[:, 0] == request][:, [1, 2, 3, 6]].tolist()
+        tiles = items[items[:, 0] == request][:, [1, 2, 3, 6]].tolist()
+        length = max(end for *_, end in tiles)
+        held = [gather(part, rows.tables[request], length) for part in pages]
+        for first, after, begin, end in tiles:
+            if begin < end:
+                split = q[first:after].unflatten(1, (pages[0].shape[1], -1)).permute(1, 2, 0, 3)
+                mask = rows.mask(first, after, begin, end, window)
+                yield slice(first, after), slice(begin, end), split, mask, [x[:, begin:end] for x in held]
 
 
 def _by_torch(

@@ -122,30 +122,20 @@ def attention(
     config = config or _best(attend, given)
     tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
     tiles = _tiles(rows, tile_rows // group, tile_keys, heads, scoring.window)
-    part_out = (
-        lse.new_empty(tiles.parts, heads, tile_rows, v.shape[3]) if tiles.parts and out is not None else lse
-    )
-    part_lse = lse.new_empty(tiles.parts, heads, tile_rows) if tiles.parts else lse
+    parts = tiles.parts, heads, tile_rows
     results = {
+        "part_out": lse.new_empty(*parts, 0 if out is None else v.shape[3]),
+        "part_lse": lse.new_empty(parts),
         "out": lse if out is None else out,
         "lse": lse,
-        "part_out": part_out,
-        "part_lse": part_lse,
     }
-    first = Launch(
-        attend,
-        (len(tiles.items) * heads,),
-        given | results | {"work": tiles.work, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()},
-        config,
-    )
+    work = {"work": tiles.items, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
+    first = Launch(attend, (len(tiles.items) * heads,), given | results | work, config)
     if not tiles.parts:
         return (first,)
     merging = {
-        "part_out": part_out,
-        "part_lse": part_lse,
-        "work": tiles.merge_work,
-        "out": results["out"],
-        "lse": lse,
+        **results,
+        "work": tiles.merges,
         "heads": heads,
         "part_rows": tile_rows,
         "V_SIZE": v.shape[3],
