@@ -74,14 +74,9 @@ def blend_attention(
         _shape(m, query_heads, v_size, dtype=q.dtype) if v_size else None,
         _shape(m, query_heads, dtype=jnp.float32),
     )
+    sizes = {"packed": packed, "tile_rows": tile_rows, "tile_keys": tile_keys}
     attend = pl.pallas_call(
-        functools.partial(
-            _attend,
-            packed=packed,
-            tile_rows=tile_rows,
-            tile_keys=tile_keys,
-            scoring=scoring,
-        ),
+        functools.partial(_attend, scoring=scoring, **sizes),
         out_shape=shapes,
         grid=(most, query_heads // packed),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
@@ -90,7 +85,7 @@ def blend_attention(
     )
     table = tables.clip(0, blocks - 1).astype(jnp.int32)
     o, lse = attend(
-        *tiles, lengths, table, positions.astype(jnp.int32), q, k_pages, v_pages if v_size else None
+        tiles, lengths, table, positions.astype(jnp.int32), q, k_pages, v_pages if v_size else None
     )
     return jnp.zeros((m, query_heads, 0), q.dtype) if o is None else o, lse
 
@@ -112,9 +107,7 @@ def _tiles(row_starts: jax.Array, rows: int, most: int) -> tuple[jax.Array, jax.
 
 
 def _attend(
-    requests: jax.Ref,
-    firsts: jax.Ref,
-    afters: jax.Ref,
+    tiles: tuple[jax.Ref, jax.Ref, jax.Ref],
     lengths: jax.Ref,
     tables: jax.Ref,
     positions: jax.Ref,
@@ -133,7 +126,7 @@ def _attend(
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     tile, first_head = pl.program_id(0), pl.program_id(1) * packed
     head, tokens = _div(first_head, q.shape[1] // k.shape[1]), k.shape[2]
-    request, first, after = requests[tile], firsts[tile], afters[tile]
+    request, first, after = (part[tile] for part in tiles)
     lane = _arange(tile_rows)
     row, query_head = first + _div(lane, packed), first_head + _rem(lane, packed)
     valid = row < after  # also of the lanes that a whole tile leaves over

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
@@ -105,8 +105,6 @@ def _rows(spec: AttentionSpec, device: torch.device) -> Rows:
 
 def _attention_problem(spec: AttentionSpec) -> Problem:
     cpu, heads = torch.device("cpu"), spec.heads
-    launches = _attention_case(spec, cpu, False).launches(None)
-    (launch,) = (launch for launch in launches if launch.kernel.__name__ == spec.kernel)
     rows, group = _rows(spec, cpu), heads.query_heads // heads.heads
     sizes = heads.size + (heads.v_size if spec.what in ("o", "scores x v") else 0)
     row_size = heads.size + (heads.v_size if spec.what == "o" else 0)
@@ -121,16 +119,22 @@ def _attention_problem(spec: AttentionSpec) -> Problem:
             pairs = rows.tiles(tile_rows // group, window=spec.window).keys * heads.heads * sizes
         return Work(heads.dtype.itemsize * moved, 2 * tile_rows * pairs)
 
-    return Problem(
-        name=spec.name,
-        bucket=triton.bucket(launch),
-        space=triton.configs(launch),
-        make=partial(_attention_case, spec),
-        work=work,
-        wide={spec.kernel: (2, 0)},
-        gated=spec.gated,
-        amd_space=triton.configs(launch, amd=True),
-    )
+    return _problem(spec.name, spec.kernel, partial(_attention_case, spec), work, (2, 0), spec.gated)
+
+
+def _problem(
+    name: str,
+    kernel: str,
+    make: Callable[[torch.device, bool], Case],
+    work: Callable[[KernelConfig], Work],
+    wide: tuple[int, int] = (0, 0),
+    gated: bool = True,
+) -> Problem:
+    """That of the kernel which is tuned with the launches of `make`."""
+    launches = make(torch.device("cpu"), False).launches(None)
+    (launch,) = (launch for launch in launches if launch.kernel.__name__ == kernel)
+    bucket, (space, amd_space) = triton.bucket(launch), (triton.configs(launch, amd) for amd in (False, True))
+    return Problem(name, bucket, space, make, work, {kernel: wide}, gated, amd_space)
 
 
 def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> Case:
@@ -140,7 +144,7 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     q = new(rows.count, heads.query_heads, heads.size)
     pages = new(blocks, heads.heads, tokens, heads.size + heads.v_size)  # K and V side by side, as in vLLM
-    k_pages, v_pages = split(pages, heads.size)
+    k_pages, v_pages = pages.split([heads.size, heads.v_size], -1)
     out = new(rows.count, heads.query_heads, heads.v_size)
     lse = torch.empty(rows.count, heads.query_heads, device=device)
     mass = torch.empty(heads.query_heads, spec.length, device=device)
@@ -216,21 +220,13 @@ SCATTERS = (
 
 
 def _scatter_problem(spec: ScatterSpec) -> Problem:
-    (launch,) = _scatter_case(spec, torch.device("cpu"), False).launches(None)
-    heads = spec.heads
-    item = heads.dtype.itemsize
+    heads, item = spec.heads, spec.heads.dtype.itemsize
     channels = (heads.query_heads + heads.heads) * heads.size + heads.heads * heads.v_size
     moved = spec.rows * (2 * item * channels + 4 * spec.rope.channels + 8)
     if spec.deviation:
         moved += spec.rows * (item * heads.heads * heads.size + 4)
-    return Problem(
-        name=spec.name,
-        bucket=triton.bucket(launch),
-        space=triton.configs(launch),
-        make=partial(_scatter_case, spec),
-        work=lambda config: Work(moved),
-        wide={},  # a head is too little for 16 bytes of each thread
-    )
+    # a head is too little for 16 bytes of each thread
+    return _problem(spec.name, "scatter_rows", partial(_scatter_case, spec), lambda config: Work(moved))
 
 
 def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case:
@@ -238,7 +234,8 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     sizes = heads.query_heads * heads.size, heads.heads * heads.size, heads.heads * heads.v_size
     fused = new(spec.rows, sum(sizes))  # of one projection
-    parts = zip(fused.split(sizes, 1), (heads.size, heads.size, heads.v_size), strict=True)
+    sides = heads.size, heads.v_size
+    parts = zip(fused.split(sizes, 1), (heads.size, *sides), strict=True)
     q, k, v = (part.unflatten(1, (-1, size)) for part, size in parts)
     positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
     turns = RowTurns(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
@@ -253,7 +250,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
         fill(before)
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
-        return triton.scatter((q, k, v), turns, slots, *split(pages, heads.size), measured, out, config)
+        return triton.scatter((q, k, v), turns, slots, *pages.split(sides, -1), measured, out, config)
 
     def poison() -> None:
         pages.copy_(before)
@@ -262,7 +259,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         want, moved = before.clone(), torch.empty_like(deviation)
-        turned = reference.rope_scatter(q, k, v, turns, slots, *split(want, heads.size), moved)
+        turned = reference.rope_scatter(q, k, v, turns, slots, *want.split(sides, -1), moved)
         return want, turned, moved
 
     def fault() -> str:
@@ -287,22 +284,10 @@ def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> P
 
         return Case(lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault)
 
-    (launch,) = make(torch.device("cpu"), False).launches(None)
-    return Problem(
-        name="deviation Llama-3.1-8B",
-        bucket=triton.bucket(launch),
-        space=triton.configs(launch),
-        make=make,
-        work=lambda config: Work(tokens * (4 * heads * size + 4)),
-        wide={},
-    )
+    work = Work(tokens * (4 * heads * size + 4))
+    return _problem("deviation Llama-3.1-8B", "measure", make, lambda config: work)
 
 
 def _forget(*outputs: torch.Tensor) -> None:
     for tensor in outputs:
         tensor.fill_(torch.nan)
-
-
-def split(pages: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of pages [B, H, N, D + Dv]."""
-    return pages[..., :size], pages[..., size:]

@@ -23,15 +23,9 @@ class RowsError(ValueError):
 
 
 class Requests(NamedTuple):
-    """What `Rows` is for tensors, for JAX: integers that may be traced, so that none of them is checked.
+    """What `Rows.of` takes, for JAX: the integers may be traced, so that none of them is checked.
 
-    Args:
-        tables: [requests, blocks]: key j of request r is token j % N of block tables[r, j // N]. Entries
-            beyond a request's length may be anything.
-        positions: [M], ascending within a request. A row at a negative one sees no key.
-        row_starts: [requests + 1], the first 0, ascending; rows from the last one on belong to no request, so
-            that M may be rounded up.
-        lengths: [requests], keys of each request.
+    Rows from the last of `row_starts` on belong to no request, so that M may be rounded up.
     """
 
     tables: jax.Array | NDArray[Any]

@@ -25,6 +25,10 @@ from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, be
 PROGRAMS_PER_UNIT = 2  # so many programs per multiprocessor are enough not to split tiles
 UNITS = 132  # multiprocessors, where no GPU is asked (an H100's)
 LOG2_E = math.log2(math.e)
+ROW_CONFIGS = {
+    kernel: tuple(KernelConfig((("ROWS", n),), warps, 1) for n in rows for warps in (2, 4, 8))
+    for kernel, rows in {"merge": (16, 8, 32), "scatter_rows": (16, 8, 32, 64), "measure": (8, 4, 16)}.items()
+}
 
 
 def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[KernelConfig, ...]:
@@ -39,17 +43,7 @@ def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[
         size = triton.next_power_of_2(max(given["SIZE"], given.get("V_SIZE", 0)))
         packed = given["GROUP"] if name == "attend" else 1
         return _tile_configs(name, given["q"].element_size(), size, packed, len(given["q"]), amd)
-    return _row_configs(name)
-
-
-@functools.cache
-def _row_configs(kernel: str) -> tuple[KernelConfig, ...]:
-    rows = {
-        "merge": (16, 8, 32),
-        "scatter_rows": (16, 8, 32, 64),
-        "measure": (8, 4, 16),
-    }
-    return tuple(KernelConfig((("ROWS", n),), warps, 1) for n in rows[kernel] for warps in (2, 4, 8))
+    return ROW_CONFIGS[name]
 
 
 @functools.cache
@@ -82,19 +76,13 @@ def _tile_configs(
 def bucket(launch: Launch) -> ProblemBucket:
     """The problems that share a best configuration with `launch`: compiled alike, of about as many tokens."""
     given, name = launch.arguments, _name(launch)
-    compiled = [
-        f"{key}={value}"
-        for key, value in given.items()
-        if key.isupper() and key not in ("INTERPRET", "SPLIT")
-    ]
     main = next(iter(given.values()))
-    compiled.insert(0, str(main.dtype).removeprefix("torch."))
+    constants = [key for key in given if key.isupper() and key not in ("INTERPRET", "SPLIT")]
+    form = str(main.dtype).removeprefix("torch."), *(f"{key}={given[key]}" for key in constants)
     sizes = [len(main), given["heads"]]
     if name in ("attend", "weigh"):
         sizes.append(given["tables"].shape[1] * given["k"].shape[2])
-    return ProblemBucket(
-        name, " ".join(compiled), tuple(triton.next_power_of_2(max(1, size)) for size in sizes)
-    )
+    return ProblemBucket(name, " ".join(form), tuple(triton.next_power_of_2(max(1, n)) for n in sizes))
 
 
 def attention(
@@ -288,11 +276,9 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
 def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, heads: int, window: int | None) -> Tiles:
     """Whole tiles, or, where these are too few programs, as many more as keep all multiprocessors busy."""
     whole = rows.tiles(rows_per_tile, window=window)
-    units = (
-        torch.cuda.get_device_properties(rows.device).multi_processor_count
-        if rows.device.type == "cuda"
-        else UNITS
-    )
+    units = UNITS
+    if rows.device.type == "cuda":
+        units = torch.cuda.get_device_properties(rows.device).multi_processor_count
     programs = PROGRAMS_PER_UNIT * units
     if len(whole.items) * heads >= programs:
         return whole

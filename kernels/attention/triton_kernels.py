@@ -136,28 +136,19 @@ def attend(
 
     start = begin // TILE_KEYS * TILE_KEYS
     full_start = tl.cdiv(full_begin, TILE_KEYS) * TILE_KEYS
+    if WINDOWED:
+        full_start = tl.minimum(full_start, tl.cdiv(end, TILE_KEYS) * TILE_KEYS)
     full_stop = tl.maximum(full_end // TILE_KEYS * TILE_KEYS, full_start)
     acc = tl.zeros([TILE_ROWS, V_PADDED if VALUES else 16], tl.float32)
     norm = tl.zeros([TILE_ROWS], tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    if WINDOWED:
-        full_start = tl.minimum(full_start, tl.cdiv(end, TILE_KEYS) * TILE_KEYS)
-        full_stop = tl.maximum(full_end // TILE_KEYS * TILE_KEYS, full_start)
+    bounds = (start, full_start, full_stop, end)
+    for part in tl.static_range(0 if WINDOWED else 1, 3):  # only the keys in the middle are seen by all rows
         acc, norm, top = _attend_keys(
-            acc, norm, top, queries, position, start, full_start, begin, end, k, v, table,
+            acc, norm, top, queries, position, bounds[part], bounds[part + 1], begin, end, k, v, table,
             scale, softcap, window, k_block, k_token, v_block, v_token,
-            SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, ALIKE, INTERPRET, TILE_KEYS, True,
+            SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, ALIKE, INTERPRET, TILE_KEYS, part != 1,
         )  # fmt: skip
-    acc, norm, top = _attend_keys(
-        acc, norm, top, queries, position, full_start, full_stop, begin, end, k, v, table,
-        scale, softcap, window, k_block, k_token, v_block, v_token,
-        SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, ALIKE, INTERPRET, TILE_KEYS, False,
-    )  # fmt: skip
-    acc, norm, top = _attend_keys(
-        acc, norm, top, queries, position, full_stop, end, begin, end, k, v, table,
-        scale, softcap, window, k_block, k_token, v_block, v_token,
-        SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, ALIKE, INTERPRET, TILE_KEYS, True,
-    )  # fmt: skip
 
     logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
     acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
@@ -171,13 +162,17 @@ def attend(
             if VALUES:
                 tl.store(part_out + at[:, None] * V_SIZE + channel, acc, mask=channel < V_SIZE)
         valid = valid & (row < tl.where(part < 0, after_row, 0))
+    _store(out, lse, place, valid, acc, logsum, V_SIZE, VALUES)
+
+
+@triton.jit
+def _store(out, lse, place, valid, acc, logsum, V_SIZE: tl.constexpr, VALUES: tl.constexpr):
+    """Write the o of some rows, which are at `place`, and their lse, in units of log2."""
     tl.store(lse + place, logsum * 0.6931471805599453, mask=valid)
     if VALUES:
-        tl.store(
-            out + place[:, None] * V_SIZE + channel,
-            acc.to(out.dtype.element_ty),
-            mask=valid[:, None] & (channel < V_SIZE),
-        )
+        channel = tl.arange(0, acc.shape[1])[None, :]
+        inside = valid[:, None] & (channel < V_SIZE)
+        tl.store(out + place[:, None] * V_SIZE + channel, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -213,14 +208,8 @@ def merge(
         top = new_top
     logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
     place = row.to(tl.int64) * heads * GROUP + head * GROUP + lane % GROUP
-    tl.store(lse + place, logsum * 0.6931471805599453, mask=valid)
-    if VALUES:
-        acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
-        tl.store(
-            out + place[:, None] * V_SIZE + channel,
-            acc.to(out.dtype.element_ty),
-            mask=valid[:, None] & (channel < V_SIZE),
-        )
+    acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
+    _store(out, lse, place, valid, acc, logsum, V_SIZE, VALUES)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -333,24 +322,18 @@ def scatter_rows(
         slot = tl.where(keep, slot, 0)
         block, token = slot // tokens, slot % tokens
         if unit < query_heads + key_units:
-            target = k_pages + block * k_block + token * k_token
+            head = unit - query_heads  # the first of several with DEVIATION
+            source = k + row * k_row + head * k_head
+            target = k_pages + block * k_block + token * k_token + head * k_page_head
+            moved = tl.zeros([ROWS], tl.float32)
+            for _ in range(heads if DEVIATION else 1):
+                moved += _turn(
+                    source, target, cos_sin, keep, keep, SIZE, FIRST, CHANNELS, INTERLEAVED, DEVIATION, ROWS
+                )
+                source += k_head
+                target += k_page_head
             if DEVIATION:
-                moved = tl.zeros([ROWS], tl.float32)
-                source = k + row * k_row
-                for _ in range(heads):
-                    moved += _turn(
-                        source, target, cos_sin, keep, keep,
-                        SIZE, FIRST, CHANNELS, INTERLEAVED, True, ROWS,
-                    )  # fmt: skip
-                    source += k_head
-                    target += k_page_head
                 tl.store(deviation + row, moved, mask=inside)
-            else:
-                head = unit - query_heads
-                _turn(
-                    k + row * k_row + head * k_head, target + head * k_page_head, cos_sin, keep, keep,
-                    SIZE, FIRST, CHANNELS, INTERLEAVED, False, ROWS,
-                )  # fmt: skip
         else:
             head = unit - query_heads - key_units
             channel = tl.arange(0, triton.next_power_of_2(V_SIZE))[None, :]
