@@ -74,9 +74,11 @@ def blend_attention(
         _shape(m, query_heads, v_size, dtype=q.dtype) if v_size else None,
         _shape(m, query_heads, dtype=jnp.float32),
     )
-    sizes = {"packed": packed, "tile_rows": tile_rows, "tile_keys": tile_keys}
+    kernel = functools.partial(
+        _attend, packed=packed, tile_rows=tile_rows, tile_keys=tile_keys, scoring=scoring
+    )
     attend = pl.pallas_call(
-        functools.partial(_attend, scoring=scoring, **sizes),
+        kernel,
         out_shape=shapes,
         grid=(most, query_heads // packed),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),

@@ -144,7 +144,7 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     q = new(rows.count, heads.query_heads, heads.size)
     pages = new(blocks, heads.heads, tokens, heads.size + heads.v_size)  # K and V side by side, as in vLLM
-    k_pages, v_pages = pages.split([heads.size, heads.v_size], -1)
+    k_pages, v_pages = pages.split_with_sizes([heads.size, heads.v_size], -1)
     out = new(rows.count, heads.query_heads, heads.v_size)
     lse = torch.empty(rows.count, heads.query_heads, device=device)
     mass = torch.empty(heads.query_heads, spec.length, device=device)
@@ -235,8 +235,8 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     sizes = heads.query_heads * heads.size, heads.heads * heads.size, heads.heads * heads.v_size
     fused = new(spec.rows, sum(sizes))  # of one projection
     sides = heads.size, heads.v_size
-    parts = zip(fused.split(sizes, 1), (heads.size, *sides), strict=True)
-    q, k, v = (part.unflatten(1, (-1, size)) for part, size in parts)
+    parts = zip(fused.split_with_sizes(sizes, 1), (heads.size, *sides), strict=True)
+    q, k, v = (part.view(spec.rows, -1, size) for part, size in parts)
     positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
     turns = RowTurns(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
     slots = torch.from_numpy(random.permutation(spec.tokens)[: spec.rows]).to(device)
@@ -250,7 +250,8 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
         fill(before)
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
-        return triton.scatter((q, k, v), turns, slots, *pages.split(sides, -1), measured, out, config)
+        k_pages, v_pages = pages.split_with_sizes(sides, -1)
+        return triton.scatter((q, k, v), turns, slots, k_pages, v_pages, measured, out, config)
 
     def poison() -> None:
         pages.copy_(before)
@@ -259,7 +260,8 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         want, moved = before.clone(), torch.empty_like(deviation)
-        turned = reference.rope_scatter(q, k, v, turns, slots, *want.split(sides, -1), moved)
+        k_pages, v_pages = want.split_with_sizes(sides, -1)
+        turned = reference.rope_scatter(q, k, v, turns, slots, k_pages, v_pages, moved)
         return want, turned, moved
 
     def fault() -> str:

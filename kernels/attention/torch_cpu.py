@@ -47,10 +47,11 @@ def scores(
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
     heads, length = k_pages.shape[1], int(rows.lengths[0])
+    group = q.shape[1] // heads
     if lse is None:
         _, lse = attention(q, k_pages, k_pages, rows, scoring)
-    lse = lse.masked_fill(lse == -math.inf, 0.0).unflatten(1, (heads, -1))  # [M, H, group]
-    mass = torch.zeros(heads, lse.shape[2], length)
+    lse = lse.masked_fill(lse == -math.inf, 0.0).view(-1, heads, group)
+    mass = torch.zeros(heads, group, length)
     for some, seen, split, mask, (k,) in _tiles(q, rows, scoring.window, k_pages):
         for head in range(heads):
             found = _scores(split[head], k[head], scoring, mask)
@@ -117,7 +118,8 @@ def _tiles(
         held = [gather(part, rows.tables[request], length) for part in pages]
         for first, after, begin, end in tiles:
             if begin < end:
-                split = q[first:after].unflatten(1, (pages[0].shape[1], -1)).permute(1, 2, 0, 3)
+                some = q[first:after]
+                split = some.view(len(some), pages[0].shape[1], -1, q.shape[2]).permute(1, 2, 0, 3)
                 mask = rows.mask(first, after, begin, end, window)
                 yield slice(first, after), slice(begin, end), split, mask, [x[:, begin:end] for x in held]
 
