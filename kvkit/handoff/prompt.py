@@ -27,9 +27,10 @@ PATIENCE_S = 0.25
 ROOM_S = 0.25
 """How long after it was asked `wait` counts on a receiver's room. It may have none before the request is
 answered whose last tokens this very step computed."""
-Ready = Callable[[], object]
 NO_TOKEN = -1
 """Stands for the tokens that would fill the last block."""
+Ready = Callable[[], object]
+"""Returns when pages hold what is to be read from them."""
 
 
 def tail_of(
@@ -76,7 +77,6 @@ class PromptPiece:
         first: a multiple of the chunk size.
         stop: likewise, but at the prompt's end.
         pages: where tokens [first, stop) of the prompt lie, whichever are asked for.
-        ready: returns when the pages hold them.
         last: no other follows.
     """
 

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -35,7 +35,7 @@ class Agent:
     """NIXL in this process: one agent, whose thread keeps a core busy. Thread-safe.
 
     Attributes:
-        users: channels and listeners that have it, for `take_agent`.
+        users: channels and listeners that have it, for `agent_of`.
         loopback: whether it uses no other network device than the loopback one.
         name: of the agent, its own in the world.
 
@@ -155,24 +155,26 @@ class Agent:
 
 
 class NixlChannel(Channel):
-    """A channel whose payloads are written into the peer's arena, once it is shared. Gives back its agent.
+    """A channel whose payloads are written into the peer's arena, once it is shared.
 
     A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 address, u64 slot bytes,
     u64 slots, 32 bytes agent name), little endian, and NIXL's metadata. `receive` keeps it to itself.
     Payloads that are no part of a mapping, such as an arena, follow their bodies.
 
     Args:
+        use: of the agent, closed with the channel.
         takes_arena: whether the peer may share one.
     """
 
     def __init__(
-        self, stream: Stream, agent: Agent, *, peer: str, timeout_s: float, takes_arena: bool
+        self, stream: Stream, agent: Agent, use: ExitStack, *, peer: str, timeout_s: float, takes_arena: bool
     ) -> None:
         super().__init__(stream, peer=peer, timeout_s=timeout_s)
         self._agent = agent
         self._takes_arena = takes_arena
         self._target: tuple[str, int, int] | None = None
-        self._closed = False
+        self._use = use
+        use.callback(agent.release, self)
 
     def share(self, arena: Staging) -> bool:
         memory = arena.buffers[0].obj
@@ -188,11 +190,7 @@ class NixlChannel(Channel):
 
     def close(self) -> None:
         super().close()
-        with self._sending:
-            if not self._closed:
-                self._closed = True
-                self._agent.release(self)
-                give_back(self._agent)
+        self._use.close()
 
     def _take_arena(self, body: bytes) -> tuple[int, int]:
         if not self._takes_arena or len(body) < _ARENA.size:
@@ -222,25 +220,22 @@ class NixlListener(tcp.TcpListener):
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._loopback = tcp.is_loopback(host)
-        self._agent: Agent | None = take_agent(self._loopback)  # now, so that what is wrong shows at start-up
-        try:
+        with ExitStack() as use:
+            use.enter_context(agent_of(self._loopback))  # now, so that what is wrong shows at start-up
             super().__init__(host, port, timeout_s, None)
-        except BaseException:
-            give_back(self._agent)
-            raise
+            self._use = use.pop_all()
         self.address = self.address.replace("tcp:", "nixl:", 1)
 
     def close(self) -> None:
         super().close()
-        if self._agent is not None:
-            give_back(self._agent)
-            self._agent = None
+        self._use.close()
 
     def _channel(self, connection: socket.socket) -> Channel:
         peer = tcp.name(connection.getpeername())
         tcp.tune(connection, self._timeout_s)
-        ours = take_agent(self._loopback)
-        return NixlChannel(Stream(connection), ours, peer=peer, timeout_s=self._timeout_s, takes_arena=False)
+        use = ExitStack()
+        agent, stream = use.enter_context(agent_of(self._loopback)), Stream(connection)
+        return NixlChannel(stream, agent, use, peer=peer, timeout_s=self._timeout_s, takes_arena=False)
 
 
 def connect(host: str, port: int, timeout_s: float) -> Channel:
@@ -252,13 +247,10 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
         ChannelError: none listens, or did not answer within `timeout_s` seconds.
     """
     address = f"nixl://{tcp.name((host, port))}"
-    ours = take_agent(tcp.is_loopback(host))
-    try:
+    with ExitStack() as use:
+        agent = use.enter_context(agent_of(tcp.is_loopback(host)))
         stream = tcp.open_stream(address, host, port, timeout_s, None)
-    except BaseException:
-        give_back(ours)
-        raise
-    return NixlChannel(stream, ours, peer=address, timeout_s=timeout_s, takes_arena=True)
+        return NixlChannel(stream, agent, use.pop_all(), peer=address, timeout_s=timeout_s, takes_arena=True)
 
 
 @contextmanager
@@ -278,8 +270,9 @@ _agents: dict[bool, Agent] = {}
 _opening = threading.Lock()
 
 
-def take_agent(loopback: bool) -> Agent:
-    """This process's agent, which is made for the first that takes it and ends with the last.
+@contextmanager
+def agent_of(loopback: bool) -> Iterator[Agent]:
+    """This process's agent, which is made for the first that enters and ends with the last that leaves.
 
     Raises:
         ValueError: NIXL is missing.
@@ -288,17 +281,16 @@ def take_agent(loopback: bool) -> Agent:
     with _opening:
         if loopback not in _agents:
             _agents[loopback] = Agent(loopback)
-        _agents[loopback].users += 1
-        return _agents[loopback]
-
-
-def give_back(agent: Agent) -> None:
-    """Take back one `take_agent`."""
-    with _opening:
-        agent.users -= 1
-        if not agent.users:
-            _agents.pop(agent.loopback)
-            agent.close()
+        agent = _agents[loopback]
+        agent.users += 1
+    try:
+        yield agent
+    finally:
+        with _opening:
+            agent.users -= 1
+            if not agent.users:
+                del _agents[loopback]
+                agent.close()
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
