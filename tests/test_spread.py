@@ -204,7 +204,7 @@ def test_deleting_a_stripe_tries_every_disk_and_says_which_failed(tmp_path: Path
 
     disks = [Broken(str(tmp_path / "0")), Folder(str(tmp_path / "1")), Folder(str(tmp_path / "2"))]
     name = record_names(1)[0]
-    stripe = StripedStore("disk", disks)
+    stripe = StripedStore(disks)
     stripe.write(name, memoryview(bytes(3 * ALIGN)))
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "0"))):
         stripe.delete(name)

@@ -96,7 +96,7 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
     if config.in_stores:
         stores = [_store(name, url, config) for url in config.urls]
         if config.spread == "stripe":
-            stores = [StripedStore(name, stores)]
+            stores = [StripedStore(stores)]
         yield [_Stored(store.scan, store.size, store.read_ranges) for store in stores]
         return
     with closing(Staging(ALIGN, 1)) as staging, closing(open_tier(name, config, staging)) as tier:

@@ -71,7 +71,7 @@ class ObjectTier(ThreadedTier):
         for opened in stores:
             if isinstance(opened, Folder):
                 _tidy(name, opened, config.access)
-        self._store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(name, stores)
+        self._store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(stores)
         local = isinstance(stores[0], Folder)
         threads = config.threads or (default_threads() if local else _REQUESTS) * len(stores)
         self._looks = 1 if local else threads

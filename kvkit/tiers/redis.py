@@ -40,6 +40,7 @@ PREFIX = "kvkit:"
 
 _BATCH = 512
 _LINE_BYTES = 1 << 16
+_COPIED_BYTES = 1 << 12  # parts of commands up to this are sent as one
 _AHEAD_BYTES = 64  # what is read ahead of a payload has to be copied
 _DATABASE = re.compile("/?[0-9]*")
 
@@ -67,7 +68,7 @@ class RedisTier(ThreadedTier):
         where = _parse(name, config.urls[0])
         from redis import ConnectionPool, Redis
         from redis.backoff import NoBackoff
-        from redis.connection import Connection, SSLConnection
+        from redis.connection import Connection, Encoder, PythonRespSerializer, SSLConnection
         from redis.retry import Retry
 
         super().__init__(name, config.threads or default_threads())
@@ -83,6 +84,8 @@ class RedisTier(ThreadedTier):
             socket_connect_timeout=config.timeout_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,  # no messages between replies: payloads are read from the socket
+            # sends a payload from its slot; that of hiredis, the default where it is installed, copies it
+            command_packer=PythonRespSerializer(_COPIED_BYTES, Encoder("utf-8", "strict", False).encode),
         )
         self._client = Redis(connection_pool=self._pool)
 

@@ -17,9 +17,7 @@ class StripedStore:
     so a tier needs threads for every store. Zarr readers see parts, not records.
     """
 
-    def __init__(self, name: str, stores: Sequence[ObjectStore]) -> None:
-        if len(stores) < 2:
-            raise ValueError(f"tier {name!r}: stripe over {len(stores)} paths: want at least 2")
+    def __init__(self, stores: Sequence[ObjectStore]) -> None:
         self._stores = tuple(stores)
 
     def size(self, name: str) -> int | None:
