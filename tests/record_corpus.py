@@ -24,6 +24,12 @@ CORPUS = Path(__file__).parent / "corpus" / "records"
 HEADER_SUM, TRAILER_SUM = 176, 184
 
 
+def check(record: bytes | npt.NDArray[np.uint8]) -> records.Damage | None:
+    """What is wrong with a record in memory by its own checksums."""
+    view = memoryview(record)
+    return records.examine(lambda offset, size: view[offset : offset + size], len(view))[2]
+
+
 def form_of(group: LayerGroup, chunk_tokens: int) -> RecordFormat:
     layout = KVLayout((group,))
     space = Namespace("m", layout=layout.fingerprint(), dtype=group.dtype, chunk_tokens=chunk_tokens)

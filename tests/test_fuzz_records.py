@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory import Measured
-from record_corpus import CORPUS, FORMS, Whole, resealed, whole
+from record_corpus import CORPUS, FORMS, Whole, check, resealed, whole
 from strange import change
 
 from kvkit.format import codecs
@@ -107,7 +107,7 @@ def headers(strange: Strange) -> None:
 def whole_records(strange: Strange) -> None:
     data = strange.data
     try:
-        damage = records.check(data)
+        damage = check(data)
     except RecordError:
         damage = Damage.HEADER
     asked: list[tuple[int, int]] = []

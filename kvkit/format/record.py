@@ -395,18 +395,9 @@ def read_header(record: Buffer) -> Header:
     return header
 
 
-def check(record: Buffer) -> Damage | None:
-    """None if `record`, of any codec, agrees with its own checksums: for listing a store without the tokens.
-
-    Raises:
-        RecordError: its header is not readable (see `read_header`).
-    """
-    view = memoryview(record)
-    return examine(lambda offset, size: view[offset : offset + size], len(view))[2]
-
-
 def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damage | None]:
-    """`check` a stored record of `size` bytes, by parts: what it says of itself does not decide what is read.
+    """Whether a stored record of `size` bytes and any codec agrees with its own checksums: for what does not
+    know its tokens. Reads by parts: what it says of itself does not decide what is read.
 
     Returns its header, (offset, bytes) of every layer, none where it is damaged, and the damage.
 
