@@ -12,9 +12,10 @@ first few such requests, and bring near what they will hit, until a request is a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import accumulate, count, islice
+from itertools import count, islice
 from typing import Any
 
 from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
@@ -167,14 +168,12 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.admitted is None:
             return {}
-        start, stop = request.start, request.start + tokens
-        found: dict[str, int] = {}
-        ends = accumulate(size for _, size in request.admitted.segments)
-        for (tier, size), end in zip(request.admitted.segments, ends, strict=True):
-            inside = min(end, stop) - max(end - size, start)
-            if inside > 0:
-                found[tier] = found.get(tier, 0) + inside
-        return found
+        start, stop, end = request.start, request.start + tokens, 0
+        found: Counter[str] = Counter()
+        for tier, size in request.admitted.segments:
+            end += size
+            found[tier] += max(0, min(end, stop) - max(end - size, start))
+        return +found
 
     def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> StepMetadata:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
