@@ -1,4 +1,4 @@
-"""What all files, environments and command lines of settings share: errors in words, options in groups."""
+"""What all settings share: files of them read, errors put in words, a command's options in groups."""
 
 from __future__ import annotations
 

@@ -122,9 +122,8 @@ class Engine:
 
     def candidate(self, held_tokens: int | None) -> Candidate:
         """What the choice of engines is made by."""
-        return Candidate(
-            self.name, self.requests, self.waiting_tokens, held_tokens, self.prefill, self.handoff
-        )
+        load = self.requests, self.waiting_tokens
+        return Candidate(self.name, *load, held_tokens, self.prefill, self.handoff)
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[EngineShare]:
