@@ -33,8 +33,7 @@ class Histogram:
     total: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.buckets:
-            self.buckets = [0] * (len(self.bounds) + 1)
+        self.buckets = self.buckets or [0] * (len(self.bounds) + 1)
         if len(self.buckets) != len(self.bounds) + 1:
             raise ValueError(f"{len(self.buckets)} buckets, want one more than the {len(self.bounds)} bounds")
 

@@ -115,9 +115,8 @@ class Load:
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         """Make something of validated records that `tier` delivered, chunk `first` on."""
-        groups = self._chunks.groups
+        groups, rotate = self._chunks.groups, self.rotate
         count = len(leases) // groups
-        rotate = self.rotate
         if rotate is not None:
             rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
         for g, (form, group) in enumerate(zip(self._chunks.formats, self.pages, strict=True)):
