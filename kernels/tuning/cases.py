@@ -14,15 +14,10 @@ from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a problem cannot be done without.
+    """What a problem cannot be done without."""
 
-    Args:
-        moved_bytes: read from and written to memory.
-        flops: multiplications and additions of its matrix products.
-    """
-
-    moved_bytes: int
-    flops: int = 0
+    moved_bytes: int  # read from and written to memory
+    flops: int = 0  # multiplications and additions of its matrix products
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +44,19 @@ class Gpu:
 
     From NVIDIA's compute capabilities table (https://docs.nvidia.com/cuda/cuda-c-programming-guide) and AMD's
     CDNA 3 instruction set guide.
-
-    Args:
-        backend, arch, threads: Triton's target; threads of a warp.
-        registers: of 32 bits for one lane of one of its 4 schedulers; a warp takes them in steps of `step`.
-        step: registers of a lane that are handed out together.
-        warps: at most so many at a time.
-        blocks: likewise.
-        shared_bytes: of a multiprocessor.
-        block_shared_bytes: of one block, at most.
-        reserved_bytes: of shared memory that each block costs beside its own.
-        most_registers: of a lane, at most.
     """
 
     backend: str
     arch: int | str
-    threads: int
-    registers: int
-    step: int
-    warps: int
-    blocks: int
+    threads: int  # of a warp
+    registers: int  # of 32 bits for one lane of one of its 4 schedulers
+    step: int  # registers of a lane that are handed out together
+    warps: int  # at most so many at a time
+    blocks: int  # likewise
     shared_bytes: int
-    block_shared_bytes: int
-    reserved_bytes: int
-    most_registers: int
+    block_shared_bytes: int  # of one block, at most
+    reserved_bytes: int  # of shared memory that each block costs beside its own
+    most_registers: int  # of a lane
 
     def blocks_per_sm(self, registers: int, shared_bytes: int, warps: int) -> int:
         """Blocks that fit a multiprocessor at a time; 0 if not even one does."""
@@ -101,29 +90,17 @@ GATE = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiler made of a launch.
+    """What a compiler made of a launch."""
 
-    Args:
-        registers: of one thread; on AMD vector registers.
-        spill_bytes: of one thread that did not fit into registers: NVIDIA's stack frame, AMD's spilled vector
-            registers.
-        shared_bytes: of one block.
-        loads, stores: instructions that read and write global memory, copies into shared memory among the
-            loads.
-        loads_16, stores_16: those of 16 bytes or more per thread.
-        mma: matrix instructions.
-        blocks_per_sm: an estimate from registers, shared memory and warps.
-    """
-
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    loads: int
-    loads_16: int
+    registers: int  # of one thread; on AMD vector registers
+    spill_bytes: int  # of one thread: NVIDIA's stack frame, AMD's spilled vector registers
+    shared_bytes: int  # of one block
+    loads: int  # instructions that read global memory, copies into shared memory among them
+    loads_16: int  # those of 16 bytes or more per thread
     stores: int
     stores_16: int
-    mma: int
-    blocks_per_sm: int
+    mma: int  # matrix instructions
+    blocks_per_sm: int  # an estimate from registers, shared memory and warps
 
     def flaw(self) -> str:
         """Why this cannot or should not run, "" if nothing speaks against it."""
@@ -206,23 +183,14 @@ def _driver_for(target: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What became of one kernel of a problem.
+    """What became of one kernel of a problem."""
 
-    Args:
-        problem: its name.
-        kernel: the kernel's name; "" if the launches could not even be made.
-        config: that was compiled.
-        target: for which.
-        compiled: the result, None where it failed.
-        error: why.
-    """
-
-    problem: str
-    kernel: str
+    problem: str  # its name
+    kernel: str  # its name; "" if the launches could not even be made
     config: KernelConfig
     target: str
-    compiled: Compiled | None
-    error: str = ""
+    compiled: Compiled | None  # None where it failed
+    error: str = ""  # why
 
     def flaw(self) -> str:
         """Why the configuration should not be run, "" if nothing speaks against it."""
@@ -294,19 +262,24 @@ _PTX_MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 def _read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
     """From PTX what it loads and stores, from the binary what ptxas made of it."""
+    from triton import knobs
+
     ptx: str = assembly["ptx"]
-    reads: list[int] = []  # bytes of each instruction
-    writes: list[int] = []
-    for kind, vector, bits, copied in _PTX_ACCESS.findall(ptx):
-        size = int(copied, 0) if copied else int(vector or 1) * int(bits) // 8
-        (writes if kind == "st" else reads).append(size)
-    usage = _usage(assembly["cubin"])
+    accesses = [
+        (kind == "st", int(copied, 0) if copied else int(vector or 1) * int(bits) // 8)
+        for kind, vector, bits, copied in _PTX_ACCESS.findall(ptx)
+    ]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(assembly["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(_field(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK"))
     return Compiled(
         registers=registers,
         spill_bytes=stack,
         shared_bytes=shared_bytes,
-        **_counts(reads, writes),
+        **_counts(accesses),
         mma=len(_PTX_MMA.findall(ptx)),
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
     )
@@ -319,28 +292,25 @@ _AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
 def _read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
     """From the assembly text, whose metadata says the rest."""
     text: str = assembly["amdgcn"]
-    reads: list[int] = []
-    writes: list[int] = []
-    for kind, width in _AMD_ACCESS.findall(text):
-        (writes if kind == "store" else reads).append(_AMD_BYTES.get(width, 2))
+    accesses = [(kind == "store", _AMD_BYTES.get(width, 2)) for kind, width in _AMD_ACCESS.findall(text)]
     registers = int(_field(r"\.vgpr_count:\s*(\d+)", text))  # accumulation registers included
     return Compiled(
         registers=registers,
         spill_bytes=4 * int(_field(r"\.vgpr_spill_count:\s*(\d+)", text)),
         shared_bytes=shared_bytes,
-        **_counts(reads, writes),
+        **_counts(accesses),
         mma=len(re.findall(r"\bv_s?mfmac?_", text)),
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
     )
 
 
-def _counts(reads: list[int], writes: list[int]) -> dict[str, int]:
-    return {
-        "loads": len(reads),
-        "loads_16": sum(size >= 16 for size in reads),
-        "stores": len(writes),
-        "stores_16": sum(size >= 16 for size in writes),
-    }
+def _counts(accesses: list[tuple[bool, int]]) -> dict[str, int]:
+    """Loads and stores, and those of 16 bytes, among (is a store, bytes)."""
+    found: dict[str, int] = {}
+    for name, stores in (("loads", False), ("stores", True)):
+        sizes = [size for store, size in accesses if store == stores]
+        found |= {name: len(sizes), f"{name}_16": sum(size >= 16 for size in sizes)}
+    return found
 
 
 def _field(pattern: str, text: str) -> str:
@@ -348,23 +318,6 @@ def _field(pattern: str, text: str) -> str:
     if found is None:
         raise CompileError(f"the compiler's report has no {pattern}: {text[:200]}")
     return found[1]
-
-
-def _usage(binary: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        return subprocess.run(
-            [_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-
-
-@cache
-def _cuobjdump() -> str:
-    """The tool that Triton brings along."""
-    import triton.backends.nvidia
-
-    return str(Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump")
 
 
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
@@ -387,27 +340,21 @@ def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> lis
 
 def shown(reports: Sequence[CompileReport]) -> Table:
     """Reports as a table."""
+    words = "problem", "kernel", "target", "configuration"
+    numbers = "registers", "spill B", "shared B", "16 B loads", "16 B stores", "mma", "blocks/SM"
     table = Table(
-        Column("problem", overflow="fold"),
-        Column("kernel", overflow="fold"),
-        "target",
-        Column("configuration", overflow="fold"),
-        *(Column(name, justify="right") for name in ("registers", "spill B", "shared B", "16 B loads")),
-        *(Column(name, justify="right") for name in ("16 B stores", "mma", "blocks/SM")),
+        *(Column(name, overflow="fold") for name in words),
+        *(Column(name, justify="right") for name in numbers),
         Column("flaw", overflow="fold"),
     )
     for report in reports:
         c = report.compiled
-        numbers = (
-            (
-                *(f"{c.registers}", f"{c.spill_bytes}", f"{c.shared_bytes}", f"{c.loads_16}/{c.loads}"),
-                *(f"{c.stores_16}/{c.stores}", f"{c.mma}", f"{c.blocks_per_sm}"),
-            )
-            if c
-            else ("",) * 7
-        )
-        words = report.problem, report.kernel, report.target, str(report.config)
-        table.add_row(*map(escape, words), *numbers, escape(report.flaw()))
+        made: tuple[object, ...] = ("",) * len(numbers)
+        if c:
+            wide = f"{c.loads_16}/{c.loads}", f"{c.stores_16}/{c.stores}"
+            made = c.registers, c.spill_bytes, c.shared_bytes, *wide, c.mma, c.blocks_per_sm
+        row = report.problem, report.kernel, report.target, report.config, *made, report.flaw()
+        table.add_row(*(escape(str(word)) for word in row))
     return table
 
 
@@ -437,9 +384,7 @@ def gate(factory: ProblemFactory, workers: int) -> list[CompileReport]:
     for problem in factory():
         if problem.gated:
             forms.setdefault((problem.bucket.op, problem.bucket.form), problem)
-    jobs = [
-        (problem.name, problem.space_on(target)[0], target) for problem in forms.values() for target in GATE
-    ]
+    jobs = [(p.name, p.space_on(target)[0], target) for p in forms.values() for target in GATE]
     with (
         tempfile.TemporaryDirectory(prefix="kvkit-compile-") as folder,
         compile_pool(workers, folder) as pool,
@@ -447,26 +392,21 @@ def gate(factory: ProblemFactory, workers: int) -> list[CompileReport]:
         return list(survey(pool, factory, jobs))
 
 
-def main(factory: ProblemFactory | None = None) -> int:
+def main() -> int:
     """Run the gate; the exit status is 1 if it is shut."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvkit.kernels.tuning.gate", description="The compile gate."
-    )
+    parser = argparse.ArgumentParser(prog="python -m kvkit.kernels.tuning.gate")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
-    factory = factory or every_problem
-    reports = gate(factory, min(2, os.cpu_count() or 1))
+    reports = gate(every_problem, min(2, os.cpu_count() or 1))
     Console(width=170).print(shown(reports))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(reports), indent=1) + "\n")
-    found = faults(reports, factory())
+    found = faults(reports, every_problem())
     print("\n".join(found))
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    from kvkit.kernels.tuning import (
-        gate as compiled,  # by this name other processes find its functions, not as __main__
-    )
+    from kvkit.kernels.tuning import gate as found  # other processes find its functions by its name
 
-    sys.exit(compiled.main())
+    sys.exit(found.main())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -51,35 +52,25 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a configuration.
-
-    Args:
-        config: the configuration.
-        us: its median time in microseconds, None if it was not run.
-        fate: "best", "slower", or why it was not run or not taken.
-    """
+    """What became of a configuration."""
 
     config: KernelConfig
-    us: float | None
-    fate: str
+    us: float | None  # its median time in microseconds, None if it was not run
+    fate: str  # "best", "slower", or why it was not run or not taken
 
 
 @dataclass(frozen=True, slots=True)
 class SearchStep:
     """What `tune` did with a problem.
 
-    Args:
-        problem: the problem.
-        state: "tuned" now; "known" from an earlier run; "left" because the time was over; "failed": no
-            configuration is correct.
-        tuned: what its bucket has now.
-        trials: of every configuration, in the order of the space.
+    It is "tuned" now, "known" from an earlier run, "left" because the time was over, or "failed": no
+    configuration is correct.
     """
 
     problem: Problem
     state: Literal["tuned", "known", "left", "failed"]
-    tuned: Tuned | None = None
-    trials: tuple[Trial, ...] = ()
+    tuned: Tuned | None = None  # what its bucket has now
+    trials: tuple[Trial, ...] = ()  # of every configuration, in the order of the space
 
     def __str__(self) -> str:
         """One line: what was kept and how it compares, and the configurations that were wrong."""
@@ -94,23 +85,14 @@ class SearchStep:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What tuning needs of the machine.
+    """What tuning needs of the machine."""
 
-    Args:
-        gpu_name: as torch calls it.
-        device: where the problems' tensors go.
-        flaws: why each of a problem's configurations should not be run, "" where nothing speaks against it.
-        timer: makes a case measurable.
-        roof: of this GPU.
-        clock: seconds, from any beginning.
-    """
-
-    gpu_name: str
-    device: torch.device
-    flaws: Callable[[Problem], Mapping[KernelConfig, str]]
-    timer: Callable[[Case], Measure]
-    roof: Roof
-    clock: Callable[[], float]
+    gpu_name: str  # as torch calls it
+    device: torch.device  # where the problems' tensors go
+    flaws: Callable[[Problem], Mapping[KernelConfig, str]]  # why each should not be run, "" where nothing is
+    timer: Callable[[Case], Measure]  # makes a case measurable
+    roof: Roof  # of this GPU
+    clock: Callable[[], float]  # seconds, from any beginning
 
 
 def tune(
@@ -123,15 +105,8 @@ def tune(
 ) -> Iterator[SearchStep]:
     """Tune one problem after another; writes `folder`/<gpu>.json after each, and yields what it did.
 
-    A bucket that the file holds already, with a configuration that its kernel still has, is left as it is:
-    a run that was stopped goes on where it was.
-
-    Args:
-        problems: what to tune.
-        folder: of tables.
-        tools: of this machine.
-        budget_s: no problem is begun later than this.
-        force: measure known buckets again.
+    A bucket that the file holds already, with a configuration that its kernel still has, is left as it is
+    without `force`: a run that was stopped goes on where it was. No problem is begun after `budget_s`.
 
     Raises:
         TableError: the file is there and no table of this GPU; it was not changed.
@@ -226,11 +201,8 @@ def _fault(case: Case, config: KernelConfig) -> str:
 
 
 @contextmanager
-def tools_here(workers: int | None = None) -> Iterator[Tools]:
+def tools_here() -> Iterator[Tools]:
     """The tools for this machine's GPU: compilers in processes beside this one, and a roof measured now.
-
-    Args:
-        workers: processes that compile; default: one per processor, at most 8.
 
     Raises:
         TuningError: there is no GPU.
@@ -242,7 +214,7 @@ def tools_here(workers: int | None = None) -> Iterator[Tools]:
         )
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_name(device)
-    with compile_pool(workers or min(8, os.cpu_count() or 1)) as pool:
+    with compile_pool(min(8, os.cpu_count() or 1)) as pool:
 
         def flaws(problem: Problem) -> Mapping[KernelConfig, str]:
             found: dict[KernelConfig, str] = dict.fromkeys(problem.space, "")
@@ -278,13 +250,12 @@ def cuda_timer(device: torch.device) -> Callable[[Case], Measure]:
     flush = torch.empty(max(4 * l2_bytes, 256 << 20), dtype=torch.uint8, device=device)
 
     def timer(case: Case) -> Measure:
-        graphs: dict[KernelConfig, tuple[torch.cuda.CUDAGraph, tuple[Launch, ...]]] = {}
+        captured = cache(lambda config: _captured(case.launches(config)))
 
         def measure(config: KernelConfig) -> float:
-            if config not in graphs:
-                graphs[config] = _captured(case.launches(config))
+            graph, _ = captured(config)
             flush.zero_()
-            return _seconds(graphs[config][0].replay)
+            return _seconds(graph.replay)
 
         return measure
 
