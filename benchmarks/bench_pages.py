@@ -183,11 +183,11 @@ class Conversion:
             if form is not None:
                 self.pack(form)
                 wanted = np.zeros_like(records[0])
-                reference.encode(group, job.pages.parts, [wanted], slots, form)
+                reference.pack(group, job.pages.parts, [wanted], slots, form)
                 np.testing.assert_array_equal(records[0], wanted)
             self.unpack(form, True)
             found = [tensor[job.blocks[0]].clone() for tensor in job.tensors]
-            reference.decode(group, job.pages.parts, records[:1], slots, rotation, form)
+            reference.unpack(group, job.pages.parts, records[:1], slots, rotation, form)
             assert all(
                 torch.equal(tensor[job.blocks[0]], f) for tensor, f in zip(job.tensors, found, strict=True)
             )

@@ -69,8 +69,7 @@ class Engine:
         for g, pages in enumerate(self.pages):
             if keys:
                 payloads = [self.kv(key, g) for key in keys]
-                slots, shape = self._slots(g, table, len(keys))
-                reference.unpack(pages.parts, payloads, slots, shape)
+                reference.unpack(pages.group, pages.parts, payloads, self._slots(g, table, len(keys)))
 
     def read(self, tokens: npt.NDArray[np.int32], table: Sequence[int], chunks: int) -> list[list[bytes]]:
         """The first `chunks` chunks that lie in the pages of `table`: per group, per chunk."""
@@ -79,8 +78,7 @@ class Engine:
             size = self.layout.groups[g].chunk_bytes(self.namespace.chunk_tokens)
             payloads = [np.zeros(size, np.uint8) for _ in range(chunks)]
             if chunks:
-                slots, shape = self._slots(g, table, chunks)
-                reference.pack(pages.parts, payloads, slots, shape)
+                reference.pack(pages.group, pages.parts, payloads, self._slots(g, table, chunks))
             found.append([p.tobytes() for p in payloads])
         return found
 
@@ -103,12 +101,9 @@ class Engine:
             for layer in pool:
                 layer.view(torch.uint8).fill_(POISON)
 
-    def _slots(
-        self, group: int, table: Sequence[int], chunks: int
-    ) -> tuple[npt.NDArray[np.int64], tuple[int, int, int, int]]:
-        """Slots [chunks, T] of the first chunks, and the shape of a record in bytes, for the reference."""
+    def _slots(self, group: int, table: Sequence[int], chunks: int) -> npt.NDArray[np.int64]:
+        """Slots [chunks, T] of the first chunks."""
         pages = self.pages[group]
         per_chunk = self.namespace.chunk_tokens // self.layout.groups[group].block_tokens
         blocks = np.asarray(table[: chunks * per_chunk], np.int64)
-        slots = (blocks[:, None] * pages.tokens + np.arange(pages.tokens)).reshape(chunks, -1)
-        return slots, (len(pages.group.layers), pages.heads, slots.shape[1], pages.row_bytes)
+        return (blocks[:, None] * pages.tokens + np.arange(pages.tokens)).reshape(chunks, -1)

@@ -156,7 +156,7 @@ def test_backend_by_device() -> None:
     with mock.patch.object(reference, "unpack") as called:
         unpack(pages, [RECORD], blocks=IDS)
     called.assert_called_once()
-    assert called.call_args.args[3] == (2, 2, 8, 128)
+    assert called.call_args.args[:2] == (SMALL, pages.parts)
 
 
 def test_import_is_light() -> None:

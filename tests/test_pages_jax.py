@@ -52,7 +52,7 @@ def check_moves(
     row_bytes = group.channels * group.item_bytes
     shape = (len(group.layers), group.kv_heads, tokens, row_bytes)
     records = [np.full(np.prod(shape), POISON, np.uint8) for _ in range(chunks)]
-    reference.pack(api.Pages.of(group, tensors).parts, records, slots, shape)
+    reference.pack(group, api.Pages.of(group, tensors).parts, records, slots)
     poisoned = np.full((chunks, *shape), POISON, np.uint8).view(NUMPY[group.dtype])
     pack = maybe_jit(lambda p, r: kernels.pack(group, p, records=r, **ids), compiled)
     packed = pack(as_jax(tensors), jnp.asarray(poisoned))
@@ -61,7 +61,7 @@ def check_moves(
     others = pools(group, total, apart, None, n)
     unpack = maybe_jit(lambda p, r: kernels.unpack(group, p, r, **ids), compiled)
     filled = unpack(as_jax(others), packed)
-    reference.unpack(api.Pages.of(group, others).parts, records, slots, shape)
+    reference.unpack(group, api.Pages.of(group, others).parts, records, slots)
     for mine, wanted in zip(flat(filled), flat(others), strict=True):
         np.testing.assert_array_equal(bits(mine), bits(wanted))
 

@@ -152,8 +152,7 @@ def by_host(
 
 
 def by_reference(pages: Pages, records: list[NDArray[np.uint8]], job: Job, to_records: bool) -> None:
-    shape = (len(job.group.layers), pages.heads, job.slots.shape[1], pages.row_bytes)
-    (reference.pack if to_records else reference.unpack)(pages.parts, records, job.slots, shape)
+    (reference.pack if to_records else reference.unpack)(job.group, pages.parts, records, job.slots)
 
 
 @contextmanager
@@ -421,10 +420,7 @@ def check_conversion(conversion: Conversion, move: Move) -> None:
     pages = Pages.of(job.group, job.tensors(pools))
     arena, records = job.records(bool(quantised))
     wanted, wanted_records = job.records(bool(quantised))
-    if quantised:
-        reference.encode(job.group, pages.parts, wanted_records, job.slots, quantised)
-    else:
-        by_reference(pages, wanted_records, job, True)
+    reference.pack(job.group, pages.parts, wanted_records, job.slots, quantised)
     move(pages, records, job, True, None, quantised)
     np.testing.assert_array_equal(arena, wanted)
     assert all(map(torch.equal, pools, before))
@@ -434,7 +430,7 @@ def check_conversion(conversion: Conversion, move: Move) -> None:
     others = job.pools(2)
     wanted_pools = [pool.clone() for pool in others]
     into = Pages.of(job.group, job.tensors(wanted_pools))
-    reference.decode(job.group, into.parts, wanted_records, job.slots, rotation, quantised)
+    reference.unpack(job.group, into.parts, wanted_records, job.slots, rotation, quantised)
     move(Pages.of(job.group, job.tensors(others)), wanted_records, job, False, rotation, quantised)
     assert all(map(torch.equal, others, wanted_pools))
 
@@ -465,7 +461,7 @@ def test_every_16_bits_and_code(dtype: str) -> None:
     for record, form in ((plain, None), (quantised.reshape(-1), "fp8"), (quantised.reshape(-1), "int8")):
         found, wanted = group.pages(1), group.pages(1)
         unpack(Pages.of(group, found), [record], slots=slots, rotate=rotation, quantised=form)
-        reference.decode(group, Pages.of(group, wanted).parts, [record], slots, rotation, form)
+        reference.unpack(group, Pages.of(group, wanted).parts, [record], slots, rotation, form)
         torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0, equal_nan=True)
 
 

@@ -126,12 +126,10 @@ def _move(
         else:
             conversion = numba.Conversion.of(pages.group, quantised, turns)
             numba.convert(job, conversion, threads, (pages, arrays))
-    elif plain:
-        (reference.pack if to_records else reference.unpack)(pages.parts, arrays, every, shape)
-    elif quantised is not None and to_records:
-        reference.encode(pages.group, pages.parts, arrays, every, quantised)
+    elif to_records:
+        reference.pack(pages.group, pages.parts, arrays, every, quantised)
     else:
-        reference.decode(pages.group, pages.parts, arrays, every, rotation, quantised)
+        reference.unpack(pages.group, pages.parts, arrays, every, rotation, quantised)
 
 
 def _on_device(

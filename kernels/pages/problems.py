@@ -173,19 +173,11 @@ def _move_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
             if move.to_records
             else list(records.cpu().numpy())
         )
-        shape = len(group.layers), engine.heads, CHUNK_TOKENS, engine.row_bytes
         if move.to_records:
-            if move.quantised:
-                reference.encode(group, engine.parts, host, slots, move.quantised)
-            else:
-                reference.pack(engine.parts, host, slots, shape)
+            reference.pack(group, engine.parts, host, slots, move.quantised)
             return [torch.from_numpy(np.stack(host)).to(device)]
         fresh = group.pages(blocks, POISON, str(device))
-        parts = Pages.of(group, fresh).parts
-        if move.quantised or rotation:
-            reference.decode(group, parts, host, slots, rotation, move.quantised)
-        else:
-            reference.unpack(parts, host, slots, shape)
+        reference.unpack(group, Pages.of(group, fresh).parts, host, slots, rotation, move.quantised)
         return fresh
 
     def fault() -> str:

@@ -32,54 +32,72 @@ class Part:
 
 
 def pack(
+    group: LayerGroup,
     parts: Sequence[Part],
     records: Sequence[NDArray[np.uint8]],
     slots: NDArray[np.int64],
-    shape: tuple[int, int, int, int],
+    quantised: str | None = None,
 ) -> None:
     """records[chunk][layer, head, t] = pages[layer][block, head, n], slots[chunk, t] = block * N + n.
 
     Args:
+        group: of the pages.
         parts: of every layer.
-        records: per chunk the bytes of a canonical [L, H, T, C]; written, except where a slot is < 0.
+        records: per chunk the bytes of a canonical [L, H, T, C], or of rows that went through `quantise`;
+            written, except where a slot is < 0.
         slots: [chunks, T].
-        shape: of a record in bytes, [L, H, T, C * item_bytes].
+        quantised: one of `LARGEST`, or None.
     """
+    layers, heads = len(group.layers), parts[0].pages.shape[1]
+    row_bytes = group.page_bytes or group.channels * group.item_bytes
     for record, row in zip(records, slots, strict=True):
-        target = torch.from_numpy(record).view(shape)
         keep = torch.from_numpy(np.flatnonzero(row >= 0))  # [K]
+        rows = torch.zeros(layers, heads, len(row), row_bytes, dtype=torch.uint8)
         for part in parts:
-            block, n = _where(part, row)
-            first, last = part.first_byte, part.first_byte + part.pages.shape[3]
-            rows = part.pages[block, :, n]  # [K, H, W]
-            target[part.layer, :, keep, first:last] = rows.transpose(0, 1).cpu()
+            block, n, span = _where(part, row)
+            rows[part.layer, :, keep, span] = part.pages[block, :, n].transpose(0, 1).cpu()
+        if quantised is not None:
+            rows = quantise(rows.view(getattr(torch, group.dtype)), group.k_size, quantised)
+        torch.from_numpy(record).view(layers, heads, len(row), -1)[:, :, keep] = rows[:, :, keep]
 
 
 def unpack(
+    group: LayerGroup,
     parts: Sequence[Part],
     records: Sequence[NDArray[np.uint8]],
     slots: NDArray[np.int64],
-    shape: tuple[int, int, int, int],
+    rotation: Rotation | None = None,
+    quantised: str | None = None,
 ) -> None:
     """pages[layer][block, head, n] = records[chunk][layer, head, t]: the inverse of `pack`.
 
-    Writes the pages of every slot >= 0 and nothing else; records may be read-only.
+    Writes the pages of every slot >= 0 and nothing else; records may be read-only. K (not V) is turned by its
+    token's difference of positions. Codes and turns in float32, rounded once to the pages' dtype; what is
+    neither quantised nor rotated keeps its bits.
     """
-    for record, row in zip(records, slots, strict=True):
-        source = torch.from_numpy(record.copy()).view(shape)
+    layers, heads = len(group.layers), parts[0].pages.shape[1]
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    turns, which = rotation.resolve(*slots.shape) if rotation else (None, slots)
+    for record, row, turn in zip(records, slots, which, strict=True):
         keep = torch.from_numpy(np.flatnonzero(row >= 0))  # [K]
+        rows = torch.from_numpy(record.copy()).view(layers, heads, len(row), -1)
+        if rotation is not None or quantised is not None:
+            k, v = group.k_size, group.v_size
+            values = rows.view(dtype) if quantised is None else dequantise(rows, k, v, quantised)
+            if rotation is not None and turns is not None:
+                values = rotate(values, torch.from_numpy(turns[turn]), rotation.rope)  # K comes first in C
+            rows = values.to(dtype).view(torch.uint8)
         for part in parts:
-            block, n = _where(part, row)
-            first, last = part.first_byte, part.first_byte + part.pages.shape[3]
-            rows = source[part.layer, :, keep, first:last]  # [H, K, W]
-            part.pages[block, :, n] = rows.transpose(0, 1).to(part.pages.device)
+            block, n, span = _where(part, row)
+            moved = rows[part.layer, :, keep, span].transpose(0, 1)  # [K, H, W]
+            part.pages[block, :, n] = moved.to(part.pages.device)
 
 
-def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block and token within the block of each slot >= 0, on the pages' device."""
+def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor, slice]:
+    """Block and token of each slot >= 0, on the pages' device; and which bytes of a row the part has."""
     slot = torch.from_numpy(row[row >= 0]).to(part.pages.device)
-    tokens = part.pages.shape[2]
-    return slot // tokens, slot % tokens
+    tokens, width = part.pages.shape[2:]
+    return slot // tokens, slot % tokens, slice(part.first_byte, part.first_byte + width)
 
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -128,57 +146,6 @@ def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: str) -> torch.T
     scales = rows[..., channels:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # [..., S]
     k = codes[..., :k_size] * scales[..., :1]
     return k if not v_size else torch.cat([k, codes[..., k_size:] * scales[..., 1:]], -1)
-
-
-def encode(
-    group: LayerGroup,
-    parts: Sequence[Part],
-    records: Sequence[NDArray[np.uint8]],
-    slots: NDArray[np.int64],
-    quantised: str,
-) -> None:
-    """`pack` through `quantise`: records[chunk][layer, head, t] = quantise(pages[layer][block, head, n]).
-
-    Args:
-        group: of the pages; records have the form of `group.quantised()`.
-        parts, slots: as for `pack`.
-        records: written, except where a slot is < 0.
-        quantised: one of `LARGEST`.
-    """
-    dtype: torch.dtype = getattr(torch, group.dtype)
-    for record, row in zip(records, slots, strict=True):
-        shape = len(group.layers), group.kv_heads, len(row)
-        raw = np.zeros((*shape, group.channels * group.item_bytes), np.uint8)
-        pack(parts, [raw.reshape(-1)], row[None], raw.shape)
-        values = torch.from_numpy(raw).view(dtype)  # [L, H, T, C]
-        keep = np.flatnonzero(row >= 0)
-        record.reshape(*shape, -1)[:, :, keep] = quantise(values, group.k_size, quantised).numpy()[:, :, keep]
-
-
-def decode(
-    group: LayerGroup,
-    parts: Sequence[Part],
-    records: Sequence[NDArray[np.uint8]],
-    slots: NDArray[np.int64],
-    rotation: Rotation | None,
-    quantised: str | None,
-) -> None:
-    """`unpack` through `dequantise` and `rotate`: K (not V) turned by its token's difference of positions.
-
-    Both in float32, rounded once to the pages' dtype. Arguments as for `encode` and `unpack`; where
-    `quantised` is None, records hold the pages' own dtype, and what is not rotated keeps its bits.
-    """
-    dtype: torch.dtype = getattr(torch, group.dtype)
-    turns, which = rotation.resolve(*slots.shape) if rotation else (None, slots)
-    for record, row, turn in zip(records, slots, which, strict=True):
-        shape = len(group.layers), group.kv_heads, len(row)
-        rows = torch.from_numpy(record.copy()).view(*shape, -1)
-        k, v = group.k_size, group.v_size
-        values = dequantise(rows, k, v, quantised) if quantised else rows.view(dtype)
-        if rotation is not None and turns is not None:
-            values = rotate(values, torch.from_numpy(turns[turn]), rotation.rope)  # K comes first in C
-        raw = values.to(dtype).view(torch.uint8)
-        unpack(parts, [raw.numpy().reshape(-1)], row[None], (*shape, raw.shape[3]))
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
