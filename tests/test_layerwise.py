@@ -255,6 +255,7 @@ def test_one_layer_of_pages_is_a_view(order: str) -> None:
         )
         assert alone.group.layers == (group.layers[place],)
         assert np.array_equal(alone.table, expected.table)
+        assert np.array_equal(alone.halves(), expected.halves())
     assert KVLayout((pages.layer(1).group,)).layers == 1
 
 

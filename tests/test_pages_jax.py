@@ -269,9 +269,9 @@ INTS = replace(SMALL, dtype="int8")
         ({"pages": [(PAGES[0][..., :8], PAGES[0][..., 8:-1])] * 2}, r"pages\[0\]\[1\]: \(3, 2, 4, 5\)"),
         ({"group": INTS}, r"pages\[0\]: .*float32, want .*int8"),
         ({"group": OPAQUE}, r"group: opaque"),
-        ({"quantised": "int4"}, r"quantised='int4': want one of fp8, int8"),
+        ({"quantised": "int4"}, r"quantised='int4': want None or one of fp8, int8"),
         ({"quantised": "fp8"}, r"records: .*want \(1, 2, 2, 8, 22\) uint8"),
-        ({"group": INTS, "quantised": "fp8"}, r"quantised: pages hold int8"),
+        ({"group": INTS, "quantised": "fp8"}, r"quantised='fp8': dtype='int8'"),
         ({"rope": ROPES["half"]}, r"rope, turns: give both"),
         (
             {"rope": ROPES["half"], "turns": jnp.zeros((1, 7, 8))},

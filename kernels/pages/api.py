@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,14 +93,15 @@ def _move(
     threads: int | None,
     to_records: bool,
 ) -> None:
-    every = checks.slots_of(pages.group, (pages.blocks, pages.tokens), blocks, slots)
+    every = _slots(pages, blocks, slots)
     chunks, tokens = every.shape
     if len(records) != chunks:
         raise LaunchError(f"records: {len(records)} given for {chunks} chunks")
-    row_bytes = checks.row_bytes(pages.group, quantised)
-    shape = len(pages.group.layers), pages.heads, tokens, row_bytes
+    kind = checks.records_group(pages.group, quantised)
+    row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
+    size = len(kind.layers) * pages.heads * tokens * row_bytes
     for i, record in enumerate(records):
-        checks.check_record(f"records[{i}]", record, math.prod(shape), pages.device, to_records)
+        checks.check_record(f"records[{i}]", record, size, pages.device, to_records)
     turns = None if rotation is None else checks.turns_of(pages.group, rotation, chunks, tokens)
     if threads is None:
         threads = torch.get_num_threads()
@@ -115,21 +115,35 @@ def _move(
         _on_device(pages, records, ids, to_records, slots is not None, quantised, turns)
         return
     arrays = [record for record in records if isinstance(record, np.ndarray)]
-    plain = rotation is None and quantised is None
     if pages.device.type == "cpu":
         from kvkit.kernels.pages import numba
 
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
-        job = numba.Job.of(pages.table, pages.span, pages.heads, row_bytes, addresses, every, to_records)
-        if plain:
-            numba.move(job, threads, (pages, arrays))
-        else:
-            conversion = numba.Conversion.of(pages.group, quantised, turns)
-            numba.convert(job, conversion, threads, (pages, arrays))
+        job = numba.Job.of(pages, addresses, every, row_bytes, to_records)
+        plain = rotation is None and quantised is None
+        conversion = None if plain else numba.Conversion.of(pages.group, quantised, turns)
+        numba.move(job, conversion, threads, (pages, arrays))
     elif to_records:
         reference.pack(pages.group, pages.parts, arrays, every, quantised)
     else:
         reference.unpack(pages.group, pages.parts, arrays, every, rotation, quantised)
+
+
+def _slots(
+    pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """The slots [chunks, T] (opaque: whole pages) that a call's ids name, checked."""
+    name, ids, limit = checks.check_chunks(
+        pages.group, (pages.blocks, pages.tokens), blocks, slots, ("int64",)
+    )
+    if not isinstance(ids, np.ndarray):
+        raise LaunchError(f"{name}: {type(ids).__name__}, want a numpy array")
+    checks.check_range(name, ids, limit)
+    if name == "slots":
+        return np.ascontiguousarray(ids)
+    every: NDArray[np.int64] = ids[:, :, None] * pages.tokens + np.arange(pages.tokens)
+    every[ids < 0] = -1  # the product may have wrapped around
+    return every.reshape(len(ids), ids.shape[1] * pages.tokens)
 
 
 def _on_device(

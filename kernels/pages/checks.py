@@ -1,8 +1,9 @@
-"""What pack and unpack take: every argument, before anything is written."""
+"""What pack and unpack take, of tensors and JAX arrays alike: every argument, before anything is written."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,23 +15,41 @@ from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_overlap, check
 from kvkit.kernels.pages import reference
 
 
-def dense(name: str, tensor: torch.Tensor, group: LayerGroup, channels: int) -> torch.Tensor:
-    """The bytes [B, H, N, W] of [B, H, N, channels]; refuses what is not that or overlaps itself."""
-    want = f"[B, {group.kv_heads}, N, {channels}] {group.dtype}"
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.ndim != 4 or dtype != group.dtype:
-        raise LaunchError(f"{name}: {tuple(tensor.shape)} {dtype}, want {want}")
-    blocks, heads, tokens, c = tensor.shape
-    if (heads, c) != (group.kv_heads, channels) or not blocks or not tokens or not c:
-        raise LaunchError(f"{name}: {tuple(tensor.shape)}, want {want}, none of them 0")
-    if tensor.stride(3) != 1:
-        raise LaunchError(f"{name}: stride {tensor.stride()}, want C innermost (stride 1)")
-    check_overlap(name, Form.of(tensor))
-    return tensor.detach().view(torch.uint8)
+def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tuple[int, int, Any]]:
+    """Refuse what are not the pages of a group's layers, as `Pages.of` takes them.
+
+    Returns:
+        of each part its layer, its first byte in a row of a record, and itself.
+    """
+    if len(layers) != len(group.layers):
+        raise LaunchError(f"{name}: {len(layers)} given, the group has {len(group.layers)} layers")
+    found: list[tuple[int, int, Any]] = []
+    for i, layer in enumerate(layers):
+        apart = isinstance(layer, tuple | list) and not group.opaque
+        sizes = (group.k_size, group.v_size) if apart else (group.channels,)
+        for part, (array, size) in enumerate(zip(layer if apart else (layer,), sizes, strict=True)):
+            here = f"{name}[{i}][{part}]" if apart else f"{name}[{i}]"
+            if group.page_bytes is None:
+                _check_dense(here, Form.of(array), f"[B, {group.kv_heads}, N, {size}] {group.dtype}")
+            else:
+                _check_opaque(here, array, group.page_bytes)
+            found.append((i, part * group.k_size * group.item_bytes, array))
+            x, first = Form.of(array), Form.of(found[0][2])
+            check_overlap(here, x)
+            alike = x.shape[0] == first.shape[0] and (group.opaque or x.shape[2] == first.shape[2])
+            if not alike or x.device != first.device:
+                raise LaunchError(f"{here}: {x}, but {name}[0] is {first}")
+    return found
 
 
-def opaque(name: str, tensor: object, page_bytes: int) -> torch.Tensor:
-    """The bytes [B, 1, 1, page_bytes] of a tensor whose blocks are that many contiguous bytes."""
+def _check_dense(name: str, x: Form, want: str) -> None:
+    if len(x.shape) != 4 or 0 in x.shape or f"[B, {x.shape[1]}, N, {x.shape[3]}] {x.dtype}" != want:
+        raise LaunchError(f"{name}: {x.shape} {x.dtype}, want {want}, none of them 0")
+    if x.strides is not None and x.strides[3] != 1:
+        raise LaunchError(f"{name}: stride {x.strides}, want C innermost (stride 1)")
+
+
+def _check_opaque(name: str, tensor: object, page_bytes: int) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or not tensor.numel():
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise LaunchError(f"{name}: {shape}, want one tensor [B, ...]")
@@ -41,43 +60,37 @@ def opaque(name: str, tensor: object, page_bytes: int) -> torch.Tensor:
             f"{name}: {tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, "
             f"want blocks of page_bytes={page_bytes} contiguous bytes"
         )
-    check_overlap(name, Form.of(tensor))
-    # a permuted block is contiguous bytes too, but torch views only what is innermost as bytes
-    flat = tensor.detach().as_strided((len(tensor), page_bytes // item), (tensor.stride(0), 1))
-    return flat.view(torch.uint8)[:, None, None, :]
 
 
-def slots_of(
-    group: LayerGroup,
-    pool: tuple[int, int],
-    blocks: NDArray[np.int64] | None,
-    slots: NDArray[np.int64] | None,
-) -> NDArray[np.int64]:
-    """The slots [chunks, T] (opaque: whole pages) of a pool's [B, N] that a call's ids name, checked."""
-    count, tokens = pool
-    if (blocks is None) == (slots is None):
+def check_chunks(
+    group: LayerGroup, pool: tuple[int, int], blocks: Any | None, slots: Any | None, dtypes: Sequence[str]
+) -> tuple[str, Any, int]:
+    """Refuse what does not name [chunks, T] by blocks or slots of a pool's [B, N].
+
+    Returns:
+        which of the two is given, it, and how many of them the pool has.
+    """
+    given = {name: ids for name, ids in (("blocks", blocks), ("slots", slots)) if ids is not None}
+    if len(given) != 1:
         raise LaunchError("blocks, slots: give one of the two")
-    if slots is not None:
-        if group.opaque:
-            raise LaunchError("slots: opaque pages move whole, give blocks")
-        check_ids("slots", slots, count * tokens)
-        return np.ascontiguousarray(slots)
-    assert blocks is not None
-    if not group.opaque and tokens != group.block_tokens:
+    ((name, ids),) = given.items()
+    count, tokens = pool
+    if name == "slots" and group.opaque:
+        raise LaunchError("slots: opaque pages move whole, give blocks")
+    if name == "blocks" and not group.opaque and tokens != group.block_tokens:
         raise LaunchError(
-            f"blocks: the tensors' N = {tokens} is not block_tokens = {group.block_tokens}: give slots"
+            f"blocks: the pages' N = {tokens} is not block_tokens = {group.block_tokens}: give slots"
         )
-    check_ids("blocks", blocks, count)
-    every = blocks[:, :, None] * tokens + np.arange(tokens)
-    every[blocks < 0] = -1  # the product may have wrapped around
-    return every.reshape(len(blocks), blocks.shape[1] * tokens)
-
-
-def check_ids(name: str, ids: NDArray[np.int64], limit: int) -> None:
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64:
-        raise LaunchError(f"{name}: {_kind(ids)}, want a numpy array of int64")
+    dtype = str(getattr(ids, "dtype", type(ids).__name__))
+    if dtype not in dtypes:
+        raise LaunchError(f"{name}: {dtype}, want an array of {' or '.join(dtypes)}")
     if ids.ndim != 2 or (len(ids) and not ids.shape[1]):
         raise LaunchError(f"{name}: {ids.shape}, want [chunks, at least 1]")
+    return name, ids, count * tokens if name == "slots" else count
+
+
+def check_range(name: str, ids: NDArray[Any], limit: int) -> None:
+    """Refuse ids that the pages have not."""
     if ids.size and ids.max() >= limit:
         raise LaunchError(f"{name}: {ids.max()} is out of range, the pages have {limit} {name}")
 
@@ -99,14 +112,14 @@ def check_record(name: str, record: object, want: int, device: torch.device, to_
         raise LaunchError(f"{name}: read-only")
 
 
-def row_bytes(group: LayerGroup, quantised: str | None) -> int:
-    """Bytes of one head and token in a record."""
+def records_group(group: LayerGroup, quantised: str | None) -> LayerGroup:
+    """The group whose payloads are as records are."""
     if quantised is None:
-        return group.page_bytes or group.channels * group.item_bytes
+        return group
     if quantised not in reference.LARGEST:
         raise LaunchError(f"quantised={quantised!r}: want None or one of {', '.join(reference.LARGEST)}")
     try:
-        return group.quantised().channels
+        return group.quantised()
     except LayoutError as error:
         raise LaunchError(f"quantised={quantised!r}: {error}") from error
 
@@ -119,12 +132,17 @@ class Turns(NamedTuple):
     which: NDArray[np.int32]  # [chunks, T], each token's row of them
 
 
-def turns_of(group: LayerGroup, rotation: Rotation, chunks: int, tokens: int) -> Turns:
-    """That of a rotation that fits the group."""
+def check_rotation(name: str, group: LayerGroup, rope: Rope) -> None:
+    """Refuse an embedding that keys of the group cannot have."""
     if group.opaque or group.dtype not in FLOATS:
         kind = "opaque" if group.opaque else group.dtype
-        raise LaunchError(f"rotate: the pages are {kind}, want {', '.join(FLOATS)}")
-    check_rope("rotate", rotation.rope, group.k_size)
+        raise LaunchError(f"{name}: the pages are {kind}, want {', '.join(FLOATS)}")
+    check_rope(name, rope, group.k_size)
+
+
+def turns_of(group: LayerGroup, rotation: Rotation, chunks: int, tokens: int) -> Turns:
+    """Those of a rotation that fits the group."""
+    check_rotation("rotate", group, rotation.rope)
     try:
         return Turns(rotation.rope, *rotation.resolve(chunks, tokens))
     except RopeError as error:

@@ -1,16 +1,11 @@
-"""Pack and unpack for JAX arrays: what `kvkit.kernels.pages.reference` means, as functions that XLA compiles.
+"""Pack and unpack for JAX arrays: what `kvkit.kernels.pages.api` does, as functions that XLA compiles.
 
 JAX arrays are values with a dtype, so nothing here is written in place and no record is a row of bytes:
-- pages are a sequence of one entry per layer: [B, H, N, C] with K and V side by side in C, or K and V apart
-  as (k [B, H, N, Dk], v [B, H, N, Dv]);
-- records are one array [chunks, L, H, T, C] of the pages' dtype or, quantised, uint8
-  [chunks, L, H, T, C + 4 or 8]; the bytes of records[i] are the payload of chunk i's record;
-- what the reference writes is returned. Under `jax.jit` donate the pages (`donate_argnums`), and XLA writes
-  them in place; only on a CPU it copies a layer's pages if they are floats of 8 or 16 bits.
-
-Every function may be called as it is or under `jax.jit`, where groups, ropes and names are Python values.
-Equal shapes compile once: slots are data. They are int32 unless JAX's x64 mode is on; a pool of 2**31 slots
-or more is refused.
+records are one array [chunks, L, H, T, C] of the pages' dtype or, quantised, uint8 [chunks, L, H, T, C + 4 or
+8], whose bytes are the chunks' payloads; what `api` writes is returned. Under `jax.jit`, where groups, ropes
+and names are Python values, donate the pages (`donate_argnums`), and XLA writes them in place; only on a CPU
+it copies a layer's pages if they are floats of 8 or 16 bits. Equal shapes compile once: slots are data. They
+are int32 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
 
 All of it gathers and scatters, which XLA does at the speed of memory on every platform. The Triton kernels
 are not called through jax-triton: they find pages by their addresses, which JAX keeps to itself.
@@ -30,7 +25,8 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
-from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_ids, check_rope
+from kvkit.kernels.checks import Form, LaunchError, check_form
+from kvkit.kernels.pages import checks
 from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX, Quantised
 
 JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
@@ -50,31 +46,17 @@ def pack(
     records: jax.Array | None = None,
     quantised: Quantised | None = None,
 ) -> jax.Array:
-    """Chunks out of an engine's pages: [chunks, L, H, T, C].
+    """Chunks out of an engine's pages: records [chunks, L, H, T, C], as `api.pack` fills them.
 
     Args:
-        group: the layers' form; not opaque.
-        pages: of its layers, in its order.
-        blocks: int [chunks, T / N], each chunk's blocks in order.
-        slots: instead of `blocks`, int [chunks, T]: each token's block * N + place in the block.
+        pages: per layer [B, H, N, C], or (k [B, H, N, Dk], v [B, H, N, Dv]); not opaque.
+        blocks, slots: int. NumPy's are checked to be in range; in a JAX array an id out of range is skipped,
+            for its value is not known when the call is compiled.
         records: what the rows of a block or slot < 0 keep; None: zeros.
-        quantised: "fp8" or "int8": `quantise` each row on the way.
-
-    Returns:
-        records: of the group's dtype, or uint8 as `group.quantised()` has it.
-
-    Raises:
-        LaunchError: an argument does not fit. A NumPy array of ids is also checked to be in range; in a JAX
-            array an id out of range is skipped, for its value is not known when the call is compiled.
     """
-    _check_pages(group, pages, quantised)
-    every = _slots(group, pages, blocks, slots)
+    every, form = _checked(group, pages, blocks, slots, quantised)
     if records is not None:
-        check_form(
-            "records",
-            Form.of(records),
-            Form(_record_shape(group, every, quantised), _record_dtype(group, quantised)),
-        )
+        check_form("records", Form.of(records), form)
     found: jax.Array = _pack(group, pages, every, records, quantised)
     return found
 
@@ -90,34 +72,25 @@ def unpack(
     turns: jax.Array | NDArray[np.float32] | None = None,
     quantised: Quantised | None = None,
 ) -> JaxPages:
-    """The pages with chunks in them: the inverse of `pack`.
+    """The pages with chunks in them, as `api.unpack` writes them.
 
     Args:
-        group, pages, blocks, slots: as for `pack`. A block or slot < 0 is skipped; of one that is named
-            twice either chunk's row arrives, or a mix.
         records: [chunks, L, H, T, C], or what `pack` quantised.
         rope, turns: rotate K by float32 turns [chunks, R] or [chunks, T, R], `rope.turns` of each chunk's or
-            token's move (with `Rotation.resolve`: turns[row]); in float32, rounded once.
-        quantised: how `records` are.
+            token's move (with `Rotation.resolve`: turns[row]).
 
-    Raises:
-        LaunchError: as for `pack`.
+    The other arguments are those of `pack`.
     """
-    _check_pages(group, pages, quantised)
-    every = _slots(group, pages, blocks, slots)
-    shape = _record_shape(group, every, quantised)
-    check_form("records", Form.of(records), Form(shape, _record_dtype(group, quantised)))
+    every, form = _checked(group, pages, blocks, slots, quantised)
+    check_form("records", Form.of(records), form)
     if (rope is None) != (turns is None):
         raise LaunchError("rope, turns: give both or neither")
     if rope is not None and turns is not None:
-        check_rope("rope", rope, group.k_size)
-        if group.dtype not in FLOATS:
-            raise LaunchError(f"rope: pages hold {group.dtype}, want one of {', '.join(FLOATS)}")
+        checks.check_rotation("rope", group, rope)
+        tokens = form.shape[3]
         if turns.ndim == 2:
-            turns = turns[:, None]
-            check_form("turns", Form.of(turns), Form((shape[0], 1, rope.channels), "float32"))
-        else:
-            check_form("turns", Form.of(turns), Form((shape[0], shape[3], rope.channels), "float32"))
+            turns, tokens = turns[:, None], 1
+        check_form("turns", Form.of(turns), Form((form.shape[0], tokens, rope.channels), "float32"))
     filled: JaxPages = _unpack(group, pages, records, every, rope, turns, quantised)
     return filled
 
@@ -250,25 +223,23 @@ def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     return found
 
 
-def _slots(group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None) -> jax.Array:
-    """The slots [chunks, T] that a call's ids name."""
-    if (blocks is None) == (slots is None):
-        raise LaunchError("blocks, slots: give one of the two")
-    first = pages[0][0] if isinstance(pages[0], tuple) else pages[0]
-    pool, tokens = first.shape[0], first.shape[2]
-    if slots is not None:
-        _check_chunks("slots", slots)
-        return in_range("slots", slots, pool * tokens)
-    assert blocks is not None
-    _check_chunks("blocks", blocks)
-    if tokens != group.block_tokens:
-        raise LaunchError(
-            f"blocks: the pages' N = {tokens} is not block_tokens = {group.block_tokens}: give slots"
-        )
-    ids = in_range("blocks", blocks, pool)
-    every = ids[:, :, None] * tokens + jnp.arange(tokens, dtype=ids.dtype)
-    known = (ids >= 0) & (ids < pool)  # the product may have wrapped around
-    return jnp.where(known[:, :, None], every, -1).reshape(len(ids), -1)
+def _checked(
+    group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None, quantised: Quantised | None
+) -> tuple[jax.Array, Form]:
+    """The slots [chunks, T] that a call's ids name, and the form of its records."""
+    if group.opaque:
+        raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
+    kind = checks.records_group(group, quantised)
+    (_, _, first), *_ = checks.check_pages("pages", group, pages)
+    pool, _, tokens, _ = first.shape
+    name, given, limit = checks.check_chunks(group, (pool, tokens), blocks, slots, ("int32", "int64"))
+    every = in_range(name, given, limit)
+    if name == "blocks":
+        known = (every >= 0) & (every < pool)  # the product may wrap around
+        each = every[:, :, None] * tokens + jnp.arange(tokens, dtype=every.dtype)
+        every = jnp.where(known[:, :, None], each, -1).reshape(len(given), given.shape[1] * tokens)
+    shape = len(given), len(group.layers), group.kv_heads, every.shape[1], kind.channels
+    return every, Form(shape, kind.dtype)
 
 
 def in_range(name: str, ids: Ids, limit: int) -> jax.Array:
@@ -277,46 +248,5 @@ def in_range(name: str, ids: Ids, limit: int) -> jax.Array:
         raise LaunchError(f"{name}: the pages have {limit}, want fewer than {2**31}")
     if isinstance(ids, jax.Array):
         return ids
-    if ids.size and ids.max() >= limit:
-        raise LaunchError(f"{name}: {ids.max()} is out of range, the pages have {limit} {name}")
+    checks.check_range(name, ids, limit)
     return jnp.asarray(np.maximum(ids, -1).astype(np.int32))
-
-
-def _check_chunks(name: str, ids: Ids) -> None:
-    if getattr(ids, "ndim", None) != 2:
-        raise LaunchError(f"{name}: {getattr(ids, 'shape', type(ids).__name__)}, want [chunks, at least 1]")
-    check_ids(name, ids, ids.shape)
-    if not ids.shape[1]:
-        raise LaunchError(f"{name}: {ids.shape}, want [chunks, at least 1]")
-
-
-def _check_pages(group: LayerGroup, pages: JaxPages, quantised: Quantised | None) -> None:
-    if group.opaque:
-        raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
-    if quantised is not None:
-        if quantised not in LARGEST:
-            raise LaunchError(f"quantised={quantised!r}: want one of {', '.join(LARGEST)}")
-        if group.dtype not in FLOATS:
-            raise LaunchError(f"quantised: pages hold {group.dtype}, want one of {', '.join(FLOATS)}")
-    if len(pages) != len(group.layers):
-        raise LaunchError(f"pages: {len(pages)} given, the group has {len(group.layers)} layers")
-    pool: tuple[int, ...] | None = None
-    for i, layer in enumerate(pages):
-        apart = isinstance(layer, tuple)
-        parts = layer if isinstance(layer, tuple) else (layer,)
-        sizes = (group.k_size, group.v_size) if apart else (group.channels,)
-        for part, (x, size) in enumerate(zip(parts, sizes, strict=True)):
-            name = f"pages[{i}][{part}]" if apart else f"pages[{i}]"
-            if x.ndim != 4 or not x.size:
-                raise LaunchError(f"{name}: {x.shape}, want [B, {group.kv_heads}, N, {size}], none of them 0")
-            pool = pool or x.shape
-            check_form(name, Form.of(x), Form((pool[0], group.kv_heads, pool[2], size), group.dtype))
-
-
-def _record_shape(group: LayerGroup, slots: jax.Array, quantised: Quantised | None) -> tuple[int, ...]:
-    channels = group.channels if quantised is None else group.quantised().channels
-    return slots.shape[0], len(group.layers), group.kv_heads, slots.shape[1], channels
-
-
-def _record_dtype(group: LayerGroup, quantised: Quantised | None) -> str:
-    return group.dtype if quantised is None else "uint8"

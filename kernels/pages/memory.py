@@ -17,30 +17,16 @@ from kvkit.kernels.pages.reference import Part
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """An engine's KV of one group of layers, checked and made ready for the kernels. Make it with `of`.
-
-    Args:
-        group: the layers' form.
-        blocks: B, blocks of the pool.
-        tokens: N of the tensors: slots of a block. Opaque: 1, a slot is a whole page.
-        heads: H. Opaque: 1.
-        row_bytes: C in bytes, one head of one token. Opaque: the bytes of a page.
-        parts: the bytes of every layer, K and V apart where the engine keeps them so. They own the memory.
-        span: slots that lie the token stride apart: N, or all where blocks follow one another.
-        table: int64 [parts, 7], `parts` as numbers: layer, first byte in a record's row, bytes of a row,
-            address, and strides of B, H, N in bytes.
-        halves: int64 [P, 7], the same with K and V apart, whether or not the engine keeps them so.
-    """
+    """An engine's KV of one group of layers, checked and made ready for the kernels. Make it with `of`."""
 
     group: LayerGroup
-    blocks: int
-    tokens: int
-    heads: int
-    row_bytes: int
-    parts: tuple[Part, ...]
-    span: int
-    table: NDArray[np.int64]
-    halves: NDArray[np.int64]
+    blocks: int  # B, of the pool
+    tokens: int  # N of the tensors: slots of a block; opaque: 1, a slot is a whole page
+    heads: int  # H; opaque: 1
+    parts: tuple[Part, ...]  # bytes of every layer, K and V apart where the engine keeps them so; the owners
+    span: int  # slots that lie the token stride apart: N, or all where blocks follow one another
+    table: NDArray[np.int64]  # [parts, 7]: layer, first byte in a record's row, bytes of a row,
+    # address, and strides of B, H, N in bytes
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +44,17 @@ class Pages:
             table=rows,
         )
 
+    def halves(self) -> NDArray[np.int64]:
+        """int64 [P, 7]: `table` with K and V apart, whether or not the engine keeps them so."""
+        k_bytes = self.group.k_size * self.group.item_bytes
+        joined = (self.table[:, 1] == 0) & (self.table[:, 2] > k_bytes)
+        if self.group.opaque or not joined.any():
+            return self.table
+        k, v = self.table[joined].copy(), self.table[joined].copy()
+        k[:, 2] = v[:, 1] = k_bytes
+        v[:, 2:4] += -k_bytes, k_bytes
+        return np.concatenate([k, v])
+
     @staticmethod
     def of(group: LayerGroup, tensors: Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]) -> Pages:
         """Pages of `group` in an engine's own memory; neither copies nor writes it.
@@ -72,27 +69,11 @@ class Pages:
         Raises:
             LaunchError: the tensors do not fit the group or one another, or one overlaps itself.
         """
-        if len(tensors) != len(group.layers):
-            raise LaunchError(f"tensors: {len(tensors)} given, the group has {len(group.layers)} layers")
-        parts: list[Part] = []
-        for layer, tensor in enumerate(tensors):
-            if group.page_bytes is not None:
-                parts.append(Part(layer, 0, checks.opaque(f"tensors[{layer}]", tensor, group.page_bytes)))
-            elif isinstance(tensor, torch.Tensor):
-                parts.append(Part(layer, 0, checks.dense(f"tensors[{layer}]", tensor, group, group.channels)))
-            else:
-                k, v = tensor
-                first = group.k_size * group.item_bytes
-                parts.append(Part(layer, 0, checks.dense(f"tensors[{layer}][0]", k, group, group.k_size)))
-                parts.append(Part(layer, first, checks.dense(f"tensors[{layer}][1]", v, group, group.v_size)))
+        parts = [
+            Part(layer, first_byte, _as_bytes(tensor, group.page_bytes))
+            for layer, first_byte, tensor in checks.check_pages("tensors", group, tensors)
+        ]
         blocks, heads, tokens, _ = parts[0].pages.shape
-        for part in parts:
-            pages = part.pages
-            if pages.shape[:3] != (blocks, heads, tokens) or pages.device != parts[0].pages.device:
-                raise LaunchError(
-                    f"tensors[{part.layer}]: [B, H, N] = {tuple(pages.shape[:3])} on {pages.device}, but "
-                    f"tensors[0] has {(blocks, heads, tokens)} on {parts[0].pages.device}"
-                )
         table = np.array(
             [
                 (p.layer, p.first_byte, p.pages.shape[3], p.pages.data_ptr(), *p.pages.stride()[:3])
@@ -108,21 +89,16 @@ class Pages:
             blocks=blocks,
             tokens=tokens,
             heads=heads,
-            row_bytes=group.page_bytes or group.channels * group.item_bytes,
             parts=tuple(parts),
             span=blocks * tokens if follow else tokens,
             table=table,
-            halves=_halves(table, group),
         )
 
 
-def _halves(table: NDArray[np.int64], group: LayerGroup) -> NDArray[np.int64]:
-    """`Pages.halves`: each row that holds K and V, [layer, 0, K's and V's bytes, address, ...], as two."""
-    k_bytes = group.k_size * group.item_bytes
-    joined = (table[:, 1] == 0) & (table[:, 2] > k_bytes)
-    if group.opaque or not joined.any():
-        return table
-    k, v = table[joined].copy(), table[joined].copy()
-    k[:, 2] = v[:, 1] = k_bytes
-    v[:, 2:4] += -k_bytes, k_bytes
-    return np.concatenate([k, v])
+def _as_bytes(tensor: torch.Tensor, page_bytes: int | None) -> torch.Tensor:
+    """[B, H, N, W]; of opaque pages [B, 1, 1, page_bytes]."""
+    if page_bytes is None:
+        return tensor.detach().view(torch.uint8)
+    # a permuted block is contiguous bytes too, but torch views only what is innermost as bytes
+    size = len(tensor), page_bytes // tensor.element_size()
+    return tensor.detach().as_strided(size, (tensor.stride(0), 1)).view(torch.uint8)[:, None, None, :]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.reference import SMALLEST_AMAX
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -36,111 +37,71 @@ def _jit(function: F) -> F:
 
 
 class Job(NamedTuple):
-    """Chunks to pack (`to_records`) or unpack, as numba takes them: make it by `of`.
+    """Chunks to pack (`to_records`) or unpack, as numba takes them: make it by `of`."""
 
-    Attributes:
-        parts: [P, 7], `Pages.table`.
-        span: slots whose rows are the token stride apart: N, or more where blocks follow one another.
-        heads: H.
-        row_bytes: of a record's row: C elements, or codes and scales.
-        records: [chunks], addresses of canonical [L, H, T, C].
-        slots: [chunks, T], below the number of slots; a slot < 0 is skipped.
-        runs: [chunks, T], how many tokens from each on lie the token stride apart.
-        bytes: of all its pages.
-        rows: (part, token) rows of a piece, which a thread takes at a time.
-        stream: whether what it writes goes around the caches.
-    """
-
-    parts: NDArray[np.int64]
-    span: int
-    heads: int
-    row_bytes: int
-    records: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    runs: NDArray[np.int64]
+    parts: NDArray[np.int64]  # [P, 7], `Pages.table`
+    span: int  # slots whose rows are the token stride apart: N, or more where blocks follow one another
+    heads: int  # H
+    row_bytes: int  # of a record's row: C elements, or codes and scales
+    records: NDArray[np.int64]  # [chunks], addresses of canonical [L, H, T, C]
+    slots: NDArray[np.int64]  # [chunks, T], below the number of slots; a slot < 0 is skipped
+    runs: NDArray[np.int64]  # [chunks, T], how many tokens from each on lie the token stride apart
     to_records: bool
-    bytes: int
-    rows: int
-    stream: bool
+    bytes: int  # of all its pages
+    rows: int  # (part, token) rows of a piece, which a thread takes at a time
+    stream: bool  # whether what it writes goes around the caches
 
     @staticmethod
     def of(
-        parts: NDArray[np.int64],
-        span: int,
-        heads: int,
-        row_bytes: int,
-        records: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        to_records: bool,
+        pages: Pages, records: NDArray[np.int64], slots: NDArray[np.int64], row_bytes: int, to_records: bool
     ) -> Job:
-        """The job of these; see the attributes."""
+        """The job of these; see the fields."""
+        parts, span, heads = pages.table, pages.span, pages.heads
         size = slots.size * heads * int(parts[:, 2].sum())
         rows = max(1, PIECE_BYTES * slots.size * len(parts) // max(1, size))
         runs = _runs(slots, span)
-        return Job(
-            *(parts, span, heads, row_bytes, records, slots, runs, to_records),
-            *(size, rows, size >= STREAM_BYTES),
-        )
+        stream = size >= STREAM_BYTES
+        return Job(parts, span, heads, row_bytes, records, slots, runs, to_records, size, rows, stream)
 
 
 class Conversion(NamedTuple):
-    """Rows that pass through 8-bit codes, a rotation of K, or both, as numba takes them: make it by `of`.
+    """Rows that pass through 8-bit codes, a rotation of K, or both, as numba takes them: make it by `of`."""
 
-    Attributes:
-        kind: of the pages' dtype, in `DTYPES`.
-        form: of the records, in `FORMS`.
-        cos_sin: [U, R], empty where nothing is rotated.
-        which: [chunks, T], each token's row of it.
-        first: the channel that rotation begins at.
-        interleaved: whether neighbours are rotated, and not halves.
-        channels: C, K's and V's.
-        k_bytes: K's share of a row of the pages.
-    """
-
-    kind: int
-    form: int
-    cos_sin: NDArray[np.float32]
-    which: NDArray[np.int32]
-    first: int
-    interleaved: bool
-    channels: int
-    k_bytes: int
+    kind: int  # of the pages' dtype, in `DTYPES`
+    form: int  # of the records, in `FORMS`
+    cos_sin: NDArray[np.float32]  # [U, R], empty where nothing is rotated
+    which: NDArray[np.int32]  # [chunks, T], each token's row of it
+    first: int  # the channel that rotation begins at
+    interleaved: bool  # whether neighbours are rotated, and not halves
+    channels: int  # C, K's and V's
+    k_bytes: int  # K's share of a row of the pages
 
     @staticmethod
-    def of(
-        group: LayerGroup,
-        quantised: str | None,
-        turns: Turns | None,
-    ) -> Conversion:
+    def of(group: LayerGroup, quantised: str | None, turns: Turns | None) -> Conversion:
         """That of pages of `group`, to records of 8-bit codes or of its dtype (None), by these turns."""
         rope, cos_sin, which = turns or (None, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
         first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
-        return Conversion(
-            *(DTYPES.index(group.dtype), FORMS.index(quantised), cos_sin, which, first, interleaved),
-            *(group.channels, group.k_size * group.item_bytes),
-        )
+        kind, form = DTYPES.index(group.dtype), FORMS.index(quantised)
+        k_bytes = group.k_size * group.item_bytes
+        return Conversion(kind, form, cos_sin, which, first, interleaved, group.channels, k_bytes)
 
 
-def move(job: Job, threads: int, owners: object) -> None:
+def move(job: Job, conversion: Conversion | None, threads: int, owners: object) -> None:
     """Pack or unpack, as the `reference` beside this says. Checks nothing; writes where told.
 
     Args:
+        conversion: on the way; None: bytes.
         threads: at most so many work at it, the caller's included.
         owners: of the memory that the job has addresses of: kept alive until the last thread is done.
     """
     turn = np.zeros(1, np.int64)
-    _share(lambda _: _move(turn, job), threads if job.bytes >= INLINE_BYTES else 1, owners)
-
-
-def convert(job: Job, conversion: Conversion, threads: int, owners: object) -> None:
-    """As `move`, row by row through `conversion`: `reference.encode` and `decode`."""
-    turn = np.zeros(1, np.int64)
-    widest = int(job.parts[:, 2].max())
 
     def work(_: object) -> None:
-        room = np.empty((4, 2 * widest + LINE_BYTES), np.uint8)
-        room_of = [row.ctypes.data + -row.ctypes.data % LINE_BYTES for row in room]
-        _convert(turn, job, conversion, np.array(room_of, np.int64))
+        if conversion is None:
+            _move(turn, job)
+        else:
+            room = np.empty(4 * (2 * int(job.parts[:, 2].max()) + LINE_BYTES), np.uint8)
+            _move(turn, job, conversion, room)
 
     _share(work, threads if job.bytes >= INLINE_BYTES else 1, owners)
 
@@ -252,58 +213,6 @@ def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
     return runs
 
 
-@_jit
-def _move(turn: NDArray[np.int64], job: Job) -> None:
-    """Take pieces of the job's rows, in the order (chunk, part, token), until none is left."""
-    parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows, stream = job
-    chunks, tokens = slots.shape
-    total = chunks * len(parts) * tokens
-    while True:
-        begin = _take(turn.ctypes.data) * rows
-        if begin >= total:
-            break
-        end = min(begin + rows, total)
-        while begin < end:
-            place, t = divmod(begin, tokens)
-            stop = min(tokens, t + end - begin)
-            begin += stop - t
-            chunk, p = divmod(place, len(parts))
-            layer, first_byte, width, address, block_stride, head_stride, token_stride = parts[p]
-            base = records[chunk] + layer * heads * tokens * row_bytes + first_byte
-            while t < stop:
-                slot, run = slots[chunk, t], min(runs[chunk, t], stop - t)
-                if slot >= 0:
-                    block, n = divmod(slot, span)
-                    page = address + block * block_stride + n * token_stride
-                    record = base + t * row_bytes
-                    outer, outer_page, outer_record = heads, head_stride, tokens * row_bytes
-                    inner, inner_page, inner_record = run, token_stride, row_bytes
-                    count = width
-                    if width == token_stride == row_bytes:
-                        inner, count = 1, run * width
-                    elif to_records and token_stride > head_stride:
-                        # reads go straight on, writes jump: measured faster than the other way round
-                        outer, outer_page, outer_record, inner, inner_page, inner_record = (
-                            inner,
-                            inner_page,
-                            inner_record,
-                            outer,
-                            outer_page,
-                            outer_record,
-                        )
-                    for i in range(outer):
-                        for j in range(inner):
-                            in_page = page + i * outer_page + j * inner_page
-                            in_record = record + i * outer_record + j * inner_record
-                            if to_records:
-                                _copy(in_record, in_page, count, stream)
-                            else:
-                                _copy(in_page, in_record, count, stream)
-                t += run
-    if stream:
-        _fence()
-
-
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
 def _at(context: Any, address: Any, like: Any) -> Any:
     """A pointer to numbers like `like`. Arrays made of it cost nothing; slices of arrays count references."""
@@ -315,24 +224,16 @@ def _at(context: Any, address: Any, like: Any) -> Any:
     return pointer(types.int64, like), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
-def _bits(context: Any, value: Any) -> Any:
-    """The bits of a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
+@_jit
+def _bits(value: Any) -> Any:
+    """Of a float32."""
+    return np.float32(value).view(np.uint32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
-def _float(context: Any, bits: Any) -> Any:
+@_jit
+def _float(bits: Any) -> Any:
     """The float32 of 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
+    return np.uint32(bits).view(np.float32)
 
 
 @_jit
@@ -490,13 +391,23 @@ def _row(
 
 
 @_jit
-def _convert(turn: NDArray[np.int64], job: Job, conversion: Conversion, room: NDArray[np.int64]) -> None:
-    """`_move` by rows, each of them through float32 in the processor's nearest cache."""
+def _move(
+    turn: NDArray[np.int64],
+    job: Job,
+    conversion: Conversion | None = None,
+    memory: Any = None,
+) -> None:
+    """Take pieces of the job's rows, in the order (chunk, part, token), until none is left.
+
+    A conversion takes each row through float32 in `memory`, which the processor's nearest cache holds. numba
+    compiles one function for bytes and one for conversions, each without the other's branches.
+    """
     parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows, stream = job
-    kind, form, cos_sin, which, first, interleaved, channels, k_bytes = conversion
+    if conversion is not None:
+        kind, form, cos_sin, which, first, interleaved, channels, k_bytes = conversion
+        rotary, room = cos_sin.shape[1], _room(memory)
     chunks, tokens = slots.shape
     total = chunks * len(parts) * tokens
-    rotary = cos_sin.shape[1]
     while True:
         begin = _take(turn.ctypes.data) * rows
         if begin >= total:
@@ -509,39 +420,65 @@ def _convert(turn: NDArray[np.int64], job: Job, conversion: Conversion, room: ND
             chunk, p = divmod(place, len(parts))
             layer, first_byte, width, address, block_stride, head_stride, token_stride = parts[p]
             base = records[chunk] + layer * heads * tokens * row_bytes
-            split = k_bytes if first_byte == 0 and k_bytes < width else width
             while t < stop:
                 slot, run = slots[chunk, t], min(runs[chunk, t], stop - t)
-                if slot >= 0:
-                    block, place = divmod(slot, span)
-                    page = address + block * block_stride + place * token_stride
-                    record = base + t * row_bytes
-                    for head in range(heads):
-                        for j in range(run):
-                            in_page = page + head * head_stride + j * token_stride
-                            in_record = record + (head * tokens + j) * row_bytes
-                            for at, size in ((0, split), (split, width - split)):
-                                byte = first_byte + at
-                                turns = 0
-                                if rotary and byte == 0:
-                                    turns = cos_sin.ctypes.data + which[chunk, t + j] * 4 * rotary
-                                if size:
-                                    _row(
-                                        in_page + at,
-                                        in_record,
-                                        byte,
-                                        size,
-                                        turns,
-                                        room,
-                                        to_records,
-                                        stream,
-                                        kind,
-                                        form,
-                                        channels,
-                                        first,
-                                        rotary,
-                                        interleaved,
-                                    )
                 t += run
+                if slot < 0:
+                    continue
+                block, n = divmod(slot, span)
+                page, record = address + block * block_stride + n * token_stride, base + (t - run) * row_bytes
+                if conversion is None:
+                    outer, outer_page, outer_record = heads, head_stride, tokens * row_bytes
+                    inner, inner_page, inner_record = run, token_stride, row_bytes
+                    count = width
+                    if width == token_stride == row_bytes:
+                        inner, count = 1, run * width
+                    elif to_records and token_stride > head_stride:
+                        # reads go straight on, writes jump: measured faster than the other way round
+                        outer, outer_page, outer_record = run, token_stride, row_bytes
+                        inner, inner_page, inner_record = heads, head_stride, tokens * row_bytes
+                    for i in range(outer):
+                        for j in range(inner):
+                            in_page = page + i * outer_page + j * inner_page
+                            in_record = record + first_byte + i * outer_record + j * inner_record
+                            if to_records:
+                                _copy(in_record, in_page, count, stream)
+                            else:
+                                _copy(in_page, in_record, count, stream)
+                    continue
+                split = k_bytes if first_byte == 0 and k_bytes < width else width
+                for head in range(heads):
+                    for j in range(run):
+                        in_page = page + head * head_stride + j * token_stride
+                        in_record = record + (head * tokens + j) * row_bytes
+                        for at, size in ((0, split), (split, width - split)):
+                            byte = first_byte + at
+                            turns = 0
+                            if rotary and byte == 0:
+                                turns = cos_sin.ctypes.data + which[chunk, t - run + j] * 4 * rotary
+                            if size:
+                                _row(
+                                    in_page + at,
+                                    in_record,
+                                    byte,
+                                    size,
+                                    turns,
+                                    room,
+                                    to_records,
+                                    stream,
+                                    kind,
+                                    form,
+                                    channels,
+                                    first,
+                                    rotary,
+                                    interleaved,
+                                )
     if stream:
         _fence()
+
+
+@_jit
+def _room(memory: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Addresses of four rows in memory, each at the beginning of a line."""
+    step = len(memory) // 4
+    return (memory.ctypes.data + LINE_BYTES - 1 + np.arange(4) * step) // LINE_BYTES * LINE_BYTES

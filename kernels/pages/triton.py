@@ -6,7 +6,7 @@ they compute is the `reference` beside this. Neighbouring lanes take neighbourin
 addresses and strides allow it.
 
 Letters are those of `kvkit.format.layout`. A row is one head of one token; P is the number of parts, rows of
-`Pages.table` or `Pages.halves`.
+`Pages.table`, or of `Pages.halves` where K and V are converted.
 """
 
 from __future__ import annotations
@@ -141,20 +141,22 @@ class _Form:
 
 
 def _copying(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _Form:
-    parts = pages.table
-    align = _align(parts[:, 1:3], parts[:, 3:], records, pages.row_bytes)
+    parts, group = pages.table, pages.group
+    row_bytes = group.page_bytes or group.channels * group.item_bytes
+    align = _align(parts[:, 1:3], parts[:, 3:], records, row_bytes)
     unit = min(align, max(WORDS))
     constants = {"TO_RECORDS": to_records, "WORD": WORDS[unit], "WIDTH": align // unit}
     work = int(parts[:, 2].max()) // align
-    return _Form(copy_rows, _in_units(parts, unit), pages.row_bytes // unit, work, 1, constants)
+    return _Form(copy_rows, _in_units(parts, unit), row_bytes // unit, work, 1, constants)
 
 
 def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, rope: Rope | None) -> _Form:
-    group, parts = pages.group, _in_units(pages.halves, pages.group.item_bytes)
+    group, halves = pages.group, pages.halves()
+    parts = _in_units(halves, group.item_bytes)
     unit = group.item_bytes if quantised is None else 1
     row_size = group.channels if quantised is None else group.quantised().channels
     first, pairs = (rope.first, rope.channels // 2) if rope else (0, 0)
-    width = math.gcd(_align(pages.halves[:, 2:]) // group.item_bytes, first, pairs)
+    width = math.gcd(_align(halves[:, 2:]) // group.item_bytes, first, pairs)
     together = _align(records, parts[:, 1] * unit, row_size * unit) // unit
     constants = {
         "cos_sin": None,
@@ -174,14 +176,15 @@ def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, r
 
 
 def _encoding(pages: Pages, records: NDArray[np.int64], quantised: str) -> _Form:
-    group, parts = pages.group, _in_units(pages.halves, pages.group.item_bytes)
+    group, halves = pages.group, pages.halves()
+    parts = _in_units(halves, group.item_bytes)
     row_size, columns = group.quantised().channels, _power_of_2(int(parts[:, 2].max()))
     constants = {
         "DTYPE": group.dtype,
         "FORM": quantised,
         "CHANNELS": group.channels,
         "SCALE_BYTES": _align(records, row_size, group.channels, 4),
-        "WIDTH": _align(pages.halves[:, 2:]) // group.item_bytes,
+        "WIDTH": _align(halves[:, 2:]) // group.item_bytes,
         "RECORD_WIDTH": _align(records, row_size, parts[:, 1]),
         "COLUMNS": columns,
         "LARGEST": LARGEST[quantised],
