@@ -38,28 +38,17 @@ def problems() -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class MoveSpec:
-    """A pack (`to_records`) or unpack.
+    """A pack (`to_records`) or unpack."""
 
-    Args:
-        name: of the problem.
-        group: of the pages.
-        to_records: pack.
-        chunks: of `CHUNK_TOKENS` tokens.
-        slots: pages are named token by token, not block by block.
-        quantised: form of the records.
-        rope: keys are rotated on the way.
-        wide, gated: as in `Problem`; `wide` of its one kernel.
-    """
-
-    name: str
-    group: LayerGroup
+    name: str  # of the problem
+    group: LayerGroup  # of the pages
     to_records: bool
-    chunks: int = 8
-    slots: bool = False
-    quantised: Literal["fp8", "int8"] | None = None
-    rope: Rope | None = None
-    wide: tuple[int, int] = (1, 1)
-    gated: bool = True
+    chunks: int = 8  # of `CHUNK_TOKENS` tokens
+    slots: bool = False  # pages are named token by token, not block by block
+    quantised: Literal["fp8", "int8"] | None = None  # form of the records
+    rope: Rope | None = None  # of keys that are rotated on the way
+    wide: tuple[int, int] = (1, 1)  # as in `Problem`, of its one kernel
+    gated: bool = True  # as in `Problem`
 
 
 CHUNK_TOKENS = 256

@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -119,25 +119,15 @@ def move(
     return replace(draft, grid=grid, arguments=arguments | {"tiles": tiles}, config=config)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Form:
-    """What a kernel is compiled for.
+class _Form(NamedTuple):
+    """What a kernel is compiled for."""
 
-    Args:
-        kernel: one of the three.
-        parts: int64 [P, 7], first byte, width and strides in the units of the pages.
-        row_size: of a record's row, in the units of the record.
-        row_work: how much of a tile a row takes, at most.
-        least: a tile is not smaller.
-        constants: compile-time arguments.
-    """
-
-    kernel: Any
-    parts: NDArray[np.int64]
-    row_size: int
-    row_work: int
-    least: int
-    constants: dict[str, Any]
+    kernel: Any  # one of the three
+    parts: NDArray[np.int64]  # [P, 7], first byte, width and strides in the units of the pages
+    row_size: int  # of a record's row, in the units of the record
+    row_work: int  # how much of a tile a row takes, at most
+    least: int  # a tile is not smaller
+    constants: dict[str, Any]  # compile-time arguments
 
 
 def _copying(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _Form:
