@@ -302,8 +302,8 @@ def verify(
     damage = damage or verify_trailer(form, view[form.layers_end :])
     if damage is not None:
         return damage
-    stored = struct.unpack_from(f"<{form.shape[0]}Q", view, _SUMS)
-    return None if list(stored) == layer_checksums(form, view) else Damage.LAYER
+    stored = view[_SUMS : _SUMS + 8 * form.shape[0]].cast("Q").tolist()
+    return None if stored == layer_checksums(form, view) else Damage.LAYER
 
 
 def verify_header(
