@@ -270,15 +270,20 @@ class SegmentReads:
             if read.lent:
                 read.lent, read.error = False, self._damage(read)
 
-        def over() -> bool:
-            return all(read.ended for read in chunk) or any(read.error is not None for read in chunk)
-
-        with self._changed:
-            self._changed.wait_for(lambda: over() or self._interrupted, deadline - time.monotonic())
-        damaged = next((read for read in chunk if read.error is not None), None)
-        if damaged is not None:
-            self.failed, self.error = self._chunks.names[damaged.number], damaged.error
-        elif self._interrupted and not over():
-            self.error = Stopped()
-        elif not over():
-            self.error = TimeoutError(f"tier {self.tier!r}: {self._chunks.names[chunk[0].number]} is late")
+        if not all(read.ended for read in chunk):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._interrupted or any(r.error for r in chunk) or all(r.ended for r in chunk),
+                    deadline - time.monotonic(),
+                )
+        late = None
+        for read in chunk:
+            if read.error is not None:
+                self.failed, self.error = self._chunks.names[read.number], read.error
+                return
+            late = late or (None if read.ended else read)
+        if late is not None:
+            name = self._chunks.names[late.number]
+            self.error = (
+                Stopped() if self._interrupted else TimeoutError(f"tier {self.tier!r}: {name} is late")
+            )
