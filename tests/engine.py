@@ -82,13 +82,15 @@ class Engine:
             found.append([p.tobytes() for p in payloads])
         return found
 
-    def assert_loaded(self, tokens: npt.NDArray[np.int32], table: Sequence[int], chunks: int) -> None:
-        """Exactly the first `chunks` chunks are in place and every other block is as it was made."""
+    def assert_loaded(
+        self, tokens: npt.NDArray[np.int32], table: Sequence[int], chunks: int, begun: int = 0
+    ) -> None:
+        """The first `chunks` chunks are in place; all blocks but those and `begun` are as they were made."""
         keys = self.keys(tokens)[:chunks]
         expected = [[self.kv(key, g).tobytes() for key in keys] for g in range(len(self.layout.groups))]
         assert self.read(tokens, table, chunks) == expected
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
-            used = set(table[: chunks * self.namespace.chunk_tokens // group.block_tokens])
+            used = set(table[: max(chunks, begun) * self.namespace.chunk_tokens // group.block_tokens])
             rest = [b for b in range(self.blocks) if b not in used]
             for layer in pool:
                 assert bool((layer[rest].contiguous().view(torch.uint8) == POISON).all()), (

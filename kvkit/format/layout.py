@@ -38,22 +38,33 @@ class LayoutError(ValueError):
 class LayerGroup:
     """Layers whose KV has the same form: heads, head sizes, dtype, blocks and strides.
 
-    Opaque pages (vLLM on CPU) move whole; their bytes mean something to one engine on one ISA only.
+    Args:
+        layers: indices of the layers in the model, ascending.
+        kv_heads: H. MLA: 1.
+        k_size: K channels per head, in elements. MLA: the whole latent (576).
+        v_size: V channels per head, in elements. MLA: 0.
+        dtype: one of `ITEM_BYTES`.
+        block_tokens: N, tokens per block of the engine.
+        order: physical order of the axes, one of `ORDERS`; describes dense pages.
+        strides: of a layer's pages [B, H, N, C], in elements; None where dense in `order`.
+        window: sliding window in tokens, None for full attention.
+        page_bytes: set where pages are opaque (vLLM on CPU): the bytes of one block of one layer.
+            Such pages move whole; their bytes mean something to one engine on one ISA only.
 
     Raises:
         LayoutError: a field is out of range.
     """
 
-    layers: tuple[int, ...]  # indices in the model, ascending
-    kv_heads: int  # H; MLA: 1
-    k_size: int  # K channels per head, in elements; MLA: the whole latent (576)
-    v_size: int  # V channels per head, in elements; MLA: 0
-    dtype: str  # one of ITEM_BYTES
-    block_tokens: int = 16  # N, tokens per block of the engine
-    order: str = "LBHNC"  # physical order of dense pages' axes, one of ORDERS
-    strides: tuple[int, int, int, int] | None = None  # of [B, H, N, C], in elements; None: dense in `order`
-    window: int | None = None  # sliding window in tokens; None: full attention
-    page_bytes: int | None = None  # of opaque pages: bytes of one block of one layer
+    layers: tuple[int, ...]
+    kv_heads: int
+    k_size: int
+    v_size: int
+    dtype: str
+    block_tokens: int = 16
+    order: str = "LBHNC"
+    strides: tuple[int, int, int, int] | None = None
+    window: int | None = None
+    page_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -267,22 +278,35 @@ class Namespace:
 
     Two caches share records if, and only if, their namespaces are equal.
 
+    Args:
+        model: hub id or a name for the weights.
+        layout: `KVLayout.fingerprint()`.
+        dtype: what the model computes in.
+        revision: of the weights.
+        lora: what the adapter holds, empty for none.
+        rank, world: this engine's place in tensor parallelism.
+        isa: where pages are opaque, the instruction set that wrote them.
+        salt: keeps tenants apart. Records carry its effect on the keys, never the salt itself.
+        chunk_tokens: tokens per chunk.
+        hash: name of the key digest, see `kvkit.format.keys`.
+        format: version of the record format.
+
     Raises:
         LayoutError: rank, world or chunk_tokens is out of range.
     """
 
-    model: str  # hub id or a name for the weights
-    layout: str  # KVLayout.fingerprint()
-    dtype: str  # what the model computes in
-    revision: str = ""  # of the weights
-    lora: str = ""  # what the adapter holds, empty for none
-    rank: int = 0  # this engine's place in tensor parallelism, of `world`
+    model: str
+    layout: str
+    dtype: str
+    revision: str = ""
+    lora: str = ""
+    rank: int = 0
     world: int = 1
-    isa: str = ""  # where pages are opaque, the instruction set that wrote them
-    salt: str = ""  # keeps tenants apart; records carry its effect on the keys, never the salt itself
-    chunk_tokens: int = 256  # tokens per chunk
-    hash: str = "xxh3_128"  # name of the key digest, see kvkit.format.keys
-    format: int = FORMAT_VERSION  # of records
+    isa: str = ""
+    salt: str = ""
+    chunk_tokens: int = 256
+    hash: str = "xxh3_128"
+    format: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:

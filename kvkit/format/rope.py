@@ -22,19 +22,24 @@ class RopeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates its queries and keys. Channels before `first`, and after R more, are left alone
-    (partial rotary; MLA's latent).
+    """How a model rotates its queries and keys.
+
+    Args:
+        inv_freq: radians per position of each pair; R / 2 of them.
+        interleaved: pairs are channels (2i, 2i + 1), as in GPT-J and DeepSeek; else (i, i + R / 2), as in
+            Llama.
+        first: channel of a head where the R rotary channels begin; those outside are left alone (partial
+            rotary; MLA's latent).
+        scale: what the model multiplies cos and sin by (yarn's attention factor).
 
     Raises:
         RopeError: a field is out of range.
     """
 
-    inv_freq: tuple[float, ...]  # radians per position of each pair; R / 2 of them
-    interleaved: bool = (
-        False  # pairs (2i, 2i + 1), as in GPT-J and DeepSeek; else (i, i + R / 2), as in Llama
-    )
-    first: int = 0  # channel of a head where the R rotary channels begin
-    scale: float = 1.0  # what the model multiplies cos and sin by (yarn's attention factor)
+    inv_freq: tuple[float, ...]
+    interleaved: bool = False
+    first: int = 0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.inv_freq or not all(math.isfinite(f) for f in self.inv_freq):
