@@ -99,14 +99,14 @@ def test_a_new_kernel_is_a_folder_and_a_row(copy: Path) -> None:
     folder = copy / "kvkit/kernels/blocks"
     folder.mkdir()
     (folder / "__init__.py").touch()
-    for name, start in {
-        "reference": "What copying blocks means",
-        "checks": "What copying blocks takes",
-        "api": "Blocks copied within a pool: picks",
-        "triton": "Blocks copied within a pool, in Triton",
-        "problems": "The problems that copying blocks",
+    for name, text in {
+        "reference": on_page("CONTRIBUTING.md", '"""What copying blocks means'),
+        "checks": on_page("CONTRIBUTING.md", '"""What copying blocks takes'),
+        "api": on_page("CONTRIBUTING.md", '"""Blocks copied within a pool: picks'),
+        "triton": on_page("CONTRIBUTING.md", '"""Blocks copied within a pool, in Triton'),
+        "problems": on_page("CONTRIBUTING.md", '"""The problems that copying blocks'),
     }.items():
-        (folder / f"{name}.py").write_text(on_page("CONTRIBUTING.md", f'"""{start}'))
+        (folder / f"{name}.py").write_text(text)
     rows = copy / "kvkit/kernels/tuning/problems.py"
     row = on_page("CONTRIBUTING.md", "FOLDERS = ")
     rows.write_text(re.sub(r"^FOLDERS = .*\n", row, rows.read_text(), flags=re.MULTILINE))
