@@ -505,7 +505,8 @@ def _decode(code, FORM: tl.constexpr):
         x = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         x = tl.where(size >= 8, x, size.to(tl.float32) * 0.001953125)  # 2^-9
         x = tl.where(size == 0x7F, float("nan"), x)
-        x = tl.where(bits >= 0x80, -x, x)
+        sign = (bits & 0x80) << 24  # not -x: Triton 3.6 takes it from 0, which makes +0 of 0
+        x = (x.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return x
 
 
