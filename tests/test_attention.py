@@ -405,6 +405,7 @@ def test_attention_that_cannot_be() -> None:
     [
         ({"scale": math.inf}, "scale=inf"),
         ({"scale": math.nan}, "scale=nan"),
+        ({"scale": -0.5}, "scale=-0.5: want a finite number, 0 or above"),
         ({"window": 0}, "window=0"),
         ({"softcap": 0.0}, r"softcap=0\.0"),
         ({"softcap": math.nan}, "softcap=nan"),

@@ -270,6 +270,32 @@ def test_blocks_per_multiprocessor(
     assert GPUS[target].blocks_per_sm(registers, shared_bytes, warps) == blocks
 
 
+def test_attention_prefetches_whatever_the_pages() -> None:
+    """More stages leave more copies under way; they are another binary, not the same."""
+    script = """
+import json, torch
+from kvkit.kernels.attention import problems
+from kvkit.kernels.tuning.gate import compile_for
+
+found = {}
+for page in (16, 32, 64, 128, None):
+    spec = problems.AttentionSpec("attention", problems.LLAMA_8B, 8192, page)
+    case = problems._attention_case(spec, torch.device("cpu"), False)
+    (default,) = (launch.config for launch in case.launches(None) if launch.kernel.__name__ == "attend")
+    for stages in (3, 4):
+        launches = case.launches(default._replace(stages=stages))
+        (launch,) = (launch for launch in launches if launch.kernel.__name__ == "attend")
+        done = compile_for(launch, "sm_90")
+        found[f"{page}, {stages} stages"] = done.in_flight, done.shared_bytes
+print(json.dumps(found))
+"""
+    found = json.loads(in_compiling_process(script))
+    for page in (16, 32, 64, 128, None):
+        (three, three_bytes), (four, four_bytes) = (found[f"{page}, {stages} stages"] for stages in (3, 4))
+        assert 0 < three < four, found
+        assert three_bytes < four_bytes, found
+
+
 def test_the_gate(tmp_path: Path) -> None:
     """Every kernel's default, on every target: no spills, no lost vectors, and as many as were recorded."""
     path = tmp_path / "compile.json"

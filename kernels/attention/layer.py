@@ -15,7 +15,7 @@ class Scoring:
     """How keys are scored: scale * q . k, or softcap * tanh(that / softcap).
 
     Args:
-        scale: such as D ** -0.5.
+        scale: such as D ** -0.5; not negative.
         window: of a sliding window, in tokens, itself included; None: every key before the row.
         softcap: as in Gemma 2; None: none.
 
@@ -28,8 +28,8 @@ class Scoring:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise LaunchError(f"scale={self.scale}: want a finite number")
+        if not 0 <= self.scale < math.inf:
+            raise LaunchError(f"scale={self.scale}: want a finite number, 0 or above")
         if self.window is not None and self.window < 1:
             raise LaunchError(f"window={self.window}: want at least 1, or None")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):

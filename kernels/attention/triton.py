@@ -26,34 +26,41 @@ PROGRAMS_PER_UNIT = 2  # so many programs per multiprocessor are enough not to s
 UNITS = 132  # multiprocessors, where no GPU is asked (an H100's)
 LOG2_E = math.log2(math.e)
 ROW_CONFIGS = {
-    kernel: tuple(KernelConfig((("ROWS", n),), warps, 1) for n in rows for warps in (2, 4, 8))
-    for kernel, rows in {"merge": (16, 8, 32), "scatter_rows": (16, 8, 32, 64), "measure": (8, 4, 16)}.items()
+    kernel: tuple(KernelConfig((("ROWS", n),), w, 1) for n in rows for w in warps)
+    for kernel, rows, warps in (
+        ("merge", (16, 8, 32), (4, 2, 8)),  # 256 channels spill from 2 warps, by Triton 3.6
+        ("scatter_rows", (16, 8, 32, 64), (2, 4, 8)),
+        ("measure", (8, 4, 16), (2, 4, 8)),
+    )
 }
 
 
 def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[KernelConfig, ...]:
     """The configurations that the kernel of `launch` can have on its arguments, the default first.
 
-    The default for an AMD GPU is another one: with NVIDIA's, attention over 128 channels needs three
-    registers more than an MI300 has.
+    The default for an AMD GPU has fewer stages: an MI300's shared memory is smaller.
     TILE_ROWS and TILE_KEYS are the sides of a tile of scores; ROWS are what a program of the others takes.
     """
     given, name = launch.arguments, _name(launch)
     if name in ("attend", "weigh"):
         size = triton.next_power_of_2(max(given["SIZE"], given.get("V_SIZE", 0)))
         packed = given["GROUP"] if name == "attend" else 1
-        return _tile_configs(name, given["q"].element_size(), size, packed, len(given["q"]), amd)
+        item_bytes, windowed = given["q"].element_size(), name == "attend" and given["WINDOWED"]
+        return _tile_configs(name, item_bytes, size, packed, len(given["q"]), amd, windowed)
     return ROW_CONFIGS[name]
 
 
 @functools.cache
 def _tile_configs(
-    kernel: str, item_bytes: int, size: int, group: int, count: int, amd: bool
+    kernel: str, item_bytes: int, size: int, group: int, count: int, amd: bool, windowed: bool
 ) -> tuple[KernelConfig, ...]:
     least = max(16, triton.next_power_of_2(group))  # a matrix product's, and one row
     most = max(least, min(128, triton.next_power_of_2(count * group)))
-    stages: tuple[int, ...] = (2, 3, 4) if amd else (3, 2, 4)  # an MI300's shared memory is smaller
-    first, keys, all_keys = most, 32 if amd and size > 64 else 64, (32, 64, 128)
+    stages: tuple[int, ...] = (2, 3, 4) if amd else (3, 2, 4)
+    # 32 keys of 128 channels leave room for two programs on an H100: one multiplies while the other weighs
+    first, keys, all_keys = most, 32 if size > 64 else 64, (32, 64, 128)
+    if windowed and size > 64:  # a third loop takes registers
+        first = min(64, most)
     if item_bytes == 4:  # products without tensor cores: operands are in registers
         first, keys, all_keys = min(32, most), 32, (16, 32, 64)
         stages = (1, 2) if kernel == "weigh" else (2, 1)  # as registers allow

@@ -13,26 +13,29 @@ RUNTIME = ["heads", "table_stride", "window", "count", "length", "limit", "part_
 
 
 @triton.jit
-def _places(
-    table, start, begin, end, block_stride, token_stride,
-    PAGE: tl.constexpr, TILE_KEYS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Keys j from `start` on, which of them are from `begin` to `end`, and where they begin in pages."""
-    lane = tl.arange(0, TILE_KEYS)
-    j = start + lane
-    inside = (j >= begin) & (j < end)
+def _blocks(table, start, end, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Block ids of the tile of keys from `start` on, or the one that has them all; 0 from `end` on."""
     if PAGE == 0:  # one block
-        places = tl.load(table).to(tl.int64) * block_stride + j.to(tl.int64) * token_stride
+        block = tl.load(table)
     elif PAGE % TILE_KEYS == 0:  # the tile is within a block
-        block = tl.load(table + start // PAGE).to(tl.int64)
-        places = block * block_stride + (start % PAGE + lane).to(tl.int64) * token_stride
+        block = tl.load(table + start // PAGE, mask=start < end, other=0)
     else:
-        if MASKED:
-            block = tl.load(table + j // PAGE, mask=inside, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + j // PAGE).to(tl.int64)
-        places = block * block_stride + (j % PAGE).to(tl.int64) * token_stride
-    return j, inside, places
+        j = start + tl.arange(0, TILE_KEYS)
+        block = tl.load(table + j // PAGE, mask=j < end, other=0)
+    return block
+
+
+@triton.jit
+def _places(block, start, block_stride, token_stride, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Where the keys of a tile from `start` on begin in pages."""
+    lane = tl.arange(0, TILE_KEYS)
+    if PAGE == 0:
+        token = start + lane
+    elif PAGE % TILE_KEYS == 0:
+        token = start % PAGE + lane
+    else:
+        token = (start + lane) % PAGE
+    return block.to(tl.int64) * block_stride + token.to(tl.int64) * token_stride
 
 
 @triton.jit
@@ -64,49 +67,70 @@ def _load_queries(
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, CAPPED: tl.constexpr, INTERPRET: tl.constexpr):
-    """[TILE_ROWS, TILE_KEYS] in units of log2."""
+def _products(q, k, INTERPRET: tl.constexpr):
+    """q k^T [TILE_ROWS, TILE_KEYS]."""
     if INTERPRET:
         q, k = q.to(tl.float32), k.to(tl.float32)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if CAPPED:
-        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s)))
-    return s
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
+
+
+@triton.jit
+def _capped(s, softcap, CAPPED: tl.constexpr):
+    """Scaled products as scores, in units of log2."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s))) if CAPPED else s
 
 
 @triton.jit
 def _attend_keys(
-    acc, norm, top, q, position, start, stop, begin, end, k, v, table,
+    acc, norm, top, block, q, position, start, stop, begin, end, k, v, table,
     scale, softcap, window, k_block, k_token, v_block, v_token,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, VALUES: tl.constexpr, ALIKE: tl.constexpr, INTERPRET: tl.constexpr,
     TILE_KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the tiles of keys from `start` to `stop` into the running sums and maximum."""
+    """Take the tiles of keys from `start` to `stop` into the running sums and maximum.
+
+    `block` comes with the ids of the tile at `start` and leaves with those at `stop`: the table is read a
+    tile ahead, so that K and V, whose addresses depend on it, can be fetched ahead, too.
+    """
     for first in range(start, stop, TILE_KEYS):
         first = tl.multiple_of(first, TILE_KEYS)
-        j, inside, places = _places(table, first, begin, end, k_block, k_token, PAGE, TILE_KEYS, MASKED)
-        s = _scores(q, _load_rows(k, places, inside, SIZE, MASKED), scale, softcap, CAPPED, INTERPRET)
+        places = _places(block, first, k_block, k_token, PAGE, TILE_KEYS)
+        j = first + tl.arange(0, TILE_KEYS)
+        inside = (j >= begin) & (j < end)
+        s = _products(q, _load_rows(k, places, inside, SIZE, MASKED), INTERPRET)
         if MASKED:
+            s = _capped(s * scale, softcap, CAPPED)
             seen = inside[None, :] & (j[None, :] <= position[:, None])
             if WINDOWED:
                 seen = seen & (j[None, :] > position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        # a row may have seen nothing yet: -inf - -inf is NaN
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        p = tl.exp2(s - shift[:, None])
+            new_top = tl.maximum(top, tl.max(s, 1))
+            # a row may have seen nothing yet: -inf - -inf is NaN
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(s - shift[:, None])
+        elif CAPPED:
+            s = _capped(s * scale, softcap, CAPPED)
+            new_top = tl.maximum(top, tl.max(s, 1))
+            shift = new_top
+            p = tl.exp2(s - shift[:, None])
+        else:  # the scale is not negative: products have their maximum where scores have it
+            new_top = tl.maximum(top, tl.max(s, 1) * scale)
+            shift = new_top
+            p = tl.exp2(s * scale - shift[:, None])
         fade = tl.exp2(top - shift)
         norm = norm * fade + tl.sum(p, 1)
         if VALUES:
             if not ALIKE:
-                _, _, places = _places(table, first, begin, end, v_block, v_token, PAGE, TILE_KEYS, MASKED)
+                places = _places(block, first, v_block, v_token, PAGE, TILE_KEYS)
             values = _load_rows(v, places, inside, V_SIZE, MASKED)
             if INTERPRET:
                 values = values.to(tl.float32)
             acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         top = new_top
-    return acc, norm, top
+        if PAGE != 0:
+            block = _blocks(table, first + TILE_KEYS, end, PAGE, TILE_KEYS)
+    return acc, norm, top, block
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -143,9 +167,10 @@ def attend(
     norm = tl.zeros([TILE_ROWS], tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     bounds = (start, full_start, full_stop, end)
+    block = _blocks(table, start if WINDOWED else full_start, end, PAGE, TILE_KEYS)
     for part in tl.static_range(0 if WINDOWED else 1, 3):  # only the keys in the middle are seen by all rows
-        acc, norm, top = _attend_keys(
-            acc, norm, top, queries, position, bounds[part], bounds[part + 1], begin, end, k, v, table,
+        acc, norm, top, block = _attend_keys(
+            acc, norm, top, block, queries, position, bounds[part], bounds[part + 1], begin, end, k, v, table,
             scale, softcap, window, k_block, k_token, v_block, v_token,
             SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, ALIKE, INTERPRET, TILE_KEYS, part != 1,
         )  # fmt: skip
@@ -225,14 +250,17 @@ def weigh(
     start = tl.program_id(0) // (heads * GROUP) * TILE_KEYS
     query_head = tl.program_id(0) % (heads * GROUP)
     head = query_head // GROUP
-    j, inside, places = _places(tables, start, 0, length, k_block, k_token, PAGE, TILE_KEYS, True)
+    block = _blocks(tables, start, length, PAGE, TILE_KEYS)
+    j = start + tl.arange(0, TILE_KEYS)
+    inside = j < length
+    places = _places(block, start, k_block, k_token, PAGE, TILE_KEYS)
     keys = _load_rows(k + head.to(tl.int64) * k_head, places, inside, SIZE, True)
     total = tl.zeros([TILE_KEYS], tl.float32)
     for first in range(0, count, TILE_ROWS):
         queries, row, _, valid = _load_queries(q, first, count, query_head, q_row, q_head, SIZE, 1, TILE_ROWS)
         position = tl.load(positions + row, mask=valid, other=-1)
         logsum = tl.load(lse + row.to(tl.int64) * heads * GROUP + query_head, mask=valid, other=0.0)
-        s = _scores(queries, keys, scale, softcap, CAPPED, INTERPRET)
+        s = _capped(_products(queries, keys, INTERPRET) * scale, softcap, CAPPED)
         seen = inside[None, :] & (j[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (j[None, :] > position[:, None] - window)
@@ -240,7 +268,7 @@ def weigh(
         p = tl.exp2(s - (logsum * 1.4426950408889634)[:, None])
         total += tl.sum(tl.where(seen, p, 0.0), 0)
     if VALUES:
-        _, _, places = _places(tables, start, 0, length, v_block, v_token, PAGE, TILE_KEYS, True)
+        places = _places(block, start, v_block, v_token, PAGE, TILE_KEYS)
         values = _load_rows(v + head.to(tl.int64) * v_head, places, inside, V_SIZE, True).to(tl.float32)
         total *= tl.sqrt(tl.sum(values * values, 1))
     tl.store(out + query_head.to(tl.int64) * length + j, total, mask=inside)

@@ -100,6 +100,8 @@ class Compiled:
     stores: int
     stores_16: int
     mma: int  # matrix instructions
+    instructions: int  # of the loop with the largest share of these; of the whole kernel where none has any
+    in_flight: int  # copies into shared memory that a wait of the loop leaves under way, at most (NVIDIA)
     blocks_per_sm: int  # an estimate from registers, shared memory and warps
 
     def flaw(self) -> str:
@@ -272,7 +274,7 @@ def _read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(assembly["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(_field(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK"))
     return Compiled(
@@ -281,6 +283,10 @@ def _read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu
         shared_bytes=shared_bytes,
         **_counts(accesses),
         mma=len(_PTX_MMA.findall(ptx)),
+        instructions=_main_loop(usage),
+        in_flight=max(
+            (int(n) for n in re.findall(r"async_wait .*num = (\d+)", assembly["ttgir"])), default=0
+        ),
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
     )
 
@@ -300,8 +306,33 @@ def _read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: G
         shared_bytes=shared_bytes,
         **_counts(accesses),
         mma=len(re.findall(r"\bv_s?mfmac?_", text)),
+        instructions=len(re.findall(r"^\t[a-z]+_\w+", text, re.MULTILINE)),
+        in_flight=0,
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
     )
+
+
+_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)(.*?);", re.MULTILINE)
+_SASS_MMA = re.compile(r"(?:H|Q|I|D|O|UTC\w*)G?MMA\b")
+
+
+def _main_loop(sass: str) -> int:
+    """Instructions of the loop with the largest share of matrix products, else of the whole kernel.
+
+    A jump back from waits that stand after the kernel's end looks like a loop, too, of few products.
+    """
+    found = [(int(at, 16), name, rest) for at, name, rest in _SASS.findall(sass)]
+    lines = {at: i for i, (at, _, _) in enumerate(found)}
+    products = [0]
+    for _, name, _ in found:
+        products.append(products[-1] + bool(_SASS_MMA.match(name)))
+    best = 0.0, len(found)
+    for i, (_, name, rest) in enumerate(found):
+        target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
+        first = lines.get(int(target[1], 16), i + 1) if target else i + 1
+        if first <= i:
+            best = max(best, ((products[i + 1] - products[first]) / (i + 1 - first), i + 1 - first))
+    return best[1]
 
 
 def _counts(accesses: list[tuple[bool, int]]) -> dict[str, int]:
@@ -333,6 +364,9 @@ def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> lis
                     f"{done.loads_16} of {done.loads} loads and {done.stores_16} of {done.stores} stores "
                     f"take 16 bytes; the layout allows {loads} and {stores}"
                 )
+        pipelined = report.config.stages > 2 and GPUS[report.target].backend == "cuda"
+        if done and not flaw and done.mma and pipelined and not done.in_flight:
+            flaw = f"{report.config.stages} stages, but no copy is under way while a tile is computed"
         if flaw:
             found.append(f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {flaw}")
     return found
