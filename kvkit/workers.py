@@ -155,7 +155,7 @@ class Transfer(Future[T]):
         self._wake()
         return super().cancel()
 
-    def revoke(self) -> None:
+    def release_pages(self) -> None:
         """Have a store read the engine's pages no more: they may change when this returns.
 
         Waits for a copy that is under way, never for a tier or a slot. What was copied is still stored.

@@ -137,7 +137,7 @@ def test_blocks_that_are_not_there_are_zeros_in_the_record(way: str, tmp_path: P
 
 @pytest.mark.parametrize("waits_for", ["tier", "slot"])
 def test_pages_taken_back_are_not_read(waits_for: str, tmp_path: Path) -> None:
-    """A store that waits: `revoke` returns at once, and nothing is stored later."""
+    """A store that waits: `release_pages` returns at once, and nothing is stored later."""
     engine = make_engine()
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
@@ -157,7 +157,7 @@ def test_pages_taken_back_are_not_read(waits_for: str, tmp_path: Path) -> None:
             cache.staging.on_shortage(lambda _: waiting.set())
         transfer = cache.store_async(TOKENS, engine.places(table))
         assert waiting.wait(30.0)
-        transfer.revoke()
+        transfer.release_pages()
         engine.wipe()
         tier.release()
         release_all(taken)
@@ -170,12 +170,12 @@ def test_taking_pages_back_waits_for_a_copy_that_is_under_way() -> None:
     stopped, returned = threading.Event(), threading.Event()
     transfer.when_stopped(stopped.set)
 
-    def revoke() -> None:
-        transfer.revoke()
+    def release() -> None:
+        transfer.release_pages()
         returned.set()
 
     with transfer.pages:
-        thread = threading.Thread(target=revoke)
+        thread = threading.Thread(target=release)
         thread.start()
         assert stopped.wait(30.0)
         assert not returned.is_set()

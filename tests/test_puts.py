@@ -273,7 +273,7 @@ def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
     queue = queued.queue
     assert add(queue, records, 0, 6) == 6
     assert not queue.stuck
-    assert [put.name for put in queue.give_up()] == ["2", "3", "4", "5"]
+    assert [put.name for put in queue.cancel()] == ["2", "3", "4", "5"]
     monkeypatch.setattr(puts, "PATIENCE_S", -1.0)
     assert queue.stuck
     assert add(queue, records, 6, 8) == 0

@@ -41,7 +41,7 @@ class Prefetches:
         self._wanted: dict[str, _Wanted] = {}
 
     def add(self, request: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
-        """Bring near what whole chunks of `tokens` (int32 [T]) will hit behind the first `computed`."""
+        """Bring near what whole chunks of `tokens` (int32 [T]) will hit after the first `computed`."""
         first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
         if first < last:
             self._wanted[request] = _Wanted(tokens, space, first, last)

@@ -2,7 +2,7 @@
 
 blended = BlendedModel.open(model, config)
 blended.precompute(document)                               # once; its KV goes to the tiers
-blended.prefill(prompt, documents=[(start, stop), ...])    # behind any other text
+blended.prefill(prompt, documents=[(start, stop), ...])    # after any other text
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class BlendedModel(OverCache):
     def precompute(self, document: Any, prefix: Any = ()) -> Stored:
         """Compute a document's KV alone, int32 [T], and store its whole chunks.
 
-        With a `prefix` (a system prompt, say) the document is computed behind it, at the positions after it.
+        With a `prefix` (a system prompt, say) the document is computed after it, where it ends.
         It is then found only by a `prefill` with the same `prefix`.
 
         Raises:
@@ -241,7 +241,7 @@ class BlendedModel(OverCache):
             documents: (start, stop) of every stretch to look up, ascending and apart. None: the pieces into
                 which `kvkit.blend.plan.split` cuts the prompt; documents must then have been precomputed in
                 its pieces.
-            prefix: what the documents were precomputed behind.
+            prefix: what the documents were precomputed after.
             room: so many tokens more fit before the KV has to be moved to larger memory.
 
         Raises:
@@ -286,7 +286,7 @@ class BlendedModel(OverCache):
     def _load(
         self, ids: TokenIds, start: int, stop: int, exact: int, before: TokenIds, kv: GrowingCache
     ) -> Span:
-        """Load a document's KV to its place behind the exact prefix, moved; what was found of it."""
+        """Load a document's KV to its place after the exact prefix, moved; what was found of it."""
         first = len(before)
         wanted = np.concatenate([before, ids[start:stop]])
         if stop <= exact:

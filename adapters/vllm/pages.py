@@ -127,7 +127,7 @@ def complete_tokens(
 ) -> int:
     """How many of tokens [first, stop) may be stored: those before the first chunk that lacks a block.
 
-    Whoever goes on behind a chunk takes its record for whole. What a window has left behind by then, nobody
+    Whoever goes on after a chunk takes its record for whole. What a window has left behind by then, nobody
     reads.
 
     Args:
@@ -196,5 +196,5 @@ def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool) -> LayerGr
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key that puts layer 10 behind layer 9."""
+    """A sort key that puts layer 10 after layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

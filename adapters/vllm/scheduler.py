@@ -117,7 +117,7 @@ class Scheduler:
         self._queue[view.request_id] = None
 
     def match(self, view: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens behind the first `computed` can be loaded, and whether that goes on between steps.
+        """How many tokens after the first `computed` can be loaded, and whether that goes on between steps.
 
         None: not known yet. Notes a question where there is none; asked again, it says the same.
         """
@@ -324,7 +324,7 @@ class Scheduler:
 
         A sliding window's older blocks may be gone (-1), even within the first chunk that is saved, as far as
         they lie a window before the tokens that were computed when it was begun. Whoever resumes at that
-        chunk's end or behind it attends to a window before that end, which begins later: the zeros in their
+        chunk's end or after it attends to a window before that end, which begins later: the zeros in their
         place are never read. Chunks before the first may have larger gaps, and are not saved.
         """
         chunk = self.chunk_tokens

@@ -18,7 +18,7 @@ Tables = tuple[list[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTask:
-    """Bring near what `sequence` will hit behind its first `computed` tokens, which vLLM has.
+    """Bring near what `sequence` will hit after its first `computed` tokens, which vLLM has.
 
     For a request that waits for its turn in vLLM's queue.
     """

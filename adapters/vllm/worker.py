@@ -166,7 +166,7 @@ class Worker:
                 break
         late = [transfer for transfer in self._saving if not transfer.done()]
         for transfer in late:
-            transfer.revoke()
+            transfer.release_pages()
         self.stats.called_off(len(late))
         if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
             self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S

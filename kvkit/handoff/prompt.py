@@ -252,7 +252,7 @@ class Prompts:
             if not prompt.over and (prompt.waiting or reading):
                 log.warning("%s: its pages are wanted back before they were sent", prompt.request)
                 for store in reading:
-                    store.revoke()
+                    store.release_pages()
                 self._cancel(prompt)
 
     def _open(self, prompt: _Prompt, skip: int) -> None:

@@ -149,7 +149,7 @@ class LayerLoad:
         """The layers, each after its pieces were read, verified and unpacked."""
         under_way: deque[_Reads] = deque()
         waiting = deque(self._layers)
-        self._staging.on_shortage(self._give_up)
+        self._staging.on_shortage(self._release)
         try:
             self._borrow()
             self._fetch()
@@ -169,10 +169,10 @@ class LayerLoad:
             self._tier_set.count_loaded(self._chunks, self.loaded)
             self._write_back()
         finally:
-            self._staging.off_shortage(self._give_up)
+            self._staging.off_shortage(self._release)
             for reads in under_way:
                 reads.end()
-            self._give_up(len(self._records))
+            self._release(len(self._records))
             release_all(entry.lease for entry in self._records if entry.lease is not None)
 
     def _borrow(self) -> None:
@@ -246,7 +246,7 @@ class LayerLoad:
                 reads.end()
                 if ahead:
                     return None
-                self._give_up(len(self._records))  # to load all is worth more than to write some of it back
+                self._release(len(self._records))  # to load all is worth more than to write some of it back
                 return self._start(layer, ahead)
             if len(far) > len(leases) * per_slot:
                 self._count = far[len(leases) * per_slot]
@@ -377,7 +377,7 @@ class LayerLoad:
             finally:
                 release_all(leases)
 
-    def _give_up(self, count: int) -> None:
+    def _release(self, count: int) -> None:
         """Keep the last `count` records that are kept to be written back no longer; from any thread."""
         gone: list[Lease] = []
         with self._lock:

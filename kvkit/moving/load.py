@@ -59,7 +59,7 @@ class Load:
                 if not segments:
                     continue
                 reads = PlanReads(self.tiers, self._chunks, segments, self.modest)
-                transfer.when_stopped(reads.interrupt)
+                transfer.when_stopped(reads.cancel)
                 try:
                     while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:
                         if reads.short:
@@ -75,7 +75,7 @@ class Load:
                         self._done += len(ready) // self._chunks.groups
                         self._used[reads.tier] += len(ready) // self._chunks.groups
                 finally:
-                    reads.abandon()
+                    reads.close()
                 # 6. what was not available there is sought elsewhere
                 if reads.failed is not None:
                     name, error = reads.failed

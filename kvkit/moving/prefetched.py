@@ -17,7 +17,7 @@ class Prefetched:
 
     def __init__(self, staging: Staging) -> None:
         self.slots = staging.slots // 2
-        staging.on_shortage(self.give_up)
+        staging.on_shortage(self.release)
         self._leases: OrderedDict[str, tuple[object, Lease]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -37,7 +37,7 @@ class Prefetched:
         with self._lock:
             return self._leases.pop(name, (None, None))[1]
 
-    def give_up(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Release the `count` oldest."""
         with self._lock:
             gone = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]

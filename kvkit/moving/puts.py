@@ -125,7 +125,7 @@ class PutQueue:
         """Whether puts are under way, and none has ended for a while."""
         return self._under_way > 0 and time.monotonic() - self._progress_s > PATIENCE_S
 
-    def give_up(self) -> list[Put]:
+    def cancel(self) -> list[Put]:
         """Release the slots of what waits; the puts that were not started."""
         with self._lock:
             gone = list(self._waiting)
@@ -254,7 +254,7 @@ class Puts:
         """Give up the puts that wait."""
         self.tiers.staging.off_shortage(self._reclaim)
         for queue in self._queues.values():
-            self._refuse(queue.give_up())
+            self._refuse(queue.cancel())
         for workers in self._offering.values():
             workers.close(0.0)
 
@@ -382,7 +382,7 @@ class Puts:
         """Somebody lacks slots: those of what waits for a tier that does not get on."""
         for tier, queue in self._queues.items():
             if queue.stuck or self.tiers.passed_over(tier):
-                self._refuse(queue.give_up())
+                self._refuse(queue.cancel())
 
 
 class Outstanding:

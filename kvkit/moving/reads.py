@@ -29,7 +29,7 @@ gains (benchmarks/bench_engine.py)."""
 
 
 class PlanReads:
-    """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `abandon`.
+    """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `close`.
 
     While the records of one tier are used, those of the next are on their way: slots go to what each tier can
     read at once before any goes to reads that would wait for one of its threads. A load never waits for a
@@ -84,12 +84,12 @@ class PlanReads:
             self._fill()
         return first.take_ready()
 
-    def interrupt(self) -> None:
+    def cancel(self) -> None:
         """End a `take` that waits, and all that follow; from any thread."""
         for reads in tuple(self._reads):
-            reads.interrupt()
+            reads.cancel()
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Give back what was not taken; tiers keep their own shares until their reads are done."""
         for reads in self._reads:
             reads.restart()
@@ -155,7 +155,7 @@ class SegmentReads:
         self.failed: str | None = None
         self._tiers = tiers
         self._chunks = chunks
-        self._interrupted = False
+        self._cancelled = False
         self._changed = threading.Condition()
 
     @property
@@ -181,7 +181,7 @@ class SegmentReads:
                 len(names),
                 self._tiers.timeout_s if wait else 0.0,
                 at_least=groups,
-                stopped=lambda: self._interrupted,
+                stopped=lambda: self._cancelled,
             )
         except (StagingTimeout, Stopped) as error:
             if wait:
@@ -216,10 +216,10 @@ class SegmentReads:
             self.first += 1
         return ready
 
-    def interrupt(self) -> None:
+    def cancel(self) -> None:
         """Have `fill` and `take_ready` wait no more, but fail; from any thread."""
         with self._changed:
-            self._interrupted = True
+            self._cancelled = True
             self._changed.notify()
         self._tiers.staging.wake()
 
@@ -273,7 +273,7 @@ class SegmentReads:
         if not all(read.ended for read in chunk):
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._interrupted or any(r.error for r in chunk) or all(r.ended for r in chunk),
+                    lambda: self._cancelled or any(r.error for r in chunk) or all(r.ended for r in chunk),
                     deadline - time.monotonic(),
                 )
         late = None
@@ -284,6 +284,4 @@ class SegmentReads:
             late = late or (None if read.ended else read)
         if late is not None:
             name = self._chunks.names[late.number]
-            self.error = (
-                Stopped() if self._interrupted else TimeoutError(f"tier {self.tier!r}: {name} is late")
-            )
+            self.error = Stopped() if self._cancelled else TimeoutError(f"tier {self.tier!r}: {name} is late")

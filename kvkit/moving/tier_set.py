@@ -222,7 +222,7 @@ class TierSet:
 
     def close(self) -> None:
         """Close the tiers, each within the deadline, and end the asking threads."""
-        self.prefetched.give_up(self.staging.slots)
+        self.prefetched.release(self.staging.slots)
         for name in self.tiers:
             try:
                 self.bounded(name, lambda tier: tier.close())
