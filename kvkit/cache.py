@@ -342,7 +342,7 @@ class Cache:
         first: int = 0,
         ready: Callable[[], object] = lambda: None,
     ) -> Transfer[Stored]:
-        """`store` in the background: the pages must not change until the future is done, or `release_pages` returns.
+        """`store` in the background: pages must not change until it is done, or `release_pages` returns.
 
         `ready` is called first, there; it returns when the pages hold what is to be stored (a CUDA event's
         `synchronize`). Raises what `store` does.
