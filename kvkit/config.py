@@ -16,6 +16,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvkit.cache import Cache, CacheServer, SpaceOf
+from kvkit.environment import is_loopback
 from kvkit.format.keys import DIGEST_BYTES
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.settings import HandoffConfig, open_handoff
@@ -26,7 +27,6 @@ from kvkit.observe.access import (
     DEFAULT_PORT,
     MIN_TOKEN_CHARS,
     default_token_file,
-    is_loopback,
     make_token,
     read_token,
 )

@@ -1,8 +1,9 @@
-"""The machine and the versions that a result was measured with."""
+"""This machine: what results name it by, its versions, its user's caches and its own addresses."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import re
@@ -59,6 +60,23 @@ def gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def cache_folder() -> Path:
+    """Where this user's caches of kvkit are: kvkit below $XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        RuntimeError: there is neither that nor a home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`: an address that says so, or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def printable(text: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from endpoints import TOKEN
 
-from kvkit.observe.access import is_loopback, make_token, read_token
+from kvkit.environment import is_loopback
+from kvkit.observe.access import make_token, read_token
 from kvkit.settings import ConfigError
 from kvkit.tiers.testing.contract import DEADLINE_S
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from kvkit.environment import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,7 @@ class ModelError(RuntimeError):
 
 def default_folder() -> Path:
     """Where `fetch` keeps the model: below XDG_CACHE_HOME or ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "kvkit" / "models" / NAME
+    return cache_folder() / "models" / NAME
 
 
 def fetch(folder: Path | None = None) -> Path:

@@ -19,6 +19,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from kvkit.environment import cache_folder
+
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
@@ -75,7 +77,7 @@ class Stamp:
 def default_folder() -> Path | None:
     """Where digests are remembered: kvkit/digests below $XDG_CACHE_HOME or ~/.cache; None without a home."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit" / "digests"
+        return cache_folder() / "digests"
     except RuntimeError:
         return None
 

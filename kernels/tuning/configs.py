@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from kvkit.environment import gpu_name, slug_of
+from kvkit.environment import cache_folder, gpu_name, slug_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def tuned_folder() -> Path:
     """Where this user's tables are: $KVKIT_TUNED, else kvkit/tuned below $XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get("KVKIT_TUNED"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit" / "tuned"
+    return cache_folder() / "tuned"
 
 
 def load_table(gpu: str) -> Mapping[ProblemBucket, Tuned]:

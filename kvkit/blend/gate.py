@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvkit.blend.plan import BlendError, Selection
+from kvkit.environment import cache_folder
 
 MAX_KL = 0.1
 """Blending is not enabled above this KL divergence, in nats a token, ..."""
@@ -41,8 +41,7 @@ def decide(kl: float, naive_kl: float) -> dict[str, Any]:
 
 def path_of(fingerprint: str) -> Path:
     """Where what was measured of these weights is kept: below XDG_CACHE_HOME or ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "kvkit" / "blend" / f"{fingerprint}.json"
+    return cache_folder() / "blend" / f"{fingerprint}.json"
 
 
 def keep(fingerprint: str, selection: Selection, measured: Mapping[str, Any]) -> Path:

@@ -5,7 +5,6 @@ No message holds the token.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -17,14 +16,6 @@ from kvkit.settings import ConfigError
 
 DEFAULT_PORT = 9477
 MIN_TOKEN_CHARS = 16
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach `host`: an address that says so, or localhost."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:

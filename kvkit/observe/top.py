@@ -24,9 +24,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from kvkit.environment import is_loopback
 from kvkit.format.urls import shown
 from kvkit.moving.counts import Direction, Histogram
-from kvkit.observe.access import DEFAULT_PORT, default_token_file, is_loopback, read_token
+from kvkit.observe.access import DEFAULT_PORT, default_token_file, read_token
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}

@@ -21,7 +21,8 @@ import aiohttp
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from kvkit.observe.access import is_loopback, listen
+from kvkit.environment import is_loopback
+from kvkit.observe.access import listen
 from kvkit.router import openai
 from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft
 from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest

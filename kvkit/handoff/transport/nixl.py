@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkit.environment import is_loopback
 from kvkit.handoff.transport import tcp
 from kvkit.handoff.transport.channel import HEADER, SHARED, Channel
 from kvkit.handoff.transport.stream import Stream
@@ -219,7 +220,7 @@ class NixlListener(tcp.TcpListener):
     """A listening socket, for the frames; NIXL listens at a port that it finds."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self._loopback = tcp.is_loopback(host)
+        self._loopback = is_loopback(host)
         with ExitStack() as use:
             use.enter_context(agent_of(self._loopback))  # now, so that what is wrong shows at start-up
             super().__init__(host, port, timeout_s, None)
@@ -248,7 +249,7 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
     """
     address = f"nixl://{tcp.name((host, port))}"
     with ExitStack() as use:
-        agent = use.enter_context(agent_of(tcp.is_loopback(host)))
+        agent = use.enter_context(agent_of(is_loopback(host)))
         stream = tcp.open_stream(address, host, port, timeout_s, None)
         return NixlChannel(stream, agent, use.pop_all(), peer=address, timeout_s=timeout_s, takes_arena=True)
 

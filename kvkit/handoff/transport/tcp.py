@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import ssl
 import time
@@ -61,14 +60,6 @@ def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.S
             sock.close()
             raise
     return stream
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host reaches it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def name(address: tuple[object, ...]) -> str:
