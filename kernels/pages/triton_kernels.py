@@ -1,0 +1,331 @@
+"""The Triton kernels that pack and unpack, as `kvkit.kernels.pages.triton` launches them.
+
+Each finds its memory through a table of addresses: `copy_rows` moves bytes; `decode_rows` unpacks records
+whose keys are rotated, that are quantised, or both; `encode_rows` packs and quantises. What they compute is
+the `reference` beside this. Neighbouring lanes take neighbouring words, of 16 bytes where all addresses and
+strides allow it.
+
+A row is one head of one token; P is the number of parts, rows of `Pages.table`, or of `Pages.halves` where K
+and V are converted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+RUNTIME = ["parts_count", "heads", "tokens", "granule", "ids_count", "row_size", "tiles"]
+"""Numbers that differ from call to call: nothing is compiled anew for them."""
+
+
+@triton.jit
+def _page_rows(part, ids, head, t, inside, granule, SLOTS: tl.constexpr):
+    """Where rows begin in a part's pages, and which of them are moved. head, t, inside: [V]."""
+    given = tl.load(ids + t // granule, mask=inside, other=-1)
+    if SLOTS:
+        block, place = given >> 32, given & 0xFFFFFFFF
+    else:
+        block, place = given, (t % granule).to(tl.int64)
+    block_stride, head_stride, token_stride = tl.load(part + 4), tl.load(part + 5), tl.load(part + 6)
+    rows = block * block_stride + head * head_stride + place * token_stride
+    return rows, inside & (given >= 0)
+
+
+@triton.jit
+def _pointer(address, WORD: tl.constexpr, WIDTH: tl.constexpr):
+    """What an address points to: words, of which WIDTH together are aligned."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(WORD)), WIDTH * WORD.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _lanes(first, lane, WIDTH: tl.constexpr):
+    """first + lane, [V] and [1, W] to [V, W]; first is known to be a multiple of WIDTH."""
+    return tl.multiple_of(first[:, None] + lane, (1, WIDTH))
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def copy_rows(
+    parts,  # int64 [P, 7]; first byte, width and strides in words
+    records,  # int64 [chunks], addresses
+    ids,  # int64 [chunks, ids_count], blocks; of slots: block << 32 | place
+    parts_count,  # P
+    heads,
+    tokens,
+    granule,  # tokens of an id
+    ids_count,
+    row_size,  # words of a record's row
+    tiles,  # programs of a chunk's part
+    TO_RECORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WORD: tl.constexpr,
+    WIDTH: tl.constexpr,  # words of a vector
+    TILE: tl.constexpr,
+):
+    """Bytes, unchanged. A program has TILE vectors of a chunk's part, in the order of the record."""
+    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    part, chunk = parts + place % parts_count * 7, place // parts_count
+    row_vectors = (tl.load(part + 2) // WIDTH).to(tl.int32)
+    vector = tile * TILE + tl.arange(0, TILE)  # [V]
+    row, first = vector // row_vectors, vector % row_vectors * WIDTH
+    head, t = row // tokens, row % tokens
+    page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, head < heads, granule, SLOTS)
+    layer, record_first = tl.load(part), tl.load(part + 1)
+    record_row = (layer * heads * tokens + row) * row_size + record_first
+    word = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
+    page = _pointer(part + 3, WORD, WIDTH) + _lanes(page_row + first, word, WIDTH)
+    record = _pointer(records + chunk, WORD, WIDTH) + _lanes(record_row + first, word, WIDTH)
+    mask = tl.broadcast_to(keep[:, None], (TILE, WIDTH))
+    if TO_RECORDS:
+        tl.store(record, tl.load(page, mask=mask), mask=mask)
+    else:
+        tl.store(page, tl.load(record, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def decode_rows(
+    parts,  # int64 [P, 7], K and V apart; first byte, width and strides in channels
+    records,  # int64 [chunks], addresses
+    ids,  # int64 [chunks, ids_count], as for copy_rows
+    cos_sin,  # float32 [U, 2 * PAIRS]
+    which,  # int32 [chunks, tokens], each token's row of cos_sin
+    parts_count,
+    heads,
+    tokens,
+    granule,
+    ids_count,
+    row_size,  # of a record's row: channels, or bytes of codes and scales
+    tiles,
+    DTYPE: tl.constexpr,
+    FORM: tl.constexpr,  # fp8, int8 or None
+    CHANNELS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,  # that a scale is aligned to
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # channels of a vector
+    RECORD_WIDTH: tl.constexpr,  # of them together aligned in a record
+    FIRST: tl.constexpr,  # rotary channel
+    PAIRS: tl.constexpr,  # of rotary channels, or 0
+    INTERLEAVED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Records to pages: a' = a cos - b sin, b' = b cos + a sin of K's rotary pairs; code * scale of codes.
+
+    A lane has two vectors: those of WIDTH pairs, or two that are not rotated and side by side. In float32,
+    rounded once; what is neither rotated nor quantised keeps its bits.
+    """
+    BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
+    CODE: tl.constexpr = BITS if FORM is None else tl.uint8
+    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    part, chunk = parts + place % parts_count * 7, place // parts_count
+    record_first = tl.load(part + 1)
+    pairs = tl.where(record_first == 0, PAIRS, 0)  # V has none
+    turning = pairs // WIDTH
+    rest = tl.load(part + 2).to(tl.int32) - 2 * pairs
+    row_units = turning + tl.cdiv(rest, 2 * WIDTH)
+    unit = tile * TILE + tl.arange(0, TILE)  # [V]
+    row, unit = unit // row_units, unit % row_units
+    head, t = row // tokens, row % tokens
+    page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, head < heads, granule, SLOTS)
+    rows = tl.load(part) * heads * tokens + row
+    record_row = rows * row_size + record_first
+
+    turned = unit < turning
+    still = (unit - turning) * 2 * WIDTH  # a place among the channels that are not rotated
+    after = still + WIDTH
+    if INTERLEAVED:
+        turned_a = FIRST + unit * 2 * WIDTH
+        turned_b = turned_a + WIDTH
+    else:
+        turned_a = FIRST + unit * WIDTH
+        turned_b = turned_a + PAIRS
+    first_a = tl.where(turned, turned_a, still + tl.where(still >= FIRST, 2 * pairs, 0))
+    first_b = tl.where(turned, turned_b, after + tl.where(after >= FIRST, 2 * pairs, 0))
+
+    channel = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
+    mask_a = tl.broadcast_to(keep[:, None], (TILE, WIDTH))
+    mask_b = tl.broadcast_to((keep & (turned | (after < rest)))[:, None], (TILE, WIDTH))
+    record = _pointer(records + chunk, CODE, RECORD_WIDTH)
+    a = tl.load(record + _lanes(record_row + first_a, channel, RECORD_WIDTH), mask=mask_a)
+    b = tl.load(record + _lanes(record_row + first_b, channel, RECORD_WIDTH), mask=mask_b)
+    if PAIRS > 0 and INTERLEAVED:
+        a, b = _pairs_apart(a, b)
+    if FORM is None:
+        wide_a, wide_b = _widen(a, DTYPE), _widen(b, DTYPE)
+    else:
+        to_scale = rows * row_size + CHANNELS + tl.where(record_first == 0, 0, 4)
+        scale = _load_scale(records + chunk, to_scale, keep, SCALE_BYTES)[:, None]
+        wide_a, wide_b = _decode(a, FORM) * scale, _decode(b, FORM) * scale
+    if PAIRS > 0:
+        turning_lanes = (keep & turned)[:, None]
+        turn = tl.load(which + chunk * tokens + t, mask=keep & turned, other=0) * (2 * PAIRS) + unit * WIDTH
+        angle = cos_sin + _lanes(turn, channel, WIDTH)
+        cos = tl.load(angle, mask=tl.broadcast_to(turning_lanes, (TILE, WIDTH)), other=1.0)
+        sin = tl.load(angle + PAIRS, mask=tl.broadcast_to(turning_lanes, (TILE, WIDTH)), other=0.0)
+        turned_a = wide_a * cos - wide_b * sin
+        turned_b = wide_b * cos + wide_a * sin
+        if FORM is None:
+            a = tl.where(turning_lanes, _narrow(turned_a, DTYPE, INTERPRET), a)
+            b = tl.where(turning_lanes, _narrow(turned_b, DTYPE, INTERPRET), b)
+        else:
+            a = _narrow(tl.where(turning_lanes, turned_a, wide_a), DTYPE, INTERPRET)
+            b = _narrow(tl.where(turning_lanes, turned_b, wide_b), DTYPE, INTERPRET)
+    else:
+        a, b = _narrow(wide_a, DTYPE, INTERPRET), _narrow(wide_b, DTYPE, INTERPRET)
+    if PAIRS > 0 and INTERLEAVED:
+        a, b = _pairs_together(a, b)
+    page = _pointer(part + 3, BITS, WIDTH)
+    tl.store(page + _lanes(page_row + first_a, channel, WIDTH), a, mask=mask_a)
+    tl.store(page + _lanes(page_row + first_b, channel, WIDTH), b, mask=mask_b)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def encode_rows(
+    parts,  # int64 [P, 7], K and V apart; first byte, width and strides in channels
+    records,  # int64 [chunks], addresses
+    ids,  # int64 [chunks, ids_count], as for copy_rows
+    parts_count,
+    heads,
+    tokens,
+    granule,
+    ids_count,
+    row_size,  # bytes of a record's row
+    tiles,
+    DTYPE: tl.constexpr,
+    FORM: tl.constexpr,  # fp8 or int8
+    CHANNELS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,  # that a scale is aligned to
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # channels that are together aligned in a page
+    RECORD_WIDTH: tl.constexpr,  # in a record
+    COLUMNS: tl.constexpr,  # a power of 2, no row has more channels
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Pages to records: scale = amax / LARGEST, code = x * (LARGEST / amax) rounded to nearest, ties to even.
+
+    In float32; K's rows and V's alike, each with a scale of its own, reduced by lanes side by side.
+    """
+    BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
+    ROWS: tl.constexpr = TILE // COLUMNS if TILE > COLUMNS else 1
+    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    part, chunk = parts + place % parts_count * 7, place // parts_count
+    row = tile * ROWS + tl.arange(0, ROWS)
+    head, t = row // tokens, row % tokens
+    page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, head < heads, granule, SLOTS)
+    record_first = tl.load(part + 1)
+    rows = tl.load(part) * heads * tokens + row
+    record_row = rows * row_size + record_first
+
+    channel = tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS] from here
+    count = tl.multiple_of(tl.load(part + 2), WIDTH)
+    mask = keep[:, None] & (channel < count)
+    x = tl.load(_pointer(part + 3, BITS, WIDTH) + _lanes(page_row, channel, WIDTH), mask=mask, other=0)
+    x = _widen(x, DTYPE)
+    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)  # as whole numbers, NaN is the largest
+    tiny = amax < SMALLEST
+    largest = tl.full((ROWS,), LARGEST, tl.float32)
+    inverse = tl.where(tiny, 0.0, tl.div_rn(largest, tl.where(tiny, 1.0, amax)))
+    scale = tl.where(tiny, 0.0, tl.div_rn(amax, largest))
+    record = _pointer(records + chunk, tl.uint8, RECORD_WIDTH)
+    codes = _encode(x * inverse[:, None], FORM, LARGEST)
+    tl.store(record + _lanes(record_row, channel, RECORD_WIDTH), codes, mask=mask)
+    to_scale = rows * row_size + CHANNELS + tl.where(record_first == 0, 0, 4)
+    _store_scale(records + chunk, to_scale, scale, keep, SCALE_BYTES)
+
+
+@triton.jit
+def _pairs_apart(a, b):
+    """First and second of the pairs of neighbours in a then b, all [V, WIDTH]."""
+    both = tl.permute(tl.join(a, b), (0, 2, 1))  # [V, 2, WIDTH]
+    return tl.split(tl.reshape(both, (a.shape[0], a.shape[1], 2)))
+
+
+@triton.jit
+def _pairs_together(a, b):
+    """The inverse of `_pairs_apart`."""
+    both = tl.reshape(tl.join(a, b), (a.shape[0], 2, a.shape[1]))
+    return tl.split(tl.permute(both, (0, 2, 1)))
+
+
+@triton.jit
+def _widen(bits, DTYPE: tl.constexpr):
+    """float32 of the bits of DTYPE."""
+    if DTYPE == "float32":
+        x = bits.to(tl.float32, bitcast=True)
+    elif DTYPE == "float16":
+        x = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """The bits of DTYPE nearest to float32, ties to even."""
+    if DTYPE == "float32":
+        bits = x.to(tl.int32, bitcast=True)
+    elif DTYPE == "float16":
+        bits = x.to(tl.float16).to(tl.int16, bitcast=True)
+    elif INTERPRET:  # where the conversion cuts the last bits off
+        wide = x.to(tl.int32, bitcast=True)
+        nearest = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        bits = tl.where((wide & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest).to(tl.int16)
+    else:
+        bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return bits
+
+
+@triton.jit
+def _encode(x, FORM: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes nearest to float32, ties to even; by its bits, because sm_80 and gfx942 have no e4m3fn."""
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # and no product is left to fuse with a sum
+    if FORM == "int8":
+        code = (x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: its last bit is 1
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+        tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size >= 0x3C800000, normal, tiny)  # below 2^-6; 16384's last bit is 2^-9
+        code = ((bits >> 24) & 0x80) | tl.where(size > 0x7F800000, 0x7F, code)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _decode(code, FORM: tl.constexpr):
+    """float32 of codes."""
+    if FORM == "int8":
+        x = code.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        size = bits & 0x7F
+        x = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        x = tl.where(size >= 8, x, size.to(tl.float32) * 0.001953125)  # 2^-9
+        x = tl.where(size == 0x7F, float("nan"), x)
+        sign = (bits & 0x80) << 24  # not -x: Triton 3.6 takes it from 0, which makes +0 of 0
+        x = (x.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _load_scale(record, to_scale, keep, BYTES: tl.constexpr):
+    """float32 [V] at byte `to_scale` of the record at the address in `record`, in words of BYTES."""
+    WORD: tl.constexpr = tl.uint32 if BYTES == 4 else tl.uint16 if BYTES == 2 else tl.uint8
+    at = _pointer(record, WORD, 1) + to_scale // BYTES
+    bits = tl.load(at, mask=keep, other=0).to(tl.uint32)
+    for i in tl.static_range(1, 4 // BYTES):
+        bits |= tl.load(at + i, mask=keep, other=0).to(tl.uint32) << (8 * BYTES * i)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_scale(record, to_scale, scale, keep, BYTES: tl.constexpr):
+    """The inverse of `_load_scale`."""
+    WORD: tl.constexpr = tl.uint32 if BYTES == 4 else tl.uint16 if BYTES == 2 else tl.uint8
+    at = _pointer(record, WORD, 1) + to_scale // BYTES
+    bits = scale.to(tl.uint32, bitcast=True)
+    for i in tl.static_range(4 // BYTES):
+        tl.store(at + i, (bits >> (8 * BYTES * i)).to(WORD), mask=keep)
