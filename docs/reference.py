@@ -78,6 +78,8 @@ API = (
     "kernels.tuning.configs",
     "kernels.tuning.cases",
     "kernels.tuning.problems",
+    "kernels.tuning.gpus",
+    "kernels.tuning.assembly",
     "kernels.tuning.gate",
     "adapters.huggingface.cached",
     "adapters.huggingface.blended",

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.rows import Requests
-from kvkit.kernels.tuning.gate import GPUS, _read_nvidia
+from kvkit.kernels.tuning.assembly import read_nvidia
+from kvkit.kernels.tuning.gpus import GPUS
 
 
 def lowered(
@@ -84,7 +85,7 @@ def test_compiles_without_spills(
             target=GPUTarget(gpu.backend, gpu.arch, gpu.threads),
             options={"num_warps": warps, "num_stages": stages},
         )
-        made = _read_nvidia(done.asm, done.metadata.shared, warps, gpu)
+        made = read_nvidia(done.asm, done.metadata.shared, warps, gpu)
         assert made.flaw() == "", target
         assert bool(made.mma) == (dtype != "float32")
         assert made.loads_16 > made.loads / 3

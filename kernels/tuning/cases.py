@@ -65,7 +65,7 @@ class Problem:
     amd_space: tuple[KernelConfig, ...] = ()
 
     def space_on(self, target: str) -> tuple[KernelConfig, ...]:
-        """Configurations for a target, a name of `gate.GPUS`; the default first."""
+        """Configurations for a target, a name of `gpus.GPUS`; the default first."""
         return self.amd_space if self.amd_space and target.startswith("gfx") else self.space
 
 

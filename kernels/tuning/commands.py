@@ -70,10 +70,11 @@ def _compile_all(ops: list[str] | None, target: str, json_path: Path | None) -> 
     from rich.progress import track
 
     from kvkit.kernels.tuning import gate as compiled
+    from kvkit.kernels.tuning.gpus import GPUS
     from kvkit.kernels.tuning.problems import every_problem
 
-    if target not in compiled.GPUS:
-        sys.exit(f"--target {target}: want one of {', '.join(compiled.GPUS)}")
+    if target not in GPUS:
+        sys.exit(f"--target {target}: want one of {', '.join(GPUS)}")
     if json_path and not json_path.absolute().parent.is_dir():
         sys.exit(f"--json {json_path}: no folder {json_path.absolute().parent}")
     jobs = [(p.name, c, target) for p in _chosen(every_problem(), ops) for c in p.space_on(target)]

@@ -11,11 +11,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,8 +27,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kvkit.environment import version_of
+from kvkit.kernels.tuning.assembly import Compiled, read_amd, read_nvidia
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 
 
@@ -38,77 +38,8 @@ class CompileError(RuntimeError):
     """A launch cannot be compiled. Names the kernel, the target and the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU to compile for, and what one of its multiprocessors (compute units) has.
-
-    From NVIDIA's compute capabilities table (https://docs.nvidia.com/cuda/cuda-c-programming-guide) and AMD's
-    CDNA 3 instruction set guide.
-    """
-
-    backend: str
-    arch: int | str
-    threads: int  # of a warp
-    registers: int  # of 32 bits for one lane of one of its 4 schedulers
-    step: int  # registers of a lane that are handed out together
-    warps: int  # at most so many at a time
-    blocks: int  # likewise
-    shared_bytes: int
-    block_shared_bytes: int  # of one block, at most
-    reserved_bytes: int  # of shared memory that each block costs beside its own
-    most_registers: int  # of a lane
-
-    def blocks_per_sm(self, registers: int, shared_bytes: int, warps: int) -> int:
-        """Blocks that fit a multiprocessor at a time; 0 if not even one does."""
-        if registers > self.most_registers or shared_bytes > self.block_shared_bytes:
-            return 0
-        each = max(1, -(-registers // self.step)) * self.step
-        by_registers = min(self.warps, self.registers // each * 4) // warps
-        by_shared = self.shared_bytes // max(1, shared_bytes + self.reserved_bytes)
-        return min(self.blocks, by_registers, by_shared)
-
-
-def _nvidia(capability: int, warps: int, blocks: int, shared_kib: int) -> Gpu:
-    shared = shared_kib << 10
-    return Gpu("cuda", capability, 32, 512, 8, warps, blocks, shared, shared - 1024, 1024, 255)
-
-
-GPUS: Mapping[str, Gpu] = {
-    "sm_80": _nvidia(80, 64, 32, 164),
-    "sm_86": _nvidia(86, 48, 16, 100),
-    "sm_89": _nvidia(89, 48, 24, 100),
-    "sm_90": _nvidia(90, 64, 32, 228),
-    "sm_100": _nvidia(100, 64, 32, 228),
-    "sm_120": _nvidia(120, 48, 24, 100),
-    "gfx942": Gpu("hip", "gfx942", 64, 512, 8, 32, 32, 64 << 10, 64 << 10, 0, 512),
-}
-"""By name: A100; A10 and RTX 30; L4, L40 and RTX 40; H100 and H200; B200; RTX 50; MI300."""
-
 GATE = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What every kernel must compile for without spills."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """What a compiler made of a launch."""
-
-    registers: int  # of one thread; on AMD vector registers
-    spill_bytes: int  # of one thread: NVIDIA's stack frame, AMD's spilled vector registers
-    shared_bytes: int  # of one block
-    loads: int  # instructions that read global memory, copies into shared memory among them
-    loads_16: int  # those of 16 bytes or more per thread
-    stores: int
-    stores_16: int
-    mma: int  # matrix instructions
-    instructions: int  # of the loop with the largest share of these; of the whole kernel where none has any
-    in_flight: int  # copies into shared memory that a wait of the loop leaves under way, at most (NVIDIA)
-    blocks_per_sm: int  # an estimate from registers, shared memory and warps
-
-    def flaw(self) -> str:
-        """Why this cannot or should not run, "" if nothing speaks against it."""
-        if self.spill_bytes:
-            return f"spills {self.spill_bytes} bytes"
-        return "" if self.blocks_per_sm else "does not fit a multiprocessor"
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
@@ -116,7 +47,7 @@ def compile_for(launch: Launch, target: str) -> Compiled:
 
     Args:
         launch: its tensors may be on any device: their dtype and alignment count.
-        target: a name of `GPUS`.
+        target: a name of `gpus.GPUS`.
 
     Raises:
         CompileError: the target is unknown, Triton interprets kernels in this process, or its compiler
@@ -133,13 +64,13 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     try:
         with _driver_for(GPUTarget(gpu.backend, gpu.arch, gpu.threads)):
             done = launch.compile()
+        read = read_amd if gpu.backend == "hip" else read_nvidia
+        return read(done.asm, done.metadata.shared, launch.config.warps, gpu)
     except Exception as error:  # each stage of Triton's compiler raises its own kind
         words = " ".join(f"{type(error).__name__}: {error}".split())
         if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
             words = f"{words[:100]} ... {words[-200:]}"
         raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {words}") from error
-    read = _read_amd if gpu.backend == "hip" else _read_nvidia
-    return read(done.asm, done.metadata.shared, launch.config.warps, gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,102 +184,6 @@ def _case(factory: ProblemFactory, name: str) -> Case:
     """On the CPU, without contents: pages that are never touched take no memory."""
     (problem,) = (problem for problem in factory() if problem.name == name)
     return problem.make(torch.device("cpu"), False)
-
-
-_PTX_ACCESS = re.compile(
-    r"\b(?:(ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)\s"
-    r"|cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)[,;\s])"
-)
-_PTX_MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
-
-
-def _read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
-    """From PTX what it loads and stores, from the binary what ptxas made of it."""
-    from triton import knobs
-
-    ptx: str = assembly["ptx"]
-    accesses = [
-        (kind == "st", int(copied, 0) if copied else int(vector or 1) * int(bits) // 8)
-        for kind, vector, bits, copied in _PTX_ACCESS.findall(ptx)
-    ]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(assembly["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(_field(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK"))
-    return Compiled(
-        registers=registers,
-        spill_bytes=stack,
-        shared_bytes=shared_bytes,
-        **_counts(accesses),
-        mma=len(_PTX_MMA.findall(ptx)),
-        instructions=_main_loop(usage),
-        in_flight=max(
-            (int(n) for n in re.findall(r"async_wait .*num = (\d+)", assembly["ttgir"])), default=0
-        ),
-        blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
-    )
-
-
-_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(?:lds_)?(\w+)")
-_AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
-
-
-def _read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
-    """From the assembly text, whose metadata says the rest."""
-    text: str = assembly["amdgcn"]
-    accesses = [(kind == "store", _AMD_BYTES.get(width, 2)) for kind, width in _AMD_ACCESS.findall(text)]
-    registers = int(_field(r"\.vgpr_count:\s*(\d+)", text))  # accumulation registers included
-    return Compiled(
-        registers=registers,
-        spill_bytes=4 * int(_field(r"\.vgpr_spill_count:\s*(\d+)", text)),
-        shared_bytes=shared_bytes,
-        **_counts(accesses),
-        mma=len(re.findall(r"\bv_s?mfmac?_", text)),
-        instructions=len(re.findall(r"^\t[a-z]+_\w+", text, re.MULTILINE)),
-        in_flight=0,
-        blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
-    )
-
-
-_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)(.*?);", re.MULTILINE)
-_SASS_MMA = re.compile(r"(?:H|Q|I|D|O|UTC\w*)G?MMA\b")
-
-
-def _main_loop(sass: str) -> int:
-    """Instructions of the loop with the largest share of matrix products, else of the whole kernel.
-
-    A jump back from waits that stand after the kernel's end looks like a loop, too, of few products.
-    """
-    found = [(int(at, 16), name, rest) for at, name, rest in _SASS.findall(sass)]
-    lines = {at: i for i, (at, _, _) in enumerate(found)}
-    products = [0]
-    for _, name, _ in found:
-        products.append(products[-1] + bool(_SASS_MMA.match(name)))
-    best = 0.0, len(found)
-    for i, (_, name, rest) in enumerate(found):
-        target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
-        first = lines.get(int(target[1], 16), i + 1) if target else i + 1
-        if first <= i:
-            best = max(best, ((products[i + 1] - products[first]) / (i + 1 - first), i + 1 - first))
-    return best[1]
-
-
-def _counts(accesses: list[tuple[bool, int]]) -> dict[str, int]:
-    """Loads and stores, and those of 16 bytes, among (is a store, bytes)."""
-    found: dict[str, int] = {}
-    for name, stores in (("loads", False), ("stores", True)):
-        sizes = [size for store, size in accesses if store == stores]
-        found |= {name: len(sizes), f"{name}_16": sum(size >= 16 for size in sizes)}
-    return found
-
-
-def _field(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
-        raise CompileError(f"the compiler's report has no {pattern}: {text[:200]}")
-    return found[1]
 
 
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:

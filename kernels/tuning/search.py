@@ -17,7 +17,8 @@ import torch
 from kvkit.environment import PACKAGES, slug_of, version_of
 from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Tuned, read_table, write_table
-from kvkit.kernels.tuning.gate import GPUS, CompileError, compile_pool, survey
+from kvkit.kernels.tuning.gate import CompileError, compile_pool, survey
+from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 
 FIRST_SAMPLES = 3
