@@ -1,12 +1,16 @@
-"""This machine: what results name it by, its versions, its user's caches and its own addresses."""
+"""This machine: what results name it by, its versions, caches of its user, its addresses, its CUDA driver."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.metadata
 import ipaddress
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +64,32 @@ def gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+@functools.cache
+def cuda_driver() -> ctypes.CDLL | None:
+    """The library of NVIDIA's driver, for the calls that torch has no name for; None without one."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+@contextmanager
+def outside_captures() -> Iterator[None]:
+    """While within, this thread may allocate and pin though another thread captures a CUDA graph.
+
+    By default that would fail here, and spoil the capture there: cuThreadExchangeStreamCaptureMode in
+    https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html.
+    """
+    driver, mode = cuda_driver(), ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # leaves the former mode in `mode`
+    try:
+        yield
+    finally:
+        if driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def cache_folder() -> Path:

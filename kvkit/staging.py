@@ -17,6 +17,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from kvkit.environment import outside_captures
 from kvkit.workers import Opener, Stopped
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ PAGE_BYTES = mmap.PAGESIZE
 RECLAIM_S = 0.25
 """Who waits for slots asks for them again after so many seconds."""
 _PREFAULT_BYTES = 8 << 20
+_PORTABLE_AND_MAPPED = 1 | 2
+"""cudaHostRegister's flags: pinned for every GPU of the process, and in reach of their kernels."""
 
 
 class StagingError(ValueError):
@@ -92,9 +95,9 @@ def release_all(leases: Iterable[Lease]) -> None:
 class Staging:
     """An arena of `slots` slots of `slot_bytes` bytes (rounded up to whole pages). Thread-safe.
 
-    Start-up is instant: a background thread touches the pages, and pins them where CUDA is there. It belongs
-    to the process that made it: in a fork of that, leases are refused, and nothing written to a slot reaches
-    this memory.
+    Start-up is instant: a background thread touches the pages, and pins them where CUDA is there, through the
+    GPU that is current where the arena is made. It belongs to the process that made it: in a fork of that,
+    leases are refused, and nothing written to a slot reaches this memory.
 
     Args:
         shared: have the memory in a file without a name (memfd), so that other processes of this host can
@@ -136,6 +139,7 @@ class Staging:
         self._changed = threading.Condition()
         self._closed = False
         self._pinned: int | None = None  # the address that CUDA knows
+        self._gpu = _current_gpu()
         self.ready = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
         self._toucher.start()
@@ -245,7 +249,8 @@ class Staging:
         if self._pinned is not None:
             import torch
 
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._gpu), outside_captures():
+                torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
             self._pinned = None
         if self.descriptor is not None:
             os.close(self.descriptor)
@@ -289,12 +294,20 @@ class Staging:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available() and not self._closed:
             address = self.arrays[0].ctypes.data
-            error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)
+            # a new thread is on GPU 0, and would make a context there for every rank of an engine
+            with torch.cuda.device(self._gpu), outside_captures():
+                error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), _PORTABLE_AND_MAPPED)
             if int(error) == 0:
                 self._pinned = address
             else:
                 log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)
         self.ready.set()
+
+
+def _current_gpu() -> int:
+    """The calling thread's current CUDA device; 0 where nothing has used CUDA yet, which this does not."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, stop: int | None = None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,3 +51,24 @@ def test_slug_is_a_file_name(monkeypatch: pytest.MonkeyPatch, gpu: str | None, e
         assert slug.endswith("-cores")
     else:
         assert slug == expected
+
+
+def test_a_thread_is_outside_captures_only_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver stands in: it swaps the thread's mode (0: global, 2: relaxed) for the one given."""
+    mode = 0
+
+    def exchange(given: Any) -> int:
+        nonlocal mode
+        mode, given._obj.value = given._obj.value, mode
+        return 0
+
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(environment, "cuda_driver", lambda: driver)
+    within = environment.outside_captures()
+    within.__enter__()
+    assert mode == 2
+    assert not within.__exit__(KeyError, KeyError(), None)
+    assert mode == 0
+    monkeypatch.setattr(environment, "cuda_driver", lambda: None)
+    with environment.outside_captures():
+        pass

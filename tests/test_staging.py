@@ -6,10 +6,13 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -68,6 +71,39 @@ def test_the_arena_is_touched_in_the_background() -> None:
     staging = Staging(1 << 20, 20)
     assert staging.ready.wait(DEADLINE_S)
     staging.close()
+
+
+@pytest.mark.parametrize(("initialised", "gpu"), [(True, 3), (False, 0)])
+def test_the_arena_is_pinned_for_every_gpu_through_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, initialised: bool, gpu: int
+) -> None:
+    """A thread of its own is on GPU 0: whatever it calls, it must name the GPU first. CUDA stands in."""
+    calls: list[tuple[object, ...]] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        calls.append(("enter", index))
+        yield
+        calls.append(("leave", index))
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *given: calls.append(("register", *given)) or 0,
+        cudaHostUnregister=lambda *given: calls.append(("unregister", *given)) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    staging = Staging(PAGE_BYTES, 2)
+    assert staging.ready.wait(DEADLINE_S)
+    address = staging.arrays[0].ctypes.data
+    portable, mapped = 1, 2
+    register = ("register", address, 2 * PAGE_BYTES, portable | mapped)
+    assert calls == [("enter", gpu), register, ("leave", gpu)]
+    calls.clear()
+    staging.close()
+    assert calls == [("enter", gpu), ("unregister", address), ("leave", gpu)]
 
 
 @pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 1), (1, 0), (-1, 1)])
