@@ -25,6 +25,7 @@ import numpy as np
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.streams import Events, marks
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore
 from kvkit.moving.load import Load, prefetch, read_chunk
@@ -245,7 +246,7 @@ class Cache:
     def load_async(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Transfer[Loaded]:
         """`load` in the background: the pages are in use until the future is done, cancelled or not.
 
-        Raises what `load` does.
+        On a GPU they change after what the current stream has now. Raises what `load` does.
         """
         return Transfer.start(self._loading, self._load(hit, pages, rotate).run, urgent=True)
 
@@ -340,12 +341,13 @@ class Cache:
         *,
         to: Sequence[str] | None = None,
         first: int = 0,
-        ready: Callable[[], object] = lambda: None,
+        ready: Callable[[], object] | None = None,
     ) -> Transfer[Stored]:
         """`store` in the background: pages must not change until it is done, or `release_pages` returns.
 
         `ready` is called first, there; it returns when the pages hold what is to be stored (a CUDA event's
-        `synchronize`). Raises what `store` does.
+        `synchronize`). Without it, pages on a GPU hold that once the current stream has done what it has now.
+        Raises what `store` does.
         """
         return self.store_chunks(self._part(tokens, namespace, first), pages, to=to, ready=ready)
 
@@ -355,7 +357,7 @@ class Cache:
         pages: AllPages,
         *,
         to: Sequence[str] | None = None,
-        ready: Callable[[], object] = lambda: None,
+        ready: Callable[[], object] | None = None,
         on_stored: Callable[[str, int], None] | None = None,
         on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
@@ -375,7 +377,10 @@ class Cache:
                 The pages come free without waiting for them, and what they have was copied for nothing.
         """
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        store = Store(self._puts, chunks, pages, self._targets(to), ready, on_stored, on_done, copy_first)
+        after = () if ready else _marks(pages)
+        ready = ready or (lambda: None)
+        targets = self._targets(to)
+        store = Store(self._puts, chunks, pages, targets, ready, on_stored, on_done, copy_first, after)
         try:
             transfer = Transfer.start(self._storing, store.run)
         except BaseException:
@@ -499,7 +504,12 @@ class Cache:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        return Load(self._puts, hit, pages, rotate)
+        return Load(self._puts, hit, pages, rotate, _marks(pages))
+
+
+def _marks(pages: Sequence[SequencePages]) -> Events:
+    """What the engine's streams have so far, of the thread that asks for a move."""
+    return marks(group.pages.device for group in pages)
 
 
 def _warm_up() -> None:

@@ -24,10 +24,11 @@ from test_pages_numba import (
 
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels.pages import api
+from kvkit.kernels.pages import device
 from kvkit.kernels.pages import triton as kernels
 from kvkit.kernels.pages.api import Pages
 from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.device import DeviceMove
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu runs it compiled")
@@ -43,7 +44,8 @@ def by_triton(
 ) -> None:
     """What `pack` and `unpack` do for pages on a GPU."""
     turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*job.slots.shape))
-    api._on_device(pages, records, job.ids, to_records, job.granular == "slots", quantised, turns)
+    wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, quantised, turns)
+    device.move(wanted, records)
 
 
 @settings(max_examples=20, deadline=None)

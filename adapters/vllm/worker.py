@@ -370,12 +370,14 @@ class Worker:
 
     def _forward_done(self, computed: int) -> Callable[[], object]:
         """What waits until the pages hold what this step computes."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        device = self._groups[0].pages.device
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
         began = self._began
 
         def wait_for_it() -> None:
-            event.synchronize()
+            with torch.cuda.device(device):  # a thread of the cache is on GPU 0 otherwise
+                event.synchronize()
             self._speed.note(computed, time.monotonic() - began)
 
         return wait_for_it

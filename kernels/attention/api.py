@@ -2,6 +2,9 @@
 
 Tensors may have any strides, but the last axis is contiguous. Sums are in float32, in an order that is always
 the same.
+
+`blend_attention` may be captured in a CUDA graph after one call with the same `Rows` and sizes outside of it:
+that call compiles, and plans the tiles, which `Rows` keeps. Keep the rows for as long as the graph.
 """
 
 from __future__ import annotations

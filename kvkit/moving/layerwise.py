@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvkit.format import record
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.streams import marks
 from kvkit.moving.plan import StorePlan
 from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, clear_gaps
@@ -116,6 +117,7 @@ class LayerLoad:
         self._readers = readers
         self._chunks = hit.chunks
         self._pages = pages
+        self._after = marks(group.pages.device for group in pages)  # not the layers computed meanwhile
         plan = puts.tiers.nearest(hit.chunks, hit.plan)
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
         self._count = plan.chunks
@@ -351,7 +353,8 @@ class LayerLoad:
         if self._count:
             form = self._chunks.formats[layer.group]
             rows = self._pages[layer.group].rows(form, 0, self._count)
-            unpack(layer.pages, [piece for piece, _, _ in started.pieces[: self._count]], **rows)
+            pieces = [piece for piece, _, _ in started.pieces[: self._count]]
+            unpack(layer.pages, pieces, **rows, after=self._after)
 
     def _write_back(self) -> None:
         """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from kvkit.format import record
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import unpack
+from kvkit.kernels.pages.streams import Events
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan, Segment
 from kvkit.moving.puts import Puts
@@ -31,12 +32,14 @@ class Load:
     Args:
         pages: a layer group each; none where the engine is given nothing.
         rotate: by how many positions keys move on the way, a chunk each.
+        after: on a GPU, what must be done before the pages may change; None: see `unpack`.
     """
 
     puts: Puts
     hit: Hit
     pages: Sequence[SequencePages]
     rotate: Rotation | None = None
+    after: Events | None = None
     modest: ClassVar[bool] = False
     """Whether reads leave room for others': see `PlanReads`."""
 
@@ -121,7 +124,8 @@ class Load:
             rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
         for g, (form, group) in enumerate(zip(self._chunks.formats, self.pages, strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
-            unpack(group.pages, payloads, **group.rows(form, first, count), rotate=rotate)
+            rows = group.rows(form, first, count)
+            unpack(group.pages, payloads, **rows, rotate=rotate, after=self.after)
 
 
 @dataclass(eq=False, kw_only=True)

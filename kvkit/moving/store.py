@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvkit.format import record
 from kvkit.kernels.pages.api import pack
+from kvkit.kernels.pages.streams import Events
 from kvkit.moving.plan import Segment, StorePlan
 from kvkit.moving.promises import Promise
 from kvkit.moving.puts import Puts
@@ -34,6 +35,7 @@ class Store:
     Args:
         pages: a layer group each.
         ready: returns when the pages hold what is to be stored.
+        after: on a GPU, what must be done as well; None: see `pack`.
         on_stored, on_done: see `Promise`.
         copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
     """
@@ -46,6 +48,7 @@ class Store:
     on_stored: Callable[[str, int], object] | None = None
     on_done: Callable[[], object] = lambda: None
     copy_first: bool = False
+    after: Events | None = None
 
     def __post_init__(self) -> None:
         self.tiers = self.puts.tiers
@@ -117,7 +120,7 @@ class Store:
             payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
             rows = group.rows(form, first, count)
             clear_gaps(rows, payloads)
-            pack(group.pages, payloads, **rows)
+            pack(group.pages, payloads, **rows, after=self.after)
         seal(chunks, first, leases)
 
 

@@ -1,0 +1,169 @@
+"""Moves between pages on a GPU and records in any memory: in turns, and in the order of streams."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.pages import streams
+from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.tuning.configs import Launch
+
+Record = NDArray[np.uint8] | torch.Tensor
+
+BUFFER_BYTES = 64 << 20
+"""Records that a kernel cannot reach go through a buffer on the GPU of so many bytes, or of one record."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMove:
+    """A pack (`to_records`) or unpack whose arguments `api` has checked.
+
+    Args:
+        ids: int64 [chunks, I], blocks, or with `slots` each token's block * N + place in the block.
+        turns: None, or those of keys that are rotated.
+    """
+
+    pages: Pages
+    ids: NDArray[np.int64]
+    slots: bool
+    to_records: bool
+    quantised: Quantised | None = None
+    turns: Turns | None = None
+
+    def part(self, chunks: Sequence[int]) -> DeviceMove:
+        """The move of some of the chunks."""
+        turns = self.turns and self.turns._replace(which=self.turns.which[chunks])
+        return replace(self, ids=self.ids[chunks], turns=turns)
+
+    def launch(self, addresses: Sequence[int]) -> Launch:
+        """Its kernel, over records that the device finds at these addresses. Uploads its small arrays."""
+        from kvkit.kernels.pages import triton as kernels
+
+        return kernels.move(
+            self.pages,
+            np.array(addresses, np.int64),
+            self.ids,
+            self.to_records,
+            slots=self.slots,
+            quantised=self.quantised,
+            turns=self.turns,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Copies of contiguous bytes, by the GPU's copy engine where one side is the host's memory."""
+
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]  # target and source
+
+    def run(self) -> None:
+        """Queue them on the current stream; a copy from or to memory that is not pinned may wait for it."""
+        for target, source in self.pairs:
+            target.copy_(source, non_blocking=True)
+
+
+def move(
+    wanted: DeviceMove,
+    records: Sequence[Record],
+    after: streams.Events | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> None:
+    """Carry out a move as `api.pack` and `api.unpack` describe it. Mutates the records, or the pages.
+
+    Tensors on the device are moved in the order of the current stream. With arrays among the records, all
+    of them are moved on a stream of kvkit's own, and the host waits.
+
+    Args:
+        after: events that it waits for, instead of what the current stream has so far.
+        buffer_bytes: see `BUFFER_BYTES`.
+
+    Raises:
+        LaunchError: the current stream is capturing a graph; nothing was written.
+    """
+    device = wanted.pages.device
+    given = [_tensor(record) for record in records]
+    if device.type == "cpu":  # interpreted
+        _run(steps(wanted, given, [record.data_ptr() for record in given], buffer_bytes))
+        return
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise LaunchError(
+                "pages: the current stream is capturing a CUDA graph, whose replay would read block ids from "
+                "freed memory: pack and unpack outside of it"
+            )
+        near = [record.data_ptr() if record.device == device else None for record in given]
+        if None not in near:
+            stream = torch.cuda.current_stream(device)
+            for event in after or ():
+                stream.wait_event(event)
+            _run(steps(wanted, given, near, buffer_bytes))
+        else:
+            with streams.own(device, wanted.to_records, after) as stream:
+                addresses = [
+                    streams.device_address(record.data_ptr()) if address is None else address
+                    for address, record in zip(near, given, strict=True)
+                ]
+                _run(steps(wanted, given, addresses, buffer_bytes))
+        for record in given:
+            if record.device == device:
+                record.record_stream(stream)
+
+
+def steps(
+    wanted: DeviceMove, records: Sequence[torch.Tensor], addresses: Sequence[int | None], buffer_bytes: int
+) -> Iterator[Copies | Launch]:
+    """What a move runs, one after another on one stream; each is made when it is asked for.
+
+    Args:
+        addresses: of each record, where a kernel finds it; None if it cannot, or shall not.
+    """
+    aligned = 1 if wanted.turns is None or wanted.quantised else wanted.pages.group.item_bytes
+    near = [i for i, address in enumerate(addresses) if address is not None and address % aligned == 0]
+    if near:
+        yield wanted.part(near).launch([address for i in near if (address := addresses[i]) is not None])
+    rest = set(near)
+    far = [i for i in range(len(records)) if i not in rest]
+    if not far:
+        return
+    size = len(records[0])
+    row_bytes = -(-size // 64) * 64
+    turns = turns_of(len(far), row_bytes, buffer_bytes)
+    rows = torch.empty(len(turns[0]), row_bytes, dtype=torch.uint8, device=wanted.pages.device)[:, :size]
+    for turn in turns:
+        chunks = [far[i] for i in turn]
+        # what is skipped stays as it was
+        read = [(not wanted.to_records) or bool((wanted.ids[i] < 0).any()) for i in chunks]
+        ours = list(zip(rows, [records[i] for i in chunks], strict=False))
+        yield Copies([(row, record) for (row, record), wants in zip(ours, read, strict=True) if wants])
+        yield wanted.part(chunks).launch([row.data_ptr() for row, _ in ours])
+        if wanted.to_records:
+            yield Copies([(record, row) for row, record in ours])
+
+
+def turns_of(count: int, each_bytes: int, buffer_bytes: int) -> list[range]:
+    """Parts of `count` >= 1 records, in order, that fit a buffer: of equal length but for the last. Pure."""
+    length = max(1, buffer_bytes // each_bytes)
+    return [range(first, min(first + length, count)) for first in range(0, count, length)]
+
+
+def _run(made: Iterator[Copies | Launch]) -> None:
+    for step in made:
+        step.run()
+
+
+def _tensor(record: Record) -> torch.Tensor:
+    """A record's memory as a tensor, which torch makes of a read-only array with a warning only."""
+    if isinstance(record, torch.Tensor):
+        return record
+    return torch.from_numpy(
+        np.ctypeslib.as_array((ctypes.c_uint8 * len(record)).from_address(record.ctypes.data))
+    )
