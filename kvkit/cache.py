@@ -25,7 +25,7 @@ import numpy as np
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.streams import Events, marks
+from kvkit.kernels.pages.streams import CudaEvents, marks
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore
 from kvkit.moving.load import Load, prefetch, read_chunk
@@ -507,7 +507,7 @@ class Cache:
         return Load(self._puts, hit, pages, rotate, _marks(pages))
 
 
-def _marks(pages: Sequence[SequencePages]) -> Events:
+def _marks(pages: Sequence[SequencePages]) -> CudaEvents:
     """What the engine's streams have so far, of the thread that asks for a move."""
     return marks(group.pages.device for group in pages)
 

@@ -15,7 +15,7 @@ from kvkit.kernels.pages import checks, device, reference
 from kvkit.kernels.pages.device import Record
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.reference import Quantised
-from kvkit.kernels.pages.streams import Events
+from kvkit.kernels.pages.streams import CudaEvents
 
 __all__ = ["Pages", "pack", "unpack"]
 
@@ -28,7 +28,7 @@ def pack(
     slots: NDArray[np.int64] | None = None,
     quantised: Quantised | None = None,
     threads: int | None = None,
-    after: Events | None = None,
+    after: CudaEvents | None = None,
 ) -> None:
     """Gather chunks out of an engine's pages. Writes `records`, only reads `pages`.
 
@@ -69,7 +69,7 @@ def unpack(
     rotate: Rotation | None = None,
     quantised: Quantised | None = None,
     threads: int | None = None,
-    after: Events | None = None,
+    after: CudaEvents | None = None,
 ) -> None:
     """Scatter chunks into an engine's pages: the inverse of `pack`. Writes `pages`, only reads `records`.
 
@@ -90,7 +90,7 @@ def unpack(
     _move(pages, records, named, rotate, quantised, threads, after, to_records=False)
 
 
-class _Named(NamedTuple):
+class _PlacesNamed(NamedTuple):
     """What a call names of the pages, checked."""
 
     ids: NDArray[np.int64]  # [chunks, I]
@@ -101,11 +101,11 @@ class _Named(NamedTuple):
 def _move(
     pages: Pages,
     records: Sequence[Record],
-    named: _Named,
+    named: _PlacesNamed,
     rotation: Rotation | None,
     quantised: Quantised | None,
     threads: int | None,
-    after: Events | None,
+    after: CudaEvents | None,
     to_records: bool,
 ) -> None:
     chunks, tokens = named.every.shape
@@ -142,7 +142,7 @@ def _move(
         reference.unpack(pages.group, pages.parts, arrays, named.every, rotation, quantised)
 
 
-def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _Named:
+def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _PlacesNamed:
     name, ids, limit = checks.check_chunks(
         pages.group, (pages.blocks, pages.tokens), blocks, slots, ("int64",)
     )
@@ -150,7 +150,7 @@ def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int
         raise LaunchError(f"{name}: {type(ids).__name__}, want a numpy array")
     checks.check_range(name, ids, limit)
     if name == "slots":
-        return _Named(ids, True, np.ascontiguousarray(ids))
+        return _PlacesNamed(ids, True, np.ascontiguousarray(ids))
     every: NDArray[np.int64] = ids[:, :, None] * pages.tokens + np.arange(pages.tokens)
     every[ids < 0] = -1  # the product may have wrapped around
-    return _Named(ids, False, every.reshape(len(ids), ids.shape[1] * pages.tokens))
+    return _PlacesNamed(ids, False, every.reshape(len(ids), ids.shape[1] * pages.tokens))

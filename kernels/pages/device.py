@@ -74,7 +74,7 @@ class Copies:
 def move(
     wanted: DeviceMove,
     records: Sequence[Record],
-    after: streams.Events | None = None,
+    after: streams.CudaEvents | None = None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> None:
     """Carry out a move as `api.pack` and `api.unpack` describe it. Mutates the records, or the pages.

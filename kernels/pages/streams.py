@@ -11,7 +11,7 @@ import torch
 
 from kvkit.environment import cuda_driver, outside_captures
 
-Events = Sequence[torch.cuda.Event]
+CudaEvents = Sequence[torch.cuda.Event]
 """What a move waits for."""
 
 
@@ -21,8 +21,8 @@ def own_stream(device: torch.device, to_records: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def marks(devices: Iterable[torch.device]) -> Events:
-    """Events of what this thread's current streams have so far, one per GPU among `devices`.
+def marks(devices: Iterable[torch.device]) -> CudaEvents:
+    """CudaEvents of what this thread's current streams have so far, one per GPU among `devices`.
 
     For who hands pages to another thread, whose current streams know nothing of the engine's.
     """
@@ -31,7 +31,7 @@ def marks(devices: Iterable[torch.device]) -> Events:
 
 
 @contextmanager
-def own(device: torch.device, to_records: bool, after: Events | None) -> Iterator[torch.cuda.Stream]:
+def own(device: torch.device, to_records: bool, after: CudaEvents | None) -> Iterator[torch.cuda.Stream]:
     """Have the own stream be the current one, and `device` the current device; waits at the end, by an event.
 
     What is queued within runs after the events `after`, or after what the current stream has so far (None).

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kvkit.format import record
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import unpack
-from kvkit.kernels.pages.streams import Events
+from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan, Segment
 from kvkit.moving.puts import Puts
@@ -39,7 +39,7 @@ class Load:
     hit: Hit
     pages: Sequence[SequencePages]
     rotate: Rotation | None = None
-    after: Events | None = None
+    after: CudaEvents | None = None
     modest: ClassVar[bool] = False
     """Whether reads leave room for others': see `PlanReads`."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvkit.format import record
 from kvkit.kernels.pages.api import pack
-from kvkit.kernels.pages.streams import Events
+from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.moving.plan import Segment, StorePlan
 from kvkit.moving.promises import Promise
 from kvkit.moving.puts import Puts
@@ -48,7 +48,7 @@ class Store:
     on_stored: Callable[[str, int], object] | None = None
     on_done: Callable[[], object] = lambda: None
     copy_first: bool = False
-    after: Events | None = None
+    after: CudaEvents | None = None
 
     def __post_init__(self) -> None:
         self.tiers = self.puts.tiers
