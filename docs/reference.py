@@ -76,6 +76,7 @@ API = (
     "kernels.attention.jax",
     "kernels.checks",
     "kernels.tuning.configs",
+    "kernels.tuning.tables",
     "kernels.tuning.cases",
     "kernels.tuning.problems",
     "kernels.tuning.gpus",

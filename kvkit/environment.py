@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
 
 def slug() -> str:
     """A file name for this kind of machine: its GPU, or its CPU and cores."""
-    return slug_of(gpu_name() or f"{cpu_name()} {os.cpu_count()} cores")
+    return slug_of(gpu_name() or host_name())
 
 
 def slug_of(name: str) -> str:
@@ -57,6 +57,21 @@ def cpu_name() -> str:
     except OSError:
         found = None
     return found[1].strip() if found else platform.machine()
+
+
+def host_name() -> str:
+    """What results on the CPU are named by: its name and cores."""
+    return f"{cpu_name()} {os.cpu_count()} cores"
+
+
+def driver_version() -> str:
+    """The version of the GPU driver that is loaded, "" where the system does not say."""
+    for driver in ("nvidia", "amdgpu"):
+        try:
+            return Path(f"/sys/module/{driver}/version").read_text().strip()
+        except OSError:
+            continue
+    return ""
 
 
 def gpu_name() -> str | None:

@@ -115,6 +115,7 @@ def scale_problem(
     return Problem(
         name=f"scale {form} {count}",
         bucket=ProblemBucket("scale", form, (count,)),
+        kernel=scale_kernel,
         space=space,
         make=make,
         work=lambda config: Work(8 * count, dict(config.tiles)["BLOCK"]),
@@ -131,6 +132,7 @@ def product_problem(size: int) -> Problem:
     return Problem(
         name=f"product {size}",
         bucket=ProblemBucket("product", "bfloat16", (size,)),
+        kernel=product_kernel,
         space=(KernelConfig((("SIZE", size),)),),
         make=make,
         work=lambda config: Work(4 * size**2, 8 * size**3),

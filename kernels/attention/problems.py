@@ -122,6 +122,15 @@ def _attention_problem(spec: AttentionSpec) -> Problem:
     return _problem(spec.name, spec.kernel, partial(_attention_case, spec), work, (2, 0), spec.gated)
 
 
+OPERATIONS = {
+    "attend": "blend_attention",
+    "weigh": "query_scores",
+    "scatter_rows": "rope_scatter",
+    "measure": "token_deviation",
+}
+"""By the name of the kernel that is tuned."""
+
+
 def _problem(
     name: str,
     kernel: str,
@@ -132,9 +141,12 @@ def _problem(
 ) -> Problem:
     """That of the kernel which is tuned with the launches of `make`."""
     launches = make(torch.device("cpu"), False).launches(None)
-    (launch,) = (launch for launch in launches if launch.kernel.__name__ == kernel)
+    (launch,) = (one for one in launches if isinstance(one, Launch) and one.kernel.__name__ == kernel)
     bucket, (space, amd_space) = triton.bucket(launch), (triton.configs(launch, amd) for amd in (False, True))
-    return Problem(name, bucket, space, make, work, {kernel: wide}, gated, amd_space)
+    operation = OPERATIONS[kernel]
+    return Problem(
+        name, bucket, launch.kernel, space, make, work, {kernel: wide}, gated, amd_space, operation
+    )
 
 
 def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> Case:

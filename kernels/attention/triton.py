@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows, Tiles
 from kvkit.kernels.attention.triton_kernels import attend, measure, merge, scatter_rows, weigh
-from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, best
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
+from kvkit.kernels.tuning.tables import best
 
 PROGRAMS_PER_UNIT = 2  # so many programs per multiprocessor are enough not to split tiles
 UNITS = 132  # multiprocessors, where no GPU is asked (an H100's)
@@ -296,7 +297,7 @@ def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, heads: int, window: i
 def _best(kernel: JITFunction[object], given: dict[str, object]) -> KernelConfig:
     draft = Launch(kernel, (), given, KernelConfig(()))
     space = configs(draft)
-    return best(bucket(draft), space[0], space)
+    return best(bucket(draft), space[0], space, kernel)
 
 
 def _name(launch: Launch) -> str:

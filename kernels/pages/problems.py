@@ -94,17 +94,20 @@ MOVES = (
 
 def _move_problem(move: MoveSpec) -> Problem:
     (launch,) = _move_case(move, torch.device("cpu"), False).launches(None)
+    assert isinstance(launch, Launch)
     record = move.group.quantised() if move.quantised else move.group
     moved = move.chunks * (move.group.chunk_bytes(CHUNK_TOKENS) + record.chunk_bytes(CHUNK_TOKENS))
     kernel = launch.kernel.__name__
     return Problem(
         name=move.name,
         bucket=pages.bucket(launch),
+        kernel=launch.kernel,
         space=pages.configs(kernel),
         make=partial(_move_case, move),
         work=lambda config: Work(moved),
         wide={kernel: move.wide},
         gated=move.gated,
+        operation="pack" if move.to_records else "unpack",
     )
 
 

@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.pages.triton_kernels import copy_rows, decode_rows, encode_rows
-from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, best
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
+from kvkit.kernels.tuning.tables import best
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
@@ -106,7 +107,7 @@ def move(
     }
     space = configs(form.kernel.__name__)
     draft = Launch(form.kernel, (0,), arguments, space[0])
-    config = config or best(bucket(draft), space[0], space)
+    config = config or best(bucket(draft), space[0], space, form.kernel)
     tiles = -(-pages.heads * tokens * form.row_work // max(dict(config.tiles)["TILE"], form.least))
     grid = (len(records) * len(form.parts) * tiles,)
     return replace(draft, grid=grid, arguments=arguments | {"tiles": tiles}, config=config)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
+from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, Runnable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,18 @@ class Case:
     """A problem with its tensors on a device.
 
     Args:
-        launches: the kernels of a configuration (None: the best that is known), in order, over these tensors.
+        launches: the kernels of a configuration (None: the best that is known), in order, over these tensors:
+            `Launch`es of Triton kernels, `HostLaunch`es of functions, or anything else with `run`.
         poison: overwrites whatever the kernels write.
         fault: compares what they wrote with the operation's `reference`: where it differs, "" if nowhere.
     """
 
-    launches: Callable[[KernelConfig | None], tuple[Launch, ...]]
+    launches: Callable[[KernelConfig | None], tuple[Runnable, ...]]
     poison: Callable[[], None]
     fault: Callable[[], str]
 
     def run(self, config: KernelConfig) -> None:
-        """Start the kernels of `config` on the current stream; mutates what they write."""
+        """Run the kernels of `config`, on a GPU on the current stream; mutates what they write."""
         for launch in self.launches(config):
             launch.run()
 
@@ -47,22 +48,33 @@ class Problem:
     Args:
         name: unique.
         bucket: that it stands for.
+        kernel: the Triton kernel or function that is tuned: results count for its present source alone.
         space: configurations to choose from, the default first.
         make: its tensors on a device; with False they hold nothing, for a look at the launches alone.
         work: of a configuration, whose tiles may take more than the problem needs.
         wide: by kernel's name, how many of its instructions the layout lets load and store 16 bytes at least.
         gated: has a form of its own in the compile gate; False where another's is nearly the same.
         amd_space: `space` where an AMD GPU has another one.
+        operation: the name of a function of an `api`, which users know it by; "" where it is the bucket's op.
+        host: it runs on the CPU; its results are in the CPU's table.
     """
 
     name: str
     bucket: ProblemBucket
+    kernel: Any
     space: tuple[KernelConfig, ...]
     make: Callable[[torch.device, bool], Case]
     work: Callable[[KernelConfig], Work]
-    wide: Mapping[str, tuple[int, int]]
+    wide: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     gated: bool = True
     amd_space: tuple[KernelConfig, ...] = ()
+    operation: str = ""
+    host: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What `kvkit tune --op` knows it by: the operation, and the kernel."""
+        return self.operation or self.bucket.op, self.bucket.op
 
     def space_on(self, target: str) -> tuple[KernelConfig, ...]:
         """Configurations for a target, a name of `gpus.GPUS`; the default first."""

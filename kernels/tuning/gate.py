@@ -166,7 +166,8 @@ def survey(
 def _compile_job(factory: ProblemFactory, job: CompileJob) -> list[CompileReport]:
     name, config, target = job
     try:
-        launches = _case(factory, name).launches(config)
+        found = _case(factory, name).launches(config)
+        launches = [launch for launch in found if isinstance(launch, Launch)]  # of Triton kernels
     except Exception as error:  # whatever a kernel's own checks raise
         return [CompileReport(name, "", config, target, None, f"{type(error).__name__}: {error}")]
     reports = []

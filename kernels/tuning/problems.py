@@ -10,9 +10,19 @@ from kvkit.kernels.tuning.cases import Problem
 FOLDERS = ("pages", "attention")
 """Folders of kernels that have a `problems.py`."""
 
+HOST_FOLDERS: tuple[str, ...] = ()
+"""Those that have a `host_problems.py`, of kernels for the CPU."""
+
 
 @cache
 def every_problem() -> tuple[Problem, ...]:
-    """All problems, those of an operation one after another; made once, on the CPU, without contents."""
+    """All of GPUs, those of an operation one after another; made once, on the CPU, without contents."""
     modules = (import_module(f"kvkit.kernels.{folder}.problems") for folder in FOLDERS)
+    return tuple(problem for module in modules for problem in module.problems())
+
+
+@cache
+def host_problems() -> tuple[Problem, ...]:
+    """All of the CPU, likewise."""
+    modules = (import_module(f"kvkit.kernels.{folder}.host_problems") for folder in HOST_FOLDERS)
     return tuple(problem for module in modules for problem in module.problems())

@@ -13,14 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.kernels.tuning import configs
-from kvkit.kernels.tuning.configs import (
-    KernelConfig,
-    ProblemBucket,
+from kvkit.environment import host_name, slug_of
+from kvkit.kernels.tuning import tables
+from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, host_config
+from kvkit.kernels.tuning.tables import (
+    Build,
     TableError,
     Tuned,
-    best,
+    TunedKey,
+    build_of,
+    forget_tables,
     load_table,
+    merged,
     ranked,
     read_table,
     tuned_folder,
@@ -33,6 +37,18 @@ DEFAULT, SMALL, LARGE = (KernelConfig((("TILE", size),)) for size in (128, 64, 2
 SPACE = (DEFAULT, SMALL, LARGE)
 
 
+def kernel(x: int) -> int:
+    """What is tuned."""
+    return x
+
+
+HERE = build_of(kernel, False)
+
+
+def best(bucket: ProblemBucket, default: KernelConfig, space: tuple[KernelConfig, ...]) -> KernelConfig:
+    return tables.best(bucket, default, space, kernel)
+
+
 def tuned(config: KernelConfig) -> Tuned:
     return Tuned(config, 1.5, 2.0)
 
@@ -41,21 +57,16 @@ def tuned(config: KernelConfig) -> Tuned:
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
     """Tables of the package and of the user in folders of the test's own; the GPU here is an H200."""
     found = {"shipped": tmp_path / "shipped", "user": tmp_path / "user"}
-    monkeypatch.setattr(configs, "SHIPPED", found["shipped"])
+    monkeypatch.setattr(tables, "SHIPPED", found["shipped"])
     monkeypatch.setenv("KVKIT_TUNED", str(found["user"]))
-    monkeypatch.setattr(configs, "gpu_name", lambda: GPU)
-    forget()
+    monkeypatch.setattr(tables, "gpu_name", lambda: GPU)
+    forget_tables()
     yield found
-    forget()
+    forget_tables()
 
 
-def forget() -> None:
-    """What this process knows of tables."""
-    configs._ranked.cache_clear()
-
-
-def write(folder: Path, table: dict[ProblemBucket, Tuned], gpu: str = GPU) -> Path:
-    write_table(folder / FILE, gpu, table, {"triton": "3"})
+def write(folder: Path, table: dict[ProblemBucket, Tuned], build: Build = HERE) -> Path:
+    write_table(folder / FILE, GPU, {TunedKey(bucket, build): tuned for bucket, tuned in table.items()})
     return folder / FILE
 
 
@@ -111,8 +122,8 @@ def test_without_a_gpu_and_without_a_table(monkeypatch: pytest.MonkeyPatch, fold
     bucket = ProblemBucket("op", "bf16", (64,))
     assert best(bucket, DEFAULT, SPACE) == DEFAULT
     write(folders["user"], {bucket: tuned(LARGE)})
-    monkeypatch.setattr(configs, "gpu_name", lambda: None)
-    forget()
+    monkeypatch.setattr(tables, "gpu_name", lambda: None)
+    forget_tables()
     assert best(bucket, DEFAULT, SPACE) == DEFAULT
 
 
@@ -122,18 +133,87 @@ def test_tables_are_read_once(folders: dict[str, Path]) -> None:
     assert best(bucket, DEFAULT, SPACE) == LARGE
     path.unlink()
     assert best(bucket, DEFAULT, SPACE) == LARGE
-    assert configs._ranked.cache_info().hits == 1
+    assert tables._known.cache_info().hits == 1
+
+
+def test_only_the_present_source_counts(folders: dict[str, Path]) -> None:
+    """However near the sizes of another source's are."""
+    near, far = ProblemBucket("op", "bf16", (64,)), ProblemBucket("op", "bf16", (512,))
+    old, new = tuned(SMALL), tuned(LARGE)
+    path = write(folders["user"], {near: old}, HERE._replace(source="0"))
+    assert best(near, DEFAULT, SPACE) == DEFAULT
+    write_table(path, GPU, {TunedKey(near, HERE._replace(source="0")): old, TunedKey(far, HERE): new})
+    assert best(near, DEFAULT, SPACE) == LARGE
+
+
+def test_other_compilers_and_drivers_stand_in() -> None:
+    """Own results first, then the compiler's, the driver's, the fastest; nearer sizes before all."""
+    bucket, build = ProblemBucket("op", "bf16", (64,)), Build("5", "triton 3.6", "580")
+    builds = [
+        build,
+        build._replace(driver="570"),
+        build._replace(compiler="triton 3.9"),
+        Build("5", "triton 3.5", "1"),
+        Build("5", "triton 3.4", "2"),
+    ]
+    table = {
+        TunedKey(bucket, one): Tuned(KernelConfig((("A", i),)), 100.0 + i, None)
+        for i, one in enumerate(builds)
+    }
+    far = TunedKey(ProblemBucket("op", "bf16", (128,)), build)
+    for i in range(len(builds)):
+        found = ranked(table | {far: tuned(LARGE)}, bucket, build)
+        assert found == (*(KernelConfig((("A", n),)) for n in range(i, len(builds))), LARGE)
+        del table[TunedKey(bucket, builds[i])]
+
+
+def test_the_host_has_a_table_of_its_own(folders: dict[str, Path]) -> None:
+    bucket, few, many = ProblemBucket("op", "bf16", (64,)), host_config(threads=1), host_config(threads=8)
+    path = folders["user"] / f"{slug_of(host_name())}.json"
+    write_table(path, host_name(), {TunedKey(bucket, build_of(kernel, True)): tuned(many)})
+    assert tables.best(bucket, few, (few, many), kernel, host=True) == many
+    assert tables.best(bucket, few, (few, many), kernel) == few
+    assert str(many) == "threads=8"
+
+
+def test_a_host_launch_has_its_tiles_as_arguments() -> None:
+    calls: list[dict[str, int]] = []
+    HostLaunch(lambda **given: calls.append(given), {"a": 1}, host_config(threads=2, tile=3)).run()
+    assert calls == [{"a": 1, "threads": 2, "tile": 3}]
+
+
+def test_merged_tables_keep_what_gains_more_over_the_default() -> None:
+    """A machine that is faster throughout does not win by that."""
+    key, other = (TunedKey(ProblemBucket("op", "bf16", (n,)), HERE) for n in (1, 2))
+    slow, fast = Tuned(SMALL, 10.0, 20.0), Tuned(LARGE, 8.0, 9.0)
+    for order in ([slow, fast], [fast, slow]):
+        assert merged([{key: one} for one in order]) == {key: slow}
+    broken = Tuned(LARGE, 8.0, None)
+    for order in ([slow, broken], [broken, slow]):
+        assert merged([{key: one} for one in order]) == {key: broken}
+    assert merged([{key: slow}, {other: fast}]) == {key: slow, other: fast}
+
+
+def test_what_was_tuned_in_this_process_is_used(folders: dict[str, Path]) -> None:
+    bucket = ProblemBucket("op", "bf16", (64,))
+    for config in SPACE:
+        write(folders["user"], {bucket: tuned(config)})
+        assert best(bucket, DEFAULT, SPACE) == config
 
 
 ENTRY = {
     "op": "op",
     "form": "",
     "sizes": [1],
+    "source": "5",
+    "compiler": "triton 3",
+    "driver": "580",
     "tiles": {"A": 1},
     "warps": 4,
     "stages": 1,
     "us": 1.0,
     "default_us": None,
+    "untried": 0,
 }
 
 
@@ -145,11 +225,11 @@ ENTRY = {
         "{",
         "null",
         "\xff",
-        json.dumps({"gpu": 3, "entries": []}),
-        json.dumps({"gpu": GPU}),
-        json.dumps({"gpu": GPU, "entries": [[]]}),
-        json.dumps({"gpu": "NVIDIA A100", "entries": []}),
-        *(json.dumps({"gpu": GPU, "entries": [ENTRY | wrong]}) for wrong in (
+        json.dumps({"device": 3, "entries": []}),
+        json.dumps({"device": GPU}),
+        json.dumps({"device": GPU, "entries": [[]]}),
+        json.dumps({"device": "NVIDIA A100", "entries": []}),
+        *(json.dumps({"device": GPU, "entries": [ENTRY | wrong]}) for wrong in (
             {"sizes": 3},
             {"sizes": ["1"]},
             {"tiles": [1]},
@@ -159,7 +239,10 @@ ENTRY = {
             {"us": "fast"},
             {"op": 1},
         )),
-        *(json.dumps({"gpu": GPU, "entries": [{k: ENTRY[k] for k in ENTRY if k != lost}]}) for lost in ENTRY),
+        *(
+            json.dumps({"device": GPU, "entries": [{k: ENTRY[k] for k in ENTRY if k != lost}]})
+            for lost in ENTRY
+        ),
     ],
 )  # fmt: skip
 def test_a_broken_table_is_a_warning(
@@ -186,9 +269,10 @@ def test_an_unreadable_table_is_a_warning(folders: dict[str, Path], caplog: pyte
 
 def test_a_good_entry_is_read(folders: dict[str, Path]) -> None:
     folders["user"].mkdir()
-    (folders["user"] / FILE).write_text(json.dumps({"gpu": GPU, "entries": [ENTRY]}))
+    (folders["user"] / FILE).write_text(json.dumps({"device": GPU, "entries": [ENTRY]}))
     expected = Tuned(KernelConfig((("A", 1),), 4, 1), 1.0, None)
-    assert dict(load_table("nvidia-h200")) == {ProblemBucket("op", "", (1,)): expected}
+    key = TunedKey(ProblemBucket("op", "", (1,)), Build("5", "triton 3", "580"))
+    assert dict(load_table("nvidia-h200")) == {key: expected}
 
 
 def test_where_the_users_tables_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -212,15 +296,18 @@ buckets = st.builds(
     ProblemBucket, words, words, st.lists(st.integers(0, 20).map(lambda n: 1 << n), max_size=3).map(tuple)
 )
 times = st.floats(0.1, 1e6)
-tables = st.dictionaries(buckets, st.builds(Tuned, some_configs, times, st.none() | times), max_size=6)
+keys = st.builds(TunedKey, buckets, st.builds(Build, words, words, words))
+results = st.builds(Tuned, some_configs, times, st.none() | times, st.integers(0, 9))
+some_tables = st.dictionaries(keys, results, max_size=6)
 
 
-@given(tables)
+@given(some_tables)
 def test_a_table_comes_back_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, table: dict[ProblemBucket, Tuned]
+    tmp_path_factory: pytest.TempPathFactory, table: dict[TunedKey, Tuned]
 ) -> None:
     folder = tmp_path_factory.mktemp("tables")
-    path = write(folder, table)
+    path = folder / FILE
+    write_table(path, GPU, table)
     assert read_table(path, "nvidia-h200") == table
     assert [file.name for file in folder.iterdir()] == [FILE]
 
@@ -233,8 +320,11 @@ def test_the_nearest_comes_first(known: set[tuple[int, int]], wanted: tuple[int,
     def bucket(sizes: tuple[int, int]) -> ProblemBucket:
         return ProblemBucket("op", "", (1 << sizes[0], 1 << sizes[1]))
 
-    table = {bucket(sizes): tuned(KernelConfig((("A", sizes[0]), ("B", sizes[1])))) for sizes in known}
-    found = [tuple(size for _, size in config.tiles) for config in ranked(table, bucket(wanted))]
+    table = {
+        TunedKey(bucket(sizes), HERE): tuned(KernelConfig((("A", sizes[0]), ("B", sizes[1]))))
+        for sizes in known
+    }
+    found = [tuple(size for _, size in config.tiles) for config in ranked(table, bucket(wanted), HERE)]
     assert sorted(found) == sorted(known)
     distances = [abs(a - wanted[0]) + abs(b - wanted[1]) for a, b in found]
     assert distances == sorted(distances)
@@ -245,14 +335,14 @@ def test_a_failed_write_leaves_the_old_table(folders: dict[str, Path]) -> None:
     path = write(folders["user"], {bucket: tuned(LARGE)})
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        write_table(path, GPU, {bucket: tuned(SMALL)}, {"triton": object()})  # type: ignore[dict-item]
+        write_table(path, GPU, {TunedKey(bucket, HERE): tuned(SMALL)._replace(us=object())})  # type: ignore[arg-type]
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [FILE]
 
 
 def test_importing_it_leaves_triton_alone() -> None:
     script = (
-        "import sys; from kvkit.kernels.tuning import configs, gate, problems, search;"
+        "import sys; from kvkit.kernels.tuning import devices, gate, problems, search, tables;"
         "print('triton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -1,0 +1,198 @@
+"""The tools for tuning on this machine: its GPU, timed by events around graphs, or its CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvkit.environment import host_name
+from kvkit.kernels.tuning.cases import Case, Problem, fill
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
+from kvkit.kernels.tuning.gate import CompileError, ProblemFactory, compile_pool, survey
+from kvkit.kernels.tuning.gpus import GPUS
+from kvkit.kernels.tuning.problems import every_problem
+from kvkit.kernels.tuning.search import Late, Look, Measure, Roof, Tools, TuningError
+
+
+@contextmanager
+def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> Iterator[Tools]:
+    """The tools for this machine's GPU or `host`: a roof measured now, compilers in other processes.
+
+    Args:
+        host: the CPU.
+        factory: makes the problems anew in the processes that compile for a GPU.
+
+    Raises:
+        TuningError: there is no GPU.
+    """
+    if host:
+        cpu = torch.device("cpu")
+        yield Tools(host_name(), cpu, lambda problem, late: {}, host_timer(), host_roof(), time.monotonic)
+        return
+    if not torch.cuda.is_available():
+        raise TuningError(
+            f"no GPU here; --target compiles for one without it: {', '.join(GPUS)} (registers, spills, "
+            "shared memory)"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    target = target_name(device)
+    with compile_pool(min(8, os.cpu_count() or 1)) as pool:
+
+        def look(problem: Problem, late: Late) -> Mapping[KernelConfig, Look]:
+            found: dict[KernelConfig, Look] = {}
+            jobs = [(problem.name, c, target) for c in problem.space] if target in GPUS else []
+            for report in survey(pool, factory, jobs):
+                before = found.get(report.config, Look())
+                found[report.config] = Look(before.flaw or report.flaw())
+                if late():
+                    break
+            return found
+
+        name = torch.cuda.get_device_name(device)
+        yield Tools(name, device, look, cuda_timer(device), measured_roof(device), time.monotonic)
+
+
+def target_name(device: torch.device) -> str:
+    """What Triton compiles for on a GPU; one that `GPUS` lacks is tuned without a look at the compiler."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def cuda_timer(device: torch.device) -> Callable[[Case], Measure]:
+    """Times runs on a GPU by events, after a write that leaves nothing of use in L2.
+
+    Triton kernels are captured in a CUDA graph, so that several follow one another without waiting for
+    Python; other launches are timed as they are run.
+    """
+    l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    flush = torch.empty(max(4 * l2_bytes, 256 << 20), dtype=torch.uint8, device=device)
+
+    def timer(case: Case) -> Measure:
+        ready = cache(lambda config: _ready(case, config))
+
+        def measure(config: KernelConfig) -> float:
+            run, _ = ready(config)
+            flush.zero_()
+            return _seconds(run)
+
+        return measure
+
+    return timer
+
+
+def _ready(case: Case, config: KernelConfig) -> tuple[Callable[[], None], tuple[Runnable, ...]]:
+    """What runs a configuration, and its launches: they own the memory that it works on.
+
+    Raises:
+        CompileError: it cannot be made, compiled or started.
+    """
+    try:
+        launches = case.launches(config)
+        for launch in launches:  # compiles, which a capture cannot
+            launch.run()
+    except Exception as error:  # each stage of Triton's compiler raises its own kind, the driver RuntimeError
+        raise CompileError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # nothing can be run on this GPU by this process any more
+        raise TuningError(f"{config} broke the GPU's context: {error}") from error
+    if not all(isinstance(launch, Launch) for launch in launches):
+        return lambda: _run(launches), launches
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        graph.capture_begin()
+        _run(launches)
+        graph.capture_end()
+    return graph.replay, launches
+
+
+def _run(launches: tuple[Runnable, ...]) -> None:
+    for launch in launches:
+        launch.run()
+
+
+def measured_roof(device: torch.device) -> Roof:
+    """Rates of a copy of 1 GiB and of a product of bfloat16 matrices of 8192 x 8192: the best of ten each."""
+    return _roof(device, 1 << 30, 8192, torch.bfloat16, _seconds)
+
+
+def _roof(
+    device: torch.device,
+    size: int,
+    side: int,
+    dtype: torch.dtype,
+    seconds: Callable[[Callable[[], object]], float],
+) -> Roof:
+    """Over random numbers: ones take less power, so that a GPU multiplies more of them in a second."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    a = torch.empty(side, side, dtype=dtype, device=device)
+    target, product = torch.zeros_like(source), torch.empty_like(a)
+    fill(source)
+    fill(a)
+    copy_s = min(seconds(lambda: target.copy_(source)) for _ in range(10))
+    product_s = min(seconds(lambda: torch.mm(a, a, out=product)) for _ in range(10))
+    return Roof(bytes_per_s=2 * size / copy_s, flops_per_s=2 * side**3 / product_s)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Between two events on the current stream."""
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    began.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) * 1e-3
+
+
+def host_timer() -> Callable[[Case], Measure]:
+    """Times runs on the CPU by the clock, after a write of twice its largest cache that leaves nothing there.
+
+    One thread writes: torch's would go on spinning beside what is timed. A configuration runs once before it
+    is timed, so that what compiles it does not count.
+    """
+    flush = np.zeros(2 * _cache_bytes(), np.uint8)
+
+    def timer(case: Case) -> Measure:
+        @cache
+        def ready(config: KernelConfig) -> tuple[Runnable, ...]:
+            try:
+                launches = case.launches(config)
+                _run(launches)
+            except Exception as error:  # numba's compiler raises many kinds
+                raise CompileError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            return launches
+
+        def measure(config: KernelConfig) -> float:
+            launches = ready(config)
+            np.add(flush, 1, out=flush)
+            return _host_seconds(lambda: _run(launches))
+
+        return measure
+
+    return timer
+
+
+def host_roof() -> Roof:
+    """Rates of torch's copy of 256 MiB and product of float32 matrices of 1024 x 1024, by all its threads."""
+    return _roof(torch.device("cpu"), 256 << 20, 1024, torch.float32, _host_seconds)
+
+
+def _host_seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - began) * 1e-9
+
+
+def _cache_bytes() -> int:
+    """The size of the CPU's largest cache, 64 MiB at least: that is taken where the system does not say."""
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max([64 << 20, *(int(path.read_text().strip().removesuffix("K")) << 10 for path in found)])
