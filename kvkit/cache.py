@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ from kvkit.moving.sequence import (
 )
 from kvkit.moving.store import Store, Stored
 from kvkit.moving.tier_set import TierSet
+from kvkit.moving.warm_up import warm_up
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import HealthState
@@ -389,6 +391,28 @@ class Cache:
         transfer.add_done_callback(lambda done: store.promise.close() if done.cancelled() else None)
         return transfer
 
+    def warm_up(self, pages: AllPages) -> Future[None]:
+        """Have what the first moves of such pages start compiled and loaded, in the background.
+
+        For pages on a GPU: without it the first load waits for the compiler. Nothing is moved.
+
+        Args:
+            pages: one per layer group, of a chunk, as blocks or as slots; which ones does not matter.
+
+        Raises:
+            CacheError: they do not match the layout.
+        """
+        none = self.chunks(np.zeros(0, np.int32))
+        groups = check_pages(pages, none, 0, self.layout)
+
+        def carry_out() -> None:
+            self.staging.ready.wait(self.timeout_s)  # memory that is not pinned takes another way
+            (lease,) = self.staging.acquire(1, self.timeout_s)
+            with lease:
+                warm_up(groups, none.formats, lease)
+
+        return self._storing.submit(carry_out)
+
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers evict none of these tokens' chunks for so long; how many tokens one or more hold."""
         chunks = self.chunks(tokens, namespace)
@@ -513,7 +537,7 @@ def _marks(pages: Sequence[SequencePages]) -> CudaEvents:
 
 
 def _warm_up() -> None:
-    """Load the compiled kernels, or compile them, before the first request waits for that."""
+    """Load the CPU's compiled kernels, or compile them, before the first request waits for that."""
     group = LayerGroup(layers=(0,), kv_heads=1, k_size=1, v_size=0, dtype="uint8", block_tokens=1)
     pages = Pages.of(group, group.pages(1))
     block = np.zeros((1, 1), np.int64)

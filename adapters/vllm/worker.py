@@ -128,6 +128,8 @@ class Worker:
         }
         self._windows = has_windows(group.spec for group in groups)
         self._cuda = groups[0].pages.device.type == "cuda"
+        if self._cuda:
+            self.cache.warm_up([group.place([], namespace.chunk_tokens) for group in groups])
         self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
         self._saving: list[Transfer[Stored]] = []
         self._patience_s = SAVE_WAIT_S
