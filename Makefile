@@ -46,7 +46,8 @@ $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
 	PYTHONPATH=$(OLD_TRITON) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile \
-		tests/test_attention_triton.py tests/test_pages_triton.py tests/test_gate.py tests/test_search.py
+		tests/test_attention_triton.py tests/test_pages_triton.py tests/test_pages_compiled.py tests/test_gate.py \
+		tests/test_search.py
 
 check: $(VENV)/dev.stamp  ## style, types, floors, and that the documentation builds
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from numpy.typing import NDArray
 from test_pages_numba import (
@@ -24,7 +26,7 @@ from test_pages_numba import (
 
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels.pages import device
+from kvkit.kernels.pages import device, triton_kernels
 from kvkit.kernels.pages import triton as kernels
 from kvkit.kernels.pages.api import Pages
 from kvkit.kernels.pages.checks import Turns
@@ -140,6 +142,52 @@ def test_widest_access(arguments: dict[str, Any], kernel: str, width: int, recor
     assert given.get("RECORD_WIDTH", given["WIDTH"]) * record_item == record_width
 
 
+def test_codes_of_fp8_are_decoded() -> None:
+    """All 256, -0 and numbers below the smallest normal among them; a NaN of either sign is a NaN."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    got = torch.full((256,), 7.0)
+    decode_codes[(1,)](codes, got)
+    want = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(got.isnan(), want.isnan())
+    keep = ~want.isnan()
+    assert torch.equal(got[keep].view(torch.int32), want[keep].view(torch.int32))
+
+
+def test_every_kind_of_number_is_encoded_as_hardware_does() -> None:
+    """Codes, the middles between them and the numbers beside either, what is larger or tiny, of both signs.
+
+    `cvt.rn.satfinite.e4m3x2` rounds to nearest, ties to even, takes what is larger than 448 for 448, and any
+    NaN for 0x7F.
+    """
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    more = [448.0, 460.0, 464.0, 465.0, 480.0, 1e38, torch.inf, 1e-45, 1e-39, 1.2e-38, 2.0**-11]
+    x = torch.cat([codes, middles, torch.tensor(more)])
+    x = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(0.0))])
+    x = torch.cat([x, -x, torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100])
+    nans = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32)
+    x = torch.cat([x, nans.view(torch.float32), (nans | -0x80000000).view(torch.float32)])
+    got = torch.full((len(x),), POISON, dtype=torch.uint8)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        encode_numbers[(1,)](x, got, len(x))
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    want[x.isnan()] = 0x7F
+    assert got.tolist() == want.tolist()
+
+
+@triton.jit
+def decode_codes(codes, numbers):
+    i = tl.arange(0, 256)
+    tl.store(numbers + i, triton_kernels._decode(tl.load(codes + i), "fp8", True))
+
+
+@triton.jit
+def encode_numbers(numbers, codes, count):
+    i = tl.arange(0, 4096)
+    x = tl.load(numbers + i, mask=i < count)
+    tl.store(codes + i, triton_kernels._encode(x, "fp8", 448.0, True), mask=i < count)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"pairs": 8}, {"quantised": "fp8", "to_records": True}])
 def test_every_configuration_has_programs_for_all_rows(arguments: dict[str, Any]) -> None:
     """2 layers (K and V apart where they are converted) of 2 heads, 32 tokens, 128 channels."""
@@ -150,13 +198,13 @@ def test_every_configuration_has_programs_for_all_rows(arguments: dict[str, Any]
             launch.kernel.__name__
         ]
         parts = given["parts_count"]
-        programs = parts * -(-2 * 32 * (256 // parts) // (tile * elements))
+        programs = 2 * parts * -(-32 * (256 // parts) // (tile * elements))
         assert launch.config == config
         assert launch.grid == (programs,)
 
 
 def test_configurations_give_the_same_bytes() -> None:
-    """Tiles that are no multiple of a row, and rows wider than a tile."""
+    """Tiles that are no multiple of a row, rows wider than a tile, programs that move several tiles."""
     group = LayerGroup((0,), 3, 40, 24, "float32", block_tokens=4)
     pages = group.pages(3)
     for tensor in pages:
@@ -166,17 +214,17 @@ def test_configurations_give_the_same_bytes() -> None:
     for quantised in (None, "fp8"):
         size = (group.quantised() if quantised else group).chunk_bytes(8)
         results = []
-        for tile in (16, 64, 1024):
-            config = KernelConfig((("TILE", tile),))
+        for tile, programs in ((16, None), (64, None), (1024, None), (16, 5), (64, 1), (1024, 99)):
+            way = {"config": KernelConfig((("TILE", tile),)), "programs": programs}
             record = np.full(size, POISON, np.uint8)
             out = group.pages(3, POISON)
             address = np.array([record.ctypes.data])
-            pack = kernels.move(
-                Pages.of(group, pages), address, ids, True, quantised=quantised, config=config
-            )
+            pack = kernels.move(Pages.of(group, pages), address, ids, True, quantised=quantised, **way)
             pack.run()
             into = Pages.of(group, out)
-            kernels.move(into, address, ids, False, quantised=quantised, turns=turns, config=config).run()
+            unpack = kernels.move(into, address, ids, False, quantised=quantised, turns=turns, **way)
+            unpack.run()
+            assert programs is None or max(pack.grid[0], unpack.grid[0]) <= programs
             results.append((record, out))
         for record, out in results[1:]:
             np.testing.assert_array_equal(record, results[0][0])

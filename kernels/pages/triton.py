@@ -52,7 +52,8 @@ def bucket(launch: Launch) -> ProblemBucket:
     given = launch.arguments
     compiled = (f"{name}={value}" for name, value in given.items() if name.isupper() and name != "INTERPRET")
     rows = len(given["records"]) * given["parts_count"] * given["heads"] * given["tokens"]
-    return ProblemBucket(launch.kernel.__name__, " ".join(compiled), (_power_of_2(rows * given["row_size"]),))
+    size = _power_of_2(rows * given["RECORD_ROW"])
+    return ProblemBucket(launch.kernel.__name__, " ".join(compiled), (size,))
 
 
 def move(
@@ -65,6 +66,7 @@ def move(
     quantised: str | None = None,
     turns: Turns | None = None,
     config: KernelConfig | None = None,
+    programs: int | None = None,
 ) -> Launch:
     """The launch that packs (`to_records`) or unpacks. Copies its small arrays to the pages' device.
 
@@ -79,6 +81,9 @@ def move(
         quantised: form of the records, one of `reference.LARGEST`, or None.
         turns: None, or those of keys that are rotated.
         config: instead of the best that is known.
+        programs: at most so many, each of which moves many tiles: of pinned memory, which takes its time
+            however many wait for it, and whose launches would else keep others' off the device. None: a
+            program for each tile.
     """
     if quantised is None and turns is None:
         form = _copying(pages, records, to_records)
@@ -100,17 +105,19 @@ def move(
         "parts_count": len(form.parts),
         "heads": pages.heads,
         "tokens": tokens,
-        "granule": granule,
         "ids_count": ids.shape[1],
-        "row_size": form.row_size,
+        "GRANULE": granule,
         "SLOTS": slots,
+        "PERSISTENT": programs is not None,
+        "INTERPRET": not isinstance(form.kernel, JITFunction),
     }
     space = configs(form.kernel.__name__)
     draft = Launch(form.kernel, (0,), arguments, space[0])
     config = config or best(bucket(draft), space[0], space, form.kernel)
-    tiles = -(-pages.heads * tokens * form.row_work // max(dict(config.tiles)["TILE"], form.least))
-    grid = (len(records) * len(form.parts) * tiles,)
-    return replace(draft, grid=grid, arguments=arguments | {"tiles": tiles}, config=config)
+    tiles = -(-tokens * form.row_work // max(dict(config.tiles)["TILE"], form.least))
+    count = len(records) * len(form.parts) * pages.heads * tiles
+    grid = (count if programs is None else min(programs, count),)
+    return replace(draft, grid=grid, arguments=arguments | {"tiles": tiles, "count": count}, config=config)
 
 
 class _Form(NamedTuple):
@@ -118,7 +125,6 @@ class _Form(NamedTuple):
 
     kernel: Any  # one of the three
     parts: NDArray[np.int64]  # [P, 7], first byte, width and strides in the units of the pages
-    row_size: int  # of a record's row, in the units of the record
     row_work: int  # how much of a tile a row takes, at most
     least: int  # a tile is not smaller
     constants: dict[str, Any]  # compile-time arguments
@@ -129,9 +135,15 @@ def _copying(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _For
     row_bytes = group.page_bytes or group.channels * group.item_bytes
     align = _align(parts[:, 1:3], parts[:, 3:], records, row_bytes)
     unit = min(align, max(WORDS))
-    constants = {"TO_RECORDS": to_records, "WORD": WORDS[unit], "WIDTH": align // unit}
-    work = int(parts[:, 2].max()) // align
-    return _Form(copy_rows, _in_units(parts, unit), row_bytes // unit, work, 1, constants)
+    row = int(parts[:, 2].max()) // align
+    constants = {
+        "TO_RECORDS": to_records,
+        "WORD": WORDS[unit],
+        "WIDTH": align // unit,
+        "RECORD_ROW": row_bytes // unit,
+        "ROW": row,
+    }
+    return _Form(copy_rows, _in_units(parts, unit), row, 1, constants)
 
 
 def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, rope: Rope | None) -> _Form:
@@ -141,6 +153,7 @@ def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, r
     row_size = group.channels if quantised is None else group.quantised().channels
     first, pairs = (rope.first, rope.channels // 2) if rope else (0, 0)
     width = math.gcd(_align(halves[:, 2:]) // group.item_bytes, first, pairs)
+    row = -(-int(parts[:, 2].max()) // (2 * width))
     together = _align(records, parts[:, 1] * unit, row_size * unit) // unit
     constants = {
         "cos_sin": None,
@@ -151,12 +164,13 @@ def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, r
         "SCALE_BYTES": _align(records, row_size, group.channels, 4) if quantised else 4,
         "WIDTH": width,
         "RECORD_WIDTH": math.gcd(together, width),
+        "RECORD_ROW": row_size,
+        "ROW": row,
         "FIRST": first,
         "PAIRS": pairs,
         "INTERLEAVED": rope is not None and rope.interleaved,
-        "INTERPRET": not isinstance(decode_rows, JITFunction),
     }
-    return _Form(decode_rows, parts, row_size, -(-int(parts[:, 2].max()) // (2 * width)), 1, constants)
+    return _Form(decode_rows, parts, row, 1, constants)
 
 
 def _encoding(pages: Pages, records: NDArray[np.int64], quantised: str) -> _Form:
@@ -170,11 +184,12 @@ def _encoding(pages: Pages, records: NDArray[np.int64], quantised: str) -> _Form
         "SCALE_BYTES": _align(records, row_size, group.channels, 4),
         "WIDTH": _align(halves[:, 2:]) // group.item_bytes,
         "RECORD_WIDTH": _align(records, row_size, parts[:, 1]),
+        "RECORD_ROW": row_size,
         "COLUMNS": columns,
         "LARGEST": LARGEST[quantised],
         "SMALLEST": SMALLEST_AMAX,
     }
-    return _Form(encode_rows, parts, row_size, columns, columns, constants)
+    return _Form(encode_rows, parts, columns, columns, constants)
 
 
 def _in_units(parts: NDArray[np.int64], unit: int) -> NDArray[np.int64]:

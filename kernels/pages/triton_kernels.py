@@ -13,19 +13,44 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
-RUNTIME = ["parts_count", "heads", "tokens", "granule", "ids_count", "row_size", "tiles"]
-"""Numbers that differ from call to call: nothing is compiled anew for them."""
+RUNTIME = ["parts_count", "heads", "tokens", "ids_count", "tiles", "count"]
+"""Numbers that may differ from call to call: nothing is compiled anew for them."""
 
 
 @triton.jit
-def _page_rows(part, ids, head, t, inside, granule, SLOTS: tl.constexpr):
-    """Where rows begin in a part's pages, and which of them are moved. head, t, inside: [V]."""
-    given = tl.load(ids + t // granule, mask=inside, other=-1)
+def _turns(count, PERSISTENT: tl.constexpr):
+    """How many tiles a program moves, one after another."""
+    return tl.cdiv(count - tl.program_id(0), tl.num_programs(0)) if PERSISTENT else 1
+
+
+@triton.jit
+def _place(turn, tiles, heads, parts_count):
+    """The tile of a program's turn: its number among those of a head, the head, part and chunk."""
+    place, tile = _divide(tl.program_id(0) + turn * tl.num_programs(0), tiles)
+    place, head = _divide(place, heads)
+    chunk, place = _divide(place, parts_count)
+    return tile, head, place, chunk
+
+
+@triton.jit
+def _divide(a, b):
+    """a // b and a % b of int32 that are not negative, which takes fewer instructions than of any."""
+    a = a.to(tl.uint32)
+    b = tl.cast(b, tl.uint32)
+    return (a // b).to(tl.int32), (a % b).to(tl.int32)
+
+
+@triton.jit
+def _page_rows(part, ids, head, t, inside, GRANULE: tl.constexpr, SLOTS: tl.constexpr):
+    """Where a head's rows begin in a part's pages, and which of them are moved. t, inside: [V]."""
+    i, place = _divide(t, GRANULE)
+    given = tl.load(ids + i, mask=inside, other=-1)
     if SLOTS:
         block, place = given >> 32, given & 0xFFFFFFFF
     else:
-        block, place = given, (t % granule).to(tl.int64)
+        block, place = given, place.to(tl.int64)
     block_stride, head_stride, token_stride = tl.load(part + 4), tl.load(part + 5), tl.load(part + 6)
     rows = block * block_stride + head * head_stride + place * token_stride
     return rows, inside & (given >= 0)
@@ -51,34 +76,38 @@ def copy_rows(
     parts_count,  # P
     heads,
     tokens,
-    granule,  # tokens of an id
     ids_count,
-    row_size,  # words of a record's row
-    tiles,  # programs of a chunk's part
+    tiles,  # of a head of a chunk's part
+    count,  # of all tiles
     TO_RECORDS: tl.constexpr,
-    SLOTS: tl.constexpr,
     WORD: tl.constexpr,
     WIDTH: tl.constexpr,  # words of a vector
+    RECORD_ROW: tl.constexpr,  # words of a record's row
+    ROW: tl.constexpr,  # vectors of a page's row, at most
+    GRANULE: tl.constexpr,  # tokens of an id
+    SLOTS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    INTERPRET: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Bytes, unchanged. A program has TILE vectors of a chunk's part, in the order of the record."""
-    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    part, chunk = parts + place % parts_count * 7, place // parts_count
-    row_vectors = (tl.load(part + 2) // WIDTH).to(tl.int32)
-    vector = tile * TILE + tl.arange(0, TILE)  # [V]
-    row, first = vector // row_vectors, vector % row_vectors * WIDTH
-    head, t = row // tokens, row % tokens
-    page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, head < heads, granule, SLOTS)
-    layer, record_first = tl.load(part), tl.load(part + 1)
-    record_row = (layer * heads * tokens + row) * row_size + record_first
-    word = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
-    page = _pointer(part + 3, WORD, WIDTH) + _lanes(page_row + first, word, WIDTH)
-    record = _pointer(records + chunk, WORD, WIDTH) + _lanes(record_row + first, word, WIDTH)
-    mask = tl.broadcast_to(keep[:, None], (TILE, WIDTH))
-    if TO_RECORDS:
-        tl.store(record, tl.load(page, mask=mask), mask=mask)
-    else:
-        tl.store(page, tl.load(record, mask=mask), mask=mask)
+    """Bytes, unchanged. A tile is TILE vectors of a head of a chunk's part, in the order of the record."""
+    for turn in range(_turns(count, PERSISTENT)):
+        tile, head, place, chunk = _place(turn, tiles, heads, parts_count)
+        part = parts + place * 7
+        t, vector = _divide(tile * TILE + tl.arange(0, TILE), ROW)  # [V]
+        first = vector * WIDTH
+        inside = (t < tokens) & (first < tl.load(part + 2))
+        page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, inside, GRANULE, SLOTS)
+        layer, record_first = tl.load(part), tl.load(part + 1)
+        record_row = ((layer * heads + head) * tokens + t) * RECORD_ROW + record_first
+        word = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
+        page = _pointer(part + 3, WORD, WIDTH) + _lanes(page_row + first, word, WIDTH)
+        record = _pointer(records + chunk, WORD, WIDTH) + _lanes(record_row + first, word, WIDTH)
+        mask = tl.broadcast_to(keep[:, None], (TILE, WIDTH))
+        if TO_RECORDS:
+            tl.store(record, tl.load(page, mask=mask), mask=mask)
+        else:
+            tl.store(page, tl.load(record, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -91,91 +120,90 @@ def decode_rows(
     parts_count,
     heads,
     tokens,
-    granule,
     ids_count,
-    row_size,  # of a record's row: channels, or bytes of codes and scales
     tiles,
+    count,
     DTYPE: tl.constexpr,
     FORM: tl.constexpr,  # fp8, int8 or None
     CHANNELS: tl.constexpr,
     SCALE_BYTES: tl.constexpr,  # that a scale is aligned to
-    SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,  # channels of a vector
     RECORD_WIDTH: tl.constexpr,  # of them together aligned in a record
+    RECORD_ROW: tl.constexpr,  # of a record: channels, or bytes of codes and scales
+    ROW: tl.constexpr,  # pairs of vectors of a page's row, at most
     FIRST: tl.constexpr,  # rotary channel
     PAIRS: tl.constexpr,  # of rotary channels, or 0
     INTERLEAVED: tl.constexpr,
+    GRANULE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     INTERPRET: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Records to pages: a' = a cos - b sin, b' = b cos + a sin of K's rotary pairs; code * scale of codes.
 
-    A lane has two vectors: those of WIDTH pairs, or two that are not rotated and side by side. In float32,
-    rounded once; what is neither rotated nor quantised keeps its bits.
+    A lane has two vectors: those of WIDTH pairs, or two that are not rotary and side by side; V's as K's. In
+    float32, rounded once; what is neither rotated nor quantised keeps its bits.
     """
     BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
     CODE: tl.constexpr = BITS if FORM is None else tl.uint8
-    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    part, chunk = parts + place % parts_count * 7, place // parts_count
-    record_first = tl.load(part + 1)
-    pairs = tl.where(record_first == 0, PAIRS, 0)  # V has none
-    turning = pairs // WIDTH
-    rest = tl.load(part + 2).to(tl.int32) - 2 * pairs
-    row_units = turning + tl.cdiv(rest, 2 * WIDTH)
-    unit = tile * TILE + tl.arange(0, TILE)  # [V]
-    row, unit = unit // row_units, unit % row_units
-    head, t = row // tokens, row % tokens
-    page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, head < heads, granule, SLOTS)
-    rows = tl.load(part) * heads * tokens + row
-    record_row = rows * row_size + record_first
+    for turn in range(_turns(count, PERSISTENT)):
+        tile, head, place, chunk = _place(turn, tiles, heads, parts_count)
+        part = parts + place * 7
+        record_first, width = tl.load(part + 1), tl.load(part + 2)
+        t, unit = _divide(tile * TILE + tl.arange(0, TILE), ROW)  # [V]
+        page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, t < tokens, GRANULE, SLOTS)
+        rows = (tl.load(part) * heads + head) * tokens + t
+        record_row = rows * RECORD_ROW + record_first
 
-    turned = unit < turning
-    still = (unit - turning) * 2 * WIDTH  # a place among the channels that are not rotated
-    after = still + WIDTH
-    if INTERLEAVED:
-        turned_a = FIRST + unit * 2 * WIDTH
-        turned_b = turned_a + WIDTH
-    else:
-        turned_a = FIRST + unit * WIDTH
-        turned_b = turned_a + PAIRS
-    first_a = tl.where(turned, turned_a, still + tl.where(still >= FIRST, 2 * pairs, 0))
-    first_b = tl.where(turned, turned_b, after + tl.where(after >= FIRST, 2 * pairs, 0))
-
-    channel = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
-    mask_a = tl.broadcast_to(keep[:, None], (TILE, WIDTH))
-    mask_b = tl.broadcast_to((keep & (turned | (after < rest)))[:, None], (TILE, WIDTH))
-    record = _pointer(records + chunk, CODE, RECORD_WIDTH)
-    a = tl.load(record + _lanes(record_row + first_a, channel, RECORD_WIDTH), mask=mask_a)
-    b = tl.load(record + _lanes(record_row + first_b, channel, RECORD_WIDTH), mask=mask_b)
-    if PAIRS > 0 and INTERLEAVED:
-        a, b = _pairs_apart(a, b)
-    if FORM is None:
-        wide_a, wide_b = _widen(a, DTYPE), _widen(b, DTYPE)
-    else:
-        to_scale = rows * row_size + CHANNELS + tl.where(record_first == 0, 0, 4)
-        scale = _load_scale(records + chunk, to_scale, keep, SCALE_BYTES)[:, None]
-        wide_a, wide_b = _decode(a, FORM) * scale, _decode(b, FORM) * scale
-    if PAIRS > 0:
-        turning_lanes = (keep & turned)[:, None]
-        turn = tl.load(which + chunk * tokens + t, mask=keep & turned, other=0) * (2 * PAIRS) + unit * WIDTH
-        angle = cos_sin + _lanes(turn, channel, WIDTH)
-        cos = tl.load(angle, mask=tl.broadcast_to(turning_lanes, (TILE, WIDTH)), other=1.0)
-        sin = tl.load(angle + PAIRS, mask=tl.broadcast_to(turning_lanes, (TILE, WIDTH)), other=0.0)
-        turned_a = wide_a * cos - wide_b * sin
-        turned_b = wide_b * cos + wide_a * sin
-        if FORM is None:
-            a = tl.where(turning_lanes, _narrow(turned_a, DTYPE, INTERPRET), a)
-            b = tl.where(turning_lanes, _narrow(turned_b, DTYPE, INTERPRET), b)
+        rotary = unit < PAIRS // WIDTH
+        still = (unit - PAIRS // WIDTH) * 2 * WIDTH  # a place among the channels that are not rotary
+        after = still + WIDTH
+        if INTERLEAVED:
+            turned_a = FIRST + unit * 2 * WIDTH
+            turned_b = turned_a + WIDTH
         else:
-            a = _narrow(tl.where(turning_lanes, turned_a, wide_a), DTYPE, INTERPRET)
-            b = _narrow(tl.where(turning_lanes, turned_b, wide_b), DTYPE, INTERPRET)
-    else:
-        a, b = _narrow(wide_a, DTYPE, INTERPRET), _narrow(wide_b, DTYPE, INTERPRET)
-    if PAIRS > 0 and INTERLEAVED:
-        a, b = _pairs_together(a, b)
-    page = _pointer(part + 3, BITS, WIDTH)
-    tl.store(page + _lanes(page_row + first_a, channel, WIDTH), a, mask=mask_a)
-    tl.store(page + _lanes(page_row + first_b, channel, WIDTH), b, mask=mask_b)
+            turned_a = FIRST + unit * WIDTH
+            turned_b = turned_a + PAIRS
+        first_a = tl.where(rotary, turned_a, still + tl.where(still >= FIRST, 2 * PAIRS, 0))
+        first_b = tl.where(rotary, turned_b, after + tl.where(after >= FIRST, 2 * PAIRS, 0))
+
+        channel = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
+        mask_a = tl.broadcast_to((keep & (first_a < width))[:, None], (TILE, WIDTH))
+        mask_b = tl.broadcast_to((keep & (first_b < width))[:, None], (TILE, WIDTH))
+        record = _pointer(records + chunk, CODE, RECORD_WIDTH)
+        a = tl.load(record + _lanes(record_row + first_a, channel, RECORD_WIDTH), mask=mask_a)
+        b = tl.load(record + _lanes(record_row + first_b, channel, RECORD_WIDTH), mask=mask_b)
+        if PAIRS > 0 and INTERLEAVED:
+            a, b = _pairs_apart(a, b)
+        if FORM is None:
+            wide_a, wide_b = _widen(a, DTYPE), _widen(b, DTYPE)
+        else:
+            to_scale = rows * RECORD_ROW + CHANNELS + tl.where(record_first == 0, 0, 4)
+            scale = _load_scale(records + chunk, to_scale, keep, SCALE_BYTES)[:, None]
+            wide_a, wide_b = _decode(a, FORM, INTERPRET) * scale, _decode(b, FORM, INTERPRET) * scale
+        if PAIRS > 0:
+            turned = keep & (unit < tl.where(record_first == 0, PAIRS // WIDTH, 0))  # V's are not
+            turn_row = tl.load(which + chunk * tokens + t, mask=turned, other=0) * (2 * PAIRS)
+            turned = turned[:, None]
+            angle = cos_sin + _lanes(turn_row + unit * WIDTH, channel, WIDTH)
+            cos = tl.load(angle, mask=tl.broadcast_to(turned, (TILE, WIDTH)), other=1.0)
+            sin = tl.load(angle + PAIRS, mask=tl.broadcast_to(turned, (TILE, WIDTH)), other=0.0)
+            turned_a = wide_a * cos - wide_b * sin
+            turned_b = wide_b * cos + wide_a * sin
+            if FORM is None:
+                a = tl.where(turned, _narrow(turned_a, DTYPE, INTERPRET), a)
+                b = tl.where(turned, _narrow(turned_b, DTYPE, INTERPRET), b)
+            else:
+                a = _narrow(tl.where(turned, turned_a, wide_a), DTYPE, INTERPRET)
+                b = _narrow(tl.where(turned, turned_b, wide_b), DTYPE, INTERPRET)
+        else:
+            a, b = _narrow(wide_a, DTYPE, INTERPRET), _narrow(wide_b, DTYPE, INTERPRET)
+        if PAIRS > 0 and INTERLEAVED:
+            a, b = _pairs_together(a, b)
+        page = _pointer(part + 3, BITS, WIDTH)
+        tl.store(page + _lanes(page_row + first_a, channel, WIDTH), a, mask=mask_a)
+        tl.store(page + _lanes(page_row + first_b, channel, WIDTH), b, mask=mask_b)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -186,20 +214,23 @@ def encode_rows(
     parts_count,
     heads,
     tokens,
-    granule,
     ids_count,
-    row_size,  # bytes of a record's row
     tiles,
+    count,
     DTYPE: tl.constexpr,
     FORM: tl.constexpr,  # fp8 or int8
     CHANNELS: tl.constexpr,
     SCALE_BYTES: tl.constexpr,  # that a scale is aligned to
-    SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,  # channels that are together aligned in a page
     RECORD_WIDTH: tl.constexpr,  # in a record
+    RECORD_ROW: tl.constexpr,  # bytes of a record's row
     COLUMNS: tl.constexpr,  # a power of 2, no row has more channels
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
+    GRANULE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    INTERPRET: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Pages to records: scale = amax / LARGEST, code = x * (LARGEST / amax) rounded to nearest, ties to even.
@@ -208,31 +239,31 @@ def encode_rows(
     """
     BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
     ROWS: tl.constexpr = TILE // COLUMNS if TILE > COLUMNS else 1
-    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    part, chunk = parts + place % parts_count * 7, place // parts_count
-    row = tile * ROWS + tl.arange(0, ROWS)
-    head, t = row // tokens, row % tokens
-    page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, head < heads, granule, SLOTS)
-    record_first = tl.load(part + 1)
-    rows = tl.load(part) * heads * tokens + row
-    record_row = rows * row_size + record_first
+    for turn in range(_turns(count, PERSISTENT)):
+        tile, head, place, chunk = _place(turn, tiles, heads, parts_count)
+        part = parts + place * 7
+        t = tile * ROWS + tl.arange(0, ROWS)
+        page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, t < tokens, GRANULE, SLOTS)
+        record_first = tl.load(part + 1)
+        rows = (tl.load(part) * heads + head) * tokens + t
+        record_row = rows * RECORD_ROW + record_first
 
-    channel = tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS] from here
-    count = tl.multiple_of(tl.load(part + 2), WIDTH)
-    mask = keep[:, None] & (channel < count)
-    x = tl.load(_pointer(part + 3, BITS, WIDTH) + _lanes(page_row, channel, WIDTH), mask=mask, other=0)
-    x = _widen(x, DTYPE)
-    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)  # as whole numbers, NaN is the largest
-    tiny = amax < SMALLEST
-    largest = tl.full((ROWS,), LARGEST, tl.float32)
-    inverse = tl.where(tiny, 0.0, tl.div_rn(largest, tl.where(tiny, 1.0, amax)))
-    scale = tl.where(tiny, 0.0, tl.div_rn(amax, largest))
-    record = _pointer(records + chunk, tl.uint8, RECORD_WIDTH)
-    codes = _encode(x * inverse[:, None], FORM, LARGEST)
-    tl.store(record + _lanes(record_row, channel, RECORD_WIDTH), codes, mask=mask)
-    to_scale = rows * row_size + CHANNELS + tl.where(record_first == 0, 0, 4)
-    _store_scale(records + chunk, to_scale, scale, keep, SCALE_BYTES)
+        channel = tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS] from here
+        width = tl.multiple_of(tl.load(part + 2), WIDTH)
+        mask = keep[:, None] & (channel < width)
+        x = tl.load(_pointer(part + 3, BITS, WIDTH) + _lanes(page_row, channel, WIDTH), mask=mask, other=0)
+        x = _widen(x, DTYPE)
+        size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)  # as whole numbers, NaN is the largest
+        tiny = amax < SMALLEST
+        largest = tl.full((ROWS,), LARGEST, tl.float32)
+        inverse = tl.where(tiny, 0.0, tl.div_rn(largest, tl.where(tiny, 1.0, amax)))
+        scale = tl.where(tiny, 0.0, tl.div_rn(amax, largest))
+        record = _pointer(records + chunk, tl.uint8, RECORD_WIDTH)
+        codes = _encode(x * inverse[:, None], FORM, LARGEST, INTERPRET)
+        tl.store(record + _lanes(record_row, channel, RECORD_WIDTH), codes, mask=mask)
+        to_scale = rows * RECORD_ROW + CHANNELS + tl.where(record_first == 0, 0, 4)
+        _store_scale(records + chunk, to_scale, scale, keep, SCALE_BYTES)
 
 
 @triton.jit
@@ -278,27 +309,37 @@ def _narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _encode(x, FORM: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes nearest to float32, ties to even; by its bits, because sm_80 and gfx942 have no e4m3fn."""
-    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # and no product is left to fuse with a sum
-    if FORM == "int8":
-        code = (x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: its last bit is 1
+def _encode(x, FORM: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
+    """Codes nearest to float32, ties to even, of what is above LARGEST that of LARGEST; 0x7F of every NaN.
+
+    By hardware (https://docs.nvidia.com/cuda/parallel-thread-execution, cvt.rn.satfinite.e4m3x2) or, with
+    equal bits, by those of x: sm_80 and gfx942 have no e4m3fn.
+    """
+    if FORM == "fp8" and not INTERPRET and target_info.cuda_capability_geq(8, 9):
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        bits = x.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
-        tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size >= 0x3C800000, normal, tiny)  # below 2^-6; 16384's last bit is 2^-9
-        code = ((bits >> 24) & 0x80) | tl.where(size > 0x7F800000, 0x7F, code)
-    return code.to(tl.uint8)
+        x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # no product is left to fuse with a sum
+        if FORM == "int8":
+            code = (x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: its last bit is 1
+        else:
+            bits = x.to(tl.int32, bitcast=True)
+            size = bits & 0x7FFFFFFF
+            normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+            tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+            code = tl.where(size >= 0x3C800000, normal, tiny)  # below 2^-6; 16384's last bit is 2^-9
+            code = tl.where(size > 0x7F800000, 0x7F, ((bits >> 24) & 0x80) | code)
+        code = code.to(tl.uint8)
+    return code
 
 
 @triton.jit
-def _decode(code, FORM: tl.constexpr):
+def _decode(code, FORM: tl.constexpr, INTERPRET: tl.constexpr):
     """float32 of codes."""
     if FORM == "int8":
         x = code.to(tl.int8, bitcast=True).to(tl.float32)
+    elif not INTERPRET and target_info.cuda_capability_geq(8, 9):
+        x = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         bits = code.to(tl.int32)
         size = bits & 0x7F
