@@ -18,10 +18,11 @@ from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.tuning.gate import _driver_for
 
-def made(chunks=1, length=2, layers=2, **more):
+def made(chunks=1, length=2, layers=2, programs=0, **more):
     group = LayerGroup(tuple(range(layers)), 2, 64, 64, "bfloat16", block_tokens=16)
     pages = Pages.of(group, group.pages(2))
-    return kernels.move(pages, 4096 * (1 + np.arange(chunks)), np.zeros((chunks, length), np.int64), **more)
+    launch = kernels.move(pages, 4096 * (1 + np.arange(chunks)), np.zeros((chunks, length), np.int64), **more)
+    return kernels.capped(launch, programs) if programs else launch
 
 def compiled(launch, backend, arch, threads):
     with _driver_for(GPUTarget(backend, arch, threads)):

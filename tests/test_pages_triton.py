@@ -215,16 +215,17 @@ def test_configurations_give_the_same_bytes() -> None:
         size = (group.quantised() if quantised else group).chunk_bytes(8)
         results = []
         for tile, programs in ((16, None), (64, None), (1024, None), (16, 5), (64, 1), (1024, 99)):
-            way = {"config": KernelConfig((("TILE", tile),)), "programs": programs}
+            config = KernelConfig((("TILE", tile),))
             record = np.full(size, POISON, np.uint8)
             out = group.pages(3, POISON)
             address = np.array([record.ctypes.data])
-            pack = kernels.move(Pages.of(group, pages), address, ids, True, quantised=quantised, **way)
-            pack.run()
-            into = Pages.of(group, out)
-            unpack = kernels.move(into, address, ids, False, quantised=quantised, turns=turns, **way)
-            unpack.run()
-            assert programs is None or max(pack.grid[0], unpack.grid[0]) <= programs
+            source, into = Pages.of(group, pages), Pages.of(group, out)
+            pack = kernels.move(source, address, ids, True, quantised=quantised, config=config)
+            unpack = kernels.move(into, address, ids, False, quantised=quantised, turns=turns, config=config)
+            for launch in pack, unpack:
+                few = launch if programs is None else kernels.capped(launch, programs)
+                assert programs is None or few.grid == (min(programs, *launch.grid),)
+                few.run()
             results.append((record, out))
         for record, out in results[1:]:
             np.testing.assert_array_equal(record, results[0][0])

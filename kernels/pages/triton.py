@@ -66,7 +66,6 @@ def move(
     quantised: str | None = None,
     turns: Turns | None = None,
     config: KernelConfig | None = None,
-    programs: int | None = None,
 ) -> Launch:
     """The launch that packs (`to_records`) or unpacks. Copies its small arrays to the pages' device.
 
@@ -81,9 +80,6 @@ def move(
         quantised: form of the records, one of `reference.LARGEST`, or None.
         turns: None, or those of keys that are rotated.
         config: instead of the best that is known.
-        programs: at most so many, each of which moves many tiles: of pinned memory, which takes its time
-            however many wait for it, and whose launches would else keep others' off the device. None: a
-            program for each tile.
     """
     if quantised is None and turns is None:
         form = _copying(pages, records, to_records)
@@ -108,7 +104,7 @@ def move(
         "ids_count": ids.shape[1],
         "GRANULE": granule,
         "SLOTS": slots,
-        "PERSISTENT": programs is not None,
+        "PERSISTENT": False,
         "INTERPRET": not isinstance(form.kernel, JITFunction),
     }
     space = configs(form.kernel.__name__)
@@ -116,8 +112,18 @@ def move(
     config = config or best(bucket(draft), space[0], space, form.kernel)
     tiles = -(-tokens * form.row_work // max(dict(config.tiles)["TILE"], form.least))
     count = len(records) * len(form.parts) * pages.heads * tiles
-    grid = (count if programs is None else min(programs, count),)
-    return replace(draft, grid=grid, arguments=arguments | {"tiles": tiles, "count": count}, config=config)
+    return replace(
+        draft, grid=(count,), arguments=arguments | {"tiles": tiles, "count": count}, config=config
+    )
+
+
+def capped(launch: Launch, programs: int) -> Launch:
+    """A launch of `move` by at most so many programs, which then move several tiles each.
+
+    For pinned memory: the bus is full with a few, and more of them, waiting for it, take room from others.
+    """
+    grid = (min(programs, *launch.grid),)
+    return replace(launch, grid=grid, arguments={**launch.arguments, "PERSISTENT": True})
 
 
 class _Form(NamedTuple):
