@@ -81,6 +81,7 @@ API = (
     "kernels.tuning.problems",
     "kernels.tuning.gpus",
     "kernels.tuning.assembly",
+    "kernels.tuning.prediction",
     "kernels.tuning.gate",
     "adapters.huggingface.cached",
     "adapters.huggingface.blended",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvkit.kernels.tuning.assembly import _PTX_ACCESS
+from kvkit.kernels.tuning.assembly import _PTX_ACCESS, main_loop, overwritten, parse_amd, parse_sass
 from kvkit.kernels.tuning.gpus import GPUS
 
 
@@ -53,3 +53,73 @@ def test_blocks_per_multiprocessor(
     target: str, registers: int, shared_bytes: int, warps: int, blocks: int
 ) -> None:
     assert GPUS[target].blocks_per_sm(registers, shared_bytes, warps) == blocks
+
+
+def sass(*lines: str) -> str:
+    """As cuobjdump prints it: an address for each instruction."""
+    return "".join(
+        f"        /*{16 * i:04x}*/                   {line} ;  /* 0x0 */\n" for i, line in enumerate(lines)
+    )
+
+
+QK = "HGMMA.64x32x16.F32.BF16 R88, gdesc[UR4], RZ, !UPT, gsb0"
+PV = "HGMMA.64x128x16.F32.BF16 R24, R104, gdesc[UR4].tnspB, R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+ONE_LEFT = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+END = "EXIT"
+
+
+@pytest.mark.parametrize(
+    ("lines", "hit"),
+    [
+        ((PV, "FADD R104, R1, R2", WAIT, END), "R104"),
+        ((PV, "FADD R103, R104, R107", "FADD R108, R1, R2", WAIT, "FADD R104, R1, R2", END), ""),
+        ((PV, "LDS.128 R100, [R1]", WAIT, END), ""),
+        ((PV, "LDS.128 R104, [R104]", WAIT, END), "R104"),
+        ((PV, "IMAD.WIDE.U32 R106, R1, R2, RZ", WAIT, END), "R106"),
+        ((PV, "IMAD.WIDE R102, R1, R2, RZ", WAIT, END), ""),
+        ((PV, "SHFL.BFLY PT, R107, R1, 0x2, 0x1f", WAIT, END), "R107"),
+        (
+            (PV, "STS.128 [R104], R104", "LDGSTS.E.BYPASS.128 [R104+0x8000], desc[UR16][R106.64]", WAIT, END),
+            "",
+        ),
+        ((PV, "ISETP.LT.AND P1, PT, R104, UR19, !P0", WAIT, END), ""),
+        ((PV, "CS2R R106, SRZ", WAIT, END), "R106"),
+        ((PV, "@P0 MOV R105, R1", WAIT, END), "R105"),  # it may run
+        ((PV, "@!PT LDS R105, [RZ]", WAIT, END), ""),  # it never does
+        ((PV, QK, ONE_LEFT, "MOV R105, R1", WAIT, END), ""),  # the older group is done
+        ((PV, ONE_LEFT, "MOV R105, R1", WAIT, END), "R105"),  # it is the one that may be left
+        (("MOV R105, R1", PV, "@!P1 BRA 0x0", WAIT, END), "R105"),  # by the loop's next turn
+        (("FADD R88, R1, R2", WAIT, "MOV R105, R1", PV, "@!P1 BRA 0x0", WAIT, END), ""),
+        ((PV, "@P0 BRA 0x30", WAIT, "MOV R105, R1", END), "R105"),  # a way around the wait
+        ((PV, "BRA 0x30", "MOV R105, R1", WAIT, END), ""),  # nothing leads there
+        ((QK, "FADD R104, R1, R2", WAIT, END), ""),  # its A is in shared memory
+    ],
+)
+def test_a_register_that_a_wgmma_may_still_read(lines: tuple[str, ...], hit: str) -> None:
+    found = overwritten(parse_sass(sass(*lines)))
+    assert found.startswith(f"{hit}, which instruction") if hit else not found
+    if hit:
+        assert "HGMMA.64x128x16" in found
+
+
+def test_the_main_loop_has_the_largest_share_of_products() -> None:
+    masked, plain = ("NOP", PV, "NOP", "NOP", WAIT, "@P0 BRA 0x10"), (PV, WAIT, "NOP", "@P0 BRA.U UP0, 0x70")
+    found = parse_sass(sass("NOP", *masked, *plain, END, "BRA 0xc0"))
+    assert [one.name for one in main_loop(found)] == [
+        "HGMMA.64x128x16.F32.BF16",
+        "WARPGROUP.DEPBAR.LE",
+        "NOP",
+        "BRA.U",
+    ]
+    assert main_loop(found[1:2]) == found[1:2]
+
+
+def test_the_main_loop_of_amd() -> None:
+    text = "kernel:\n\ts_load_dword s0, s[0:1], 0x0\n.LBB0_1:                ; %loop\n"
+    text += "\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], a[0:15]\n"
+    text += "\ts_cbranch_scc1 .LBB0_1\n\ts_endpgm\n"
+    assert [one.name for one in main_loop(parse_amd(text))] == [
+        "v_mfma_f32_32x32x8_bf16_1k",
+        "s_cbranch_scc1",
+    ]

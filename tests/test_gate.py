@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import toys
 
-from kvkit.environment import version_of
 from kvkit.kernels.tuning.assembly import Compiled
 from kvkit.kernels.tuning.gate import (
     GATE,
@@ -237,36 +235,30 @@ for page in (16, 32, 64, 128, None):
         launches = case.launches(default._replace(stages=stages))
         (launch,) = (launch for launch in launches if launch.kernel.__name__ == "attend")
         done = compile_for(launch, "sm_90")
-        found[f"{page}, {stages} stages"] = done.in_flight, done.shared_bytes
+        found[f"{page}, {stages} stages"] = done.in_flight, done.shared_bytes, done.digest
 print(json.dumps(found))
 """
     found = json.loads(in_compiling_process(script))
     for page in (16, 32, 64, 128, None):
-        (three, three_bytes), (four, four_bytes) = (found[f"{page}, {stages} stages"] for stages in (3, 4))
-        assert 0 < three < four, found
-        assert three_bytes < four_bytes, found
+        three, four = (found[f"{page}, {stages} stages"] for stages in (3, 4))
+        assert 0 < three[0] < four[0], found
+        assert three[1] < four[1], found
+        assert three[2] != four[2], found
 
 
 def test_the_gate(tmp_path: Path) -> None:
-    """Every kernel's default, on every target: no spills, no lost vectors, and as many as were recorded."""
+    """Every kernel's default, on every target: no flaws, and nothing worse than what is recorded."""
     path = tmp_path / "compile.json"
-    command = [sys.executable, "-m", "kvkit.kernels.tuning.gate", "--json", str(path)]
+    options = "--compare", str(RECORDED.relative_to(ROOT)), "--json", str(path)
+    command = [sys.executable, "-m", "kvkit.kernels.tuning.gate", *options]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found, recorded = (json.loads(file.read_text()) for file in (path, RECORDED))
-
-    def listed(document: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
-        return {(e["problem"], e["kernel"], e["target"]): e for e in document["kernels"]}
-
-    refresh = f"refresh it: python -m kvkit.kernels.tuning.gate --json {RECORDED.relative_to(ROOT)}"
-    assert listed(found).keys() == listed(recorded).keys(), refresh
-    assert {problem.bucket.op for problem in every_problem()} == {
-        problem.bucket.op for problem in every_problem() if any(e[0] == problem.name for e in listed(found))
-    }
-    if recorded["triton"] != version_of("triton"):
-        return  # another compiler makes other instructions of the same kernels
-    for key, entry in listed(found).items():
-        before = listed(recorded)[key]
-        if entry["config"] == before["config"]:
-            assert entry["loads_16"] >= before["loads_16"], (key, refresh)
-            assert entry["stores_16"] >= before["stores_16"], (key, refresh)
+    kernels = json.loads(path.read_text())["kernels"]
+    made = {entry["problem"] for entry in kernels}
+    operations = {problem.name: problem.bucket.op for problem in every_problem()}
+    assert {operations[name] for name in made} == set(operations.values())
+    predicted = [entry for entry in kernels if entry["kernel"] == operations[entry["problem"]]]
+    assert all(0 < entry["roof_us"] <= entry["predicted_us"] for entry in predicted)
+    assert all(
+        "per_mma" in entry or "per_line" in entry for entry in predicted if "float32" not in entry["problem"]
+    )

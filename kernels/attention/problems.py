@@ -112,12 +112,14 @@ def _attention_problem(spec: AttentionSpec) -> Problem:
 
     def work(config: KernelConfig) -> Work:
         """Whole tiles, as the matrix units take them."""
-        tile_rows = dict(config.tiles)["TILE_ROWS"]
+        tiles = dict(config.tiles)
+        tile_rows, channels = tiles["TILE_ROWS"], sizes
         if spec.kernel == "weigh":
-            pairs = spec.length * -(-rows.count // tile_rows) * heads.query_heads * heads.size
+            keys, channels = spec.length * -(-rows.count // tile_rows) * heads.query_heads, heads.size
         else:
-            pairs = rows.tiles(tile_rows // group, window=spec.window).keys * heads.heads * sizes
-        return Work(heads.dtype.itemsize * moved, 2 * tile_rows * pairs)
+            keys = rows.tiles(tile_rows // group, window=spec.window).keys * heads.heads
+        flops = 2 * tile_rows * keys * channels
+        return Work(heads.dtype.itemsize * moved, flops, keys // tiles["TILE_KEYS"])
 
     return _problem(spec.name, spec.kernel, partial(_attention_case, spec), work, (2, 0), spec.gated)
 

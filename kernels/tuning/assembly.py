@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,24 @@ class Compiled:
     instructions: int  # of the loop with the largest share of these; of the whole kernel where none has any
     in_flight: int  # copies into shared memory that a wait of the loop leaves under way, at most (NVIDIA)
     blocks_per_sm: int  # an estimate from registers, shared memory and warps
+    digest: str = ""  # equal where all instructions are
+    hazard: str = ""  # how it may compute what nobody asked for, see `overwritten`
 
     def flaw(self) -> str:
         """Why this cannot or should not run, "" if nothing speaks against it."""
         if self.spill_bytes:
             return f"spills {self.spill_bytes} bytes"
-        return "" if self.blocks_per_sm else "does not fit a multiprocessor"
+        return self.hazard or ("" if self.blocks_per_sm else "does not fit a multiprocessor")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineInstruction:
+    """One instruction of SASS or of AMD's assembly."""
+
+    name: str  # with its modifiers
+    operands: str = ""  # as they are written
+    guard: str = ""  # the predicate under which it runs; "": always
+    jump: int | None = None  # the place, among all instructions, where it may go on
 
 
 _PTX_ACCESS = re.compile(
@@ -40,6 +53,8 @@ _PTX_ACCESS = re.compile(
     r"|cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)[,;\s])"
 )
 _PTX_MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+) )?(\S+)(.*?);", re.MULTILINE)
+_MMA = re.compile(r"(?:H|Q|I|D|O|UTC\w*)G?MMA\b|v_s?mfmac?_")
 
 
 def read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
@@ -66,17 +81,24 @@ def read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu:
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(_field(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK"))
+    sass = parse_sass(usage)
+    loads, loads_16, stores, stores_16 = _counts(accesses)
     return Compiled(
         registers=registers,
         spill_bytes=stack,
         shared_bytes=shared_bytes,
-        **_counts(accesses),
+        loads=loads,
+        loads_16=loads_16,
+        stores=stores,
+        stores_16=stores_16,
         mma=len(_PTX_MMA.findall(ptx)),
-        instructions=_main_loop(usage),
+        instructions=len(main_loop(sass)),
         in_flight=max(
             (int(n) for n in re.findall(r"async_wait .*num = (\d+)", assembly["ttgir"])), default=0
         ),
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
+        digest=_digest(sass),
+        hazard=overwritten(sass),
     )
 
 
@@ -89,48 +111,143 @@ def read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gp
     text: str = assembly["amdgcn"]
     accesses = [(kind == "store", _AMD_BYTES.get(width, 2)) for kind, width in _AMD_ACCESS.findall(text)]
     registers = int(_field(r"\.vgpr_count:\s*(\d+)", text))  # accumulation registers included
+    found = parse_amd(text)
+    loads, loads_16, stores, stores_16 = _counts(accesses)
     return Compiled(
         registers=registers,
         spill_bytes=4 * int(_field(r"\.vgpr_spill_count:\s*(\d+)", text)),
         shared_bytes=shared_bytes,
-        **_counts(accesses),
-        mma=len(re.findall(r"\bv_s?mfmac?_", text)),
-        instructions=len(re.findall(r"^\t[a-z]+_\w+", text, re.MULTILINE)),
+        loads=loads,
+        loads_16=loads_16,
+        stores=stores,
+        stores_16=stores_16,
+        mma=sum(bool(_MMA.match(one.name)) for one in found),
+        instructions=len(main_loop(found)),
         in_flight=0,
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
+        digest=_digest(found),
     )
 
 
-_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)(.*?);", re.MULTILINE)
-_SASS_MMA = re.compile(r"(?:H|Q|I|D|O|UTC\w*)G?MMA\b")
+def parse_sass(text: str) -> tuple[MachineInstruction, ...]:
+    """The instructions of one kernel, as `cuobjdump --dump-sass` prints them."""
+    found = _SASS.findall(text)
+    places = {int(at, 16): i for i, (at, *_) in enumerate(found)}
+    instructions = []
+    for _, guard, name, operands in found:
+        to = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
+        jump = places.get(int(to[1], 16)) if to else None
+        instructions.append(MachineInstruction(name, operands.strip(), guard, jump))
+    return tuple(instructions)
 
 
-def _main_loop(sass: str) -> int:
-    """Instructions of the loop with the largest share of matrix products, else of the whole kernel.
+def parse_amd(text: str) -> tuple[MachineInstruction, ...]:
+    """The instructions of one kernel, as LLVM prints them for AMD."""
+    found = re.findall(r"^(?:(\.\w+):|\t([a-z]+_\w+)([^;\n]*))", text, re.MULTILINE)
+    places: dict[str, int] = {}
+    lines: list[tuple[str, str]] = []
+    for label, name, operands in found:
+        if label:
+            places[label] = len(lines)
+        else:
+            lines.append((name, operands.strip()))
+    return tuple(
+        MachineInstruction(name, operands, jump=places.get(operands) if name.startswith("s_") else None)
+        for name, operands in lines
+    )
+
+
+def main_loop(instructions: Sequence[MachineInstruction]) -> Sequence[MachineInstruction]:
+    """The loop with the largest share of matrix products, else the whole kernel.
 
     A jump back from waits that stand after the kernel's end looks like a loop, too, of few products.
     """
-    found = [(int(at, 16), name, rest) for at, name, rest in _SASS.findall(sass)]
-    lines = {at: i for i, (at, _, _) in enumerate(found)}
     products = [0]
-    for _, name, _ in found:
-        products.append(products[-1] + bool(_SASS_MMA.match(name)))
-    best = 0.0, len(found)
-    for i, (_, name, rest) in enumerate(found):
-        target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
-        first = lines.get(int(target[1], 16), i + 1) if target else i + 1
-        if first <= i:
-            best = max(best, ((products[i + 1] - products[first]) / (i + 1 - first), i + 1 - first))
-    return best[1]
+    for instruction in instructions:
+        products.append(products[-1] + bool(_MMA.match(instruction.name)))
+    best, loop = 0.0, instructions
+    for i, instruction in enumerate(instructions):
+        first = i + 1 if instruction.jump is None else instruction.jump
+        if first <= i and (share := (products[i + 1] - products[first]) / (i + 1 - first)) > best:
+            best, loop = share, instructions[first : i + 1]
+    return loop
 
 
-def _counts(accesses: list[tuple[bool, int]]) -> dict[str, int]:
-    """Loads and stores, and those of 16 bytes, among (is a store, bytes)."""
-    found: dict[str, int] = {}
-    for name, stores in (("loads", False), ("stores", True)):
-        sizes = [size for store, size in accesses if store == stores]
-        found |= {name: len(sizes), f"{name}_16": sum(size >= 16 for size in sizes)}
-    return found
+_WGMMA = re.compile(r"[A-Z]GMMA\b")
+_A_REGISTERS = 4  # of a thread, whatever the dtype: 64 rows of 32 bytes over 128 threads
+
+
+def overwritten(sass: Sequence[MachineInstruction]) -> str:
+    """The first wgmma whose A registers are written to before it is waited for, as text; "" if none.
+
+    A wgmma reads its registers while the instructions after it run, until a `WARPGROUP.DEPBAR.LE gsb0, N`
+    leaves no more than the N latest groups under way; a wgmma with `gsb0` ends its group. ptxas of CUDA 12.9
+    may reuse them too early (https://github.com/triton-lang/triton/pull/11781). Every way that control may
+    take from each wgmma is followed, so loops that are run again as well. What later wgmmas write is let
+    pass: they run in order.
+    """
+    for i, instruction in enumerate(sass):
+        a = re.match(r"R\d+, R(\d+),", instruction.operands) if _WGMMA.match(instruction.name) else None
+        if a is None:
+            continue
+        read = range(int(a[1]), int(a[1]) + _A_REGISTERS)
+        ways, seen = [(i, 0)], set[tuple[int, int]]()  # place, groups ended since
+        while ways:
+            at, groups = ways.pop()
+            if at >= len(sass) or (at, groups) in seen:
+                continue
+            seen.add((at, groups))
+            one = sass[at]
+            waited = re.match(r"gsb0, 0x([0-9a-f]+)", one.operands) if "DEPBAR" in one.name else None
+            if (waited and groups > int(waited[1], 16)) or (one.name == "EXIT" and not one.guard):
+                continue
+            hit = sorted(set(read) & set(_written(one)))
+            if hit:
+                return (
+                    f"R{hit[0]}, which instruction {i} ({instruction.name}) may still read, is overwritten "
+                    f"by instruction {at} ({one.name} {one.operands})"
+                )
+            if _WGMMA.match(one.name) and "gsb0" in one.operands:
+                groups = min(groups + 1, 8)
+            if one.jump is not None:
+                ways.append((one.jump, groups))
+            if not one.name.startswith("BRA") or one.guard or "," in one.operands:  # may go on after it
+                ways.append((at + 1, groups))
+    return ""
+
+
+def _written(instruction: MachineInstruction) -> range:
+    """The vector registers that an instruction of SASS writes; none of a wgmma, or where it never runs."""
+    name, operands = instruction.name, instruction.operands
+    if instruction.guard == "!PT" or _WGMMA.match(name):
+        return range(0)
+    if name.startswith(("SHFL", "ATOM")):
+        operands = re.sub(r"^U?P\w+, ", "", operands)
+    first = re.match(r"R(\d+)\b", operands)
+    if first is None:
+        return range(0)
+    op, *modifiers = name.split(".")
+    size = 1
+    if "128" in modifiers or (op == "LDSM" and modifiers[-1] == "4") or op in ("HMMA", "IMMA"):
+        size = 4
+    elif (
+        {"64", "WIDE", "F64"} & set(modifiers)
+        or op in ("DADD", "DMUL", "DFMA")
+        or (op == "LDSM" and modifiers[-1] == "2")
+        or (op == "CS2R" and "32" not in modifiers)
+    ):
+        size = 2
+    return range(int(first[1]), int(first[1]) + size)
+
+
+def _digest(instructions: Sequence[MachineInstruction]) -> str:
+    return hashlib.sha256(repr(instructions).encode()).hexdigest()[:16]
+
+
+def _counts(accesses: list[tuple[bool, int]]) -> tuple[int, int, int, int]:
+    """Loads, those of 16 bytes, stores and those of 16 bytes, among (is a store, bytes)."""
+    loads, stores = ([size for store, size in accesses if store == which] for which in (False, True))
+    return len(loads), sum(n >= 16 for n in loads), len(stores), sum(n >= 16 for n in stores)
 
 
 def _field(pattern: str, text: str) -> str:

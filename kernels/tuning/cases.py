@@ -18,6 +18,7 @@ class Work:
 
     moved_bytes: int  # read from and written to memory
     flops: int = 0  # multiplications and additions of its matrix products
+    iterations: int = 0  # of the loop that has these, in all programs together; 0: not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)

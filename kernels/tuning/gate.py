@@ -2,7 +2,8 @@
 
 `python -m kvkit.kernels.tuning.gate` is the compile gate: it compiles the default of every problem for every
 target of `GATE`, prints a table and fails if something spills, does not fit or has lost its 16-byte loads.
-With `--json benchmarks/results/compile.json` it refreshes the table that the tests compare with.
+With `--compare benchmarks/results/compile.json` it fails, too, if a kernel has become worse than is recorded
+there; `--json benchmarks/results/compile.json` records what is.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import json
 import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from rich.table import Column, Table
 
 from kvkit.environment import version_of
 from kvkit.kernels.tuning.assembly import Compiled, read_amd, read_nvidia
+from kvkit.kernels.tuning.baseline import regressions, write
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.gpus import GPUS
+from kvkit.kernels.tuning.prediction import RATES, Prediction, predict
 from kvkit.kernels.tuning.problems import every_problem
 
 
@@ -124,6 +127,7 @@ class CompileReport:
     target: str
     compiled: Compiled | None  # None where it failed
     error: str = ""  # why
+    prediction: Prediction | None = None  # for the kernel of the problem's bucket, on a target of `RATES`
 
     def flaw(self) -> str:
         """Why the configuration should not be run, "" if nothing speaks against it."""
@@ -166,25 +170,29 @@ def survey(
 def _compile_job(factory: ProblemFactory, job: CompileJob) -> list[CompileReport]:
     name, config, target = job
     try:
-        found = _case(factory, name).launches(config)
-        launches = [launch for launch in found if isinstance(launch, Launch)]  # of Triton kernels
+        problem, case = _case(factory, name)
+        launches = [one for one in case.launches(config) if isinstance(one, Launch)]  # of Triton kernels
     except Exception as error:  # whatever a kernel's own checks raise
         return [CompileReport(name, "", config, target, None, f"{type(error).__name__}: {error}")]
     reports = []
     for launch in launches:
-        kernel = launch.kernel.__name__
+        kernel, prediction = launch.kernel.__name__, None
         try:
-            reports.append(CompileReport(name, kernel, config, target, compile_for(launch, target)))
+            done = compile_for(launch, target)
         except CompileError as error:
             reports.append(CompileReport(name, kernel, config, target, None, str(error)))
+            continue
+        if kernel == problem.bucket.op and (rates := RATES.get(target)):
+            prediction = predict(problem.work(config), done, config.warps, prod(launch.grid), rates)
+        reports.append(CompileReport(name, kernel, config, target, done, prediction=prediction))
     return reports
 
 
 @lru_cache(1)
-def _case(factory: ProblemFactory, name: str) -> Case:
+def _case(factory: ProblemFactory, name: str) -> tuple[Problem, Case]:
     """On the CPU, without contents: pages that are never touched take no memory."""
     (problem,) = (problem for problem in factory() if problem.name == name)
-    return problem.make(torch.device("cpu"), False)
+    return problem, problem.make(torch.device("cpu"), False)
 
 
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
@@ -229,49 +237,57 @@ def shown(reports: Sequence[CompileReport]) -> Table:
 
 
 def as_json(reports: Sequence[CompileReport]) -> dict[str, Any]:
-    """Reports and Triton's version, for a file."""
-    return {
-        "triton": version_of("triton"),
-        "kernels": [
-            {
-                "problem": report.problem,
-                "kernel": report.kernel,
-                "target": report.target,
-                "config": str(report.config),
-                **(asdict(report.compiled) if report.compiled else {"error": report.error}),
-            }
-            for report in reports
-        ],
+    """Reports and Triton's version, for a file: what is compiled, and predictions to 3 digits."""
+    return {"triton": version_of("triton"), "kernels": [_entry(report) for report in reports]}
+
+
+def _entry(report: CompileReport) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "problem": report.problem,
+        "kernel": report.kernel,
+        "target": report.target,
+        "config": str(report.config),
     }
+    if report.compiled is None:
+        return entry | {"error": report.error}
+    made, predicted = asdict(report.compiled), asdict(report.prediction) if report.prediction else {}
+    entry |= {name: value for name, value in made.items() if name not in ("digest", "hazard")}
+    return entry | {name: float(f"{value:.3g}") for name, value in predicted.items() if value is not None}
 
 
-def gate(factory: ProblemFactory, workers: int) -> list[CompileReport]:
+def gate(factory: ProblemFactory, workers: int, names: Sequence[str] = ()) -> list[CompileReport]:
     """Compile the default of each gated problem for each target of `GATE`, by at most `workers` processes.
 
-    Of problems that differ in their sizes alone, the first: they compile to the same.
+    Of problems that differ in their sizes alone, the first: they compile to the same. With `names`, only
+    problems that have one of them in their name.
     """
     forms: dict[tuple[str, str], Problem] = {}
     for problem in factory():
         if problem.gated:
             forms.setdefault((problem.bucket.op, problem.bucket.form), problem)
-    jobs = [(p.name, p.space_on(target)[0], target) for p in forms.values() for target in GATE]
-    with (
-        tempfile.TemporaryDirectory(prefix="kvkit-compile-") as folder,
-        compile_pool(workers, folder) as pool,
-    ):
+    chosen = [p for p in forms.values() if not names or any(name in p.name for name in names)]
+    jobs = [(p.name, p.space_on(target)[0], target) for p in chosen for target in GATE]
+    with compile_pool(workers) as pool:
         return list(survey(pool, factory, jobs))
 
 
 def main() -> int:
     """Run the gate; the exit status is 1 if it is shut."""
     parser = argparse.ArgumentParser(prog="python -m kvkit.kernels.tuning.gate")
+    parser.add_argument("--problem", action="append", default=[], help="only those with this in their name")
+    parser.add_argument("--compare", type=Path, help="fail where a kernel is worse than in this file")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
-    reports = gate(every_problem, min(2, os.cpu_count() or 1))
+    reports = gate(every_problem, min(2, os.cpu_count() or 1), arguments.problem)
     Console(width=170).print(shown(reports))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(reports), indent=1) + "\n")
     found = faults(reports, every_problem())
+    if arguments.compare:
+        recorded = json.loads(arguments.compare.read_text())
+        worse = regressions(as_json(reports), recorded, complete=not arguments.problem)
+        accept = f"{parser.prog} --json {arguments.compare}"
+        found += [f"{words} (if it is meant: {accept})" for words in worse]
+    if arguments.json:
+        write(arguments.json, as_json(reports), complete=not arguments.problem)
     print("\n".join(found))
     return 1 if found else 0
 
