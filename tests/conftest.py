@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
         "1"  # read where a kernel's module is imported: its kernels run on CPU tensors
     )
 
+os.environ["KVKIT_TUNED"] = str(Path(__file__).parent / "none")  # not what this user has tuned
+
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvkit")
 

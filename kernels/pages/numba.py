@@ -20,12 +20,14 @@ from kvkit.format.layout import LayerGroup
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.reference import SMALLEST_AMAX
+from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config
+from kvkit.kernels.tuning.tables import best
 
 DTYPES = ("float32", "float16", "bfloat16")
 FORMS = (None, "fp8", "int8")
-PIECE_BYTES = 1 << 19  # what a thread takes at a time
-INLINE_BYTES = 4 << 20  # a smaller job is done before a second thread has woken up
-STREAM_BYTES = 32 << 20  # what a larger job writes leaves the caches anyway, so it is written around them
+PIECE_BYTES = 1 << 19  # what a thread takes at a time; measured: 256 KiB to 4 MiB differ by 3 %
+INLINE_BYTES = 4 << 20  # by default, a smaller job is done before a second thread has woken up,
+STREAM_BYTES = 32 << 20  # and what a larger job writes leaves the caches anyway, so goes around them
 LINE_BYTES = 64
 AHEAD_BYTES = 2048  # measured: 512 gains nothing, 4096 loses on short runs
 
@@ -49,7 +51,6 @@ class Job(NamedTuple):
     to_records: bool
     bytes: int  # of all its pages
     rows: int  # (part, token) rows of a piece, which a thread takes at a time
-    stream: bool  # whether what it writes goes around the caches
 
     @staticmethod
     def of(
@@ -57,11 +58,10 @@ class Job(NamedTuple):
     ) -> Job:
         """The job of these; see the fields."""
         parts, span, heads = pages.table, pages.span, pages.heads
-        size = slots.size * heads * int(parts[:, 2].sum())
+        size = slots.size * heads * sum(parts[:, 2].tolist())
         rows = max(1, PIECE_BYTES * slots.size * len(parts) // max(1, size))
         runs = _runs(slots, span)
-        stream = size >= STREAM_BYTES
-        return Job(parts, span, heads, row_bytes, records, slots, runs, to_records, size, rows, stream)
+        return Job(parts, span, heads, row_bytes, records, slots, runs, to_records, size, rows)
 
 
 class Conversion(NamedTuple):
@@ -86,24 +86,68 @@ class Conversion(NamedTuple):
         return Conversion(kind, form, cos_sin, which, first, interleaved, group.channels, k_bytes)
 
 
-def move(job: Job, conversion: Conversion | None, threads: int, owners: object) -> None:
+@functools.cache
+def configs() -> tuple[KernelConfig, ...]:
+    """All that a job can be tuned to on this machine.
+
+    THREADS work at it, 0: as many as the caller allows. With STREAM what it writes goes around the caches.
+    """
+    threads = 0, *(2**i for i in range(10) if 2**i < (os.cpu_count() or 1))
+    return tuple(_config(n, stream) for n in threads for stream in (0, 1))
+
+
+def default_config(job: Job) -> KernelConfig:
+    """What is good for a job on most machines."""
+    return _config(int(job.bytes < INLINE_BYTES), int(job.bytes >= STREAM_BYTES))
+
+
+@functools.cache
+def _config(threads: int, stream: int) -> KernelConfig:
+    return host_config(THREADS=threads, STREAM=stream)
+
+
+def bucket(job: Job, conversion: Conversion | None) -> ProblemBucket:
+    """Jobs that convert the same, of about as many bytes, of which about as many lie together."""
+    together, token_stride = int(job.parts[0, 2]), int(job.parts[0, 6])
+    if conversion is not None:
+        words = DTYPES[conversion.kind], FORMS[conversion.form], "rotated" if conversion.cos_sin.size else ""
+        form = " ".join(filter(None, words))
+    else:
+        form = "bytes"
+        if together == token_stride == job.row_bytes:
+            together *= int(job.runs[0, 0])
+    sizes = 1 << (job.bytes - 1).bit_length(), 1 << (together - 1).bit_length()
+    return ProblemBucket("pack" if job.to_records else "unpack", form, sizes)
+
+
+def move(
+    job: Job,
+    conversion: Conversion | None,
+    threads: int,
+    owners: object,
+    config: KernelConfig | None = None,
+) -> None:
     """Pack or unpack, as the `reference` beside this says. Checks nothing; writes where told.
 
     Args:
         conversion: on the way; None: bytes.
         threads: at most so many work at it, the caller's included.
         owners: of the memory that the job has addresses of: kept alive until the last thread is done.
+        config: of `configs`; None: the best that is known on this machine.
     """
-    turn = np.zeros(1, np.int64)
+    if config is None:
+        config = best(bucket(job, conversion), default_config(job), configs(), move_rows, host=True)
+    tiles = dict(config.tiles)
+    stream, turn = bool(tiles["STREAM"]), np.zeros(1, np.int64)
 
     def work(_: object) -> None:
         if conversion is None:
-            _move(turn, job)
+            move_rows(turn, job, stream)
         else:
             room = np.empty(4 * (2 * int(job.parts[:, 2].max()) + LINE_BYTES), np.uint8)
-            _move(turn, job, conversion, room)
+            move_rows(turn, job, stream, conversion, room)
 
-    _share(work, threads if job.bytes >= INLINE_BYTES else 1, owners)
+    _share(work, min(tiles["THREADS"] or threads, threads), owners)
 
 
 def _share(work: Callable[[object], None], threads: int, owners: object) -> None:
@@ -391,9 +435,10 @@ def _row(
 
 
 @_jit
-def _move(
+def move_rows(
     turn: NDArray[np.int64],
     job: Job,
+    stream: bool,
     conversion: Conversion | None = None,
     memory: Any = None,
 ) -> None:
@@ -402,7 +447,7 @@ def _move(
     A conversion takes each row through float32 in `memory`, which the processor's nearest cache holds. numba
     compiles one function for bytes and one for conversions, each without the other's branches.
     """
-    parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows, stream = job
+    parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows = job
     if conversion is not None:
         kind, form, cos_sin, which, first, interleaved, channels, k_bytes = conversion
         rotary, room = cos_sin.shape[1], _room(memory)

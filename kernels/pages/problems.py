@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
@@ -28,7 +28,9 @@ from kvkit.kernels.tuning.cases import (
     fill,
     rope_of,
 )
-from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
+
+CHUNK_TOKENS = 256
 
 
 def problems() -> Iterator[Problem]:
@@ -43,15 +45,14 @@ class MoveSpec:
     name: str  # of the problem
     group: LayerGroup  # of the pages
     to_records: bool
-    chunks: int = 8  # of `CHUNK_TOKENS` tokens
+    chunks: int = 8
+    tokens: int = CHUNK_TOKENS  # of a chunk
     slots: bool = False  # pages are named token by token, not block by block
     quantised: Literal["fp8", "int8"] | None = None  # form of the records
     rope: Rope | None = None  # of keys that are rotated on the way
     wide: tuple[int, int] = (1, 1)  # as in `Problem`, of its one kernel
     gated: bool = True  # as in `Problem`
 
-
-CHUNK_TOKENS = 256
 
 LLAMA = LayerGroup(tuple(range(32)), kv_heads=8, k_size=128, v_size=128, dtype="bfloat16", block_tokens=16)
 """Llama-3.1-8B."""
@@ -93,17 +94,17 @@ MOVES = (
 
 
 def _move_problem(move: MoveSpec) -> Problem:
-    (launch,) = _move_case(move, torch.device("cpu"), False).launches(None)
+    (launch,) = move_case(move, torch.device("cpu"), False).launches(None)
     assert isinstance(launch, Launch)
     record = move.group.quantised() if move.quantised else move.group
-    moved = move.chunks * (move.group.chunk_bytes(CHUNK_TOKENS) + record.chunk_bytes(CHUNK_TOKENS))
+    moved = move.chunks * (move.group.chunk_bytes(move.tokens) + record.chunk_bytes(move.tokens))
     kernel = launch.kernel.__name__
     return Problem(
         name=move.name,
         bucket=pages.bucket(launch),
         kernel=launch.kernel,
         space=pages.configs(kernel),
-        make=partial(_move_case, move),
+        make=partial(move_case, move),
         work=lambda config: Work(moved),
         wide={kernel: move.wide},
         gated=move.gated,
@@ -111,10 +112,13 @@ def _move_problem(move: MoveSpec) -> Problem:
     )
 
 
-def _move_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
+def move_case(
+    move: MoveSpec, device: torch.device, filled: bool, start: Callable[..., Runnable] = pages.move
+) -> Case:
+    """Its tensors; `start` takes what `pages.move` takes, and makes the launch."""
     group, random = move.group, np.random.default_rng(0)
     record = group.quantised() if move.quantised else group
-    each = CHUNK_TOKENS // group.block_tokens
+    each = move.tokens // group.block_tokens
     used = move.chunks * each
     blocks = used + used // 4 if filled else 1  # of the pool: some are nobody's
     ids = (
@@ -122,11 +126,11 @@ def _move_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
         if filled
         else np.zeros((move.chunks, each), np.int64)
     )
-    slots = (ids[:, :, None] * group.block_tokens + np.arange(group.block_tokens)).reshape(move.chunks, -1)
-    size = record.chunk_bytes(CHUNK_TOKENS)
+    size = record.chunk_bytes(move.tokens)
     records = torch.empty(move.chunks, size, dtype=torch.uint8, device=device)
     pool = group.pages(blocks, POISON, str(device))
     engine = Pages.of(group, pool)
+    slots = (ids[:, :, None] * engine.tokens + np.arange(engine.tokens)).reshape(move.chunks, -1)
     rotation = None
     if move.rope is not None:
         rotation = Rotation(move.rope, random.integers(-5000, 5000, move.chunks))
@@ -135,14 +139,14 @@ def _move_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
             fill(tensor)
     elif filled:
         for chunk in records:
-            values = torch.empty(group.record_shape(CHUNK_TOKENS), dtype=pool[0].dtype, device=device)
+            values = torch.empty(group.record_shape(move.tokens), dtype=pool[0].dtype, device=device)
             fill(values)
             if move.quantised:
                 values = reference.quantise(values, group.k_size, move.quantised)
             chunk.copy_(values.view(torch.uint8).reshape(-1))
 
-    def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
-        launch = pages.move(
+    def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
+        launch = start(
             engine,
             records.data_ptr() + size * np.arange(move.chunks),
             slots if move.slots else ids,

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from kvkit.kernels.tuning.cases import Problem
 
 
+HOST_BUDGET_S = 120.0
+"""Nobody waits longer for a CPU's kernels without having said so; the next run goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class TuneLimits:
     """How long tuning may take, and what it does again."""
 
-    budget_s: Annotated[float | None, typer.Option(help="end after so many seconds")] = None
+    budget_s: Annotated[
+        float | None, typer.Option(help="end after so many seconds; default: on the host 120")
+    ] = None
     problem_s: Annotated[float | None, typer.Option(help="spend at most so many on a problem")] = None
     force: Annotated[bool, typer.Option(help="measure again what is known")] = False
 
@@ -162,6 +168,8 @@ def _tune_here(ops: list[str] | None, host: bool, limits: TuneLimits) -> None:
     from kvkit.kernels.tuning.search import tune as steps_of
     from kvkit.kernels.tuning.tables import TableError, tuned_folder
 
+    if host and limits.budget_s is None:
+        limits = replace(limits, budget_s=HOST_BUDGET_S)
     problems = _chosen(host_problems() if host else every_problem(), ops)
     # what multiplies matrices first: there is most to gain
     problems.sort(key=lambda problem: not problem.work(problem.space[0]).flops)

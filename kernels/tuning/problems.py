@@ -10,7 +10,7 @@ from kvkit.kernels.tuning.cases import Problem
 FOLDERS = ("pages", "attention")
 """Folders of kernels that have a `problems.py`."""
 
-HOST_FOLDERS: tuple[str, ...] = ()
+HOST_FOLDERS = ("pages",)
 """Those that have a `host_problems.py`, of kernels for the CPU."""
 
 

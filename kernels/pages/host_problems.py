@@ -1,0 +1,124 @@
+"""The problems that pack and unpack are tuned with on a CPU: forms and sizes that serving has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from kvkit.kernels.pages import checks, numba
+from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.pages.problems import LLAMA, SMOLLM, MoveSpec, move_case
+from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.tuning.cases import LLAMA_ROPE, Case, Problem, Work, rope_of
+from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, host_config
+
+CPU = torch.device("cpu")
+LAYER = replace(LLAMA, layers=(0,))
+WIDE = replace(LLAMA, block_tokens=128)
+OPAQUE = replace(SMOLLM, block_tokens=128, page_bytes=replace(SMOLLM, block_tokens=128).block_bytes)
+"""Pages as vLLM has them on a CPU."""
+
+CONVERSIONS: tuple[tuple[str, bool, Quantised | None, bool], ...] = (
+    ("pack fp8", True, "fp8", False),
+    ("unpack fp8", False, "fp8", False),
+    ("rotate", False, None, True),
+    ("rotate fp8", False, "fp8", True),
+)
+"""Name, whether it packs, form of the records, whether keys are rotated."""
+
+MOVES = (
+    *(
+        MoveSpec(f"{'pack' if to_records else 'unpack'} {what}", group, to_records, chunks, tokens)
+        for what, group, chunks, tokens in (
+            ("a layer of Llama, 16 tokens", LAYER, 1, 16),
+            ("a layer of Llama, 512 tokens", LAYER, 2, 256),
+            ("Llama, 64 tokens", LLAMA, 4, 16),
+            ("Llama, 256 tokens", LLAMA, 1, 256),
+            ("Llama in blocks of 128, 256 tokens", WIDE, 1, 256),
+            ("opaque SmolLM2, 128 tokens", OPAQUE, 1, 128),
+            ("opaque SmolLM2, 512 tokens", OPAQUE, 2, 256),
+        )
+        for to_records in (True, False)
+    ),
+    *(
+        MoveSpec(f"{what}, {tokens} tokens of {name}", group, to_records, 1, tokens, False, quantised, rope)
+        for what, to_records, quantised, turned in CONVERSIONS
+        for name, group, tokens, rope in (
+            ("a layer of Llama", LAYER, 256, LLAMA_ROPE if turned else None),
+            ("Llama", LLAMA, 128, LLAMA_ROPE if turned else None),
+        )
+    ),
+    MoveSpec("pack int8, 128 tokens of Llama", LLAMA, True, 1, 128, quantised="int8"),
+    MoveSpec("unpack int8, 128 tokens of Llama", LLAMA, False, 1, 128, quantised="int8"),
+    MoveSpec("rotate, 256 tokens of SmolLM2", SMOLLM, False, 1, 256, rope=rope_of(64, 100000.0)),
+)
+
+
+def problems() -> Iterator[Problem]:
+    """All of them, made without contents."""
+    return map(problem_of, MOVES)
+
+
+def problem_of(move: MoveSpec) -> Problem:
+    """That of a move, made without contents."""
+    (launch,) = _case(move, CPU, False).launches(None)
+    assert isinstance(launch, HostLaunch)
+    job, conversion = launch.arguments["job"], launch.arguments["conversion"]
+    moved = job.bytes + job.row_bytes * job.heads * len(move.group.layers) * job.slots.size
+    return Problem(
+        name=move.name,
+        bucket=numba.bucket(job, conversion),
+        kernel=numba.move_rows,
+        space=tuple(dict.fromkeys((launch.config, *numba.configs()))),
+        make=partial(_case, move),
+        work=lambda config: Work(moved),
+        host=True,
+    )
+
+
+def _case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
+    return move_case(move, device, filled, _start)
+
+
+def _start(
+    pages: Pages,
+    records: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    to_records: bool,
+    *,
+    slots: bool,
+    quantised: Quantised | None,
+    turns: Turns | None,
+    config: KernelConfig | None,
+) -> HostLaunch:
+    """The launch that moves; see `triton.move`. Without `config` it is the default."""
+    every = ids if slots else (ids[:, :, None] * pages.tokens + np.arange(pages.tokens)).reshape(len(ids), -1)
+    kind = checks.records_group(pages.group, quantised)
+    row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
+    job = numba.Job.of(pages, records, every, row_bytes, to_records)
+    conversion = numba.Conversion.of(pages.group, quantised, turns) if quantised or turns else None
+    size = len(kind.layers) * pages.heads * every.shape[1] * row_bytes
+    read = [(ctypes.c_uint8 * size).from_address(record) for record in records.tolist() if to_records]
+    arguments: dict[str, Any] = {"job": job, "conversion": conversion, "read": read, "owner": pages}
+    return HostLaunch(_run, arguments, config or numba.default_config(job))
+
+
+def _run(
+    job: numba.Job, conversion: numba.Conversion | None, read: list[Any], owner: object, **tiles: int
+) -> None:
+    """Move; what was packed is read once, as it is in serving, where a checksum is made of it.
+
+    Without that, whether it is written around the caches would look better than it is.
+    """
+    numba.move(job, conversion, torch.get_num_threads(), owner, host_config(**tiles))
+    for record in read:
+        xxh3_64_intdigest(record)
