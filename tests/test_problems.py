@@ -13,6 +13,7 @@ from kvkit.kernels.attention.problems import ATTENTIONS, SCATTERS, AttentionSpec
 from kvkit.kernels.pages import problems as pages
 from kvkit.kernels.pages.problems import MOVES, MoveSpec
 from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.problems import every_problem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +102,7 @@ def test_names_and_buckets_are_unique() -> None:
 def test_every_kernel_has_a_problem() -> None:
     """All that an `api` starts; merge comes with the attention."""
     assert {problem.bucket.op for problem in every_problem()} == {
-        *("copy_rows", "decode_rows", "encode_rows"),
+        *("copy_rows", "decode_rows", "encode_rows", "pages_to_host", "host_to_pages"),
         *("attend", "weigh", "scatter_rows", "measure"),
     }
 
@@ -109,7 +110,8 @@ def test_every_kernel_has_a_problem() -> None:
 @pytest.mark.parametrize("problem", every_problem(), ids=lambda problem: problem.name)
 def test_a_space_has_the_default_first_and_nothing_twice(problem: Problem) -> None:
     assert len(set(problem.space)) == len(problem.space) > 1
-    (launch, *_) = problem.make(torch.device("cpu"), False).launches(None)
+    every = problem.make(torch.device("cpu"), False).launches(None)
+    launch = next(launch for launch in every if isinstance(launch, Launch))
     if not torch.cuda.is_available():
         assert launch.config == problem.space[0] or launch.kernel.__name__ != problem.bucket.op
 

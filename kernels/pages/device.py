@@ -1,4 +1,4 @@
-"""Moves between pages on a GPU and records in any memory: in turns, and in the order of streams."""
+"""Moves between pages on a GPU and records in any memory: by which way, in turns, in the order of streams."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.reference import Quantised
-from kvkit.kernels.tuning.configs import Launch
+from kvkit.kernels.pages.ways import WAYS, programs_of, untuned, way_bucket
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.tables import best
 
 Record = NDArray[np.uint8] | torch.Tensor
 
 BUFFER_BYTES = 64 << 20
-"""Records that a kernel cannot reach go through a buffer on the GPU of so many bytes, or of one record."""
+"""Of the buffer on the GPU that records pass which a kernel does not reach; one record may have more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +46,15 @@ class DeviceMove:
         turns = self.turns and self.turns._replace(which=self.turns.which[chunks])
         return replace(self, ids=self.ids[chunks], turns=turns)
 
-    def launch(self, addresses: Sequence[int]) -> Launch:
-        """Its kernel, over records that the device finds at these addresses. Uploads its small arrays."""
+    def launch(self, addresses: Sequence[int], programs: int = 0) -> Launch:
+        """Its kernel, over records that the device finds at these addresses. Uploads its small arrays.
+
+        Args:
+            programs: at most so many, for memory that takes its time; 0: a program for each tile.
+        """
         from kvkit.kernels.pages import triton as kernels
 
-        return kernels.move(
+        launch = kernels.move(
             self.pages,
             np.array(addresses, np.int64),
             self.ids,
@@ -57,6 +63,7 @@ class DeviceMove:
             quantised=self.quantised,
             turns=self.turns,
         )
+        return kernels.capped(launch, programs) if programs else launch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,28 +115,41 @@ def move(
             _run(steps(wanted, given, near, buffer_bytes))
         else:
             with streams.own(device, wanted.to_records, after) as stream:
+                programs = programs_of(best_way(len(given[0]), near.count(None), wanted.to_records))
                 addresses = [
-                    streams.device_address(record.data_ptr()) if address is None else address
+                    streams.device_address(record.data_ptr()) if address is None and programs else address
                     for address, record in zip(near, given, strict=True)
                 ]
-                _run(steps(wanted, given, addresses, buffer_bytes))
+                _run(steps(wanted, given, addresses, buffer_bytes, programs))
         for record in given:
             if record.device == device:
                 record.record_stream(stream)
 
 
+def best_way(record_bytes: int, records: int, to_records: bool) -> KernelConfig:
+    """The way of so many records in the host's memory: what was tuned on this GPU, else a guess."""
+    bucket = way_bucket(record_bytes, records, to_records)
+    return best(bucket, untuned(record_bytes, records), WAYS, steps)
+
+
 def steps(
-    wanted: DeviceMove, records: Sequence[torch.Tensor], addresses: Sequence[int | None], buffer_bytes: int
+    wanted: DeviceMove,
+    records: Sequence[torch.Tensor],
+    addresses: Sequence[int | None],
+    buffer_bytes: int,
+    programs: int = 0,
 ) -> Iterator[Copies | Launch]:
     """What a move runs, one after another on one stream; each is made when it is asked for.
 
     Args:
         addresses: of each record, where a kernel finds it; None if it cannot, or shall not.
+        programs: of the kernel that takes these, at most; 0: one for each tile.
     """
     aligned = 1 if wanted.turns is None or wanted.quantised else wanted.pages.group.item_bytes
     near = [i for i, address in enumerate(addresses) if address is not None and address % aligned == 0]
     if near:
-        yield wanted.part(near).launch([address for i in near if (address := addresses[i]) is not None])
+        found = [address for i in near if (address := addresses[i]) is not None]
+        yield wanted.part(near).launch(found, programs)
     rest = set(near)
     far = [i for i in range(len(records)) if i not in rest]
     if not far:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvkit.kernels.pages import reference
 from kvkit.kernels.pages import triton as pages
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.pages.way_problems import way_problems
 from kvkit.kernels.tuning.cases import (
     INTERLEAVED,
     LLAMA_ROPE,
@@ -35,7 +37,7 @@ CHUNK_TOKENS = 256
 
 def problems() -> Iterator[Problem]:
     """All of them, made on the CPU without contents."""
-    return map(_move_problem, MOVES)
+    return chain(map(_move_problem, MOVES), way_problems())
 
 
 @dataclass(frozen=True, slots=True)

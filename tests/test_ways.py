@@ -1,0 +1,148 @@
+"""The way between a GPU and the host: what is taken where nothing is tuned, what is where something is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import beside
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkit.environment import slug_of
+from kvkit.kernels.pages import device
+from kvkit.kernels.pages.device import Copies, best_way, steps
+from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
+from kvkit.kernels.pages.ways import COPY_ENGINE, KERNEL, WAYS, programs_of, untuned, way_bucket
+from kvkit.kernels.tuning import tables
+from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.configs import Launch
+from kvkit.kernels.tuning.tables import Tuned, TunedKey, build_of, forget_tables, write_table
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The name of a GPU that this machine seems to have, with an empty folder of tables."""
+    monkeypatch.setenv("KVKIT_TUNED", str(tmp_path))
+    monkeypatch.setattr(tables, "gpu_name", lambda: "Imaginary 9")
+    forget_tables()
+    yield "Imaginary 9"
+    forget_tables()
+
+
+@pytest.mark.parametrize(
+    ("record_bytes", "records", "way"),
+    [
+        (32 << 20, 1, COPY_ENGINE),
+        (32 << 20, 64, COPY_ENGINE),
+        (28 << 10, 4096, COPY_ENGINE),
+        ((28 << 10) - 1, 16, KERNEL),
+        ((28 << 10) - 1, 15, COPY_ENGINE),
+        (1, 1, COPY_ENGINE),
+        (1024, 1024, KERNEL),
+    ],
+)
+def test_few_or_large_records_are_the_copy_engines(record_bytes: int, records: int, way: object) -> None:
+    assert untuned(record_bytes, records) == way
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 20), st.booleans())
+def test_buckets_round_up(record_bytes: int, records: int, to_records: bool) -> None:
+    bucket = way_bucket(record_bytes, records, to_records)
+    for size, rounded in zip((record_bytes, records), bucket.sizes, strict=True):
+        assert size <= rounded < 2 * size
+    assert bucket == way_bucket(*bucket.sizes, to_records)
+    assert bucket.op != way_bucket(record_bytes, records, not to_records).op
+    assert untuned(record_bytes, records) in WAYS
+
+
+def test_ways_differ() -> None:
+    assert len(set(WAYS)) == len(WAYS)
+    assert programs_of(WAYS[0]) == 0
+    assert KERNEL in WAYS
+    assert all(8 <= programs_of(way) <= 64 for way in WAYS[1:])
+
+
+def test_a_tuned_way_is_taken_for_its_direction_and_about_its_size(gpu: str, tmp_path: Path) -> None:
+    slow = WAYS[-1]
+    key = TunedKey(way_bucket(1 << 20, 8, True), build_of(steps, False))
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(slow, 1.0, 2.0)})
+    assert best_way(1 << 20, 8, True) == slow
+    assert best_way((1 << 20) - 1, 7, True) == slow, "the same bucket"
+    assert best_way(2 << 20, 4, True) == slow, "the nearest"
+    assert best_way(1 << 20, 8, False) == untuned(1 << 20, 8) == COPY_ENGINE
+
+
+def test_a_way_that_is_no_more_is_passed_over(gpu: str, tmp_path: Path) -> None:
+    gone = replace_programs(7)
+    key = TunedKey(way_bucket(1024, 64, True), build_of(steps, False))
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(gone, 1.0, 2.0)})
+    assert best_way(1024, 64, True) == KERNEL
+
+
+def replace_programs(count: int) -> tables.KernelConfig:
+    return KERNEL._replace(tiles=(("PROGRAMS", count),))
+
+
+def small(to_records: bool) -> Problem:
+    (spec, *_) = (spec for spec in WAY_SPECS if spec.to_records == to_records)
+    group = replace(spec.group, layers=(0, 1), kv_heads=2, k_size=8, v_size=8)
+    return way_problem(replace(spec, group=group, records=3, tokens=32))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu` tunes it compiled")
+@pytest.mark.parametrize("to_records", [True, False])
+def test_every_way_moves_the_same_bytes(to_records: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small(to_records)
+    monkeypatch.setattr("kvkit.kernels.pages.way_problems.BUFFER_BYTES", 2 * 2048)
+    case = problem.make(CPU, True)
+    for way in problem.space:
+        case.poison()
+        assert case.fault(), "what was never written passes"
+        case.run(way)
+        assert case.fault() == ""
+        launches = case.launches(way)
+        kernels = [launch for launch in launches if isinstance(launch, Launch)]
+        copies = sum(len(launch.pairs) for launch in launches if isinstance(launch, Copies))
+        if programs := programs_of(way):
+            assert [launch.grid[0] <= programs for launch in kernels] == [True]
+            assert copies == 0
+        else:
+            assert copies == 3
+
+
+def test_problems_stand_for_what_is_asked_for() -> None:
+    """The default first; the bucket is that which a move of this size looks up."""
+    for spec in WAY_SPECS:
+        problem = way_problem(spec)
+        assert problem.space[0] == untuned(spec.record_bytes, spec.records)
+        assert set(problem.space) == set(WAYS)
+        assert problem.bucket == way_bucket(spec.record_bytes, spec.records, spec.to_records)
+        assert problem.kernel is device.steps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the numbers mean something, and take long")
+def test_the_benchmark_walks_every_way() -> None:
+    """Its steps, on a CPU: each way once each direction, ratios of positive times."""
+    beside_products = list(beside.grids(CPU, 60))
+    assert len(beside_products) == 2 * len(beside.GRIDS)
+    assert len({(found["move"], found["way"]) for found in beside_products}) == len(beside_products)
+    assert all(found["product_time"] > 0 and found["move_rate"] > 0 for found in beside_products)
+    alone = list(beside.pieces(CPU, 60))
+    assert len(alone) == len(WAY_SPECS) * len(WAYS)
+    assert all(found["of_engine_time"] == 1 for found in alone if found["way"] == "copy engine")
+    assert not list(beside.pieces(CPU, 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
+    done = subprocess.run([sys.executable, beside.__file__], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "needs a GPU" in done.stderr
