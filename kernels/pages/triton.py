@@ -90,6 +90,8 @@ def move(
     if slots:
         blocks, places = np.divmod(ids, pages.tokens)
         ids = np.where(ids < 0, -1, blocks << 32 | places)
+    else:
+        ids = np.maximum(ids, -1).astype(np.int32)
     arrays: dict[str, NDArray[Any]] = {"parts": form.parts, "records": records, "ids": ids}
     if turns is not None:
         arrays |= {"cos_sin": turns.cos_sin, "which": turns.which}
@@ -111,9 +113,9 @@ def move(
     draft = Launch(form.kernel, (0,), arguments, space[0])
     config = config or best(bucket(draft), space[0], space, form.kernel)
     tiles = -(-tokens * form.row_work // max(dict(config.tiles)["TILE"], form.least))
-    count = len(records) * len(form.parts) * pages.heads * tiles
+    grid = len(records) * tiles, pages.heads, len(form.parts)
     return replace(
-        draft, grid=(count,), arguments=arguments | {"tiles": tiles, "count": count}, config=config
+        draft, grid=grid, arguments=arguments | {"tiles": tiles, "count": math.prod(grid)}, config=config
     )
 
 
@@ -122,7 +124,7 @@ def capped(launch: Launch, programs: int) -> Launch:
 
     For pinned memory: the bus is full with a few, and more of them, waiting for it, take room from others.
     """
-    grid = (min(programs, *launch.grid),)
+    grid = (min(programs, launch.arguments["count"]),)
     return replace(launch, grid=grid, arguments={**launch.arguments, "PERSISTENT": True})
 
 

@@ -26,12 +26,15 @@ def _turns(count, PERSISTENT: tl.constexpr):
 
 
 @triton.jit
-def _place(turn, tiles, heads, parts_count):
+def _place(turn, tiles, heads, parts_count, PERSISTENT: tl.constexpr):
     """The tile of a program's turn: its number among those of a head, the head, part and chunk."""
-    place, tile = _divide(tl.program_id(0) + turn * tl.num_programs(0), tiles)
-    place, head = _divide(place, heads)
-    chunk, place = _divide(place, parts_count)
-    return tile, head, place, chunk
+    if PERSISTENT:
+        rest, head = _divide(tl.program_id(0) + turn * tl.num_programs(0), heads)
+        rest, part = _divide(rest, parts_count)
+    else:
+        rest, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk, tile = _divide(rest, tiles)
+    return tile, head, part, chunk
 
 
 @triton.jit
@@ -43,23 +46,33 @@ def _divide(a, b):
 
 
 @triton.jit
-def _page_rows(part, ids, head, t, inside, GRANULE: tl.constexpr, SLOTS: tl.constexpr):
-    """Where a head's rows begin in a part's pages, and which of them are moved. t, inside: [V]."""
-    i, place = _divide(t, GRANULE)
-    given = tl.load(ids + i, mask=inside, other=-1)
-    if SLOTS:
-        block, place = given >> 32, given & 0xFFFFFFFF
+def _tokens(tile, ROW: tl.constexpr, TILE: tl.constexpr):
+    """A head's token that a tile begins with, each lane's token from there on, and its place in the row."""
+    if TILE % ROW == 0:  # what differs between a thread's lanes is known when this is compiled
+        first, lane = tile * (TILE // ROW), tl.arange(0, TILE)
     else:
-        block, place = given, place.to(tl.int64)
-    block_stride, head_stride, token_stride = tl.load(part + 4), tl.load(part + 5), tl.load(part + 6)
-    rows = block * block_stride + head * head_stride + place * token_stride
-    return rows, inside & (given >= 0)
+        first, lane = 0, tile * TILE + tl.arange(0, TILE)
+    t, place = _divide(lane, ROW)
+    return first, t, place
 
 
 @triton.jit
-def _pointer(address, WORD: tl.constexpr, WIDTH: tl.constexpr):
-    """What an address points to: words, of which WIDTH together are aligned."""
-    return tl.multiple_of(tl.load(address).to(tl.pointer_type(WORD)), WIDTH * WORD.primitive_bitwidth // 8)
+def _page_rows(part, ids, t, inside, GRANULE: tl.constexpr, SLOTS: tl.constexpr):
+    """Where tokens' rows begin in a head's pages, and which of them are moved. t, inside: [V]."""
+    i, place = _divide(t, GRANULE)
+    given = tl.load(ids + i, mask=inside, other=-1)
+    keep = inside & (given >= 0)
+    if SLOTS:
+        given, place = (given >> 32).to(tl.int32), given.to(tl.int32)
+    block, place = given.to(tl.uint32).to(tl.int64), place.to(tl.uint32).to(tl.int64)
+    return block * tl.load(part + 4) + place * tl.load(part + 6), keep
+
+
+@triton.jit
+def _pointer(address, first, WORD: tl.constexpr, WIDTH: tl.constexpr):
+    """Words from the first on of what an address points to, of which WIDTH together are aligned."""
+    pointer = tl.load(address).to(tl.pointer_type(WORD)) + first
+    return tl.multiple_of(pointer, WIDTH * WORD.primitive_bitwidth // 8)
 
 
 @triton.jit
@@ -72,7 +85,7 @@ def _lanes(first, lane, WIDTH: tl.constexpr):
 def copy_rows(
     parts,  # int64 [P, 7]; first byte, width and strides in words
     records,  # int64 [chunks], addresses
-    ids,  # int64 [chunks, ids_count], blocks; of slots: block << 32 | place
+    ids,  # [chunks, ids_count], int32, blocks; of slots int64, block << 32 | place
     parts_count,  # P
     heads,
     tokens,
@@ -92,17 +105,18 @@ def copy_rows(
 ):
     """Bytes, unchanged. A tile is TILE vectors of a head of a chunk's part, in the order of the record."""
     for turn in range(_turns(count, PERSISTENT)):
-        tile, head, place, chunk = _place(turn, tiles, heads, parts_count)
+        tile, head, place, chunk = _place(turn, tiles, heads, parts_count, PERSISTENT)
         part = parts + place * 7
-        t, vector = _divide(tile * TILE + tl.arange(0, TILE), ROW)  # [V]
-        first = vector * WIDTH
-        inside = (t < tokens) & (first < tl.load(part + 2))
-        page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, inside, GRANULE, SLOTS)
-        layer, record_first = tl.load(part), tl.load(part + 1)
-        record_row = ((layer * heads + head) * tokens + t) * RECORD_ROW + record_first
+        first, t, vector = _tokens(tile, ROW, TILE)  # t and vector: [V]
+        at = vector * WIDTH
+        inside = (first + t < tokens) & (at < tl.load(part + 2).to(tl.int32))
+        page_row, keep = _page_rows(part, ids + chunk * ids_count, first + t, inside, GRANULE, SLOTS)
+        row = (tl.load(part) * heads + head) * tokens + first
+        record = _pointer(records + chunk, row * RECORD_ROW + tl.load(part + 1), WORD, WIDTH)
+        page = _pointer(part + 3, head * tl.load(part + 5), WORD, WIDTH)
         word = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
-        page = _pointer(part + 3, WORD, WIDTH) + _lanes(page_row + first, word, WIDTH)
-        record = _pointer(records + chunk, WORD, WIDTH) + _lanes(record_row + first, word, WIDTH)
+        record += _lanes(t * RECORD_ROW + at, word, WIDTH)
+        page += _lanes(page_row + at, word, WIDTH)
         mask = tl.broadcast_to(keep[:, None], (TILE, WIDTH))
         if TO_RECORDS:
             tl.store(record, tl.load(page, mask=mask), mask=mask)
@@ -114,7 +128,7 @@ def copy_rows(
 def decode_rows(
     parts,  # int64 [P, 7], K and V apart; first byte, width and strides in channels
     records,  # int64 [chunks], addresses
-    ids,  # int64 [chunks, ids_count], as for copy_rows
+    ids,  # [chunks, ids_count], as for copy_rows
     cos_sin,  # float32 [U, 2 * PAIRS]
     which,  # int32 [chunks, tokens], each token's row of cos_sin
     parts_count,
@@ -148,13 +162,13 @@ def decode_rows(
     BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
     CODE: tl.constexpr = BITS if FORM is None else tl.uint8
     for turn in range(_turns(count, PERSISTENT)):
-        tile, head, place, chunk = _place(turn, tiles, heads, parts_count)
+        tile, head, place, chunk = _place(turn, tiles, heads, parts_count, PERSISTENT)
         part = parts + place * 7
-        record_first, width = tl.load(part + 1), tl.load(part + 2)
-        t, unit = _divide(tile * TILE + tl.arange(0, TILE), ROW)  # [V]
-        page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, t < tokens, GRANULE, SLOTS)
-        rows = (tl.load(part) * heads + head) * tokens + t
-        record_row = rows * RECORD_ROW + record_first
+        record_first, width = tl.load(part + 1), tl.load(part + 2).to(tl.int32)
+        first, t, unit = _tokens(tile, ROW, TILE)  # t and unit: [V]
+        inside = first + t < tokens
+        page_row, keep = _page_rows(part, ids + chunk * ids_count, first + t, inside, GRANULE, SLOTS)
+        row = ((tl.load(part) * heads + head) * tokens + first) * RECORD_ROW
 
         rotary = unit < PAIRS // WIDTH
         still = (unit - PAIRS // WIDTH) * 2 * WIDTH  # a place among the channels that are not rotary
@@ -171,20 +185,20 @@ def decode_rows(
         channel = tl.arange(0, WIDTH)[None, :]  # [V, WIDTH] from here
         mask_a = tl.broadcast_to((keep & (first_a < width))[:, None], (TILE, WIDTH))
         mask_b = tl.broadcast_to((keep & (first_b < width))[:, None], (TILE, WIDTH))
-        record = _pointer(records + chunk, CODE, RECORD_WIDTH)
-        a = tl.load(record + _lanes(record_row + first_a, channel, RECORD_WIDTH), mask=mask_a)
-        b = tl.load(record + _lanes(record_row + first_b, channel, RECORD_WIDTH), mask=mask_b)
+        record = _pointer(records + chunk, row + record_first, CODE, RECORD_WIDTH)
+        a = tl.load(record + _lanes(t * RECORD_ROW + first_a, channel, RECORD_WIDTH), mask=mask_a)
+        b = tl.load(record + _lanes(t * RECORD_ROW + first_b, channel, RECORD_WIDTH), mask=mask_b)
         if PAIRS > 0 and INTERLEAVED:
             a, b = _pairs_apart(a, b)
         if FORM is None:
             wide_a, wide_b = _widen(a, DTYPE), _widen(b, DTYPE)
         else:
-            to_scale = rows * RECORD_ROW + CHANNELS + tl.where(record_first == 0, 0, 4)
-            scale = _load_scale(records + chunk, to_scale, keep, SCALE_BYTES)[:, None]
+            scales = tl.load(records + chunk) + row + CHANNELS + tl.where(record_first == 0, 0, 4)
+            scale = _load_scale(scales, t, keep, RECORD_ROW, SCALE_BYTES)[:, None]
             wide_a, wide_b = _decode(a, FORM, INTERPRET) * scale, _decode(b, FORM, INTERPRET) * scale
         if PAIRS > 0:
             turned = keep & (unit < tl.where(record_first == 0, PAIRS // WIDTH, 0))  # V's are not
-            turn_row = tl.load(which + chunk * tokens + t, mask=turned, other=0) * (2 * PAIRS)
+            turn_row = tl.load(which + chunk * tokens + first + t, mask=turned, other=0) * (2 * PAIRS)
             turned = turned[:, None]
             angle = cos_sin + _lanes(turn_row + unit * WIDTH, channel, WIDTH)
             cos = tl.load(angle, mask=tl.broadcast_to(turned, (TILE, WIDTH)), other=1.0)
@@ -201,7 +215,7 @@ def decode_rows(
             a, b = _narrow(wide_a, DTYPE, INTERPRET), _narrow(wide_b, DTYPE, INTERPRET)
         if PAIRS > 0 and INTERLEAVED:
             a, b = _pairs_together(a, b)
-        page = _pointer(part + 3, BITS, WIDTH)
+        page = _pointer(part + 3, head * tl.load(part + 5), BITS, WIDTH)
         tl.store(page + _lanes(page_row + first_a, channel, WIDTH), a, mask=mask_a)
         tl.store(page + _lanes(page_row + first_b, channel, WIDTH), b, mask=mask_b)
 
@@ -210,7 +224,7 @@ def decode_rows(
 def encode_rows(
     parts,  # int64 [P, 7], K and V apart; first byte, width and strides in channels
     records,  # int64 [chunks], addresses
-    ids,  # int64 [chunks, ids_count], as for copy_rows
+    ids,  # [chunks, ids_count], as for copy_rows
     parts_count,
     heads,
     tokens,
@@ -240,30 +254,30 @@ def encode_rows(
     BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
     ROWS: tl.constexpr = TILE // COLUMNS if TILE > COLUMNS else 1
     for turn in range(_turns(count, PERSISTENT)):
-        tile, head, place, chunk = _place(turn, tiles, heads, parts_count)
+        tile, head, place, chunk = _place(turn, tiles, heads, parts_count, PERSISTENT)
         part = parts + place * 7
-        t = tile * ROWS + tl.arange(0, ROWS)
-        page_row, keep = _page_rows(part, ids + chunk * ids_count, head, t, t < tokens, GRANULE, SLOTS)
+        first, t = tile * ROWS, tl.arange(0, ROWS)
+        inside = first + t < tokens
+        page_row, keep = _page_rows(part, ids + chunk * ids_count, first + t, inside, GRANULE, SLOTS)
         record_first = tl.load(part + 1)
-        rows = (tl.load(part) * heads + head) * tokens + t
-        record_row = rows * RECORD_ROW + record_first
+        row = ((tl.load(part) * heads + head) * tokens + first) * RECORD_ROW
 
         channel = tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS] from here
-        width = tl.multiple_of(tl.load(part + 2), WIDTH)
+        width = tl.multiple_of(tl.load(part + 2).to(tl.int32), WIDTH)
         mask = keep[:, None] & (channel < width)
-        x = tl.load(_pointer(part + 3, BITS, WIDTH) + _lanes(page_row, channel, WIDTH), mask=mask, other=0)
-        x = _widen(x, DTYPE)
+        page = _pointer(part + 3, head * tl.load(part + 5), BITS, WIDTH)
+        x = _widen(tl.load(page + _lanes(page_row, channel, WIDTH), mask=mask, other=0), DTYPE)
         size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)  # as whole numbers, NaN is the largest
         tiny = amax < SMALLEST
         largest = tl.full((ROWS,), LARGEST, tl.float32)
         inverse = tl.where(tiny, 0.0, tl.div_rn(largest, tl.where(tiny, 1.0, amax)))
         scale = tl.where(tiny, 0.0, tl.div_rn(amax, largest))
-        record = _pointer(records + chunk, tl.uint8, RECORD_WIDTH)
+        record = _pointer(records + chunk, row + record_first, tl.uint8, RECORD_WIDTH)
         codes = _encode(x * inverse[:, None], FORM, LARGEST, INTERPRET)
-        tl.store(record + _lanes(record_row, channel, RECORD_WIDTH), codes, mask=mask)
-        to_scale = rows * RECORD_ROW + CHANNELS + tl.where(record_first == 0, 0, 4)
-        _store_scale(records + chunk, to_scale, scale, keep, SCALE_BYTES)
+        tl.store(record + _lanes(t * RECORD_ROW, channel, RECORD_WIDTH), codes, mask=mask)
+        scales = tl.load(records + chunk) + row + CHANNELS + tl.where(record_first == 0, 0, 4)
+        _store_scale(scales, t, scale, keep, RECORD_ROW, SCALE_BYTES)
 
 
 @triton.jit
@@ -367,10 +381,10 @@ def _decode(code, FORM: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _load_scale(record, to_scale, keep, BYTES: tl.constexpr):
-    """float32 [V] at byte `to_scale` of the record at the address in `record`, in words of BYTES."""
+def _load_scale(scales, t, keep, RECORD_ROW: tl.constexpr, BYTES: tl.constexpr):
+    """float32 [V] of rows t; that of row 0 is at the address `scales`, in words of BYTES."""
     WORD: tl.constexpr = tl.uint32 if BYTES == 4 else tl.uint16 if BYTES == 2 else tl.uint8
-    at = _pointer(record, WORD, 1) + to_scale // BYTES
+    at = scales.to(tl.pointer_type(WORD)) + t * (RECORD_ROW // BYTES)
     bits = tl.load(at, mask=keep, other=0).to(tl.uint32)
     for i in tl.static_range(1, 4 // BYTES):
         bits |= tl.load(at + i, mask=keep, other=0).to(tl.uint32) << (8 * BYTES * i)
@@ -378,10 +392,10 @@ def _load_scale(record, to_scale, keep, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _store_scale(record, to_scale, scale, keep, BYTES: tl.constexpr):
+def _store_scale(scales, t, scale, keep, RECORD_ROW: tl.constexpr, BYTES: tl.constexpr):
     """The inverse of `_load_scale`."""
     WORD: tl.constexpr = tl.uint32 if BYTES == 4 else tl.uint16 if BYTES == 2 else tl.uint8
-    at = _pointer(record, WORD, 1) + to_scale // BYTES
+    at = scales.to(tl.pointer_type(WORD)) + t * (RECORD_ROW // BYTES)
     bits = scale.to(tl.uint32, bitcast=True)
     for i in tl.static_range(4 // BYTES):
         tl.store(at + i, (bits >> (8 * BYTES * i)).to(WORD), mask=keep)
