@@ -52,6 +52,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "eviction": lambda: _eviction(json.loads((results / "simulate.json").read_text())),
         "engine": lambda: _engine(figures),
         "kernels": lambda: _kernels(figures),
+        "compiled_peers": lambda: _compiled_peers(json.loads((results / "compiled-peers.json").read_text())),
         "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
@@ -332,6 +333,23 @@ def _kernels(figures: dict[str, Any]) -> list[list[str]]:
         add(f"{way} under XLA, SmolLM2, float32", "numpy's copy", f"jax::pages[{way}]", "XLA")
     add("attention under XLA, SmolLM2, 4096 keys", "the same on torch tensors", "jax::attention", "XLA")
     return rows
+
+
+def _compiled_peers(document: dict[str, Any]) -> list[list[str]]:
+    names = (
+        "tile",
+        "warps",
+        "stages",
+        "registers",
+        "instructions",
+        "per_mma",
+        "waits",
+        "in_flight",
+        "blocks_per_sm",
+    )
+    head = "tile", "warps", "stages", "registers", "instructions", "of these per product", "waits"
+    rows = [["kernel", *head, "copies under way", "blocks per SM"]]
+    return rows + [[e["kernel"], *(str(e[name]) for name in names)] for e in document["kernels"]]
 
 
 def _blend(path: Path) -> list[list[str]]:

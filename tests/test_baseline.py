@@ -14,7 +14,7 @@ from kvkit.kernels.tuning.baseline import regressions, write
 from kvkit.kernels.tuning.cases import Work
 from kvkit.kernels.tuning.prediction import RATES, Rates, predict
 
-COPY = Compiled(40, 0, 0, 8, 8, 8, 8, 0, 200, 0, 8)
+COPY = Compiled(40, 0, 0, 8, 8, 8, 8, 0, 200, 0, 0, 8)
 ATTEND = replace(COPY, mma=16, instructions=320)
 RATE = Rates("a GPU", sms=10, clock_hz=1e9, issues=4, bytes_per_s=1e12, flops_per_s=1e14)  # 4e10 instructions
 

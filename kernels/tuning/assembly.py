@@ -26,6 +26,7 @@ class Compiled:
     stores_16: int
     mma: int  # matrix instructions
     instructions: int  # of the loop with the largest share of these; of the whole kernel where none has any
+    waits: int  # barriers of that loop, and waits for copies and products (NVIDIA)
     in_flight: int  # copies into shared memory that a wait of the loop leaves under way, at most (NVIDIA)
     blocks_per_sm: int  # an estimate from registers, shared memory and warps
     digest: str = ""  # equal where all instructions are
@@ -54,6 +55,7 @@ _PTX_ACCESS = re.compile(
 )
 _PTX_MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+) )?(\S+)(.*?);", re.MULTILINE)
+_WAIT = re.compile(r"BAR\.SYNC|(?:WARPGROUP\.)?DEPBAR|SYNCS\.PHASECHK")
 _MMA = re.compile(r"(?:H|Q|I|D|O|UTC\w*)G?MMA\b|v_s?mfmac?_")
 
 
@@ -83,6 +85,7 @@ def read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu:
     registers, stack = (int(_field(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK"))
     sass = parse_sass(usage)
     loads, loads_16, stores, stores_16 = _counts(accesses)
+    loop = main_loop(sass)
     return Compiled(
         registers=registers,
         spill_bytes=stack,
@@ -92,7 +95,8 @@ def read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu:
         stores=stores,
         stores_16=stores_16,
         mma=len(_PTX_MMA.findall(ptx)),
-        instructions=len(main_loop(sass)),
+        instructions=len(loop),
+        waits=sum(bool(_WAIT.match(one.name)) for one in loop) if loop is not sass else 0,
         in_flight=max(
             (int(n) for n in re.findall(r"async_wait .*num = (\d+)", assembly["ttgir"])), default=0
         ),
@@ -123,6 +127,7 @@ def read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gp
         stores_16=stores_16,
         mma=sum(bool(_MMA.match(one.name)) for one in found),
         instructions=len(main_loop(found)),
+        waits=0,
         in_flight=0,
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
         digest=_digest(found),
