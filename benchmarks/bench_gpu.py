@@ -1,20 +1,20 @@
-"""The kernels on a GPU, against bare copies, matrix products and others' attention. For `make gpu`."""
+"""The kernels on a GPU, against bare copies, matrix products and others' attention. For `make gpu-tests`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
+from benchmarks.gpu.peers import MASKED, OURS, BlendShape, contenders
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
-from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
+from kvkit.kernels.attention.api import query_scores, rope_scatter
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages.api import Pages, pack, unpack
@@ -22,7 +22,9 @@ from kvkit.kernels.pages.checks import Turns
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU; `make gpu-tests` runs it there"
+)
 
 LLAMA = LayerGroup(tuple(range(32)), kv_heads=8, k_size=128, v_size=128, dtype="bfloat16", block_tokens=16)
 CHUNKS, CHUNK_TOKENS = 8, 256
@@ -100,34 +102,13 @@ def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     print(f"{way} {order}: {speed:.0f} GB/s, of copy_: min {found['min']:.2f}, median {found['median']:.2f}")
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One layer's blend: N keys, 15 % of the rows, and a question of 64 tokens."""
-
-    tokens: int
-    heads: int
-    group: int
-    size: int = 128
-    block_tokens: int = 16
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        chosen = np.random.default_rng(0).choice(self.tokens, int(0.15 * self.tokens), replace=False)
-        return np.union1d(chosen, np.arange(self.tokens - 64, self.tokens))
-
-    @property
-    def flops(self) -> int:
-        """Of the visible keys only."""
-        return 4 * self.size * self.heads * self.group * int((self.positions + 1).sum())
-
-
 ATTENTIONS = {
-    "llama-2-7b 8k": Attention(8192, 32, 1),
-    "llama-3.1-8b 4k": Attention(4096, 8, 4),
-    "llama-3.1-8b 8k": Attention(8192, 8, 4),
-    "llama-3.1-8b 32k": Attention(32768, 8, 4),
-    "llama-3-70b 8k": Attention(8192, 8, 8),
-    "llama-3-70b 8k tp8": Attention(8192, 1, 8),
+    "llama-2-7b 8k": BlendShape(8192, 32, 1),
+    "llama-3.1-8b 4k": BlendShape(4096, 8, 4),
+    "llama-3.1-8b 8k": BlendShape(8192, 8, 4),
+    "llama-3.1-8b 32k": BlendShape(32768, 8, 4),
+    "llama-3-70b 8k": BlendShape(8192, 8, 8),
+    "llama-3-70b 8k tp8": BlendShape(8192, 1, 8),
 }
 
 
@@ -147,68 +128,15 @@ def seconds(function: Callable[[], object], calls: int = 20) -> list[float]:
     return times
 
 
-def flex(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """FlexAttention of the rows [1, Hq, M, D], compiled, with a block mask made outside the clock."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return j <= positions[i]
-
-    mask = create_block_mask(visible, None, None, q.shape[2], keys.shape[2], device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, keys, values, block_mask=mask, enable_gqa=q.shape[1] != keys.shape[1])
-
-
-def flashinfer_(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """flashinfer's prefill with a custom mask, rows [M, Hq, D] against keys [N, H, D]."""
-    import flashinfer
-
-    return lambda: flashinfer.single_prefill_with_kv_cache(q, keys, values, custom_mask=mask)
-
-
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_blend_attention(benchmark: Any, name: str) -> None:
     """TFLOP/s on visible keys, and as a share of a bf16 matrix product's; peers where they can run."""
     shape = ATTENTIONS[name]
-    positions, blocks = (
-        shape.positions,
-        np.random.default_rng(1).permutation(shape.tokens // shape.block_tokens),
-    )
-    count, heads = len(positions), shape.heads * shape.group
-    rows = Rows.of(
-        positions, np.array([0, count]), np.array([shape.tokens]), blocks[None], shape.block_tokens, "cuda"
-    )
-    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
-    pages = len(blocks), shape.heads, shape.block_tokens, shape.size
-    k, v = (torch.randn(pages, **bf16) for _ in range(2))
-    q = torch.randn(count, heads, shape.size, **bf16)
-    keys, values = (x[blocks].transpose(0, 1).reshape(1, shape.heads, shape.tokens, -1) for x in (k, v))
-    on_device = torch.from_numpy(positions).cuda()
-    mask = torch.arange(shape.tokens, device="cuda") <= on_device[:, None]
-    ordered = q.transpose(0, 1)[None].contiguous()  # [1, Hq, M, D]
-
-    def ours() -> torch.Tensor:
-        return blend_attention(q, k, v, rows, Scoring(shape.size**-0.5))[0]
-
-    def masked() -> torch.Tensor:
-        o = torch.nn.functional.scaled_dot_product_attention(
-            ordered, keys, values, attn_mask=mask, enable_gqa=shape.group > 1
-        )
-        return o[0].transpose(0, 1)
-
-    flat = (x[0].transpose(0, 1).contiguous() for x in (keys, values))
-    peers = {
-        "SDPA with a mask": lambda: masked,
-        "FlexAttention": lambda: flex(ordered, keys, values, on_device),
-        "flashinfer": lambda: flashinfer_(q, *flat, mask),
-    }
-    torch.testing.assert_close(ours().float(), masked().float(), atol=2e-2, rtol=2e-2)
+    makers = dict(contenders(shape, torch.device("cuda")))
+    ours = makers.pop(OURS)()
+    torch.testing.assert_close(ours().float(), makers[MASKED]()().float(), atol=2e-2, rtol=2e-2)
     benchmark.pedantic(ours, rounds=1)
-    matrix = torch.randn(8192, 8192, **bf16)
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     roof = 2 * 8192**3 / min(seconds(lambda: matrix @ matrix))
     times = seconds(ours)
     speed = shape.flops / min(times)
@@ -216,7 +144,7 @@ def test_blend_attention(benchmark: Any, name: str) -> None:
         tflops=speed / 1e12, of_matmul=speed / roof, us=min(times) * 1e6, us_median=1e6 * median(times)
     )
     print(f"{name}: {speed / 1e12:.0f} TFLOP/s, {speed / roof:.2f} of a matrix product's")
-    for peer, make in peers.items():
+    for peer, make in makers.items():
         try:
             its = seconds(make())
         except Exception as error:  # a peer that is missing or cannot do it must not hide the others

@@ -18,65 +18,48 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvkit.environment import describe, slug
+from benchmarks.kept import MEASURED, RESULTS, replace
+from kvkit.environment import slug
 
 HERE = Path(__file__).parent
-RESULTS = Path(os.environ.get("KVKIT_RESULTS") or HERE / "results")
 
 
 def main() -> None:
-    """Measure, then keep what was measured beside what earlier runs of other benchmarks found."""
+    """Measure, and print what was found; what earlier runs found of other benchmarks stays."""
     files = sys.argv[1:] or sorted(str(file) for file in HERE.glob("bench_*.py"))
-    measured = [entry for file in files for entry in measure(file)]
-    if not measured:
-        sys.exit("no benchmark ran")
-    Console(width=150).print(table(copy.deepcopy(measured)))
-    path = RESULTS / f"{slug()}.json"
-    kept = json.loads(path.read_text())["results"] if path.exists() else []
-    same = _name if any("::" in file for file in files) else _file
-    renewed = {same(entry) for entry in measured}
-    results = [entry for entry in kept if same(entry) not in renewed] + measured
-    document = describe() | {
-        "command": "make bench",
-        "results": sorted(results, key=lambda entry: entry["name"]),
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"kept in {path}")
-
-
-def measure(argument: str) -> list[dict[str, Any]]:
-    """One file's benchmarks, in a process of its own: no other's leavings in the allocator count."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-enable", f"--benchmark-json={report}"]
-        status = subprocess.run([*command, "--benchmark-quiet", argument], check=False).returncode
+    measured: list[dict[str, Any]] = []
+    failed = []
+    for file in files:
+        found, status = measure(file)
+        measured += found
         if status:
-            sys.exit(status)
-        if not report.exists():
-            return []
-        return [condensed(entry) for entry in json.loads(report.read_text())["benchmarks"]]
+            failed.append(f"{file}: exit {status}")
+        elif "::" not in file:  # benchmarks that it no longer has
+            _forget(f"{Path(file).stem.removeprefix('bench_')}::", {entry["name"] for entry in found})
+    if measured:
+        Console(width=150).print(table(copy.deepcopy(measured)))
+        print(f"kept in {RESULTS / slug()}.json")
+    if failed or not measured:
+        sys.exit("; ".join(failed) or "no benchmark ran")
 
 
-def condensed(entry: dict[str, Any]) -> dict[str, Any]:
-    """One benchmark: its name, its times in seconds and what it compared itself to."""
-    file = Path(entry["fullname"].split("::")[0]).stem.removeprefix("bench_")
-    stats = entry["stats"]
-    return {
-        "name": f"{file}::{entry['name'].removeprefix('test_')}",
-        "min_s": stats["min"],
-        "median_s": stats["median"],
-        **entry["extra_info"],
-    }
+def _forget(prefix: str, names: set[str]) -> None:
+    replace(lambda entry: entry["name"].startswith(prefix) and entry["name"] not in names, [])
 
 
-def _name(entry: dict[str, Any]) -> str:
-    name: str = entry["name"]
-    return name
+def measure(argument: str) -> tuple[list[dict[str, Any]], int]:
+    """One file's benchmarks that passed, in a process of its own: no other's leavings in the allocator count.
 
-
-def _file(entry: dict[str, Any]) -> str:
-    return _name(entry).partition("::")[0]
+    Returns:
+        them, each kept as soon as it had passed; and pytest's exit status.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "lines"
+        lines.touch()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.kept", "--benchmark-enable"]
+        environment = os.environ | {MEASURED: str(lines)}
+        done = subprocess.run([*command, "--benchmark-quiet", argument], env=environment, check=False)
+        return [json.loads(line) for line in lines.read_text().splitlines()], done.returncode
 
 
 def table(measured: list[dict[str, Any]]) -> Table:

@@ -14,7 +14,9 @@ from vllm_engine import Engine, connector, on_disk, prompt
 
 from kvkit.bench import demo
 
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")
+ON_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU; `make gpu-tests` runs it there"
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 

@@ -1,4 +1,4 @@
-"""The same promises with the engine's pages on a GPU. `make gpu` runs these where there is one."""
+"""The same promises with the engine's pages on a GPU. `make gpu-tests` runs these where there is one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from kvkit.kernels.attention.layer import RowTurns
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.staging import Staging
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; `make gpu` runs it there")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU; `make gpu-tests` runs it there"
+)
 
 GROUPS = {
     **{order: LayerGroup((0, 1, 2), 3, 8, 4, "bfloat16", block_tokens=4, order=order) for order in ORDERS},

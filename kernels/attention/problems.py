@@ -20,9 +20,9 @@ from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 def problems() -> Iterator[Problem]:
     """All of them, made on the CPU without contents, those of an operation one after another."""
-    yield from map(_attention_problem, ATTENTIONS)
-    yield from map(_scatter_problem, SCATTERS)
-    yield _deviation_problem()
+    yield from map(attention_problem, ATTENTIONS)
+    yield from map(scatter_problem, SCATTERS)
+    yield deviation_problem()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def _rows(spec: AttentionSpec, device: torch.device) -> Rows:
     return Rows.of(positions, np.array([0, len(positions)]), np.array([spec.length]), tables, tokens, device)
 
 
-def _attention_problem(spec: AttentionSpec) -> Problem:
+def attention_problem(spec: AttentionSpec) -> Problem:
+    """That of an attention, made on the CPU without contents."""
     cpu, heads = torch.device("cpu"), spec.heads
     rows, group = _rows(spec, cpu), heads.query_heads // heads.heads
     sizes = heads.size + (heads.v_size if spec.what in ("o", "scores x v") else 0)
@@ -198,7 +199,8 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
                 found = f"o: a row is off by {error:.2g} of its norm"
         return found
 
-    return Case(launches, partial(_forget, out, lse, mass), fault)
+    written = (mass,) if spec.kernel == "weigh" else (out, lse) if spec.what == "o" else (lse,)
+    return Case(launches, partial(_forget, out, lse, mass), fault, written)
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -233,7 +235,8 @@ SCATTERS = (
 )
 
 
-def _scatter_problem(spec: ScatterSpec) -> Problem:
+def scatter_problem(spec: ScatterSpec) -> Problem:
+    """That of a scatter, made on the CPU without contents."""
     heads, item = spec.heads, spec.heads.dtype.itemsize
     channels = (heads.query_heads + heads.heads) * heads.size + heads.heads * heads.v_size
     moved = spec.rows * (2 * item * channels + 4 * spec.rope.channels + 8)
@@ -284,10 +287,12 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
         found = far("pages", pages, want, *close) or far("q", out, turned, *close)
         return found or (far("deviation", deviation, moved, 1e-2, 1e-4) if spec.deviation else "")
 
-    return Case(launches, poison, fault)
+    return Case(launches, poison, fault, (pages, out, deviation) if spec.deviation else (pages, out))
 
 
-def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> Problem:
+def deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> Problem:
+    """That of a deviation of bfloat16 keys, made on the CPU without contents."""
+
     def make(device: torch.device, filled: bool) -> Case:
         new, old = (torch.empty(tokens, heads, size, dtype=torch.bfloat16, device=device) for _ in range(2))
         out = torch.empty(tokens, device=device)
@@ -298,7 +303,9 @@ def _deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> P
         def fault() -> str:
             return far("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
 
-        return Case(lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault)
+        return Case(
+            lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault, (out,)
+        )
 
     work = Work(tokens * (4 * heads * size + 4))
     return _problem("deviation Llama-3.1-8B", "measure", make, lambda config: work)

@@ -37,7 +37,7 @@ CHUNK_TOKENS = 256
 
 def problems() -> Iterator[Problem]:
     """All of them, made on the CPU without contents."""
-    return chain(map(_move_problem, MOVES), way_problems())
+    return chain(map(move_problem, MOVES), way_problems())
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ MOVES = (
 )
 
 
-def _move_problem(move: MoveSpec) -> Problem:
+def move_problem(move: MoveSpec) -> Problem:
+    """That of a move, made on the CPU without contents."""
     (launch,) = move_case(move, torch.device("cpu"), False).launches(None)
     assert isinstance(launch, Launch)
     record = move.group.quantised() if move.quantised else move.group
@@ -189,4 +190,4 @@ def move_case(
                 return found
         return ""
 
-    return Case(launches, poison, fault)
+    return Case(launches, poison, fault, (records,) if move.to_records else tuple(pool))

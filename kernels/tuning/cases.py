@@ -30,11 +30,13 @@ class Case:
             `Launch`es of Triton kernels, `HostLaunch`es of functions, or anything else with `run`.
         poison: overwrites whatever the kernels write.
         fault: compares what they wrote with the operation's `reference`: where it differs, "" if nowhere.
+        outputs: what the kernels write: equal runs leave equal bits there.
     """
 
     launches: Callable[[KernelConfig | None], tuple[Runnable, ...]]
     poison: Callable[[], None]
     fault: Callable[[], str]
+    outputs: tuple[torch.Tensor, ...] = ()
 
     def run(self, config: KernelConfig) -> None:
         """Run the kernels of `config`, on a GPU on the current stream; mutates what they write."""

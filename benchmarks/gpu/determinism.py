@@ -1,0 +1,34 @@
+"""Step 4: whether equal inputs give equal bits, run after run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench, each
+from kvkit.kernels.tuning.cases import Problem
+
+
+def run(bench: Bench) -> None:
+    """Records of each problem how many runs of its default differed from the first."""
+
+    def measure(problem: Problem) -> dict[str, Any]:
+        config = problem.space_on(bench.target)[0]
+        case = problem.make(bench.device, True)
+        case.poison()
+        case.run(config)
+        first = [_bits(output).clone() for output in case.outputs]
+        count = torch.zeros((), dtype=torch.int64, device=bench.device)
+        for _ in range(bench.sizes.equal_runs - 1):
+            case.poison()
+            case.run(config)
+            pairs = zip(first, case.outputs, strict=True)
+            count += torch.stack([(bits != _bits(output)).any() for bits, output in pairs]).any()
+        return {"runs": bench.sizes.equal_runs, "differ": int(count)}
+
+    each(bench, bench.problems, measure)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

@@ -1,0 +1,67 @@
+"""A Triton cache for a GPU that is not here: every default, compiled by the way of the gate.
+
+python -m benchmarks.gpu.triton_cache TARGET TRITON: TARGET is a name of `gate.GPUS`, TRITON the folder of the
+other machine's build of Triton, of the version of this environment's, whose key the cache is found by.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import torch
+from triton.runtime import cache
+
+from benchmarks.gpu.packages import TRITON_CACHE
+from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.gate import compile_for
+from kvkit.kernels.tuning.problems import every_problem
+
+KEY = "triton-key"
+"""The file that says whose cache it is."""
+KEPT = {".json", ".cubin", ".ptx", ".ttgir"}
+"""What launches and the gate read of a compiled kernel."""
+
+
+def key_of(triton: Path) -> str:
+    """What a build of Triton distinguishes its cached kernels by; runs the function that it has for that."""
+    spec = importlib.util.spec_from_file_location("triton_cache_elsewhere", triton / "runtime" / "cache.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.triton_key())
+
+
+def fill_cache(folder: Path, problems: Sequence[Problem], target: str, key: str) -> None:
+    """Compile the default of each problem for a target into an empty folder, as the Triton of a key would.
+
+    Raises:
+        CompileError: one cannot be compiled.
+    """
+    environment = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder))
+    with environment, mock.patch.object(cache, "triton_key", return_value=key):
+        for problem in problems:
+            case = problem.make(torch.device("cpu"), False)
+            for launch in case.launches(problem.space_on(target)[0]):
+                compile_for(launch, target)
+    for file in folder.rglob("*"):
+        if file.is_file() and file.suffix not in KEPT:
+            file.unlink()
+    (folder / KEY).write_text(key)
+
+
+def main(target: str, triton: str) -> None:
+    """Replace the cache that is carried."""
+    shutil.rmtree(TRITON_CACHE, ignore_errors=True)
+    TRITON_CACHE.mkdir(parents=True)
+    fill_cache(TRITON_CACHE, every_problem(), target, key_of(Path(triton)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

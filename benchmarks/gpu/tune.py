@@ -1,0 +1,42 @@
+"""Step 7: `kvkit tune`, attention first, as far as the time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.gpu.bench import Bench
+from kvkit.kernels.tuning import search
+from kvkit.kernels.tuning.configs import tuned_folder
+from kvkit.kernels.tuning.search import Roof, Tools
+
+BUDGET_S = 95
+
+
+def run(bench: Bench) -> None:
+    """Records what each problem's bucket has now, with every trial; tables are in $KVKIT_TUNED."""
+    problems = sorted(bench.problems, key=lambda problem: problem.bucket.op != "attend")
+    with _tools(bench) as tools:
+        for step in search.tune(problems, tuned_folder(), tools, budget_s=BUDGET_S):
+            found = {} if step.tuned is None else step.tuned._asdict() | {"config": str(step.tuned.config)}
+            trials = [
+                {"config": str(trial.config), "us": trial.us, "fate": trial.fate} for trial in step.trials
+            ]
+            bench.results.record(step.problem.name, state=step.state, **found, trials=trials)
+
+
+@contextmanager
+def _tools(bench: Bench) -> Iterator[Tools]:
+    if bench.device.type == "cuda":
+        with search.tools_here() as tools:
+            yield tools
+    else:
+        yield Tools(
+            gpu_name=bench.results.gpu,
+            device=bench.device,
+            flaws=lambda problem: {},
+            timer=bench.timer,
+            roof=Roof(1e30, 1e30),
+            clock=time.monotonic,
+        )

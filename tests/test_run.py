@@ -1,0 +1,70 @@
+"""`python -m benchmarks.run`: what has passed is kept, whatever becomes of the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = """
+import time
+
+def test_first(benchmark):
+    benchmark.pedantic(lambda: None)
+    benchmark.extra_info["bytes"] = 3
+
+def test_second(benchmark):
+    benchmark.pedantic(lambda: None)
+    {second}
+
+def test_third(benchmark):
+    benchmark.pedantic(lambda: None)
+"""
+
+
+def start(file: Path, second: str = "pass") -> subprocess.Popen[str]:
+    file.write_text(BENCHMARKS.format(second=second))
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.run", str(file)],
+        cwd=ROOT,
+        env=os.environ | {"KVKIT_RESULTS": str(file.parent / "results")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kept(folder: Path) -> list[str]:
+    found = [json.loads(file.read_text()) for file in folder.glob("results/*.json")]
+    return [entry["name"] for document in found for entry in document["results"]]
+
+
+def test_one_that_fails_costs_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "bench_some.py"
+    process = start(file, "assert False")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"{file}: exit 1" in printed
+    assert kept(tmp_path) == ["some::first", "some::third"]
+    process = start(file)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert kept(tmp_path) == ["some::first", "some::second", "some::third"]
+    (entry, *_), *_ = (json.loads(f.read_text())["results"] for f in tmp_path.glob("results/*.json"))
+    assert entry["bytes"] == 3
+    assert 0 < entry["min_s"] <= entry["median_s"]
+
+
+def test_what_passed_before_it_was_killed_is_kept(tmp_path: Path) -> None:
+    begins = tmp_path / "begins"
+    os.mkfifo(begins)
+    process = start(tmp_path / "bench_some.py", f"open({str(begins)!r}, 'w').close(); time.sleep(600)")
+    begins.read_bytes()  # waits for the second to begin
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert kept(tmp_path) == ["some::first"]
