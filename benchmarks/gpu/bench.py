@@ -14,9 +14,10 @@ import torch
 from benchmarks.gpu.results import AGAIN, Results
 from benchmarks.gpu.small import SMALL
 from kvkit.kernels.tuning.cases import Case, Problem
+from kvkit.kernels.tuning.devices import cuda_timer, target_name
 from kvkit.kernels.tuning.gate import ProblemFactory
 from kvkit.kernels.tuning.problems import every_problem
-from kvkit.kernels.tuning.search import Measure, cuda_timer, target_name
+from kvkit.kernels.tuning.search import Measure
 
 LIBCUDA = "libcuda.so.1"
 

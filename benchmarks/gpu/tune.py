@@ -8,17 +8,19 @@ from contextlib import contextmanager
 
 from benchmarks.gpu.bench import Bench
 from kvkit.kernels.tuning import search
-from kvkit.kernels.tuning.configs import tuned_folder
-from kvkit.kernels.tuning.search import Roof, Tools
+from kvkit.kernels.tuning.configs import KernelConfig
+from kvkit.kernels.tuning.devices import tools_here
+from kvkit.kernels.tuning.search import Look, Roof, Tools
+from kvkit.kernels.tuning.tables import tuned_folder
 
-BUDGET_S = 95
+BUDGET_S, PROBLEM_S = 95, 12
 
 
 def run(bench: Bench) -> None:
     """Records what each problem's bucket has now, with every trial; tables are in $KVKIT_TUNED."""
     problems = sorted(bench.problems, key=lambda problem: problem.bucket.op != "attend")
     with _tools(bench) as tools:
-        for step in search.tune(problems, tuned_folder(), tools, budget_s=BUDGET_S):
+        for step in search.tune(problems, tuned_folder(), tools, budget_s=BUDGET_S, problem_s=PROBLEM_S):
             found = {} if step.tuned is None else step.tuned._asdict() | {"config": str(step.tuned.config)}
             trials = [
                 {"config": str(trial.config), "us": trial.us, "fate": trial.fate} for trial in step.trials
@@ -29,14 +31,8 @@ def run(bench: Bench) -> None:
 @contextmanager
 def _tools(bench: Bench) -> Iterator[Tools]:
     if bench.device.type == "cuda":
-        with search.tools_here() as tools:
+        with tools_here() as tools:
             yield tools
     else:
-        yield Tools(
-            gpu_name=bench.results.gpu,
-            device=bench.device,
-            flaws=lambda problem: {},
-            timer=bench.timer,
-            roof=Roof(1e30, 1e30),
-            clock=time.monotonic,
-        )
+        roof, look = Roof(1e30, 1e30), dict[KernelConfig, Look]()
+        yield Tools(bench.results.gpu, bench.device, lambda *_: look, bench.timer, roof, time.monotonic)
