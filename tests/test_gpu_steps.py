@@ -141,6 +141,14 @@ def test_tuning_begins_with_attention_and_keeps_trials(out: Path) -> None:
     assert table["entries"][0]["op"] == "attend"
 
 
+def test_ways_are_measured_beside_products_and_by_size(out: Path) -> None:
+    lines = rehearse("moving", out)
+    assert {line["what"] for line in lines} == {"beside products", "by size"}
+    for what in ("beside products", "by size"):
+        ways = {line["way"] for line in lines if line["what"] == what}
+        assert {"copy engine", "16 programs"} <= ways
+
+
 def test_peers_compute_the_same(out: Path) -> None:
     lines = {line["what"]: line for line in rehearse("peers", out, without_errors=False)}
     for name in ("kvkit", "SDPA with a mask", "FlexAttention"):

@@ -165,9 +165,6 @@ def test_a_package_is_wanted_where_its_marker_says_so() -> None:
 
 def test_wheels_are_unpacked_once(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    packages.unpack(tmp_path / "none", site)
-    packages.unpack(tmp_path, site)
-    assert not site.exists()
     for name in ("one", "two"):
         with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", f"word = {name!r}")

@@ -45,6 +45,7 @@ STEPS = (
     measuring("defaults", 85),
     measuring("determinism", 40),
     measuring("sanitizer", 45),
+    measuring("moving", 100),
     measuring("tune", 115),
     measuring("profile", 40),
     measuring("peers", 30),
@@ -67,8 +68,8 @@ TESTS = (
 
 def main() -> int:
     """Run the steps; the exit status is the first failure's."""
-    packages.unpack(packages.FOLDER, packages.SITE)
-    if packages.SITE.is_dir():
+    if packages.fits_here():
+        packages.unpack(packages.FOLDER, packages.SITE)
         sys.path.insert(0, str(packages.SITE))
     missing = packages.missing()
     if missing:
@@ -88,11 +89,11 @@ def main() -> int:
 
 def environment(out: Path) -> dict[str, str]:
     """That of the steps: carried packages before others, and a carried Triton cache."""
-    paths = [ROOT, ROOT / "benchmarks", *([packages.SITE] if packages.SITE.is_dir() else [])]
+    paths = [ROOT, ROOT / "benchmarks", *([packages.SITE] if packages.fits_here() else [])]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1", "COLUMNS": "150"}
     settings |= {"OUT": str(out), "KVKIT_RESULTS": str(out), "KVKIT_TUNED": str(out / "tuned")}
-    if packages.TRITON_CACHE.is_dir():
+    if packages.fits_here():
         settings["TRITON_CACHE_DIR"] = str(packages.TRITON_CACHE)
     return os.environ | settings
 

@@ -19,6 +19,7 @@ from kvkit.kernels.tuning.gate import ProblemFactory
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import Measure
 
+WAYS = ("pages_to_host", "host_to_pages")
 LIBCUDA = "libcuda.so.1"
 
 
@@ -60,8 +61,8 @@ class Bench:
 
     @property
     def problems(self) -> Sequence[Problem]:
-        """To measure."""
-        return self.factory()
+        """To measure: attention first, ways between GPU and host last."""
+        return sorted(self.factory(), key=lambda p: (p.bucket.op in WAYS, p.bucket.op != "attend"))
 
     @property
     def streams(self) -> Any:

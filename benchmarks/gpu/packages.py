@@ -90,15 +90,19 @@ def carry(folder: Path) -> None:
         sys.exit(status.returncode)
 
 
+def fits_here() -> bool:
+    """Whether what is carried is there, and for this version of Python."""
+    return FOLDER.is_dir() and f"{sys.version_info.major}.{sys.version_info.minor}" == PYTHON
+
+
 def unpack(folder: Path, site: Path) -> None:
-    """Unpack the wheels of a folder into another one, unless that is there, all of them or none."""
-    if site.exists() or not folder.is_dir():
-        return
-    draft = site.with_name(f".{site.name}.{os.getpid()}")
-    for wheel in sorted(folder.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(draft)
-    if draft.is_dir():
+    """Unpack the wheels of a folder into another one, unless that is there; all of them or none."""
+    if not site.exists():
+        draft = site.with_name(f".{site.name}.{os.getpid()}")
+        draft.mkdir()
+        for wheel in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(draft)
         draft.rename(site)
 
 

@@ -19,6 +19,7 @@ from triton.runtime import cache
 
 from benchmarks.gpu.packages import TRITON_CACHE
 from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.gate import compile_for
 from kvkit.kernels.tuning.problems import every_problem
 
@@ -49,7 +50,8 @@ def fill_cache(folder: Path, problems: Sequence[Problem], target: str, key: str)
         for problem in problems:
             case = problem.make(torch.device("cpu"), False)
             for launch in case.launches(problem.space_on(target)[0]):
-                compile_for(launch, target)
+                if isinstance(launch, Launch):
+                    compile_for(launch, target)
     for file in folder.rglob("*"):
         if file.is_file() and file.suffix not in KEPT:
             file.unlink()

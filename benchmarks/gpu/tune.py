@@ -18,9 +18,10 @@ BUDGET_S, PROBLEM_S = 95, 12
 
 def run(bench: Bench) -> None:
     """Records what each problem's bucket has now, with every trial; tables are in $KVKIT_TUNED."""
-    problems = sorted(bench.problems, key=lambda problem: problem.bucket.op != "attend")
     with _tools(bench) as tools:
-        for step in search.tune(problems, tuned_folder(), tools, budget_s=BUDGET_S, problem_s=PROBLEM_S):
+        for step in search.tune(
+            bench.problems, tuned_folder(), tools, budget_s=BUDGET_S, problem_s=PROBLEM_S
+        ):
             found = {} if step.tuned is None else step.tuned._asdict() | {"config": str(step.tuned.config)}
             trials = [
                 {"config": str(trial.config), "us": trial.us, "fate": trial.fate} for trial in step.trials
