@@ -113,6 +113,7 @@ class Cuda:
     def stream(self, name: str) -> Any:
         return SimpleNamespace(
             name=name,
+            query=lambda: self.calls.append((name, "is asked")),
             wait_event=lambda event: self.calls.append((name, "waits for", event.name)),
             record_event=lambda: self.event(f"all of {name}"),
         )
@@ -136,6 +137,7 @@ def ordered(waits: list[str], way: str = "out") -> list[tuple[Any, ...]]:
     return [
         ("enter", "device", GPU),
         ("enter", "outside captures"),
+        (own, "is asked"),
         *((own, "waits for", event) for event in waits),
         ("enter", "stream", own),
         ("the move",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention import api as attention
 from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.pages import device as device_moves
+from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
+from kvkit.kernels.pages.ways import WAYS
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(
@@ -116,7 +122,96 @@ def test_staging_is_pinned() -> None:
     staging = Staging(1 << 20, 4)
     assert staging.ready.wait(60)
     assert torch.from_numpy(staging.arrays[3]).is_pinned()
+    torch.cuda.synchronize()
+    addresses = [streams.device_address(array.ctypes.data) for array in staging.arrays]
+    assert None not in addresses
+    assert streams.device_address(np.zeros(8, np.uint8).ctypes.data) is None
     staging.close()
+
+
+LAYER = LayerGroup((0, 1), 8, 128, 128, "bfloat16", block_tokens=16)
+
+
+def moved_and_back(records: list[Any], blocks: Any, **how: Any) -> bool:
+    """Whether records that are unpacked are the same once they are packed into poison; mutates them."""
+    pages = Pages.of(LAYER, LAYER.pages(blocks.size, device="cuda"))
+    before = [record.copy() for record in records]
+    unpack(pages, records, blocks=blocks, **how)
+    for record in records:
+        record[:] = 0xA5
+    pack(pages, records, blocks=blocks, **how)
+    return all(map(np.array_equal, records, before))
+
+
+@pytest.mark.parametrize("to_records", [True, False])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_moves_the_same_bytes(way: Any, to_records: bool) -> None:
+    for spec in (spec for spec in WAY_SPECS if spec.to_records == to_records):
+        case = way_problem(replace(spec, records=min(spec.records, 4))).make(torch.device("cuda", 0), True)
+        case.poison()
+        case.run(way)
+        torch.cuda.synchronize()
+        assert case.fault() == "", spec
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 3 << 20, 1 << 30])
+def test_unpinned_records_pass_a_buffer_in_turns(buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_moves.move, "__defaults__", (None, buffer_bytes))
+    records = [np.random.default_rng(i).integers(0, 256, LAYER.chunk_bytes(256), np.uint8) for i in range(5)]
+    assert moved_and_back(records, np.random.default_rng(9).permutation(80).reshape(5, 16))
+
+
+@pytest.mark.parametrize("memory", ["pageable", "pinned"])
+def test_a_move_does_not_wait_for_what_the_engine_queues_after_it_was_asked_for(memory: str) -> None:
+    blocks, records = np.arange(16).reshape(1, -1), device_records(1, LAYER.chunk_bytes(256), memory)
+    assert moved_and_back(records, blocks)  # compiled
+    pages = Pages.of(LAYER, LAYER.pages(16, device="cuda"))
+    asked = streams.marks([torch.device("cuda", 0)])
+    torch.cuda._sleep(1 << 32)  # cycles: more than a second
+    busy = torch.cuda.current_stream().record_event()
+    unpack(pages, records, blocks=blocks, after=asked)
+    assert not busy.query(), "the move waited for the engine"
+    busy.synchronize()
+
+
+def test_moves_wait_for_the_engine_unless_told() -> None:
+    """Pages that a busy stream will fill are packed as it leaves them, whatever thread packs."""
+    blocks, records = np.arange(16).reshape(1, -1), device_records(1, LAYER.chunk_bytes(256), "pinned")
+    tensors = LAYER.pages(16, device="cuda")
+    pages, engine = Pages.of(LAYER, tensors), torch.cuda.Stream()
+    pack(pages, records, blocks=blocks)
+    engine.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(1 << 30)
+        for tensor in tensors:
+            tensor.view(torch.uint8).fill_(7)
+        asked = streams.marks([torch.device("cuda", 0)])
+    thread = threading.Thread(target=lambda: pack(pages, records, blocks=blocks, after=asked))
+    thread.start()
+    thread.join(60)
+    assert (records[0] == 7).all()
+
+
+def test_pages_cannot_be_captured_and_another_thread_may_move_meanwhile() -> None:
+    """A thread that allocates while this one captures in the strictest mode spoils nothing."""
+    blocks, found = np.arange(32).reshape(2, 16), list[bool]()
+    records = [np.random.default_rng(i).integers(0, 256, LAYER.chunk_bytes(256), np.uint8) for i in (0, 1)]
+    pages = Pages.of(LAYER, LAYER.pages(32, device="cuda"))
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    thread = threading.Thread(
+        target=lambda: found.append(unpack(pages, records, blocks=blocks, after=()) is None)
+    )
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        x += 1
+        with pytest.raises(LaunchError, match="capturing a CUDA graph"):
+            unpack(pages, records, blocks=blocks)
+        thread.start()
+        thread.join(60)
+        x += 1
+    assert found == [True]
+    graph.replay()
+    assert (x == 2).all()
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha", "sliding window", "hybrid"])
@@ -167,6 +262,17 @@ def test_gpu_attention(dtype: torch.dtype, window: int | None, softcap: float | 
     ]
     torch.testing.assert_close(scores[1].cpu(), scores[0], atol=1e-3, rtol=1e-2)
     assert torch.equal(scores[1], scores[2])
+
+
+def test_attention_may_be_captured_after_a_call_with_its_rows() -> None:
+    problem = blend_problem(torch.bfloat16, None, None, 8)
+    q, k, v = (x.cuda() for x in problem.tensors())
+    rows, graph = problem.plan("cuda"), torch.cuda.CUDAGraph()
+    wanted, _ = attention.blend_attention(q, k, v, rows, problem.scoring)
+    with torch.cuda.graph(graph):
+        captured, _ = attention.blend_attention(q, k, v, rows, problem.scoring)
+    graph.replay()
+    assert torch.equal(captured, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

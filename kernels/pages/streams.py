@@ -40,6 +40,7 @@ def own(device: torch.device, to_records: bool, after: CudaEvents | None) -> Ite
     # the device first: else the stream's context would go back to GPU 0, and CUDA make a context there
     with torch.cuda.device(device), outside_captures():
         stream = own_stream(device, to_records)
+        stream.query()  # gives a new thread the device's context, which `device_address` asks
         for event in marks([device]) if after is None else after:
             stream.wait_event(event)
         try:

@@ -30,5 +30,5 @@ def warm_up(pages: Sequence[SequencePages], formats: Sequence[RecordFormat], lea
             nowhere = np.full((chunks, group.table(form)[1]), -1, np.int64)
             rows: ChunkRows = {"slots": nowhere} if group.blocks is None else {"blocks": nowhere}
             for part, size in ((group.pages, len(payload)), (group.pages.layer(0), form.layer_bytes)):
-                pack(part, [payload[:size]] * chunks, **rows)
-                unpack(part, [payload[:size]] * chunks, **rows)
+                pack(part, [payload[:size]] * chunks, **rows, after=())
+                unpack(part, [payload[:size]] * chunks, **rows, after=())
