@@ -19,7 +19,7 @@ from kvkit.kernels.tuning.search import Roof, search
 from timing import interleaved, ratio
 
 THREADS = 2
-OTHER_BYTES = 128 << 20  # more than the caches hold
+OTHER_BYTES = 64 << 20  # more than the caches hold
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_tuned(benchmark: Any, request: pytest.FixtureRequest, name: str) -> Non
         "copy": partial(target.copy_, source),
     }
     benchmark.pedantic(case.run, (tuned,), setup=rest, rounds=3 if benchmark.enabled else 1)
-    times = interleaved(functions, 40 if benchmark.enabled else 1, before=rest)
+    times = interleaved(functions, 30 if benchmark.enabled else 1, before=rest)
     case.poison()
     case.run(tuned)
     assert not case.fault()

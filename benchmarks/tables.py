@@ -316,6 +316,9 @@ def _kernels(figures: dict[str, Any]) -> list[list[str]]:
         for way in ("unpack rotated", "pack fp8", "unpack fp8", "unpack fp8 rotated", "pack int8"):
             dtype = name.rpartition("-")[2]
             add(f"{way}, {words}, {dtype}", copy, f"pages::conversions[{name}]", way, "of copy_")
+    for what in ("Llama, 64 tokens", "Llama, 256 tokens", "opaque SmolLM2, 512 tokens"):
+        for way in ("pack", "unpack"):
+            add(f"{way} {what}, tuned", "its default", f"tuned::tuned[{way} {what}]", "tuned to default")
     shapes = {"smollm2": "SmolLM2, 4096 keys", "llama-8b": "Llama-3.1-8B, 2048 keys"}
     for name, words in shapes.items():
         what = f"attention of 15 % of the rows, {words}"
