@@ -28,6 +28,7 @@ from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.kernels import tuning
 from kvkit.observe import http, metrics
 from kvkit.observe.access import DEFAULT_PORT
 from kvkit.router import metrics as router_metrics
@@ -106,13 +107,16 @@ def test_every_setting_is_in_a_table() -> None:
 def imported(code: str) -> Iterator[str]:
     """The modules of kvkit that some Python imports, as `from MODULE import name` or `import MODULE`.
 
-    What `kvkit` itself gives is left out.
+    What `kvkit` itself gives is left out; what `kvkit.kernels.tuning` gives is where it is defined.
     """
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvkit"):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 if whole.removeprefix("kvkit.") not in kvkit.__all__:
+                    if node.module == "kvkit.kernels.tuning" and alias.name in tuning.__all__:
+                        yield getattr(tuning, alias.name).__module__
+                        continue
                     is_module = reference.source_of(whole.removeprefix("kvkit.")).exists()
                     yield whole if is_module else str(node.module)
         elif isinstance(node, ast.Import):

@@ -78,6 +78,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
         ('"""What it calls."""', '"""Other words."""', set()),
         ("  # a comment", "", set()),
         ("x // 2", "x // 3", {"plain"}),
+        ("import helper\n", "import helper\nn = x = 7\n", set()),
     ],
 )
 def test_what_changes_the_digest(tmp_path: Path, old: str, new: str, changed: set[str]) -> None:

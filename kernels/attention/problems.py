@@ -16,6 +16,7 @@ from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, far, fill, rope_of
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.shapes import ModelShape
 
 
 def problems() -> Iterator[Problem]:
@@ -23,6 +24,31 @@ def problems() -> Iterator[Problem]:
     yield from map(attention_problem, ATTENTIONS)
     yield from map(scatter_problem, SCATTERS)
     yield deviation_problem()
+
+
+def model_problems(shape: ModelShape) -> Iterator[Problem]:
+    """Those of a model: attention to few, some and many keys, and what goes with it."""
+    heads = Heads(shape.heads, shape.kv_heads, shape.head, shape.v_size, shape.torch_dtype)
+    of_model = partial(
+        AttentionSpec,
+        heads=heads,
+        block_tokens=shape.block,
+        window=shape.window or None,
+        softcap=shape.softcap or None,
+    )
+    for length in (4096, 8192, 32768):
+        length = -(-length // shape.block) * shape.block
+        yield attention_problem(of_model(name=f"attention {shape}, {length} keys", length=length))
+    kinds: tuple[Literal["lse", "scores", "scores x v"], ...] = ("lse", "scores", "scores x v")
+    for what in kinds:
+        length = -(-8192 // shape.block) * shape.block
+        yield attention_problem(of_model(name=f"{what} {shape}", length=length, what=what))
+    if not shape.latent:
+        rope = rope_of(shape.rotary or shape.head, 10000.0)
+        for deviation in (False, True):
+            name = f"scatter {shape}{', deviation' * deviation}"
+            yield scatter_problem(ScatterSpec(name, heads, rope, deviation))
+    yield deviation_problem(8192, shape.kv_heads, shape.head, shape.torch_dtype, f"deviation {shape}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,11 +316,17 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     return Case(launches, poison, fault, (pages, out, deviation) if spec.deviation else (pages, out))
 
 
-def deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> Problem:
-    """That of a deviation of bfloat16 keys, made on the CPU without contents."""
+def deviation_problem(
+    tokens: int = 8192,
+    heads: int = 8,
+    size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "deviation Llama-3.1-8B",
+) -> Problem:
+    """That of a deviation of keys, made on the CPU without contents."""
 
     def make(device: torch.device, filled: bool) -> Case:
-        new, old = (torch.empty(tokens, heads, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        new, old = (torch.empty(tokens, heads, size, dtype=dtype, device=device) for _ in range(2))
         out = torch.empty(tokens, device=device)
         if filled:
             fill(new)
@@ -307,8 +339,8 @@ def deviation_problem(tokens: int = 8192, heads: int = 8, size: int = 128) -> Pr
             lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault, (out,)
         )
 
-    work = Work(tokens * (4 * heads * size + 4))
-    return _problem("deviation Llama-3.1-8B", "measure", make, lambda config: work)
+    work = Work(tokens * (2 * dtype.itemsize * heads * size + 4))
+    return _problem(name, "measure", make, lambda config: work)
 
 
 def _forget(*outputs: torch.Tensor) -> None:

@@ -16,10 +16,11 @@ from xxhash import xxh3_64_intdigest
 from kvkit.kernels.pages import checks, numba
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.problems import LLAMA, SMOLLM, MoveSpec, move_case
+from kvkit.kernels.pages.problems import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
 from kvkit.kernels.pages.reference import Quantised
 from kvkit.kernels.tuning.cases import LLAMA_ROPE, Case, Problem, Work, rope_of
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, host_config
+from kvkit.kernels.tuning.shapes import ModelShape
 
 CPU = torch.device("cpu")
 LAYER = replace(LLAMA, layers=(0,))
@@ -66,6 +67,11 @@ MOVES = (
 def problems() -> Iterator[Problem]:
     """All of them, made without contents."""
     return map(problem_of, MOVES)
+
+
+def model_problems(shape: ModelShape) -> Iterator[Problem]:
+    """Those of a model."""
+    return map(problem_of, model_moves(shape))
 
 
 def problem_of(move: MoveSpec) -> Problem:

@@ -31,6 +31,7 @@ from kvkit.kernels.tuning.cases import (
     rope_of,
 )
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
+from kvkit.kernels.tuning.shapes import ModelShape
 
 CHUNK_TOKENS = 256
 
@@ -38,6 +39,25 @@ CHUNK_TOKENS = 256
 def problems() -> Iterator[Problem]:
     """All of them, made on the CPU without contents."""
     return chain(map(move_problem, MOVES), way_problems())
+
+
+def model_problems(shape: ModelShape) -> Iterator[Problem]:
+    """Those of a model."""
+    return map(move_problem, model_moves(shape))
+
+
+def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
+    """Moves of a model's pages, many and few: plain, with keys that are rotated, quantised."""
+    channels = shape.rotary or shape.head - shape.latent
+    rope = rope_of(channels, 10000.0, interleaved=bool(shape.latent), first=shape.latent)
+    forms: tuple[reference.Quantised | None, ...] = (None, "fp8", "int8")
+    for chunks in (8, 1):
+        for form in forms:
+            for verb, turned in (("pack", None), ("unpack", None), ("rotate", rope)):
+                name = " ".join([verb, *filter(None, [form]), f"{shape}, {chunks} chunks"])
+                yield MoveSpec(
+                    name, shape.group(), verb == "pack", chunks, quantised=form, rope=turned, wide=(0, 0)
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""What tuning a kernel of one's own takes; docs/tuning.md has an example.
+
+Importing it imports nothing else: each name below comes from its module when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = [
+    "Case",
+    "HostLaunch",
+    "KernelConfig",
+    "Launch",
+    "Problem",
+    "ProblemBucket",
+    "Work",
+    "best",
+    "different",
+    "far",
+    "fill",
+    "host_config",
+    "tools_here",
+    "tune",
+]
+
+if TYPE_CHECKING:
+    from kvkit.kernels.tuning.cases import Case, Problem, Work, different, far, fill
+    from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, Launch, ProblemBucket, host_config
+    from kvkit.kernels.tuning.devices import tools_here
+    from kvkit.kernels.tuning.search import tune
+    from kvkit.kernels.tuning.tables import best
+else:
+    _HOMES = {
+        **dict.fromkeys(("Case", "Problem", "Work", "different", "far", "fill"), "cases"),
+        **dict.fromkeys(("HostLaunch", "KernelConfig", "Launch", "ProblemBucket", "host_config"), "configs"),
+        "best": "tables",
+        "tools_here": "devices",
+        "tune": "search",
+    }
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module 'kvkit.kernels.tuning' has no attribute {name!r}")
+        return getattr(import_module(f"kvkit.kernels.tuning.{_HOMES[name]}"), name)
+
+    def __dir__():
+        return sorted([*globals(), *__all__])

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +17,86 @@ from kvkit.settings import grouped_options
 
 if TYPE_CHECKING:
     from kvkit.kernels.tuning.cases import Problem
+    from kvkit.kernels.tuning.gate import ProblemFactory
+
+
+@dataclass(frozen=True, slots=True)
+class TuneChoice:
+    """What is tuned, and on what."""
+
+    op: Annotated[list[str] | None, typer.Option(help="only this operation or kernel; can be repeated")] = (
+        None
+    )
+    model: Annotated[
+        str | None, typer.Option(help="at this model's shapes: a config.json, its folder or a hub id")
+    ] = None
+    shape: Annotated[
+        str, typer.Option(help="at this shape, or the model's but for it: heads=32,kv_heads=4,head=96")
+    ] = ""
+    problems: Annotated[
+        str | None, typer.Option(help="your own: module:function, which returns problems")
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(help="gpu, host, or to show it a device's name; default: the GPU, else the host"),
+    ] = None
+
+    @property
+    def host(self) -> bool:
+        """The CPU."""
+        from kvkit.environment import gpu_name
+
+        if self.device not in (None, "gpu", "host"):
+            sys.exit(f"--device {self.device}: want gpu or host")
+        return self.device == "host" or (self.device is None and gpu_name() is None)
+
+    def device_name(self) -> str:
+        """Whose results are shown."""
+        from kvkit.kernels.tuning.tables import device_name
+
+        named = self.device if self.device not in (None, "gpu", "host") else device_name(self.host)
+        return named or sys.exit("--device gpu: no GPU here; --device NAME shows another one's")
+
+    def factory(self, host: bool) -> ProblemFactory:
+        """What makes the problems."""
+        from kvkit.format.layout import LayoutError
+        from kvkit.kernels.tuning.problems import ModelProblems, every_problem, host_problems
+        from kvkit.kernels.tuning.shapes import ModelShape, ShapeError, shapes_of, with_settings
+
+        if self.problems is not None and (self.model or self.shape):
+            sys.exit("--problems: these have their own shapes; --model and --shape are for kvkit's")
+        if self.problems is not None:
+            return _function(self.problems)
+        if not (self.model or self.shape):
+            return host_problems if host else every_problem
+        try:
+            shapes = shapes_of(self.model) if self.model else (ModelShape(),)
+        except (ShapeError, LayoutError) as error:
+            sys.exit(f"--model {error}")
+        try:
+            return ModelProblems(tuple(with_settings(shape, self.shape) for shape in shapes), host)
+        except ShapeError as error:
+            sys.exit(f"--shape {self.shape}: {error}")
+
+    def chosen(self, factory: ProblemFactory, host: bool) -> list[Problem]:
+        """The problems of a GPU or the host; what multiplies matrices first: there is most to gain."""
+        problems = [problem for problem in factory() if problem.host == host]
+        known = list(dict.fromkeys(name for problem in problems for name in problem.names))
+        for op in self.op or ():
+            if op not in known:
+                sys.exit(f"--op {op}: want one of {', '.join(known)}")
+        found = [problem for problem in problems if not self.op or set(self.op) & set(problem.names)]
+        return sorted(found, key=lambda problem: not problem.work(problem.space[0]).flops)
+
+
+def _function(named: str) -> ProblemFactory:
+    module, _, name = named.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        found: ProblemFactory = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        sys.exit(f"--problems {named}: want module:function, importable from here: {error}")
+    return found
 
 
 HOST_BUDGET_S = 120.0
@@ -34,18 +114,29 @@ class TuneLimits:
     force: Annotated[bool, typer.Option(help="measure again what is known")] = False
 
 
+@dataclass(frozen=True, slots=True)
+class TuneReport:
+    """What is told of earlier runs; nothing is measured then."""
+
+    show: Annotated[bool, typer.Option(help="print what is known, and measure nothing")] = False
+    explain: Annotated[bool, typer.Option(help="say why what won did, and measure nothing")] = False
+    csv: Annotated[Path | None, typer.Option(help="write the trials to this file, and measure nothing")] = (
+        None
+    )
+    plot: Annotated[
+        Path | None, typer.Option(help="draw speed against the roof, PNG or SVG, and measure nothing")
+    ] = None
+
+    def __bool__(self) -> bool:
+        return bool(self.show or self.explain or self.csv or self.plot)
+
+
 @grouped_options
 def tune(
-    op: Annotated[
-        list[str] | None, typer.Option(help="only this operation or kernel; can be repeated")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="gpu, host, or with --show a device's name; default: the GPU, else the host"),
-    ] = None,
     *,
+    choice: TuneChoice,
     limits: TuneLimits,
-    show: Annotated[bool, typer.Option(help="print what is known, and measure nothing")] = False,
+    report: TuneReport,
     merge: Annotated[
         list[Path] | None,
         typer.Option(help="put this table's results into those that are here; can be repeated"),
@@ -59,25 +150,46 @@ def tune(
 ) -> None:
     """Find the fastest correct configuration of every kernel on this machine's GPU or CPU, and keep it.
 
-    Results go to $KVKIT_TUNED or ~/.cache/kvkit/tuned, one file per device. A run that was stopped goes on
-    where it was.
+    Results go to $KVKIT_TUNED or ~/.cache/kvkit/tuned, one file per device, and every trial to a file of
+    JSON lines beside it. A run that was stopped goes on where it was.
     """
     if merge:
         _merge(merge)
-    elif show:
-        _show_tuned(device)
+    elif report:
+        _report(choice, report)
     elif target is not None:
-        _compile_all(op, target, json_path)
+        _compile_all(choice, target, json_path)
     else:
-        _tune_here(op, _on_host(device), limits)
+        _tune_here(choice, limits)
 
 
-def _on_host(device: str | None) -> bool:
-    from kvkit.environment import gpu_name
+def _trials_path(device: str) -> Path:
+    from kvkit.environment import slug_of
+    from kvkit.kernels.tuning.tables import tuned_folder
 
-    if device not in (None, "gpu", "host"):
-        sys.exit(f"--device {device}: want gpu or host")
-    return device == "host" or (device is None and gpu_name() is None)
+    return tuned_folder() / f"{slug_of(device)}.trials.jsonl"
+
+
+def _report(choice: TuneChoice, report: TuneReport) -> None:
+    from kvkit.kernels.tuning import trials
+
+    device = choice.device_name()
+    if report.show:
+        _show_tuned(device)
+    if not (report.explain or report.csv or report.plot):
+        return
+    try:
+        found = trials.read(_trials_path(device))
+        if choice.op:
+            found = [line for line in found if {line["operation"], line["op"]} & set(choice.op)]
+        if report.csv:
+            trials.write_csv(report.csv, found)
+        if report.plot:
+            trials.plot(report.plot, found)
+    except (OSError, ValueError, ImportError) as error:
+        sys.exit(str(error))
+    if report.explain:
+        print(trials.explain(found))
 
 
 def _merge(files: list[Path]) -> None:
@@ -104,17 +216,14 @@ def _merge(files: list[Path]) -> None:
         sys.exit(str(error))
 
 
-def _show_tuned(device: str | None) -> None:
+def _show_tuned(name: str) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from kvkit.environment import slug_of
-    from kvkit.kernels.tuning.tables import device_name, load_table
+    from kvkit.kernels.tuning.tables import load_table
 
-    named = device if device not in (None, "gpu", "host") else device_name(_on_host(device))
-    if (name := named) is None:
-        sys.exit("--device gpu: no GPU here; --device NAME shows another one's table")
     table = load_table(slug_of(name))
     if not table:
         Console().print(f"{name}: nothing is tuned", markup=False, highlight=False)
@@ -136,21 +245,21 @@ def _show_tuned(device: str | None) -> None:
     Console().print(shown)
 
 
-def _compile_all(ops: list[str] | None, target: str, json_path: Path | None) -> None:
+def _compile_all(choice: TuneChoice, target: str, json_path: Path | None) -> None:
     from rich.console import Console
     from rich.progress import track
 
     from kvkit.kernels.tuning import gate as compiled
     from kvkit.kernels.tuning.gpus import GPUS
-    from kvkit.kernels.tuning.problems import every_problem
 
     if target not in GPUS:
         sys.exit(f"--target {target}: want one of {', '.join(GPUS)}")
     if json_path and not json_path.absolute().parent.is_dir():
         sys.exit(f"--json {json_path}: no folder {json_path.absolute().parent}")
-    jobs = [(p.name, c, target) for p in _chosen(every_problem(), ops) for c in p.space_on(target)]
+    factory = choice.factory(host=False)
+    jobs = [(p.name, c, target) for p in choice.chosen(factory, False) for c in p.space_on(target)]
     with compiled.compile_pool(min(8, os.cpu_count() or 1)) as pool:
-        reports = list(track(compiled.survey(pool, every_problem, jobs), "compiling", len(jobs)))
+        reports = list(track(compiled.survey(pool, factory, jobs), "compiling", len(jobs)))
     Console().print(compiled.shown(reports))
     flawed = {(report.problem, report.config) for report in reports if report.flaw()}
     print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
@@ -158,39 +267,30 @@ def _compile_all(ops: list[str] | None, target: str, json_path: Path | None) -> 
         json_path.write_text(json.dumps(compiled.as_json(reports), indent=1) + "\n")
 
 
-def _tune_here(ops: list[str] | None, host: bool, limits: TuneLimits) -> None:
+def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
     from rich.console import Console
     from rich.progress import track
 
+    from kvkit.kernels.tuning import search, trials
     from kvkit.kernels.tuning.devices import tools_here
-    from kvkit.kernels.tuning.problems import every_problem, host_problems
-    from kvkit.kernels.tuning.search import TuningError
-    from kvkit.kernels.tuning.search import tune as steps_of
     from kvkit.kernels.tuning.tables import TableError, tuned_folder
 
+    host = choice.host
+    factory = choice.factory(host)
+    problems = choice.chosen(factory, host)
     if host and limits.budget_s is None:
         limits = replace(limits, budget_s=HOST_BUDGET_S)
-    problems = _chosen(host_problems() if host else every_problem(), ops)
-    # what multiplies matrices first: there is most to gain
-    problems.sort(key=lambda problem: not problem.work(problem.space[0]).flops)
     console, count = Console(), Counter[str]()
     try:
-        with tools_here(host) as tools:
-            steps = steps_of(problems, tuned_folder(), tools, **asdict(limits))
+        with tools_here(host, factory) as tools:
+            steps = search.tune(problems, tuned_folder(), tools, **asdict(limits))
             for step in track(steps, "tuning", len(problems), console=console):
+                trials.append(_trials_path(tools.name), trials.lines(step, tools.name, tools.roof))
                 count[step.state] += 1
                 console.print(str(step), markup=False, highlight=False, soft_wrap=True)
-    except (TuningError, TableError, OSError) as error:
+    except (search.TuningError, TableError, OSError) as error:
         sys.exit(str(error))
-    states = ", ".join(f"{number} {state}" for state, number in count.items())
+    states = ", ".join(f"{number} {state}" for state, number in count.items()) or "no problems"
     console.print(f"{states}; tables are in {tuned_folder()}", markup=False, highlight=False, soft_wrap=True)
     if count["failed"]:
         raise typer.Exit(1)
-
-
-def _chosen(problems: Sequence[Problem], ops: list[str] | None) -> list[Problem]:
-    known = list(dict.fromkeys(name for problem in problems for name in problem.names))
-    for op in ops or ():
-        if op not in known:
-            sys.exit(f"--op {op}: want one of {', '.join(known)}")
-    return [problem for problem in problems if not ops or set(ops) & set(problem.names)]

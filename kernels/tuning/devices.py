@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
             jobs = [(problem.name, c, target) for c in problem.space] if target in GPUS else []
             for report in survey(pool, factory, jobs):
                 before = found.get(report.config, Look())
-                found[report.config] = Look(before.flaw or report.flaw())
+                main = report.compiled if report.kernel == problem.kernel.__name__ else None
+                numbers = asdict(main) if main else before.numbers
+                found[report.config] = Look(before.flaw or report.flaw(), "", numbers)
                 if late():
                     break
             return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import hashlib
 import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 OTHERS = {*sys.stdlib_module_names, "jax", "llvmlite", "numba", "numpy", "torch", "triton"}
@@ -58,7 +59,8 @@ def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[s
             node.body = node.body[1:] or [ast.Pass()]
     yield ast.unparse(tree)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    names = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    names = {name: function.__globals__.get(name) for name in _global_names(function.__code__)}
+    names |= {name: cell.cell_contents for name, cell in cells}
     for name, value in sorted(_named(tree, names).items()):
         value = _plain(value)
         if not isinstance(value, FunctionType):
@@ -67,6 +69,16 @@ def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[s
             yield f"{name} = {value.__module__}.{value.__qualname__}"
         elif value not in seen:
             yield from _texts(value, seen)
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Names that a function, and those within it, look up in the module or among Python's own."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _global_names(inner)
 
 
 def _named(tree: ast.AST, names: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""The shape of a model's KV and heads, from options or a Hugging Face config: what problems are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kvkit.format.layout import KVLayout, LayerGroup
+
+
+class ShapeError(ValueError):
+    """There is no such model. Names the setting, its value and what is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the kernels' problems depend on; the defaults are Llama-3.1-8B's.
+
+    Args:
+        heads, kv_heads: of queries, and of K and V; groups are of equal size.
+        head, v_head: channels of a head of K, and of V (0: those of K).
+        latent: channels of an MLA latent, 0 for none: V is as many first channels of K, of one KV head.
+        layers: how many.
+        block: tokens of a page.
+        dtype: torch's name.
+        window: of a sliding window, in tokens; 0 for none.
+        softcap: of the scores; 0 for none.
+        rotary: channels that are rotated (0: all; of MLA those after the latent).
+        name: of the model, for what is printed.
+
+    Raises:
+        ShapeError: these do not go together.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+    head: int = 128
+    v_head: int = 0
+    latent: int = 0
+    layers: int = 32
+    block: int = 16
+    dtype: str = "bfloat16"
+    window: int = 0
+    softcap: float = 0.0
+    rotary: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head", "layers", "block"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name}={getattr(self, name)}: want at least 1")
+        for name in ("v_head", "latent", "window", "softcap", "rotary"):
+            if getattr(self, name) < 0:
+                raise ShapeError(f"{name}={getattr(self, name)}: want at least 0")
+        if self.heads % self.kv_heads:
+            raise ShapeError(f"heads={self.heads}: want a multiple of kv_heads={self.kv_heads}")
+        if self.latent and (self.latent >= self.head or self.kv_heads != 1):
+            raise ShapeError(f"latent={self.latent}: want less than head={self.head}, and kv_heads=1")
+        if self.rotary % 2 or self.rotary > self.head - self.latent:
+            raise ShapeError(f"rotary={self.rotary}: want an even number, at most {self.head - self.latent}")
+        if self.dtype not in DTYPES:
+            raise ShapeError(f"dtype={self.dtype}: want one of {', '.join(DTYPES)}")
+
+    def __str__(self) -> str:
+        """Its name, and what differs from the defaults."""
+        given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        unlike = [f"{name}={value}" for name, value, default in given if value != default and name != "name"]
+        return " ".join([self.name, *unlike] if self.name else unlike) or "Llama-3.1-8B"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of K, V and queries."""
+        found = getattr(torch, self.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def v_size(self) -> int:
+        """Channels of V, as attention sees it."""
+        return self.latent or self.v_head or self.head
+
+    def group(self) -> LayerGroup:
+        """Its pages."""
+        return LayerGroup(
+            tuple(range(self.layers)),
+            kv_heads=self.kv_heads,
+            k_size=self.head,
+            v_size=0 if self.latent else self.v_size,
+            dtype=self.dtype,
+            block_tokens=self.block,
+        )
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def with_settings(shape: ModelShape, text: str) -> ModelShape:
+    """`shape` with others of its fields, as in heads=32,kv_heads=4,head=96.
+
+    Raises:
+        ShapeError: a field is unknown, its value is of another type, or they do not go together.
+    """
+    known = {field.name: type(field.default) for field in fields(shape)}
+    given: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in known:
+            raise ShapeError(f"{part}: no such setting; want some of {', '.join(known)}")
+        try:
+            given[name] = msgspec.convert(value, known[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise ShapeError(f"{part}: want {known[name].__name__}") from error
+    return replace(shape, **given)
+
+
+def shapes_of(model: str) -> tuple[ModelShape, ...]:
+    """Those of a model's layers: one, or one for each sliding window of its layers.
+
+    Args:
+        model: a Hugging Face config file, the folder of one, or a model's id on the hub, whose config is
+            in the local cache or can be downloaded.
+
+    Raises:
+        ShapeError: there is no such config, or its KV is of another kind. transformers is missing.
+        kvkit.format.layout.LayoutError: the config tells too little.
+    """
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model)
+    except ImportError as error:
+        raise ShapeError(f"{model}: reading it takes transformers: {error}") from error
+    except (OSError, ValueError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise ShapeError(f"{model}: want a config.json, its folder or a hub id: {words}") from error
+    text = config.get_text_config()
+    dtype = str(getattr(text, "dtype", None) or "bfloat16").removeprefix("torch.")
+    latent = getattr(text, "kv_lora_rank", None) or 0
+    rope = getattr(text, "rope_parameters", None) or {}
+    partial = getattr(text, "partial_rotary_factor", None) or rope.get("partial_rotary_factor") or 1
+    return tuple(
+        ModelShape(
+            heads=text.num_attention_heads,
+            kv_heads=group.kv_heads,
+            head=group.k_size,
+            v_head=group.v_size,
+            latent=latent,
+            layers=len(group.layers),
+            dtype=dtype,
+            window=group.window or 0,
+            softcap=getattr(text, "attn_logit_softcapping", None) or 0.0,
+            rotary=0 if latent else int(group.k_size * partial),
+            name=Path(model).parent.name if model.endswith(".json") else Path(model).name,
+        )
+        for group in KVLayout.from_config(config, dtype=dtype).groups
+    )

@@ -1,0 +1,188 @@
+"""Every trial of tuning as a line of JSON, and what these tell: as CSV, as a picture, in words."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvkit.environment import PACKAGES, version_of
+from kvkit.kernels.tuning.search import Roof, SearchStep
+from kvkit.kernels.tuning.tables import build_of
+
+Line = Mapping[str, Any]
+"""What `lines` makes of a trial, as JSON has it."""
+
+
+def lines(step: SearchStep, device: str, roof: Roof) -> Iterator[Line]:
+    """A line for each configuration that a search tried or passed over.
+
+    Args:
+        step: of `search.tune`.
+        device: its name.
+        roof: of the device: `Tools.roof`.
+    """
+    problem = step.problem
+    for trial in step.trials:
+        work = problem.work(trial.config)
+        yield {
+            "time": time.time(),
+            "device": device,
+            "problem": problem.name,
+            "operation": problem.names[0],
+            **problem.bucket._asdict(),
+            "config": str(trial.config),
+            "default": trial.config == problem.space[0],
+            "fate": trial.fate,
+            "us": trial.us,
+            "samples_us": trial.samples,
+            "roof_us": roof.seconds(work) * 1e6,
+            "moved_bytes": work.moved_bytes,
+            "flops": work.flops,
+            "bytes_per_s": roof.bytes_per_s,
+            "flops_per_s": roof.flops_per_s,
+            "compiled": dict(trial.look.numbers),
+            **build_of(problem.kernel, problem.host)._asdict(),
+            "versions": {package: version_of(package) for package in PACKAGES},
+        }
+
+
+def append(path: Path, found: Iterator[Line]) -> None:
+    """Add lines to a file, each written before the next; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        for line in found:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+def read(path: Path) -> list[Line]:
+    """The lines of a file, of each problem its last search. One that was cut off by a crash is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    last: dict[str, dict[str, Line]] = {}
+    for text in path.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["default"]:  # the first of a search
+            last[line["problem"]] = {}
+        last.setdefault(line["problem"], {})[line["config"]] = line
+    return [line for configs in last.values() for line in configs.values()]
+
+
+COLUMNS = (
+    *("device", "problem", "operation", "form", "config", "default", "fate", "us", "least_us", "roof_us"),
+    *("moved_bytes", "flops", "source", "compiler", "driver"),
+)
+
+
+def write_csv(path: Path, found: Sequence[Line]) -> None:
+    """A row for each trial: COLUMNS, then the compiler's numbers."""
+    numbers = list(dict.fromkeys(name for line in found for name in line["compiled"]))
+    with open(path, "w", newline="") as file:
+        rows = csv.DictWriter(file, [*COLUMNS, *numbers], extrasaction="ignore")
+        rows.writeheader()
+        for line in found:
+            rows.writerow({**line, "least_us": min(line["samples_us"], default=None), **line["compiled"]})
+
+
+def plot(path: Path, found: Sequence[Line]) -> None:
+    """Draw each configuration's share of the roof, a row for each problem; PNG or SVG, by the file's name.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: it knows no such kind of file.
+    """
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(line["problem"] for line in found))
+    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    kinds = (
+        ("others", "o", "0.7", lambda line: True),
+        ("default", "s", "tab:blue", lambda line: line["default"]),
+        ("best", "*", "tab:red", lambda line: line["fate"] == "best"),
+    )
+    for label, marker, colour, wanted in kinds:
+        chosen = [line for line in found if line["us"] and wanted(line)]
+        shares = [line["roof_us"] / line["us"] for line in chosen]
+        places = [names.index(line["problem"]) for line in chosen]
+        axes.scatter(shares, places, marker=marker, color=colour, label=label)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("share of the measured roof")
+    axes.set_xlim(left=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.legend()
+    figure.savefig(path)
+
+
+def explain(found: Sequence[Line]) -> str:
+    """In words, a paragraph for each problem: what won, by how much, how near the roof, what it has."""
+    problems: dict[str, list[Line]] = {}
+    for line in found:
+        problems.setdefault(line["problem"], []).append(line)
+    return "\n\n".join(_explained(name, trials) for name, trials in problems.items())
+
+
+def _explained(name: str, trials: Sequence[Line]) -> str:
+    best = next((line for line in trials if line["fate"] == "best"), None)
+    fates = Counter(_kind(line["fate"]) for line in trials if line is not best)
+    others = "; ".join(f"{count} {fate}" for fate, count in fates.most_common())
+    if best is None:
+        return f"{name}: no configuration is right: {others}."
+    words = [f"{name}: {best['config']} takes {best['us']:.1f} µs{_gain(best, trials)}."]
+    seconds = best["us"] * 1e-6
+    memory, products = best["moved_bytes"] / best["bytes_per_s"], best["flops"] / best["flops_per_s"]
+    bound = "memory" if memory >= products else "matrix products"
+    reached = [f"{best['moved_bytes'] / seconds / 1e9:.3g} GB/s"]
+    if best["flops"]:
+        reached.append(f"{best['flops'] / seconds / 1e12:.3g} TFLOP/s")
+    words.append(
+        f"It reaches {' and '.join(reached)}. By its bytes and flops {bound} would limit it; it is at "
+        f"{max(memory, products) / seconds:.0%} of that roof, as it was measured."
+    )
+    rivals = [line for line in trials if line is not best and line["us"]]
+    for what, rival in (
+        ("the default", next((line for line in rivals if line["default"]), None)),
+        ("the next fastest", min(rivals, key=lambda line: line["us"], default=None)),
+    ):
+        if rival is not None and (unlike := _unlike(best["compiled"], rival["compiled"])):
+            words.append(f"Unlike {what} ({rival['config']}, {rival['us']:.1f} µs) it has {unlike}.")
+    if others:
+        words.append(f"The others: {others}.")
+    return "\n  ".join(words)
+
+
+def _gain(best: Line, trials: Sequence[Line]) -> str:
+    default = next(line for line in trials if line["default"])
+    if best is default:
+        return ", and is the default"
+    if default["us"] is None:
+        return f"; the default does not count: {default['fate']}"
+    return f", {1 - best['us'] / default['us']:.0%} less than the default"
+
+
+def _unlike(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """The compiler's numbers that differ."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {mine[name]} instead of {other[name]}"
+        for name in mine
+        if name in other and mine[name] != other[name]
+    )
+
+
+def _kind(fate: str) -> str:
+    """A fate without its numbers, so that equal ones can be counted."""
+    for kind in ("spills", "wrong", "does not run", "untried", "the same binary as another"):
+        if fate.startswith(kind.removesuffix(" another")):
+            return kind
+    return "cannot be faster by the roof" if "at the roof" in fate else fate

@@ -1,0 +1,128 @@
+"""The lines of trials, and what is told from them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import scale_problem, tiled
+from typer.testing import CliRunner
+
+from kvkit import cli
+from kvkit.kernels.tuning import trials
+from kvkit.kernels.tuning.search import Look, Roof, SearchStep, Trial
+from kvkit.kernels.tuning.tables import Tuned, build_of
+
+DEFAULT, SMALL, FLAWED, WRONG, TWIN = (tiled(n) for n in (1024, 256, 512, 2048, 128))
+SPACE = DEFAULT, SMALL, FLAWED, WRONG, TWIN
+PROBLEM = scale_problem(space=SPACE)  # moves 32768 bytes; of the flops that are its BLOCK
+ROOF = Roof(bytes_per_s=32768e6, flops_per_s=1e15)  # which is 1 µs
+TRIALS = (
+    Trial(DEFAULT, 4.0, "slower", (4.0, 5.0, 3.5), Look("", "a", {"registers": 40, "blocks_per_sm": 8})),
+    Trial(SMALL, 2.0, "best", (2.0, 1.5), Look("", "b", {"registers": 24, "blocks_per_sm": 8})),
+    Trial(FLAWED, None, "spills 8 bytes"),
+    Trial(WRONG, 1.0, "wrong: 3 elements differ", (1.0,)),
+    Trial(TWIN, None, f"the same binary as {SMALL}"),
+)
+
+
+def lines(found: tuple[Trial, ...] = TRIALS) -> list[trials.Line]:
+    step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), found)
+    return list(trials.lines(step, "NVIDIA H200", ROOF))
+
+
+def test_a_line_has_everything() -> None:
+    line = lines()[1]
+    expected = {
+        "device": "NVIDIA H200",
+        "problem": "scale float32 4096",
+        "operation": "scale",
+        "op": "scale",
+        "form": "float32",
+        "sizes": (4096,),
+        "config": str(SMALL),
+        "default": False,
+        "fate": "best",
+        "us": 2.0,
+        "samples_us": (2.0, 1.5),
+        "roof_us": pytest.approx(1),
+        "moved_bytes": 32768,
+        "flops": 256,
+        "compiled": {"registers": 24, "blocks_per_sm": 8},
+        **build_of(PROBLEM.kernel, False)._asdict(),
+    }
+    assert {name: line[name] for name in expected} == expected
+    assert line["versions"]["torch"]
+
+
+def test_lines_are_added_and_the_last_search_counts(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trials.jsonl"
+    trials.append(path, iter(lines()))
+    again = lines((TRIALS[0], *(trial for trial in TRIALS[1:] if trial.config != WRONG)))
+    trials.append(path, iter(again))
+    with open(path, "a") as file:
+        file.write('{"problem": "scale')  # the process was killed
+    assert len(path.read_text().splitlines()) == 10
+    assert trials.read(path) == json.loads(json.dumps(again))
+
+
+def test_csv_has_a_row_for_each_trial(tmp_path: Path) -> None:
+    trials.write_csv(tmp_path / "x.csv", lines())
+    with open(tmp_path / "x.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["config"] for row in rows] == [str(config) for config in SPACE]
+    assert list(rows[0]) == [*trials.COLUMNS, "registers", "blocks_per_sm"]
+    assert [rows[1][name] for name in ("us", "least_us", "registers")] == ["2.0", "1.5", "24"]
+    assert [rows[2][name] for name in ("us", "least_us", "fate")] == ["", "", "spills 8 bytes"]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("x.png", b"\x89PNG"), ("x.svg", b"<?xml")])
+def test_a_picture(tmp_path: Path, name: str, begins: bytes) -> None:
+    trials.plot(tmp_path / name, lines())
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_an_explanation() -> None:
+    words = " ".join(trials.explain(lines()).split())
+    assert words == (
+        f"scale float32 4096: {SMALL} takes 2.0 µs, 50% less than the default. "
+        "It reaches 16.4 GB/s and 0.000128 TFLOP/s. By its bytes and flops memory would limit it; it is "
+        "at 50% of that roof, as it was measured. "
+        f"Unlike the default ({DEFAULT}, 4.0 µs) it has registers 24 instead of 40. "
+        "The others: 1 slower; 1 spills; 1 wrong; 1 the same binary as another."
+    )
+    assert ", and is the default" in trials.explain(lines((Trial(DEFAULT, 2.0, "best"),)))
+    nothing = trials.explain(lines((Trial(DEFAULT, None, "does not run: x"),)))
+    assert nothing == "scale float32 4096: no configuration is right: 1 does not run."
+    failed = lines((Trial(DEFAULT, None, "does not run: x"), Trial(SMALL, 2.0, "best")))
+    assert "; the default does not count: does not run: x." in trials.explain(failed)
+
+
+def test_matrix_products_can_be_the_limit() -> None:
+    step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), TRIALS)
+    found = list(trials.lines(step, "H200", Roof(1e15, flops_per_s=256e6)))  # 256 flops take 1 µs
+    assert "matrix products would limit it; it is at 50%" in trials.explain(found)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def test_the_command_tells_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVKIT_TUNED", str(tmp_path))
+    trials.append(tmp_path / "nvidia-h200.trials.jsonl", iter(lines()))
+    told = run("--device", "NVIDIA H200", "--explain", "--csv", str(tmp_path / "x.csv"))
+    assert told.exit_code == 0
+    assert f"{SMALL} takes 2.0 µs" in told.stdout
+    assert (tmp_path / "x.csv").exists()
+    assert run("--device", "NVIDIA H200", "--explain", "--op", "other").stdout.strip() == ""
+    for arguments, words in (
+        (("--device", "NVIDIA A100", "--explain"), "nvidia-a100.trials.jsonl"),
+        (("--device", "NVIDIA H200", "--plot", str(tmp_path / "x.doc")), "doc"),
+    ):
+        told = run(*arguments)
+        assert told.exit_code == 1
+        assert words in told.stderr
