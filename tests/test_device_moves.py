@@ -20,7 +20,8 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device, streams
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.device import Copies, DeviceMove, Pages, turns_of
-from kvkit.kernels.tuning.configs import Launch
+from kvkit.kernels.pages.ways import COPY_ENGINE, KERNEL, programs_of
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
 GPU = torch.device("cuda", 1)
 
@@ -67,13 +68,13 @@ budgets = st.integers(0, 5000)
 """In bytes: less than a record of the jobs, and more than all of them."""
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(job=jobs(), budget=budgets, reached=st.integers(0, 3))
 def test_any_layout_in_turns(job: Job, budget: int, reached: int) -> None:
     check(job, through_a_buffer(budget, reached))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(conversion=conversions(), budget=budgets)
 def test_any_conversion_in_turns(conversion: Conversion, budget: int) -> None:
     check_conversion(conversion, through_a_buffer(budget, 2))
@@ -206,18 +207,27 @@ def on_gpu() -> Any:
     return DeviceMove(pages, np.zeros((2, 1), np.int64), False, True)
 
 
-def test_moves_of_arrays_are_queued_on_the_own_stream(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [KERNEL, COPY_ENGINE])
+def test_moves_of_arrays_are_queued_on_the_own_stream(
+    way: KernelConfig, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = [np.zeros(64, np.uint8) for _ in range(2)]
     pinned = records[1].ctypes.data
 
     def steps(
-        wanted: DeviceMove, given: Sequence[torch.Tensor], addresses: Sequence[int | None], budget: int
+        wanted: DeviceMove,
+        given: Sequence[torch.Tensor],
+        addresses: Sequence[int | None],
+        budget: int,
+        programs: int,
     ) -> Iterator[Any]:
         assert [record.data_ptr() for record in given] == [record.ctypes.data for record in records]
-        assert addresses == [None, pinned + 1]
+        assert addresses == [None, pinned + 1 if programs else None]
+        assert programs == programs_of(way)
         yield SimpleNamespace(run=lambda: cuda.calls.append(("the move",)))
 
     monkeypatch.setattr(device, "steps", steps)
+    monkeypatch.setattr(device, "best_way", lambda size, count, to_records: way)
     monkeypatch.setattr(streams, "device_address", {pinned: pinned + 1}.get)
     device.move(on_gpu(), records, [cuda.event("a")])
     assert cuda.calls == [("enter", "device", GPU), *ordered(["a"]), ("leave", "device", GPU)]
