@@ -24,7 +24,7 @@ from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.pages.quantised import Quantised
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 

@@ -41,7 +41,8 @@ from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention import reference as meaning
 from kvkit.kernels.attention.layer import RowTurns, Scoring
-from kvkit.kernels.attention.rows import Requests, Rows
+from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as kernels
 

@@ -39,7 +39,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import api, reference
 from kvkit.kernels.pages import jax as kernels
-from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.pages.quantised import Quantised
 
 
 def check_moves(

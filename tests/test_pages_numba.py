@@ -23,6 +23,7 @@ from kvkit.format.layout import ITEM_BYTES, ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import numba, reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.quantised import SMALLEST_AMAX
 
 POISON = 0xA5
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -513,7 +514,7 @@ def test_quantisation_error(
         bound = amax / 254 if form == "int8" else torch.maximum(x.abs() / 16, amax / 448 / 1024)
         rounding = torch.finfo(getattr(torch, dtype))
         bound = bound * (1 + 1e-5) + x.abs() * 2 * rounding.eps + rounding.smallest_normal * rounding.eps
-        bound = torch.where(amax < reference.SMALLEST_AMAX, amax, bound)
+        bound = torch.where(amax < SMALLEST_AMAX, amax, bound)
         assert (error <= bound).all(), (error - bound).max()
 
 

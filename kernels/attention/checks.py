@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kvkit.kernels.attention.layer import RowTurns
-from kvkit.kernels.attention.rows import Requests, Rows
+from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_ids, check_overlap, check_rope
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvkit.kernels.attention.rows import Rows
 
 
 def check_pages(q: Any, k_pages: Any, v_pages: Any) -> None:

@@ -21,9 +21,10 @@ from jax import lax
 
 from kvkit.kernels.attention import checks, pallas
 from kvkit.kernels.attention.layer import RowTurns, Scoring
-from kvkit.kernels.attention.rows import Requests
+from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.checks import check_ids
 from kvkit.kernels.pages.jax import Ids, bits, in_range, rotate, scatter, where
+from kvkit.kernels.traced import operation, vary, varying
 
 ROW_TILE = 128  # query rows that share a loop over keys
 
@@ -55,6 +56,8 @@ def blend_attention(
     An online softmax (https://arxiv.org/abs/1805.02867) over tiles of keys, up to a row tile's last position
     and, with a window, from its first: never more scores at once than [Hq, ROW_TILE, KEY_TILE].
 
+    Over several devices, shard heads: axis 1 of q and of the pages, and replicate requests; pages of one
+    head are on all of them. Or shard requests, in `jax.shard_map`, each device with its own pool and ids.
     On CUDA it is one Pallas kernel, which JAX does not split among GPUs by itself: use `jax.shard_map`.
     `jax.export` takes CUDA as the only platform, and with it
     `disabled_checks=[DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]`: later versions need not
@@ -62,6 +65,7 @@ def blend_attention(
 
     Raises:
         LaunchError: an argument does not fit.
+        NotImplementedError: a gradient is asked for, of this or another function here.
     """
     checks.check_pages(q, k_pages, v_pages)
     checks.check_requests(requests, q)
@@ -125,27 +129,25 @@ def query_scores(
     return mass
 
 
-@functools.partial(jax.jit, static_argnames="scoring")
+@operation("scoring")
 def _blend_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array]:
+    arrays = q, k_pages, v_pages, requests
     found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
-        q,
-        k_pages,
-        v_pages,
-        requests,
+        *vary(arrays, varying(arrays)),  # alike, and so are all results
         cuda=functools.partial(pallas.blend_attention, scoring=scoring),
         default=functools.partial(_attention, scoring=scoring),
     )
     return found
 
 
-@jax.jit
+@operation()
 def _token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2))
 
 
-@functools.partial(jax.jit, static_argnames="deviation")
+@operation("deviation")
 def _rope_scatter(
     q: jax.Array,
     k: jax.Array,
@@ -166,7 +168,7 @@ def _rope_scatter(
     return Scattered(rotate(q, cos_sin, rope), k_filled, v_filled, changed)
 
 
-@functools.partial(jax.jit, static_argnames="scoring")
+@operation("scoring")
 def _query_scores(
     q: jax.Array,
     k_pages: jax.Array,
@@ -204,7 +206,9 @@ def _query_scores(
         more: jax.Array = lax.fori_loop(*_key_tiles(at, length, scoring.window, keys), key_tile, mass)
         return more
 
-    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, jnp.zeros((q.shape[1], total), jnp.float32))
+    nothing = jnp.zeros((q.shape[1], total), jnp.float32)
+    axes = varying(q, k_pages, v_pages, requests, lse)
+    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, vary(nothing, axes))
     return found
 
 
@@ -237,7 +241,7 @@ def _attention(
         jnp.zeros((m + rows, query_heads, v_pages.shape[3]), q.dtype),
         jnp.full((m + rows, query_heads), -jnp.inf, jnp.float32),
     )
-    o, lse = lax.fori_loop(0, ends[-1], tile, nothing)
+    o, lse = lax.fori_loop(0, ends[-1], tile, vary(nothing, varying(q)))
     return o[:m], lse[:m]
 
 
@@ -275,6 +279,7 @@ def _attend(
         jnp.full(column, -jnp.inf, jnp.float32),
         jnp.zeros(column, jnp.float32),
     )
+    nothing = vary(nothing, varying(q))
     o, top, total = lax.fori_loop(*_key_tiles(positions, length, scoring.window, keys), key_tile, nothing)
     o = o / jnp.where(total == 0, 1.0, total)
     lse = top + jnp.log(total)  # nothing seen: -inf

@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.rows import Requests
+from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.traced import vary, varying
 
 LOG2_E = math.log2(math.e)
 LEAST = 16  # sides of a matrix product, in Triton
@@ -50,7 +51,8 @@ def blend_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """`kvkit.kernels.attention.jax.blend_attention`, to be traced for CUDA; checks nothing.
 
-    Whatever tables and lengths hold, nothing outside the pages is read.
+    Within `jax.shard_map` all arrays vary over the same axes (`kvkit.kernels.traced.vary`). Whatever tables
+    and lengths hold, nothing outside the pages is read.
 
     Args:
         interpret: run on any platform, slowly.
@@ -58,8 +60,10 @@ def blend_attention(
     tables, positions, row_starts, lengths = requests
     m, query_heads, size = q.shape
     blocks, heads, tokens, v_size = v_pages.shape
+    axes = varying(q)
     if not m:
-        return jnp.zeros((0, query_heads, v_size), q.dtype), jnp.zeros((0, query_heads), jnp.float32)
+        nothing = jnp.zeros((0, query_heads, v_size), q.dtype), jnp.zeros((0, query_heads), jnp.float32)
+        return vary(nothing, axes)
     group = query_heads // heads
     tile_rows, tile_keys, warps, stages = _tile(m * group, max(size, v_size), q.dtype.itemsize)
     # query heads of a program: all that read one KV head, or as many as a tile has rows for
@@ -71,8 +75,8 @@ def blend_attention(
     most = (m + min(len(lengths), m) * (rows - 1)) // rows  # tiles, whatever the row starts
     tiles = _tiles(row_starts, rows, most)
     shapes = (
-        _shape(m, query_heads, v_size, dtype=q.dtype) if v_size else None,
-        _shape(m, query_heads, dtype=jnp.float32),
+        _shape(m, query_heads, v_size, dtype=q.dtype, axes=axes) if v_size else None,
+        _shape(m, query_heads, dtype=jnp.float32, axes=axes),
     )
     kernel = functools.partial(
         _attend, packed=packed, tile_rows=tile_rows, tile_keys=tile_keys, scoring=scoring
@@ -89,7 +93,7 @@ def blend_attention(
     o, lse = attend(
         tiles, lengths, table, positions.astype(jnp.int32), q, k_pages, v_pages if v_size else None
     )
-    return jnp.zeros((m, query_heads, 0), q.dtype) if o is None else o, lse
+    return vary(jnp.zeros((m, query_heads, 0), q.dtype), axes) if o is None else o, lse
 
 
 def _tile(count: int, size: int, item_bytes: int) -> tuple[int, int, int, int]:
@@ -211,8 +215,9 @@ def _load(x: jax.Ref, place: tuple[jax.Array, ...], inside: jax.Array | None) ->
     return rows
 
 
-def _shape(*sizes: int, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)  # type: ignore[no-untyped-call]  # JAX's
+def _shape(*sizes: int, dtype: jax.typing.DTypeLike, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    varies = jax.sharding.ManualAxisType(varying=axes)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=varies)  # type: ignore[no-untyped-call]  # JAX's
 
 
 def _dot(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:

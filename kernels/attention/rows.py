@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    import jax
 
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
@@ -20,18 +17,6 @@ MASK_BYTES = 256 << 20
 
 class RowsError(ValueError):
     """Rows do not fit their requests, or keys their blocks. Names the argument and its value."""
-
-
-class Requests(NamedTuple):
-    """What `Rows.of` takes, for JAX: the integers may be traced, so that none of them is checked.
-
-    Rows from the last of `row_starts` on belong to no request, so that M may be rounded up.
-    """
-
-    tables: jax.Array | NDArray[Any]
-    positions: jax.Array | NDArray[Any]
-    row_starts: jax.Array | NDArray[Any]
-    lengths: jax.Array | NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import checks, device, reference
 from kvkit.kernels.pages.device import Record
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.pages.streams import CudaEvents
 
 __all__ = ["Pages", "pack", "unpack"]

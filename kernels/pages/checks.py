@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup, LayoutError
 from kvkit.format.rope import Rope, RopeError, Rotation
 from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_overlap, check_rope
-from kvkit.kernels.pages import reference
+from kvkit.kernels.pages.quantised import LARGEST
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tuple[int, int, Any]]:
@@ -50,6 +52,8 @@ def _check_dense(name: str, x: Form, want: str) -> None:
 
 
 def _check_opaque(name: str, tensor: object, page_bytes: int) -> None:
+    import torch  # JAX arrays, which come without it, are never opaque
+
     if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or not tensor.numel():
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise LaunchError(f"{name}: {shape}, want one tensor [B, ...]")
@@ -96,6 +100,8 @@ def check_range(name: str, ids: NDArray[Any], limit: int) -> None:
 
 
 def check_record(name: str, record: object, want: int, device: torch.device, to_records: bool) -> None:
+    import torch
+
     if isinstance(record, torch.Tensor) and device.type == "cuda":
         if record.dtype != torch.uint8 or record.device != device:
             raise LaunchError(f"{name}: {record.dtype} on {record.device}, want torch.uint8 on {device}")
@@ -116,8 +122,8 @@ def records_group(group: LayerGroup, quantised: str | None) -> LayerGroup:
     """The group whose payloads are as records are."""
     if quantised is None:
         return group
-    if quantised not in reference.LARGEST:
-        raise LaunchError(f"quantised={quantised!r}: want None or one of {', '.join(reference.LARGEST)}")
+    if quantised not in LARGEST:
+        raise LaunchError(f"quantised={quantised!r}: want None or one of {', '.join(LARGEST)}")
     try:
         return group.quantised()
     except LayoutError as error:

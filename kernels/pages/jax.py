@@ -9,11 +9,19 @@ are int32 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
 
 All of it gathers and scatters, which XLA does at the speed of memory on every platform. The Triton kernels
 are not called through jax-triton: they find pages by their addresses, which JAX keeps to itself.
+
+Over several devices, shard heads: axis 1 of pages, axis 2 of records, and replicate ids. Nothing is then sent
+from device to device, be it under `jax.jit` on a mesh of auto axes, or in `jax.shard_map`, where the group's
+`kv_heads` are those of one device. A mesh's explicit axes are refused outside of `jax.shard_map`. Blocks are
+not sharded, for any device may be asked for any of them; a device may have a pool of its own, with ids of its
+own, in `jax.shard_map`. There is no gradient.
+
+Records may be in a host's pinned memory: `pack(..., pinned=True)` leaves them there, and `unpack` reads them
+from wherever they are. Backends of CPUs, CUDA and TPUs have such memory.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -27,7 +35,8 @@ from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
 from kvkit.kernels.checks import Form, LaunchError, check_form
 from kvkit.kernels.pages import checks
-from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX, Quantised
+from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX, Quantised
+from kvkit.kernels.traced import operation
 
 JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
 
@@ -45,6 +54,7 @@ def pack(
     slots: Ids | None = None,
     records: jax.Array | None = None,
     quantised: Quantised | None = None,
+    pinned: bool = False,
 ) -> jax.Array:
     """Chunks out of an engine's pages: records [chunks, L, H, T, C], as `api.pack` fills them.
 
@@ -53,11 +63,16 @@ def pack(
         blocks, slots: int. NumPy's are checked to be in range; in a JAX array an id out of range is skipped,
             for its value is not known when the call is compiled.
         records: what the rows of a block or slot < 0 keep; None: zeros.
+        pinned: whether what is returned is in the host's pinned memory.
+
+    Raises:
+        LaunchError: an argument does not fit.
+        NotImplementedError: a gradient is asked for.
     """
     every, form = _checked(group, pages, blocks, slots, quantised)
     if records is not None:
         check_form("records", Form.of(records), form)
-    found: jax.Array = _pack(group, pages, every, records, quantised)
+    found: jax.Array = _pack(group, pages, every, records, quantised, pinned)
     return found
 
 
@@ -79,7 +94,7 @@ def unpack(
         rope, turns: rotate K by float32 turns [chunks, R] or [chunks, T, R], `rope.turns` of each chunk's or
             token's move (with `Rotation.resolve`: turns[row]).
 
-    The other arguments are those of `pack`.
+    The other arguments and the errors are those of `pack`.
     """
     every, form = _checked(group, pages, blocks, slots, quantised)
     check_form("records", Form.of(records), form)
@@ -100,14 +115,14 @@ def quantise(values: jax.Array, k_size: int, to: Quantised) -> jax.Array:
 
     Rows with a NaN or an infinity dequantise to what is not finite, as there, but from other bits.
     """
-    # XLA multiplies by a constant's reciprocal instead of dividing, which is another number
-    largest = lax.optimization_barrier(jnp.float32(LARGEST[to]))  # type: ignore[no-untyped-call]  # JAX's
     codes, scales = [], []
     for part in (values[..., :k_size], values[..., k_size:]):
         if not part.shape[-1]:
             continue
         x = part.astype(jnp.float32)
         amax = jnp.abs(x).max(-1, keepdims=True)
+        # by one number for all rows XLA would multiply with its reciprocal, which is another result
+        largest = lax.optimization_barrier(jnp.full_like(amax, LARGEST[to]))  # type: ignore[no-untyped-call]
         tiny = amax < SMALLEST_AMAX
         inverse = jnp.where(tiny, 0.0, largest / jnp.where(tiny, 1.0, amax))
         scaled = jnp.clip(x * inverse, -LARGEST[to], LARGEST[to])
@@ -139,13 +154,14 @@ def rotate(x: jax.Array, cos_sin: jax.Array, rope: Rope) -> jax.Array:
     return jnp.concatenate([x[..., : rope.first], turned.astype(x.dtype), x[..., last:]], -1)
 
 
-@functools.partial(jax.jit, static_argnames=("group", "quantised"))
+@operation("group", "quantised", "pinned")
 def _pack(
     group: LayerGroup,
     pages: JaxPages,
     slots: jax.Array,
     records: jax.Array | None,
     quantised: Quantised | None,
+    pinned: bool,
 ) -> jax.Array:
     layers = []
     for layer in pages:
@@ -156,12 +172,16 @@ def _pack(
     found = jnp.stack(layers, 1)  # [chunks, L, H, T, C]
     if quantised is not None:
         found = quantise(lax.bitcast_convert_type(found, jnp.dtype(group.dtype)), group.k_size, quantised)
-    kept = jnp.zeros_like(found) if records is None else bits(records)
+    kept = (
+        jnp.zeros_like(found) if records is None else bits(jax.device_put(records, jax.memory.Space.Device))
+    )
     found = jnp.where(keep[:, None, None, :, None], found, kept)
-    return found if quantised is not None else lax.bitcast_convert_type(found, jnp.dtype(group.dtype))
+    if quantised is None:
+        found = lax.bitcast_convert_type(found, jnp.dtype(group.dtype))
+    return jax.device_put(found, jax.memory.Space.Host) if pinned else found
 
 
-@functools.partial(jax.jit, static_argnames=("group", "rope", "quantised"))
+@operation("group", "rope", "quantised")
 def _unpack(
     group: LayerGroup,
     pages: JaxPages,
@@ -171,7 +191,7 @@ def _unpack(
     turns: jax.Array | None,
     quantised: Quantised | None,
 ) -> JaxPages:
-    dtype = jnp.dtype(group.dtype)
+    dtype, records = jnp.dtype(group.dtype), jax.device_put(records, jax.memory.Space.Device)
     if quantised is not None:
         values = dequantise(records, group.k_size, group.v_size, quantised)
         k, v = values[..., : group.k_size], values[..., group.k_size :].astype(dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,8 +11,7 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
-
-Quantised = Literal["fp8", "int8"]
+from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,13 +96,6 @@ def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tens
     slot = torch.from_numpy(row[row >= 0]).to(part.pages.device)
     tokens, width = part.pages.shape[2:]
     return slot // tokens, slot % tokens, slice(part.first_byte, part.first_byte + width)
-
-
-LARGEST = {"fp8": 448.0, "int8": 127.0}
-"""Of each quantised form, the largest code: float8 e4m3fn (https://arxiv.org/abs/2209.05433), or int8."""
-
-SMALLEST_AMAX = 1e-30
-"""A head's K or V whose largest magnitude is below this becomes zeros: its reciprocal would overflow."""
 
 
 def quantise(values: torch.Tensor, k_size: int, to: str) -> torch.Tensor:

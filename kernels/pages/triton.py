@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime.jit import JITFunction
 
-from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX
+from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.pages.triton_kernels import copy_rows, decode_rows, encode_rows
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.tables import best
@@ -77,7 +77,7 @@ def move(
         records: [chunks], addresses that the device can reach: of its own memory, or of pinned memory.
             Multiples of the dtype's size where keys that are not quantised are rotated.
         ids: [chunks, I], blocks, or with `slots` each token's block * N + place in the block; < 0 is skipped.
-        quantised: form of the records, one of `reference.LARGEST`, or None.
+        quantised: form of the records, one of `quantised.LARGEST`, or None.
         turns: None, or those of keys that are rotated.
         config: instead of the best that is known.
     """

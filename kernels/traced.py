@@ -1,0 +1,65 @@
+"""What operations for JAX arrays share: how they are compiled, and over which axes of a mesh they vary."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from kvkit.kernels.checks import LaunchError
+
+T = TypeVar("T")
+
+
+def operation(*static: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: compile by `jax.jit`, and refuse what cannot be answered.
+
+    What it makes raises NotImplementedError where its gradient is taken, and LaunchError where an array is
+    sharded over explicit axes of a mesh: gathers by block could not say how their results are sharded.
+
+    Args:
+        static: parameters that are Python values.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        name = function.__name__.removeprefix("_")
+
+        @functools.wraps(function)
+        def checked(*args: Any) -> Any:
+            for x in jax.tree.leaves(args):
+                spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
+                if any(spec):
+                    raise LaunchError(
+                        f"{name}: an argument is sharded as {spec} over explicit axes of a mesh: "
+                        "call it within jax.shard_map, or make the mesh with AxisType.Auto"
+                    )
+            return function(*args)
+
+        positions = [i for i, at in enumerate(inspect.signature(function).parameters) if at in static]
+        whole = jax.custom_jvp(checked, nondiff_argnums=positions)
+
+        @whole.defjvp
+        def refuse(*_: Any) -> Any:
+            raise NotImplementedError(
+                f"{name} has no gradient: it serves a cache. Put its arguments through jax.lax.stop_gradient"
+            )
+
+        return jax.jit(whole, static_argnames=static)
+
+    return decorate
+
+
+def varying(*arrays: Any) -> frozenset[str]:
+    """Axes of a mesh over which one of these varies, within `jax.shard_map`; elsewhere none."""
+    types = (jax.typeof(x) for x in jax.tree.leaves(arrays))
+    return frozenset().union(*(kind.manual_axis_type.varying for kind in types))
+
+
+def vary(values: T, axes: frozenset[str]) -> T:
+    """The same values, marked as varying over axes: a loop, say, carries values of one type all along."""
+    marked: T = jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), values)
+    return marked
