@@ -63,3 +63,9 @@ def vary(values: T, axes: frozenset[str]) -> T:
     """The same values, marked as varying over axes: a loop, say, carries values of one type all along."""
     marked: T = jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), values)
     return marked
+
+
+def shape(*sizes: int, dtype: jax.typing.DTypeLike, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    """What a Pallas kernel returns, varying over axes."""
+    varies = jax.sharding.ManualAxisType(varying=axes)  # type: ignore[no-untyped-call]  # JAX's
+    return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=varies)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_plain import H100, TRITON_CALL, problem
+from jax_plain import H100, TRITON_CALL, nvidia, problem
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
@@ -121,13 +121,11 @@ def test_each_device_with_requests_and_a_pool_of_its_own() -> None:
     equal(mapped(*joined), jax.tree.map(lambda *x: jnp.concatenate(x), *wanted))
 
 
-@pytest.mark.parametrize("with_v", [False, True])
-def test_query_scores(with_v: bool) -> None:
+def test_query_scores() -> None:
     q, k, v, requests = problem(4, requests=1)
     score = partial(attention.query_scores, scoring=SCORING)
-    arrays = q, k, v if with_v else None, requests
-    mapped = shard_map(score, (HEADS, HEADS, HEADS if with_v else None, P()), P("heads"))
-    equal(mapped(*arrays), score(*arrays))
+    mapped = shard_map(score, (HEADS, HEADS, HEADS, P()), P("heads"))
+    equal(mapped(q, k, v, requests), score(q, k, v, requests))
 
 
 def test_rope_scatter() -> None:
@@ -165,10 +163,10 @@ def test_the_kernel_for_gpus() -> None:
     )
     equal(jax.jit(mapped)(*given), attend(*given))
 
-    mesh = AbstractMesh((2, 2), ("requests", "heads"), abstract_device=H100)
+    mesh = AbstractMesh((2, 2), ("requests", "heads"), (AxisType.Auto,) * 2, abstract_device=H100)
     attend = partial(attention.blend_attention, scoring=SCORING)
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=(HEADS, HEADS, HEADS, P()), out_specs=(HEADS, HEADS))
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)):
+    with nvidia():
         text = jax.jit(mapped).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     [call] = [line for line in text.splitlines() if TRITON_CALL in line]
     assert "tensor<5x3x8xf32>" in call  # 3 of 6 query heads

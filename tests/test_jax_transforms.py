@@ -103,7 +103,8 @@ def test_vmap_over_ids_and_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scoring", "dtype"), [(Scoring(0.35), "float32"), (Scoring(0.35, 6, 2.0), "bfloat16")]
+    ("scoring", "dtype"),
+    [(Scoring(0.35), "float32"), (Scoring(0.0), "float32"), (Scoring(0.35, 6, 2.0), "bfloat16")],
 )
 def test_attention_is_what_it_means(scoring: Scoring, dtype: str) -> None:
     """XLA's, and that of the kernel for GPUs in Pallas' interpreter."""
@@ -175,6 +176,14 @@ def test_the_jax_half_needs_no_torch() -> None:
         "import kvkit.kernels.pages.jax, kvkit.kernels.attention.jax"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_jax_without_pallas_in_triton_is_refused() -> None:
+    code = (
+        "import sys; sys.modules['jax.experimental.pallas.triton'] = None;import kvkit.kernels.attention.jax"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"jax {jax.__version__} has no Pallas kernels in Triton any more: want jax<0.12" in done.stderr
 
 
 def test_kernels_for_gpus_are_lowered_without_one() -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import triton
+from jax_plain import nvidia
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 from triton.backends.compiler import GPUTarget
@@ -42,7 +43,8 @@ def lowered(
             calls.append(operation.attributes["mhlo.backend_config"])
         return ir.WalkResult.ADVANCE
 
-    module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    with nvidia():
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     module.operation.walk(keep)
     [call] = calls
     with ir.Context() as context:
@@ -75,7 +77,10 @@ def test_compiles_without_spills(
     softcap: float | None,
     tmp_path: Path,
 ) -> None:
-    """By PyTorch's Triton, for XLA's is in its GPU plugin: products on tensor cores, rows in 16 bytes."""
+    """By PyTorch's Triton, for XLA's is in its GPU plugin: products on tensor cores, rows in 16 bytes.
+
+    With three stages, keys and values are under way while a tile is computed.
+    """
     text, warps, stages = lowered(dtype, size, v_size, group, n, window, softcap)
     (tmp_path / "attention.ttir").write_text(text)
     for target in ("sm_80", "sm_90"):
@@ -90,3 +95,4 @@ def test_compiles_without_spills(
         assert bool(made.mma) == (dtype != "float32")
         assert made.loads_16 > made.loads / 3
         assert made.stores_16
+        assert bool(made.in_flight) == (stages > 2)

@@ -4,10 +4,10 @@ As in `kvkit.kernels.pages.jax`, every function may be called as it is or under 
 and ropes are Python values. Equal shapes compile once: slots, tables, positions and lengths are data.
 
 XLA compiles the same functions for every platform, except that `blend_attention` is the Pallas kernel of
-`kvkit.kernels.attention.pallas` on CUDA; which one is chosen when a function is lowered, so that one function
-serves every platform. The rest gathers and scatters or, as `query_scores`, loops over tiles. The Triton
-kernels are not called through jax-triton: they start on a plan that the host makes of positions, which under
-`jax.jit` are not known yet.
+`kvkit.kernels.attention.pallas` on CUDA and, of what it takes, that of `kvkit.kernels.attention.pallas_tpu`
+on a TPU; which one is chosen when a function is lowered, so that one function serves every platform. The
+rest gathers and scatters or, as `query_scores`, loops over tiles. The Triton kernels are not called through
+jax-triton: they start on a plan that the host makes of positions, which under `jax.jit` are not known yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvkit.kernels.attention import checks, pallas
+from kvkit.kernels.attention import checks, pallas, pallas_tpu
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.checks import check_ids
@@ -58,7 +58,8 @@ def blend_attention(
 
     Over several devices, shard heads: axis 1 of q and of the pages, and replicate requests; pages of one
     head are on all of them. Or shard requests, in `jax.shard_map`, each device with its own pool and ids.
-    On CUDA it is one Pallas kernel, which JAX does not split among GPUs by itself: use `jax.shard_map`.
+    On CUDA and TPUs it is one Pallas kernel, which JAX does not split among devices by itself: use
+    `jax.shard_map`. On a TPU, float16 and tables of more than 512 KiB in int32 are left to XLA.
     `jax.export` takes CUDA as the only platform, and with it
     `disabled_checks=[DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]`: later versions need not
     understand the call.
@@ -133,11 +134,13 @@ def query_scores(
 def _blend_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array]:
-    arrays = q, k_pages, v_pages, requests
+    arrays, xla = (q, k_pages, v_pages, requests), functools.partial(_attention, scoring=scoring)
+    on_tpu = functools.partial(pallas_tpu.blend_attention, scoring=scoring)
     found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
         *vary(arrays, varying(arrays)),  # alike, and so are all results
         cuda=functools.partial(pallas.blend_attention, scoring=scoring),
-        default=functools.partial(_attention, scoring=scoring),
+        tpu=on_tpu if pallas_tpu.takes(q, v_pages, requests) else xla,
+        default=xla,
     )
     return found
 

@@ -22,11 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from kvkit.kernels.attention.jax_tiles import RowTiles, cut
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.requests import Requests
-from kvkit.kernels.traced import vary, varying
+from kvkit.kernels.traced import shape, vary, varying
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError as error:
+    raise ImportError(
+        f"jax {jax.__version__} has no Pallas kernels in Triton any more: want jax<0.12"
+    ) from error
 
 LOG2_E = math.log2(math.e)
 LEAST = 16  # sides of a matrix product, in Triton
@@ -37,8 +44,9 @@ TILES: Mapping[int, Mapping[float, tuple[int, int, int, int]]] = {
 """By bytes of an item and largest head size: rows and keys of a tile, warps and stages. Not tuned: chosen to
 compile for sm_80 and sm_90 without spills."""
 
-RunningSums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
-"""Of each row of a tile: the sum of weights times values, that of weights, and the highest score."""
+RunningSums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Of each row of a tile the sum of weights times values, that of weights and the highest score; and the next
+tile's blocks."""
 
 
 def blend_attention(
@@ -57,7 +65,6 @@ def blend_attention(
     Args:
         interpret: run on any platform, slowly.
     """
-    tables, positions, row_starts, lengths = requests
     m, query_heads, size = q.shape
     blocks, heads, tokens, v_size = v_pages.shape
     axes = varying(q)
@@ -68,15 +75,10 @@ def blend_attention(
     tile_rows, tile_keys, warps, stages = _tile(m * group, max(size, v_size), q.dtype.itemsize)
     # query heads of a program: all that read one KV head, or as many as a tile has rows for
     packed = max(n for n in range(1, min(group, tile_rows) + 1) if group % n == 0)
-    # the rows that belong to no request are those of a last one without keys
-    row_starts = jnp.append(row_starts, m).clip(0, m).astype(jnp.int32)
-    lengths = jnp.append(lengths, 0).clip(0, tables.shape[1] * tokens).astype(jnp.int32)
-    rows = tile_rows // packed
-    most = (m + min(len(lengths), m) * (rows - 1)) // rows  # tiles, whatever the row starts
-    tiles = _tiles(row_starts, rows, most)
+    tiles = cut(requests, tile_rows // packed, tokens)
     shapes = (
-        _shape(m, query_heads, v_size, dtype=q.dtype, axes=axes) if v_size else None,
-        _shape(m, query_heads, dtype=jnp.float32, axes=axes),
+        shape(m, query_heads, v_size, dtype=q.dtype, axes=axes) if v_size else None,
+        shape(m, query_heads, dtype=jnp.float32, axes=axes),
     )
     kernel = functools.partial(
         _attend, packed=packed, tile_rows=tile_rows, tile_keys=tile_keys, scoring=scoring
@@ -84,15 +86,14 @@ def blend_attention(
     attend = pl.pallas_call(
         kernel,
         out_shape=shapes,
-        grid=(most, query_heads // packed),
+        grid=(len(tiles.request), query_heads // packed),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="blend_attention",
     )
-    table = tables.clip(0, blocks - 1).astype(jnp.int32)
-    o, lse = attend(
-        tiles, lengths, table, positions.astype(jnp.int32), q, k_pages, v_pages if v_size else None
-    )
+    table, positions = requests.tables.clip(0, blocks - 1), requests.positions
+    ids = (x.astype(jnp.int32) for x in (table, positions))
+    o, lse = attend(tiles, *ids, q, k_pages, v_pages if v_size else None)
     return vary(jnp.zeros((m, query_heads, 0), q.dtype), axes) if o is None else o, lse
 
 
@@ -102,19 +103,8 @@ def _tile(count: int, size: int, item_bytes: int) -> tuple[int, int, int, int]:
     return min(rows, max(LEAST, pl.next_power_of_2(count))), keys, warps, stages
 
 
-def _tiles(row_starts: jax.Array, rows: int, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Request, first row and row after the last of each of `most` tiles; those left over have no rows."""
-    counts = -(-jnp.diff(row_starts) // rows)  # [requests]
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    i = jnp.arange(most, dtype=jnp.int32)
-    request = jnp.searchsorted(ends, i, side="right").astype(jnp.int32).clip(max=len(counts) - 1)
-    first = row_starts[request] + (i - ends[request] + counts[request]) * rows
-    return request, first, jnp.minimum(first + rows, row_starts[request + 1])
-
-
 def _attend(
-    tiles: tuple[jax.Ref, jax.Ref, jax.Ref],
-    lengths: jax.Ref,
+    tiles: RowTiles,
     tables: jax.Ref,
     positions: jax.Ref,
     q: jax.Ref,
@@ -132,7 +122,7 @@ def _attend(
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     tile, first_head = pl.program_id(0), pl.program_id(1) * packed
     head, tokens = _div(first_head, q.shape[1] // k.shape[1]), k.shape[2]
-    request, first, after = (part[tile] for part in tiles)
+    request, first, after = (part[tile] for part in tiles[:3])
     lane = _arange(tile_rows)
     row, query_head = first + _div(lane, packed), first_head + _rem(lane, packed)
     valid = row < after  # also of the lanes that a whole tile leaves over
@@ -140,42 +130,48 @@ def _attend(
     position = triton.load(positions.at[row], mask=valid, other=-1)
 
     nearest, farthest = jnp.min(jnp.where(valid, position, 2**31 - 1)), jnp.max(position)
-    end = jnp.clip(farthest + 1, 0, lengths[request])
+    end = jnp.clip(farthest + 1, 0, tiles.lengths[request])
     full_end = jnp.clip(nearest + 1, 0, end)
     begin = full_begin = jnp.int32(0)
     if window is not None:
         begin = jnp.clip(nearest - window + 1, 0, end)
         full_begin = jnp.clip(farthest - window + 1, begin, end)
 
+    def blocks(t: jax.Array) -> jax.Array:
+        """Of the keys of tile `t`: one of all that are in one block, else [tile_keys, 1]."""
+        j = t * tile_keys + (0 if tokens % tile_keys == 0 else _arange(tile_keys)[:, None])
+        block: jax.Array = triton.load(tables.at[request, _div(j, tokens)], mask=j < end, other=0)
+        return block
+
     def some_keys(masked: bool, t: jax.Array, state: RunningSums) -> RunningSums:
-        """Take tile `t` of keys into the running sums and maximum."""
-        acc, norm, top = state
+        """Take tile `t` of keys into the running sums and maximum.
+
+        The table is read a tile ahead: keys and values can then be fetched while the tile before is computed.
+        """
+        acc, norm, top, block = state
         j = t * tile_keys + _arange(tile_keys)
         inside = (j >= begin) & (j < end) if masked else None
-        if tokens % tile_keys == 0:  # the tile is within a block
-            block = tables[request, _div(t * tile_keys, tokens)]
-        else:
-            of_key = tables.at[request, _div(j, tokens)]
-            block = (triton.load(of_key, mask=inside, other=0) if masked else of_key[...])[:, None]
         place = block, head, _rem(j, tokens)[:, None]
         s = _dot(queries, _load(k, place, inside), trans_b=True)
-        if softcap is None:
-            s = s * (scale * LOG2_E)
-        else:  # softcap * tanh(x / softcap)
-            s = softcap * LOG2_E * (1 - 2 / (1 + jnp.exp2(s * (2 * LOG2_E * scale / softcap))))
+        factor = scale * LOG2_E
+        if softcap is not None:  # softcap * tanh(x / softcap)
+            s = softcap * LOG2_E * (1 - 2 / (1 + jnp.exp2(s * (2 * factor / softcap))))
+            factor = 1.0
         if inside is not None:
+            s, factor = s * factor, 1.0  # a scale of 0 times -inf is NaN
             seen = inside & (j <= position[:, None])
             if window is not None:
                 seen &= j > position[:, None] - window
             s = jnp.where(seen, s, -jnp.inf)
-        higher = jnp.maximum(top, s.max(1))
+        # scaled after the maximum, one instruction with the difference: the scale is not negative
+        higher = jnp.maximum(top, s.max(1) * factor)
         # a row may have seen nothing yet: -inf - -inf is NaN
         shift = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
-        p = jnp.exp2(s - shift[:, None])
+        p = jnp.exp2(s * factor - shift[:, None])
         fade = jnp.exp2(top - shift)
         if v is not None:
             acc = acc * fade[:, None] + _dot(p.astype(v.dtype), _load(v, place, inside))
-        return acc, norm * fade + p.sum(1), higher
+        return acc, norm * fade + p.sum(1), higher, blocks(t + 1)
 
     full_start = _div(full_begin + tile_keys - 1, tile_keys)
     full_stop = jnp.maximum(_div(full_end, tile_keys), full_start)
@@ -184,13 +180,14 @@ def _attend(
         jnp.zeros((tile_rows, _padded(0 if v is None else v.shape[3])), jnp.float32),
         jnp.zeros(tile_rows, jnp.float32),
         jnp.full(tile_rows, -jnp.inf, jnp.float32),
+        blocks(full_start if window is None else _div(begin, tile_keys)),
     )
     masked, full = functools.partial(some_keys, True), functools.partial(some_keys, False)
     if window is not None:
         full_start, full_stop = jnp.minimum(full_start, stop), jnp.minimum(full_stop, stop)
         state = lax.fori_loop(_div(begin, tile_keys), full_start, masked, state)
     state = lax.fori_loop(full_start, full_stop, full, state)
-    acc, norm, top = lax.fori_loop(full_stop, stop, masked, state)
+    acc, norm, top, _ = lax.fori_loop(full_stop, stop, masked, state)
 
     total = jnp.where(norm > 0, norm, 1.0)
     triton.store(lse.at[row, query_head], top / LOG2_E + jnp.log(total), mask=valid)  # nothing seen: -inf
@@ -213,11 +210,6 @@ def _load(x: jax.Ref, place: tuple[jax.Array, ...], inside: jax.Array | None) ->
     every = inside is None and channel.size == x.shape[-1]
     rows: jax.Array = at[...] if every else triton.load(at, mask=wanted, other=0.0)
     return rows
-
-
-def _shape(*sizes: int, dtype: jax.typing.DTypeLike, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
-    varies = jax.sharding.ManualAxisType(varying=axes)  # type: ignore[no-untyped-call]
-    return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=varies)  # type: ignore[no-untyped-call]  # JAX's
 
 
 def _dot(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:

@@ -14,7 +14,7 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.pages.ways import WAYS, programs_of, untuned, way_bucket
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.tables import best

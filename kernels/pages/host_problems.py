@@ -17,7 +17,7 @@ from kvkit.kernels.pages import checks, numba
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.problems import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
-from kvkit.kernels.pages.reference import Quantised
+from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.tuning.cases import LLAMA_ROPE, Case, Problem, Work, rope_of
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, host_config
 from kvkit.kernels.tuning.shapes import ModelShape

@@ -1,0 +1,40 @@
+"""Rows of requests cut into tiles, under `jax.jit`: what the kernels for JAX arrays start from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvkit.kernels.attention.requests import Requests
+
+
+class RowTiles(NamedTuple):
+    """Of each tile its request, first row and row after the last, int32 [tiles]; some left over have none.
+
+    Rows of no request are those of one more, whose length, the last of `lengths`, is 0.
+    """
+
+    request: jax.Array
+    first: jax.Array
+    after: jax.Array
+    lengths: jax.Array  # int32 [requests + 1], none beyond its table
+
+
+def cut(requests: Requests, rows: int, tokens: int) -> RowTiles:
+    """At most `rows` rows a tile, and as many tiles as there may be, whatever the row starts.
+
+    Args:
+        tokens: of a block.
+    """
+    m = len(requests.positions)
+    row_starts = jnp.append(requests.row_starts, m).clip(0, m).astype(jnp.int32)
+    lengths = jnp.append(requests.lengths, 0).clip(0, requests.tables.shape[1] * tokens).astype(jnp.int32)
+    most = (m + min(len(lengths), m) * (rows - 1)) // rows
+    counts = -(-jnp.diff(row_starts) // rows)  # [requests + 1]
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    i = jnp.arange(most, dtype=jnp.int32)
+    request = jnp.searchsorted(ends, i, side="right").astype(jnp.int32).clip(max=len(counts) - 1)
+    first = row_starts[request] + (i - ends[request] + counts[request]) * rows
+    return RowTiles(request, first, jnp.minimum(first + rows, row_starts[request + 1]), lengths)
