@@ -17,6 +17,7 @@ from kvkit.kernels.pages import reference
 from kvkit.kernels.pages import triton as pages
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.pages.way_problems import way_problems
 from kvkit.kernels.tuning.cases import (
     INTERLEAVED,
@@ -50,7 +51,7 @@ def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
     """Moves of a model's pages, many and few: plain, with keys that are rotated, quantised."""
     channels = shape.rotary or shape.head - shape.latent
     rope = rope_of(channels, 10000.0, interleaved=bool(shape.latent), first=shape.latent)
-    forms: tuple[reference.Quantised | None, ...] = (None, "fp8", "int8")
+    forms: tuple[Quantised | None, ...] = (None, "fp8", "int8")
     for chunks in (8, 1):
         for form in forms:
             for verb, turned in (("pack", None), ("unpack", None), ("rotate", rope)):
