@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -45,21 +46,34 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_name(device)
     with compile_pool(min(8, os.cpu_count() or 1)) as pool:
+        yield Tools(
+            torch.cuda.get_device_name(device),
+            device,
+            partial(look_at, pool, factory, target) if target in GPUS else lambda problem, late: {},
+            cuda_timer(device),
+            measured_roof(device),
+            time.monotonic,
+            target,
+        )
 
-        def look(problem: Problem, late: Late) -> Mapping[KernelConfig, Look]:
-            found: dict[KernelConfig, Look] = {}
-            jobs = [(problem.name, c, target) for c in problem.space] if target in GPUS else []
-            for report in survey(pool, factory, jobs):
-                before = found.get(report.config, Look())
-                main = report.compiled if report.kernel == problem.kernel.__name__ else None
-                numbers = asdict(main) if main else before.numbers
-                found[report.config] = Look(before.flaw or report.flaw(), "", numbers)
-                if late():
-                    break
-            return found
 
-        name = torch.cuda.get_device_name(device)
-        yield Tools(name, device, look, cuda_timer(device), measured_roof(device), time.monotonic)
+def look_at(
+    pool: ProcessPoolExecutor, factory: ProblemFactory, target: str, problem: Problem, late: Late
+) -> Mapping[KernelConfig, Look]:
+    """What compiling for `target` says of a problem's configurations, as far as there is time."""
+    found: dict[KernelConfig, Look] = {}
+    for report in survey(pool, factory, [(problem.name, config, target) for config in problem.space]):
+        before, made = found.get(report.config, Look()), report.compiled
+        # warps and shared memory are beside the code
+        binary = f"{made.digest} {report.config.warps} {made.shared_bytes}" if made and made.digest else ""
+        numbers = before.numbers
+        if made and report.kernel == problem.kernel.__name__:
+            numbers = {name: value for name, value in asdict(made).items() if isinstance(value, int)}
+        both = f"{before.binary}{binary}" if binary and (before.binary or report.config not in found) else ""
+        found[report.config] = Look(before.flaw or report.flaw(), both, numbers)
+        if late():
+            break
+    return found
 
 
 def target_name(device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -110,6 +110,7 @@ class Tools:
     timer: Callable[[Case], Measure]  # makes a case measurable
     roof: Roof  # of this device
     clock: Callable[[], float]  # seconds, from any beginning
+    target: str = ""  # what is compiled for, as `gpus.GPUS` names it
 
 
 def tune(
@@ -145,6 +146,7 @@ def tune(
         table = {}
     began = tools.clock()
     for problem in problems:
+        problem = replace(problem, space=problem.space_on(tools.target))
         key = TunedKey(problem.bucket, build_of(problem.kernel, problem.host))
         known = table.get(key)
         if (

@@ -1,0 +1,110 @@
+"""What tuning measures with: the CPU's clock and roof, and the compiler's word on each configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from toys import SPACE, scale_problem, tiled
+
+from kvkit.environment import host_name
+from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, host_config
+from kvkit.kernels.tuning.devices import host_timer, look_at, tools_here
+from kvkit.kernels.tuning.gate import CompileError, compile_pool
+from kvkit.kernels.tuning.search import Roof, Tools, tune
+
+FEW, MANY, REFUSED = (host_config(times=times) for times in (40, 1, 0))
+
+
+def add(x: torch.Tensor, y: torch.Tensor, times: int) -> None:
+    """y = x + 1, as often as is said."""
+    if not times:
+        raise ValueError("times=0: want more")
+    for _ in range(times):
+        torch.add(x, 1, out=y)
+
+
+def case(device: torch.device, filled: bool, calls: list[KernelConfig] | None = None) -> Case:
+    x, y = torch.arange(1 << 18, dtype=torch.float32), torch.empty(1 << 18)
+
+    def launches(config: KernelConfig | None) -> tuple[HostLaunch, ...]:
+        if calls is not None and config is not None:
+            calls.append(config)
+        return (HostLaunch(add, {"x": x, "y": y}, config or FEW),)
+
+    return Case(launches, lambda: y.fill_(torch.nan), lambda: "" if torch.equal(y, x + 1) else "y differs")
+
+
+PROBLEM = Problem(
+    name="add",
+    bucket=ProblemBucket("add", "float32", (1 << 18,)),
+    kernel=add,
+    space=(FEW, REFUSED, MANY),
+    make=case,
+    work=lambda config: Work(1),
+    host=True,
+)
+
+
+def test_the_host_is_tuned(tmp_path: Path) -> None:
+    """What does a fortieth of the work wins on any machine, and what raises costs its own trial alone."""
+    with tools_here(host=True) as tools:
+        (step,) = tune([PROBLEM], tmp_path, tools)
+    assert step.tuned is not None
+    assert step.tuned.config == MANY
+    assert step.trials[1].fate == "does not run: ValueError: times=0: want more"
+    assert tools.name == host_name()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_configuration_is_made_once() -> None:
+    calls: list[KernelConfig] = []
+    measure = host_timer()(case(torch.device("cpu"), True, calls))
+    assert all(measure(config) > 0 for config in (FEW, MANY, FEW, MANY))
+    assert calls == [FEW, MANY]
+    with pytest.raises(CompileError, match="times=0: want more"):
+        measure(REFUSED)
+
+
+def no_time_after(count: int) -> Callable[[], bool]:
+    looks = iter(range(100))
+    return lambda: next(looks) + 1 >= count
+
+
+STAGES = tuple(SPACE[0]._replace(stages=stages) for stages in (2, 3))
+WARPS = SPACE[0]._replace(warps=8)
+REFUSED_BY_TRITON = tiled(1000)
+
+
+def looked_at() -> tuple[Problem, ...]:
+    return (scale_problem(space=(*STAGES, WARPS, SPACE[1], REFUSED_BY_TRITON)),)
+
+
+def test_the_compilers_word() -> None:
+    """A kernel without a loop has no stages: equal code. What Triton refuses says so."""
+    with compile_pool(1) as pool:
+        look = partial(look_at, pool, looked_at, "sm_90", looked_at()[0])
+        found, some = look(lambda: False), look(no_time_after(2))
+    two, three = (found[config] for config in STAGES)
+    assert two == three
+    assert two.binary
+    assert two.numbers["registers"] > 0
+    assert len({found[config].binary for config in (STAGES[0], WARPS, SPACE[1])}) == 3
+    assert "power of 2" in found[REFUSED_BY_TRITON].flaw
+    assert found[REFUSED_BY_TRITON].binary == ""
+    assert list(some) == list(STAGES)
+
+
+def test_an_amd_gpu_has_its_own_space(tmp_path: Path) -> None:
+    amd = replace(scale_problem(), amd_space=(SPACE[2], SPACE[1]))
+    cpu, roof = torch.device("cpu"), Roof(1e30, 1e30)
+    tools = Tools(
+        "MI300", cpu, lambda problem, late: {}, lambda case: lambda config: 1.0, roof, lambda: 0.0, "gfx942"
+    )
+    (step,) = tune([amd], tmp_path, tools)
+    assert [trial.config for trial in step.trials] == [SPACE[2], SPACE[1]]
