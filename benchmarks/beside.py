@@ -23,7 +23,7 @@ from kvkit.kernels.tuning.configs import KernelConfig, Runnable, host_config
 
 WINDOW_S = 0.1
 """Of products, beside which moves run."""
-GRIDS = (*WAYS, host_config(PROGRAMS=1 << 20))
+GRIDS = (*WAYS, host_config(PROGRAMS=64), host_config(PROGRAMS=1 << 20))
 """The last has a program for every tile."""
 
 

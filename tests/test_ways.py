@@ -67,7 +67,7 @@ def test_ways_differ() -> None:
     assert len(set(WAYS)) == len(WAYS)
     assert programs_of(WAYS[0]) == 0
     assert KERNEL in WAYS
-    assert all(8 <= programs_of(way) <= 64 for way in WAYS[1:])
+    assert all(8 <= programs_of(way) <= 32 for way in WAYS[1:])
 
 
 def test_a_tuned_way_is_taken_for_its_direction_and_about_its_size(gpu: str, tmp_path: Path) -> None:

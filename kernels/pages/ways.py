@@ -10,7 +10,8 @@ COPY_ENGINE = host_config(PROGRAMS=0)
 KERNEL = host_config(PROGRAMS=16)
 """So many programs of a kernel that reaches the records itself: few, so that an engine's have room."""
 
-WAYS = (COPY_ENGINE, *(host_config(PROGRAMS=count) for count in (8, 16, 32, 64)))
+WAYS = (COPY_ENGINE, *(host_config(PROGRAMS=count) for count in (8, 16, 32)))
+"""Tuning times them alone: what takes more programs could win that, and starve an engine."""
 
 SMALL_BYTES, MANY = 28 << 10, 16
 """Smaller records, if there are so many, are a kernel's where nothing was tuned: a guess.
