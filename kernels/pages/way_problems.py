@@ -113,7 +113,7 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
                 return found
         return ""
 
-    return Case(launches, poison, fault)
+    return Case(launches, poison, fault, (records,) if spec.to_records else tuple(pool))
 
 
 def _address(record: torch.Tensor, device: torch.device) -> int | None:
