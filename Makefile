@@ -9,10 +9,12 @@ TRITON := 3.6.0
 OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
 # theirs, for their Python
 GPU_TRITON := $(OLD_TRITON)-cp312
+# theirs, too; the environment's is older
+JAX := 0.11.2
 OUT ?= .gpu
 JOBS ?= 2
 
-.PHONY: demo setup test quick test-nfs test-triton bench check docs paper gpu gpu-tests \
+.PHONY: demo setup test quick test-nfs test-triton test-jax bench check docs paper gpu gpu-tests \
 	gpu-packages clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -51,6 +53,9 @@ test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the
 	PYTHONPATH=$(OLD_TRITON) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile \
 		tests/test_attention_triton.py tests/test_pages_triton.py tests/test_pages_compiled.py tests/test_gate.py \
 		tests/test_search.py
+
+test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a Python for it is or can be had
+	$(BIN)/python tests/newer_jax.py $(JAX)
 
 check: $(VENV)/dev.stamp  ## style, types, floors, and that the documentation builds
 	$(BIN)/ruff check .
