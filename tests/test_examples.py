@@ -94,6 +94,20 @@ def test_kernels(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+def test_own_kernel(tmp_path: Path) -> None:
+    """Tunes on the CPU, or on the GPU where there is one; compiles in a process that imports its module."""
+    notebook = read(EXAMPLES / "04_own_kernel.ipynb")
+    execute(notebook, tmp_path)
+    text = printed(notebook)
+    # the notebook's own asserts compare with the reference; here, that a reader sees what its words say
+    assert re.search(r"forgetful, tile=1000: bounds: \d+ of \d+ numbers are off", text)
+    assert text.count("right") == 11
+    assert re.search(r"bounds_(host|gpu): tuned; [\d.]+ µs", text)
+    assert "best" in text
+    assert text.count("0 bytes spilled") == 2
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
+
+
 def test_a_failing_cell_fails_the_test(tmp_path: Path) -> None:
     source = "import sys\nassert sys.executable == 'nowhere', sys.executable"
     notebook = read(EXAMPLES / "01_reuse.ipynb")
@@ -117,7 +131,11 @@ def test_what_is_committed_of_a_notebook_is_small_and_valid(path: Path) -> None:
 
 
 def test_the_notebooks_are_found() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["01_reuse.ipynb", "02_kernels.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == [
+        "01_reuse.ipynb",
+        "02_kernels.ipynb",
+        "04_own_kernel.ipynb",
+    ]
 
 
 def test_vllm(tmp_path: Path) -> None:
