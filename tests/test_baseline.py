@@ -128,3 +128,5 @@ def test_some_of_a_file_is_recorded_anew(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == document(other)
     with pytest.raises(ValueError, match=r"of Triton 3\.9\.0, this is 3\.6\.0: record all"):
         write(path, document(ENTRY, triton="3.6.0"), complete=False)
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "none.json", document(ENTRY), complete=False)

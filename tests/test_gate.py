@@ -12,6 +12,7 @@ import pytest
 import torch
 import toys
 
+from kvkit.environment import version_of
 from kvkit.kernels.tuning.assembly import Compiled
 from kvkit.kernels.tuning.gate import (
     GATE,
@@ -262,3 +263,29 @@ def test_the_gate(tmp_path: Path) -> None:
     assert all(
         "per_mma" in entry or "per_line" in entry for entry in predicted if "float32" not in entry["problem"]
     )
+
+
+def test_some_problems_are_compared_and_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "compile.json"
+    options = "--problem", "132-byte", "--compare", str(path), "--json", str(path)
+
+    def shut() -> str:
+        command = [sys.executable, "-m", "kvkit.kernels.tuning.gate", *options]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 1, ran.stderr
+        return ran.stdout
+
+    other = {"problem": "x", "kernel": "y", "target": "z"}
+    path.write_text(json.dumps({"triton": version_of("triton"), "kernels": [other]}))
+    assert "pack 132-byte rows, copy_rows, sm_90: not recorded" in shut()
+    document = json.loads(path.read_text())
+    assert document["kernels"][0] == other
+    assert {(entry["problem"], entry["target"]) for entry in document["kernels"][1:]} == {
+        (f"{way} 132-byte rows", target) for way in ("pack", "unpack") for target in GATE
+    }
+    for entry in document["kernels"][1:]:
+        entry["per_line"] /= 2
+    path.write_text(json.dumps(document))
+    words = shut()
+    assert "pack 132-byte rows, copy_rows, sm_90: per_line is" in words
+    assert f"if it is meant: python -m kvkit.kernels.tuning.gate --json {path}" in words

@@ -278,16 +278,21 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, help="fail where a kernel is worse than in this file")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
-    reports = gate(every_problem, min(2, os.cpu_count() or 1), arguments.problem)
+    complete = not arguments.problem
+    try:
+        recorded = json.loads(arguments.compare.read_text()) if arguments.compare else None
+        reports = gate(every_problem, min(2, os.cpu_count() or 1), arguments.problem)
+        if not reports:
+            raise ValueError(f"--problem: no gated problem has {' or '.join(arguments.problem)} in its name")
+        if arguments.json:
+            write(arguments.json, as_json(reports), complete)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     Console(width=170).print(shown(reports))
     found = faults(reports, every_problem())
-    if arguments.compare:
-        recorded = json.loads(arguments.compare.read_text())
-        worse = regressions(as_json(reports), recorded, complete=not arguments.problem)
-        accept = f"{parser.prog} --json {arguments.compare}"
-        found += [f"{words} (if it is meant: {accept})" for words in worse]
-    if arguments.json:
-        write(arguments.json, as_json(reports), complete=not arguments.problem)
+    if recorded:
+        accept = f"if it is meant: {parser.prog} --json {arguments.compare}"
+        found += [f"{words} ({accept})" for words in regressions(as_json(reports), recorded, complete)]
     print("\n".join(found))
     return 1 if found else 0
 
