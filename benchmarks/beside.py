@@ -102,7 +102,7 @@ def _beside(
     product_s = _span(device, multiply)
     products = max(1, int((WINDOW_S if device.type == "cuda" else 0) / product_s))
     alone_s = _span(device, lambda: [multiply() for _ in range(products)])
-    moves = 1 + int(2 * alone_s / move_s) if device.type == "cuda" else 2
+    moves = 1 + int(4 * alone_s / move_s) if device.type == "cuda" else 2
     with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
         marks = [(_mark(device), _run(move), _mark(device)) for _ in range(moves)]
     began = _mark(device)
