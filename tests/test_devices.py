@@ -52,7 +52,7 @@ PROBLEM = Problem(
 
 
 def test_the_host_is_tuned(tmp_path: Path) -> None:
-    """What does a two-thousandth of the work wins on any machine, and what raises costs its own trial alone."""
+    """What does a two-thousandth of the work wins anywhere; what raises costs its own trial alone."""
     with tools_here(host=True) as tools:
         (step,) = tune([PROBLEM], tmp_path, tools)
     assert step.tuned is not None

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,15 @@ def test_a_failed_bucket_is_not_kept(tmp_path: Path) -> None:
     assert [step.state for step in steps] == ["failed", "tuned"]
     assert "wrong: 1 elements differ" in str(steps[0])
     assert list(read_table(tmp_path / FILE, "nvidia-h200")) == [KEYS[0]]
+
+
+def test_too_little_memory_costs_that_problem_alone(tmp_path: Path) -> None:
+    def make(device: torch.device, filled: bool) -> Case:
+        raise torch.OutOfMemoryError("80 GiB are not there")
+
+    steps = list(tune([replace(PROBLEMS[0], make=make), PROBLEMS[1]], tmp_path, tools()))
+    assert [step.state for step in steps] == ["failed", "tuned"]
+    assert str(steps[0]) == "scale float32 256: failed; 80 GiB are not there"
 
 
 def test_a_broken_table_is_not_overwritten(tmp_path: Path) -> None:

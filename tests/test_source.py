@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from kvkit.kernels.tuning.problems import every_problem
-from kvkit.kernels.tuning.source import source_digest
+from kvkit.kernels.tuning.source import SourceError, source_digest
 
 HELPER = "def half(x):\n    return x // 2\n"
 MODULE = '''import numba
@@ -107,5 +107,12 @@ def test_it_is_the_same_in_every_process_interpreted_or_not() -> None:
 
 @pytest.mark.parametrize("kernel", [3, len, None, int])
 def test_what_is_no_function_is_refused(kernel: object) -> None:
-    with pytest.raises(TypeError, match="want a Triton kernel, a numba function or a function"):
+    with pytest.raises(SourceError, match="want a Triton kernel, a numba function or a function"):
         source_digest(kernel)
+
+
+def test_a_function_without_source_is_named() -> None:
+    names: dict[str, object] = {"__name__": "nowhere"}
+    exec("def typed(): pass", names)
+    with pytest.raises(SourceError, match=r"nowhere\.typed: no source"):
+        source_digest(names["typed"])

@@ -182,6 +182,12 @@ def test_a_host_launch_has_its_tiles_as_arguments() -> None:
     assert calls == [{"a": 1, "threads": 2, "tile": 3}]
 
 
+def test_a_kernel_without_source_has_its_default(folders: dict[str, Path]) -> None:
+    bucket = ProblemBucket("op", "bf16", (64,))
+    write(folders["user"], {bucket: tuned(LARGE)})
+    assert tables.best(bucket, DEFAULT, SPACE, len) == DEFAULT
+
+
 def test_merged_tables_keep_what_gains_more_over_the_default() -> None:
     """A machine that is faster throughout does not win by that."""
     key, other = (TunedKey(ProblemBucket("op", "bf16", (n,)), HERE) for n in (1, 2))

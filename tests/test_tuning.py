@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from pages import on_page, run_shell
+from typer.testing import CliRunner
 
+from kvkit import cli
 from kvkit.kernels import tuning
 
 HOST_SIZES = ("rows=4096", "rows=16", "rows=64", "rows=256", "rows=1024")
@@ -60,6 +62,22 @@ def test_the_pages_problems_are_right_and_notice_what_is_not(mine: Any) -> None:
             assert case.fault()
             case.run(config)
             assert case.fault() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[3]", "want Problems"), ("2 * list(my_kernels.problems())", "is the name of two problems")],
+)
+def test_what_are_no_problems_is_said(
+    mine: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (folder / "others.py").write_text(f"import my_kernels\n\ndef mine():\n    return {text}\n")
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(cli.app, ["tune", "--problems", "others:mine"], env={"COLUMNS": "200"})
+    del sys.modules["others"]
+    assert result.exit_code == 1
+    assert "--problems others:mine" in result.stderr
+    assert words in result.stderr
 
 
 def test_what_the_public_module_names() -> None:

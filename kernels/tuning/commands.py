@@ -80,7 +80,14 @@ class TuneChoice:
 
     def chosen(self, factory: ProblemFactory, host: bool) -> list[Problem]:
         """The problems of a GPU or the host; what multiplies matrices first: there is most to gain."""
-        problems = [problem for problem in factory() if problem.host == host]
+        from kvkit.kernels.tuning.cases import Problem
+
+        every = list(factory())
+        if wrong := [problem for problem in every if not isinstance(problem, Problem)]:
+            sys.exit(f"--problems {self.problems}: returned {wrong[0]!r}, want Problems")
+        if twice := [name for name, count in Counter(p.name for p in every).items() if count > 1]:
+            sys.exit(f"--problems {self.problems}: {twice[0]!r} is the name of two problems")
+        problems = [problem for problem in every if problem.host == host]
         known = list(dict.fromkeys(name for problem in problems for name in problem.names))
         for op in self.op or ():
             if op not in known:
@@ -273,6 +280,7 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
 
     from kvkit.kernels.tuning import search, trials
     from kvkit.kernels.tuning.devices import tools_here
+    from kvkit.kernels.tuning.source import SourceError
     from kvkit.kernels.tuning.tables import TableError, tuned_folder
 
     host = choice.host
@@ -288,7 +296,7 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
                 trials.append(_trials_path(tools.name), trials.lines(step, tools.name, tools.roof))
                 count[step.state] += 1
                 console.print(str(step), markup=False, highlight=False, soft_wrap=True)
-    except (search.TuningError, TableError, OSError) as error:
+    except (search.TuningError, SourceError, TableError, OSError) as error:
         sys.exit(str(error))
     states = ", ".join(f"{number} {state}" for state, number in count.items()) or "no problems"
     console.print(f"{states}; tables are in {tuned_folder()}", markup=False, highlight=False, soft_wrap=True)

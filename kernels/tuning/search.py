@@ -79,17 +79,18 @@ class SearchStep:
     """What `tune` did with a problem.
 
     It is "tuned" now, "known" from an earlier run, "left" because the time was over, or "failed": no
-    configuration is correct.
+    configuration is correct, or there is too little memory.
     """
 
     problem: Problem
     state: Literal["tuned", "known", "left", "failed"]
     tuned: Tuned | None = None  # what its key has now
     trials: tuple[Trial, ...] = ()  # of every configuration, in the order of the space
+    error: str = ""  # why none was tried
 
     def __str__(self) -> str:
         """One line: what was kept and how it compares, and the configurations that were wrong."""
-        words = [f"{self.problem.name}: {self.state}"]
+        words = [f"{self.problem.name}: {self.state}", *filter(None, [self.error])]
         if self.tuned is not None:
             words.append(f"{self.tuned.us:.1f} µs, {self.tuned.config}")
             if self.tuned.default_us is not None:
@@ -136,7 +137,7 @@ def tune(
     Raises:
         TableError: the file is there and no table of this device; it was not changed.
         OSError: the file cannot be read or written.
-        TypeError: a problem's kernel has no source.
+        SourceError: a problem's kernel has no source.
     """
     slug = slug_of(tools.name)
     path = folder / f"{slug}.json"
@@ -165,12 +166,16 @@ def tune(
         if now >= ends:
             yield SearchStep(problem, "left")
             continue
-        case = problem.make(tools.device, True)
 
         def late(ends: float = ends) -> bool:
             return tools.clock() >= ends
 
-        tuned, trials = search(problem, case, tools.timer(case), tools.look(problem, late), tools.roof, late)
+        try:
+            look, case = tools.look(problem, late), problem.make(tools.device, True)
+            tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, late)
+        except torch.OutOfMemoryError as error:
+            yield SearchStep(problem, "failed", error=str(error))
+            continue
         if tuned is not None:
             table[key] = tuned
             write_table(path, tools.name, table)

@@ -17,6 +17,10 @@ OTHERS = {*sys.stdlib_module_names, "jax", "llvmlite", "numba", "numpy", "torch"
 """Packages whose functions count by name: their versions are told apart elsewhere."""
 
 
+class SourceError(TypeError):
+    """There is no Python source of a kernel. Names the kernel."""
+
+
 def source_digest(kernel: Any) -> str:
     """Digest of a Triton kernel's, a numba function's or a plain function's code, 16 hex digits.
 
@@ -25,11 +29,11 @@ def source_digest(kernel: Any) -> str:
     what changes no instruction; it is equal for every version of Triton.
 
     Raises:
-        TypeError: it is no function with Python source.
+        SourceError: it is no function with Python source.
     """
     function = _plain(kernel)
     if not isinstance(function, FunctionType):
-        raise TypeError(f"kernel {kernel!r}: want a Triton kernel, a numba function or a function")
+        raise SourceError(f"kernel {kernel!r}: want a Triton kernel, a numba function or a function")
     return _digest(function)
 
 
@@ -53,7 +57,7 @@ def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[s
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError) as error:  # typed at a prompt; a lambda within an expression
-        raise TypeError(f"{function.__module__}.{function.__qualname__}: no source: {error}") from error
+        raise SourceError(f"{function.__module__}.{function.__qualname__}: no source: {error}") from error
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]

@@ -15,7 +15,7 @@ import msgspec
 
 from kvkit.environment import cache_folder, driver_version, gpu_name, host_name, slug_of, version_of
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket
-from kvkit.kernels.tuning.source import source_digest
+from kvkit.kernels.tuning.source import SourceError, source_digest
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def build_of(kernel: Any, host: bool) -> Build:
     """How this process builds a kernel, a Triton kernel or a function: see `Build`.
 
     Raises:
-        TypeError: it is no function with Python source.
+        SourceError: it is no function with Python source.
     """
     return Build(source_digest(kernel), *_compiler(host))
 
@@ -84,16 +84,21 @@ def best(
     The tuned one of `bucket`; else that of the bucket of equal op and form with the nearest sizes; else
     `default`, as on a machine without a GPU. Only results for the kernel's present source count, those of
     this compiler and driver before others of the same sizes. A configuration that is not in `space`, what
-    the kernel has now, is passed over. Tables are read once per process, whose GPUs are taken to be alike.
+    the kernel has now, is passed over, and a kernel without source has no results. Tables are read once per
+    process, whose GPUs are taken to be alike.
 
     Args:
         bucket, default, space: of the problem.
         kernel: whose source counts, a Triton kernel or a function.
         host: it runs on the CPU: asks the CPU's table instead of the GPU's.
     """
-    return next(
-        (config for config in _known(bucket, source_digest(kernel), host) if config in space), default
-    )
+    if not _table_here(host):
+        return default
+    try:
+        source = source_digest(kernel)
+    except SourceError:
+        return default
+    return next((config for config in _known(bucket, source, host) if config in space), default)
 
 
 @functools.lru_cache(1024)
