@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_attention import DTYPES, TOLERANCES, Problem, oracle
 from test_cached import config, prompt, random_model
+from test_pages_triton import numbers_for_fp8
 
 from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
 from kvkit.format.layout import ORDERS, LayerGroup
@@ -62,6 +63,32 @@ def test_gpu_pages_move_like_cpu_pages(group: LayerGroup) -> None:
     unpack(Pages.of(group, device), records[2:], blocks=table)
     for source, target in zip(host, device, strict=True):
         assert torch.equal(source.view(torch.uint8), target.view(torch.uint8).cpu())
+
+
+def test_gpu_has_the_codes_of_fp8_that_the_cpu_has() -> None:
+    """Numbers of every kind in rows whose largest is 448, then every code with a scale of 1."""
+    numbers = numbers_for_fp8()
+    numbers = numbers[numbers.abs() <= 448]
+    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 15)).view(-1, 15)
+    rows = torch.cat([torch.full_like(numbers[:, :1], 448.0), numbers], 1)
+    group = LayerGroup((0,), 1, 16, 0, "float32", block_tokens=len(rows))
+    size = group.quantised().chunk_bytes(len(rows))
+    found = []
+    for device in ("cpu", "cuda"):
+        pages = rows.view(1, 1, -1, 16).to(device)
+        record = np.full(size, 0xA5, np.uint8)
+        pack(Pages.of(group, [pages]), [record], blocks=np.array([[0]]), quantised="fp8")
+        codes = torch.cat([torch.arange(256).view(16, 16), torch.tensor([[0, 0, 128, 63]] * 16)], 1)
+        other = replace(group, block_tokens=16)
+        (decoded,) = other.pages(1, device=device)
+        unpack(
+            Pages.of(other, [decoded]),
+            [codes.byte().view(-1).numpy()],
+            blocks=np.array([[0]]),
+            quantised="fp8",
+        )
+        found.append((record.tolist(), decoded.nan_to_num(999.0).view(torch.int32).tolist()))
+    assert found[0] == found[1]
 
 
 def device_records(count: int, size: int, memory: str) -> list[Any]:

@@ -65,3 +65,16 @@ found.append(len(list(cache.rglob("*.cubin"))))
 print(json.dumps(found))
 """
     assert json.loads(in_compiling_process(MADE + script, TRITON_CACHE_DIR=str(tmp_path))) == [1, 2, 3, 3]
+
+
+def test_few_programs_for_all_tiles_take_no_more_from_the_compiler() -> None:
+    """Loads and stores of 16 bytes as in the other form, and no spills."""
+    script = """
+from kvkit.kernels.tuning.gate import compile_for
+found = []
+for target in ("sm_80", "sm_90"):
+    each, few = (compile_for(made(to_records=False, programs=n), target) for n in (0, 16))
+    found.append((few.spill_bytes, few.loads_16 - each.loads_16, few.stores_16 - each.stores_16))
+print(json.dumps(found))
+"""
+    assert json.loads(in_compiling_process(MADE + script)) == [[0, 0, 0]] * 2

@@ -154,18 +154,23 @@ def test_codes_of_fp8_are_decoded() -> None:
     assert torch.equal(got[keep].view(torch.int32), want[keep].view(torch.int32))
 
 
-def test_every_kind_of_number_is_encoded_as_hardware_does() -> None:
-    """Codes, the middles between them and the numbers beside either, what is larger or tiny, of both signs.
-
-    `cvt.rn.satfinite.e4m3x2` rounds to nearest, ties to even, takes what is larger than 448 for 448, and any
-    NaN for 0x7F.
-    """
+def numbers_for_fp8() -> torch.Tensor:
+    """Codes, middles between them, the numbers beside either, what is larger or tiny, of both signs."""
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     more = [448.0, 460.0, 464.0, 465.0, 480.0, 1e38, torch.inf, 1e-45, 1e-39, 1.2e-38, 2.0**-11]
     x = torch.cat([codes, middles, torch.tensor(more)])
     x = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(0.0))])
-    x = torch.cat([x, -x, torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100])
+    return torch.cat([x, -x, torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100])
+
+
+def test_every_kind_of_number_is_encoded_as_hardware_does() -> None:
+    """NaNs of both signs among them.
+
+    `cvt.rn.satfinite.e4m3x2` rounds to nearest, ties to even, takes what is larger than 448 for 448, and any
+    NaN for 0x7F.
+    """
+    x = numbers_for_fp8()
     nans = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32)
     x = torch.cat([x, nans.view(torch.float32), (nans | -0x80000000).view(torch.float32)])
     got = torch.full((len(x),), POISON, dtype=torch.uint8)

@@ -42,7 +42,7 @@ def configs(kernel: str) -> tuple[KernelConfig, ...]:
     tiles = {
         "copy_rows": (1024, 256, 512, 2048),
         "decode_rows": (256, 128, 512, 1024),
-        "encode_rows": (2048, 512, 1024, 4096),
+        "encode_rows": (4096, 1024, 2048, 8192),
     }[kernel]
     return tuple(KernelConfig((("TILE", tile),), warps, 1) for tile in tiles for warps in (4, 8))
 
