@@ -5,7 +5,7 @@ A program then takes the keys that a tile sees in steps of some pages, which Pal
 block tables in scalar memory; steps that a tile does not need fetch and compute nothing. An online softmax
 (https://arxiv.org/abs/1805.02867), as of the kernels for GPUs.
 
-It has not run on a TPU yet. Tests run it in Pallas' interpreter, and lower it for one.
+No TPU has run it. Tests run it in Pallas' interpreter, and lower it for one.
 """
 
 from __future__ import annotations
