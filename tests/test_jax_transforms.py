@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from jax_plain import TRITON_CALL, nvidia, problem
 from jax_plain import attention as plain_attention
-from jax_plain import nvidia, problem
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope
@@ -104,7 +104,7 @@ def test_vmap_over_ids_and_requests() -> None:
 
 @pytest.mark.parametrize(
     ("scoring", "dtype"),
-    [(Scoring(0.35), "float32"), (Scoring(0.0), "float32"), (Scoring(0.35, 6, 2.0), "bfloat16")],
+    [(Scoring(0.35), "float32"), (Scoring(0.0, 6), "bfloat16")],
 )
 def test_attention_is_what_it_means(scoring: Scoring, dtype: str) -> None:
     """XLA's, and that of the kernel for GPUs in Pallas' interpreter."""
@@ -186,8 +186,12 @@ def test_a_jax_without_pallas_in_triton_is_refused() -> None:
     assert f"jax {jax.__version__} has no Pallas kernels in Triton any more: want jax<0.12" in done.stderr
 
 
-def test_kernels_for_gpus_are_lowered_without_one() -> None:
+def test_the_kernel_for_gpus_is_lowered_without_one() -> None:
+    """Also of several problems at once: one call."""
     given = problem(0)
+    attend = partial(attention.blend_attention, scoring=Scoring(0.3))
+    several = jax.tree.map(lambda x: jnp.stack([x, x]), given)
     with nvidia():
-        lowered = jax.jit(partial(attention.blend_attention, scoring=Scoring(0.3))).trace(*given)
-        assert "xla.gpu.triton" in lowered.lower(lowering_platforms=("cuda",)).as_text()
+        for function, arguments in ((attend, given), (jax.vmap(attend), several)):
+            lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+            assert lowered.as_text().count(TRITON_CALL) == 1
