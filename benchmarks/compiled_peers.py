@@ -50,14 +50,12 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def kvkit() -> Iterator[tuple[str, Launch, tuple[int, int]]]:
-    """`blend_attention` over pages of 16 tokens and one block: its default, and FlexAttention's tile."""
+    """`blend_attention` over pages of 16 tokens and over one block: its default, and FlexAttention's tile."""
+    theirs = KernelConfig((("TILE_ROWS", FLEX[0]), ("TILE_KEYS", FLEX[1])), FLEX[2], FLEX[3])
     for spec in (ATTENTIONS[1], next(spec for spec in ATTENTIONS if spec.block_tokens is None)):
         (problem,) = (problem for problem in every_problem() if problem.name == spec.name)
         case = problem.make(torch.device("cpu"), False)
-        for config in (
-            problem.space[0],
-            KernelConfig((("TILE_ROWS", 128), ("TILE_KEYS", 64)), FLEX[2], FLEX[3]),
-        ):
+        for config in dict.fromkeys((problem.space[0], theirs)):
             launches = case.launches(config)
             (launch,) = (
                 one for one in launches if isinstance(one, Launch) and one.kernel.__name__ == "attend"
