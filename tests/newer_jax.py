@@ -20,6 +20,7 @@ from kvkit.environment import cache_folder
 ROOT = Path(__file__).parent.parent
 RELEASE, PYTHON = "trixie", "python3.13"
 TOOLS = ("pytest", "pytest-benchmark", "pytest-timeout")
+FILES = ("test_jax_transforms.py", "test_pallas_tpu.py")
 LIMIT_S = 280.0
 LAUNCHER = """#!/bin/sh
 here=$(cd "$(dirname "$0")" && pwd)
@@ -132,14 +133,14 @@ def packages(python: Path, version: str) -> Path:
 
 
 def main(version: str) -> int:
-    """Run tests/test_jax_*.py, which need neither torch nor conftest.py."""
+    """Run the tests that need neither torch nor conftest.py."""
     try:
         python = interpreter()
     except Missing as error:
         print(f"JAX {version} is not tested here: it takes Python 3.12 or later, or {error}")
         return 0
     site = packages(python, version)
-    files = sorted(map(str, Path(__file__).parent.glob("test_jax_*.py")))
+    files = [str(Path(__file__).parent / name) for name in FILES]
     command = [
         str(python),
         "-m",

@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpu import __main__ as schedule
 from benchmarks.gpu import bench as benches
 from benchmarks.gpu import defaults, driver
-from benchmarks.gpu.bench import Bench, each, one_of_each, rehearsal
+from benchmarks.gpu.bench import Bench, each, rehearsal, three
+from benchmarks.gpu.packages import ROOT
 from benchmarks.gpu.results import AGAIN
 from benchmarks.gpu.step import perform
 
@@ -82,7 +83,7 @@ def test_every_default_is_compiled_checked_timed_and_compared(out: Path) -> None
     assert {"device copy", "to the device", "from the device", "both ways at once"} < set(roofs)
     assert all(0 < line["min_s"] <= line["median_s"] for line in roofs.values())
     compiled, *lines = rehearse("defaults", out)
-    assert compiled["kernels"] == len(lines) == len(one_of_each())
+    assert compiled["kernels"] == len(lines) == len(three())
     assert compiled["errors"] == []
     for line in lines:
         assert line["right"], line["fault"]
@@ -97,11 +98,11 @@ def test_a_wrong_default_is_recorded_and_the_next_is_measured(
 ) -> None:
     monkeypatch.setattr(defaults, "carried_cache", lambda: {"fits": True})
     monkeypatch.setattr(benches.Case, "run", lambda case, config: None)
-    assert [line["right"] for line in rehearse("defaults", out)] == [False] * len(one_of_each())
+    assert [line["right"] for line in rehearse("defaults", out)] == [False] * len(three())
 
 
 def test_runs_that_differ_are_counted(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [line["differ"] for line in rehearse("determinism", out)] == [0] * len(one_of_each())
+    assert [line["differ"] for line in rehearse("determinism", out)] == [0] * len(three())
     run, number = benches.Case.run, iter(range(1000))
 
     def drift(case: benches.Case, config: Any) -> None:
@@ -110,7 +111,7 @@ def test_runs_that_differ_are_counted(out: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(benches.Case, "run", drift)
     (out / "results.jsonl").unlink()
-    assert [line["differ"] for line in rehearse("determinism", out)] == [1] * len(one_of_each())
+    assert [line["differ"] for line in rehearse("determinism", out)] == [1] * len(three())
 
 
 def test_tools_run_over_kernels_and_what_they_say_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_a_tool_that_is_missing_is_named(out: Path, monkeypatch: pytest.MonkeyPa
 
 def test_tuning_begins_with_attention_and_keeps_trials(out: Path) -> None:
     lines = rehearse("tune", out)
-    assert len(lines) == len(one_of_each())
+    assert len(lines) == len(three())
     assert {line["state"] for line in lines} == {"tuned"}
     assert lines[0]["trials"][0]["us"] > 0
     table = json.loads((out / "tuned" / "no-gpu.json").read_text())
@@ -166,6 +167,42 @@ def test_every_measuring_step_is_rehearsed_here() -> None:
     text = Path(__file__).read_text()
     names = [step.name for step in schedule.STEPS]
     assert [name for name in names if f'"{name}"' not in text] == []
+
+
+CARRIED = """
+import os, pathlib, sys, toys
+from triton.runtime import cache, driver
+from triton.backends.compiler import GPUTarget
+from benchmarks.gpu.triton_cache import KEY, fill_cache, key_of
+from kvkit.kernels.tuning.gate import StandInDriver
+
+assert key_of(pathlib.Path(cache.__file__).parent.parent) == cache.triton_key()
+folder, key = pathlib.Path(sys.argv[1]), sys.argv[2]
+(problem, *_) = toys.problems()
+fill_cache(folder, [problem], "sm_90", "theirs")
+assert (folder / KEY).read_text() == "theirs"
+carried = set(folder.rglob("*"))
+os.environ["TRITON_CACHE_DIR"] = str(folder)
+cache.triton_key = lambda: key
+driver.set_active(StandInDriver(GPUTarget("cuda", 90, 32)))
+(launch,) = problem.make(toys.torch.device("cpu"), False).launches(problem.space[0])
+launch.kernel.device_caches.clear()
+assert launch.compile().asm["cubin"]
+print({path.suffix for path in set(folder.rglob("*")) - carried if path.is_file()})
+"""
+
+
+@pytest.mark.parametrize(("key", "compiled_again"), [("theirs", False), ("another's", True)])
+def test_a_carried_cache_is_found_by_the_triton_that_it_is_for(
+    tmp_path: Path, key: str, compiled_again: bool
+) -> None:
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"PYTHONPATH": paths}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", CARRIED, str(tmp_path), key]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (".cubin" in done.stdout) == compiled_again
 
 
 def test_after_an_error_that_spoils_the_gpu_a_new_process_goes_on(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 
 from benchmarks.gpu import tools
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import FOREMOST, Bench
 
 TOOL = "ncu"
-KERNELS = ("attend", "copy_rows", "encode_rows")
 SECTIONS = (
     *("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats"),
     *("ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "InstructionStats"),
@@ -21,9 +20,9 @@ def run(bench: Bench) -> None:
     if tool is None:
         bench.results.record(TOOL, found=False)
         return
-    chosen = {p.bucket.op: p.name for p in bench.problems if p.bucket.op in KERNELS}
+    chosen = {p.bucket.op: p.name for p in bench.problems if p.bucket.op in FOREMOST}
     command = [tool, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name"]
-    command += [f"regex:^({'|'.join(KERNELS)})$"]
+    command += [f"regex:^({'|'.join(FOREMOST)})$"]
     for section in SECTIONS:
         command += ["--section", section]
     done = tools.over_once(command, tuple(chosen.values()))

@@ -13,7 +13,7 @@ from kvkit.kernels.tuning.devices import tools_here
 from kvkit.kernels.tuning.search import Look, Roof, Tools
 from kvkit.kernels.tuning.tables import tuned_folder
 
-BUDGET_S, PROBLEM_S = 95, 12
+BUDGET_S, PROBLEM_S = 90, 10
 
 
 def run(bench: Bench) -> None:
