@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +98,20 @@ def test_every_problem_has_a_bucket_of_its_own() -> None:
     problems = every_host_problem()
     assert len({problem.bucket for problem in problems}) == len({p.name for p in problems}) == len(problems)
     assert {name for problem in problems for name in problem.names} == {"pack", "unpack"}
+
+
+def test_the_host_is_tuned_without_triton(tmp_path: Path) -> None:
+    """Which a torch for CPUs does not bring."""
+    script = (
+        "import sys; sys.modules['triton'] = None; from kvkit.cli import main; "
+        "sys.argv = ['kvkit', 'tune', '--device', 'host', '--budget-s', '0']; main()"
+    )
+    environment = os.environ | {"KVKIT_TUNED": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"{len(host_problems.MOVES)} left" in done.stdout
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from kvkit.kernels.attention.problems import (
     deviation_problem,
     scatter_problem,
 )
-from kvkit.kernels.pages.problems import MOVES, MoveSpec, move_problem
+from kvkit.kernels.pages.moves import MoveSpec
+from kvkit.kernels.pages.problems import MOVES, move_problem
 from kvkit.kernels.tuning.cases import Problem
 
 

@@ -16,9 +16,9 @@ from xxhash import xxh3_64_intdigest
 from kvkit.kernels.pages import checks, numba
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.problems import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
+from kvkit.kernels.pages.moves import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
 from kvkit.kernels.pages.quantised import Quantised
-from kvkit.kernels.tuning.cases import LLAMA_ROPE, Case, Problem, Work, rope_of
+from kvkit.kernels.tuning.cases import LLAMA_ROPE, Problem, Work, rope_of
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, host_config
 from kvkit.kernels.tuning.shapes import ModelShape
 
@@ -76,7 +76,7 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
 
 def problem_of(move: MoveSpec) -> Problem:
     """That of a move, made without contents."""
-    (launch,) = _case(move, CPU, False).launches(None)
+    (launch,) = move_case(_start, move, CPU, False).launches(None)
     assert isinstance(launch, HostLaunch)
     job, conversion = launch.arguments["job"], launch.arguments["conversion"]
     moved = job.bytes + job.row_bytes * job.heads * len(move.group.layers) * job.slots.size
@@ -85,14 +85,10 @@ def problem_of(move: MoveSpec) -> Problem:
         bucket=numba.bucket(job, conversion),
         kernel=numba.move_rows,
         space=tuple(dict.fromkeys((launch.config, *numba.configs()))),
-        make=partial(_case, move),
+        make=partial(move_case, _start, move),
         work=lambda config: Work(moved),
         host=True,
     )
-
-
-def _case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
-    return move_case(move, device, filled, _start)
 
 
 def _start(

@@ -1,0 +1,135 @@
+"""Packs and unpacks to tune and check kernels with: their tensors, and whether the right bytes were moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvkit.format.layout import LayerGroup
+from kvkit.format.rope import Rope, Rotation
+from kvkit.kernels.pages import reference
+from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.pages.quantised import Quantised
+from kvkit.kernels.tuning.cases import POISON, Case, different, far, fill, rope_of
+from kvkit.kernels.tuning.configs import KernelConfig, Runnable
+from kvkit.kernels.tuning.shapes import ModelShape
+
+CHUNK_TOKENS = 256
+
+LLAMA = LayerGroup(tuple(range(32)), kv_heads=8, k_size=128, v_size=128, dtype="bfloat16", block_tokens=16)
+"""Llama-3.1-8B."""
+
+SMOLLM = LayerGroup(tuple(range(30)), kv_heads=3, k_size=64, v_size=64, dtype="float32", block_tokens=16)
+"""SmolLM2-135M."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSpec:
+    """A pack (`to_records`) or unpack."""
+
+    name: str  # of the problem
+    group: LayerGroup  # of the pages
+    to_records: bool
+    chunks: int = 8
+    tokens: int = CHUNK_TOKENS  # of a chunk
+    slots: bool = False  # pages are named token by token, not block by block
+    quantised: Literal["fp8", "int8"] | None = None  # form of the records
+    rope: Rope | None = None  # of keys that are rotated on the way
+    wide: tuple[int, int] = (1, 1)  # as in `Problem`, of its one kernel
+    gated: bool = True  # as in `Problem`
+
+
+def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
+    """Moves of a model's pages, many and few: plain, with keys that are rotated, quantised."""
+    channels = shape.rotary or shape.head - shape.latent
+    rope = rope_of(channels, 10000.0, interleaved=bool(shape.latent), first=shape.latent)
+    forms: tuple[Quantised | None, ...] = (None, "fp8", "int8")
+    for chunks in (8, 1):
+        for form in forms:
+            for verb, turned in (("pack", None), ("unpack", None), ("rotate", rope)):
+                name = " ".join([verb, *filter(None, [form]), f"{shape}, {chunks} chunks"])
+                yield MoveSpec(
+                    name, shape.group(), verb == "pack", chunks, quantised=form, rope=turned, wide=(0, 0)
+                )
+
+
+def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.device, filled: bool) -> Case:
+    """A move's tensors; `start` takes what `triton.move` beside this takes, and makes the launch."""
+    group, random = move.group, np.random.default_rng(0)
+    record = group.quantised() if move.quantised else group
+    each = move.tokens // group.block_tokens
+    used = move.chunks * each
+    blocks = used + used // 4 if filled else 1  # of the pool: some are nobody's
+    ids = (
+        random.permutation(used + used // 4)[:used].reshape(move.chunks, each)
+        if filled
+        else np.zeros((move.chunks, each), np.int64)
+    )
+    size = record.chunk_bytes(move.tokens)
+    records = torch.empty(move.chunks, size, dtype=torch.uint8, device=device)
+    pool = group.pages(blocks, POISON, str(device))
+    engine = Pages.of(group, pool)
+    slots = (ids[:, :, None] * engine.tokens + np.arange(engine.tokens)).reshape(move.chunks, -1)
+    rotation = None
+    if move.rope is not None:
+        rotation = Rotation(move.rope, random.integers(-5000, 5000, move.chunks))
+    if filled and move.to_records:
+        for tensor in pool:
+            fill(tensor)
+    elif filled:
+        for chunk in records:
+            values = torch.empty(group.record_shape(move.tokens), dtype=pool[0].dtype, device=device)
+            fill(values)
+            if move.quantised:
+                values = reference.quantise(values, group.k_size, move.quantised)
+            chunk.copy_(values.view(torch.uint8).reshape(-1))
+
+    def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
+        launch = start(
+            engine,
+            records.data_ptr() + size * np.arange(move.chunks),
+            slots if move.slots else ids,
+            move.to_records,
+            slots=move.slots,
+            quantised=move.quantised,
+            turns=Turns(rotation.rope, *rotation.resolve(*slots.shape)) if rotation else None,
+            config=config,
+        )
+        return (launch,)
+
+    def poison() -> None:
+        for tensor in [records] if move.to_records else pool:
+            tensor.view(torch.uint8).fill_(POISON)
+
+    @cache
+    def expected() -> list[torch.Tensor]:
+        host = (
+            [np.full(size, POISON, np.uint8) for _ in records]
+            if move.to_records
+            else list(records.cpu().numpy())
+        )
+        if move.to_records:
+            reference.pack(group, engine.parts, host, slots, move.quantised)
+            return [torch.from_numpy(np.stack(host)).to(device)]
+        fresh = group.pages(blocks, POISON, str(device))
+        reference.unpack(group, Pages.of(group, fresh).parts, host, slots, rotation, move.quantised)
+        return fresh
+
+    def fault() -> str:
+        for i, (want, got) in enumerate(zip(expected(), [records] if move.to_records else pool, strict=True)):
+            where = "records" if move.to_records else f"pages of layer {i}"
+            if rotation:  # a multiplication and an addition may or may not be rounded as one
+                found = far(where, got, want, 2 * torch.finfo(got.dtype).eps, 1e-5)
+            else:
+                found = different(where, got.view(torch.uint8), want.view(torch.uint8))
+            if found:
+                return found
+        return ""
+
+    return Case(launches, poison, fault, (records,) if move.to_records else tuple(pool))
