@@ -51,7 +51,7 @@ $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
 	PYTHONPATH=$(OLD_TRITON) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile \
-		tests/test_attention_triton.py tests/test_pages_triton.py tests/test_pages_compiled.py tests/test_gate.py \
+		tests/test_attention_triton.py tests/test_attention_shapes.py tests/test_pages_triton.py tests/test_pages_compiled.py tests/test_gate.py \
 		tests/test_search.py
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a Python for it is or can be had

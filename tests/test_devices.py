@@ -100,11 +100,11 @@ def test_the_compilers_word() -> None:
     assert list(some) == list(STAGES)
 
 
-def test_an_amd_gpu_has_its_own_space(tmp_path: Path) -> None:
-    amd = replace(scale_problem(), amd_space=(SPACE[2], SPACE[1]))
+def test_a_gpu_has_its_own_default(tmp_path: Path) -> None:
+    amd = replace(scale_problem(), space=SPACE[:3], defaults={"gfx942": SPACE[2]})
     cpu, roof = torch.device("cpu"), Roof(1e30, 1e30)
     tools = Tools(
         "MI300", cpu, lambda problem, late: {}, lambda case: lambda config: 1.0, roof, lambda: 0.0, "gfx942"
     )
     (step,) = tune([amd], tmp_path, tools)
-    assert [trial.config for trial in step.trials] == [SPACE[2], SPACE[1]]
+    assert [trial.config for trial in step.trials] == [SPACE[2], SPACE[0], SPACE[1]]

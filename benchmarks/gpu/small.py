@@ -39,7 +39,8 @@ def small_move(move: MoveSpec) -> Problem:
 
 def small_attention(spec: AttentionSpec) -> Problem:
     group = min(4, spec.heads.query_heads // spec.heads.heads)
-    heads = Heads(2 * group, 2, 16, 32, spec.heads.dtype)
+    latent = spec.heads.latent
+    heads = Heads(2 * group, 2, 40 if latent else 16, 32, spec.heads.dtype, latent)
     window = None if spec.window is None else 50
     blocks = None if spec.block_tokens is None else 16
     return attention_problem(replace(spec, heads=heads, length=160, block_tokens=blocks, window=window))

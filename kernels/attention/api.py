@@ -1,7 +1,8 @@
 """Attention to pages by absolute position, and what blending needs besides: picks the backend by device.
 
 Tensors may have any strides, but the last axis is contiguous. Sums are in float32, in an order that is always
-the same.
+the same. Nothing here has a gradient: where torch records one (`torch.is_grad_enabled()`), tensors that
+require it are refused.
 
 `blend_attention` may be captured in a CUDA graph after one call with the same `Rows` and sizes outside of it:
 that call compiles, and plans the tiles, which `Rows` keeps. Keep the rows for as long as the graph.
@@ -16,6 +17,7 @@ import torch
 from kvkit.kernels.attention import checks, torch_cpu
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.tuning.configs import Launch
 
 
@@ -42,6 +44,7 @@ def blend_attention(
     Raises:
         LaunchError: an argument does not fit.
     """
+    _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages)
     checks.check_pages(q, k_pages, v_pages)
     checks.check_rows(rows, q, k_pages)
     if q.device.type == "cpu":
@@ -85,6 +88,7 @@ def rope_scatter(
     Raises:
         LaunchError: an argument does not fit; nothing was written.
     """
+    _check_gradients(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
     checks.check_scatter(q, k, v, turns, k_pages, v_pages)
     checks.check_slots(q, slots, k_pages.shape[0] * k_pages.shape[2], deviation)
     if q.device.type == "cpu":
@@ -107,6 +111,7 @@ def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     Raises:
         LaunchError: an argument does not fit.
     """
+    _check_gradients(new=new, old=old)
     checks.check_deviation(new, old)
     if new.device.type == "cpu":
         return torch_cpu.token_deviation(new, old)
@@ -139,6 +144,7 @@ def query_scores(
     Raises:
         LaunchError: an argument does not fit.
     """
+    _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages)
     checks.check_pages(q, k_pages, k_pages if v_pages is None else v_pages)
     checks.check_rows(rows, q, k_pages)
     checks.check_asked(len(rows.lengths), lse, q)
@@ -149,6 +155,15 @@ def query_scores(
     out = q.new_empty(q.shape[1], int(rows.lengths[0]), dtype=torch.float32)
     _run(triton.scores(q, k_pages, v_pages, rows, scoring, lse, out), q.device)
     return out
+
+
+def _check_gradients(**tensors: torch.Tensor | None) -> None:
+    """Refuse what torch would have to differentiate: the results would be silently detached."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise LaunchError(
+                f"{name}: requires_grad=True, want it detached, or a call under torch.no_grad()"
+            )
 
 
 def _run(launches: Sequence[Launch], device: torch.device) -> None:

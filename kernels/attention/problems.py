@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, far, fill, rope_of
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.shapes import ModelShape
 
 
@@ -28,7 +29,8 @@ def problems() -> Iterator[Problem]:
 
 def model_problems(shape: ModelShape) -> Iterator[Problem]:
     """Those of a model: attention to few, some and many keys, and what goes with it."""
-    heads = Heads(shape.heads, shape.kv_heads, shape.head, shape.v_size, shape.torch_dtype)
+    sizes = shape.heads, shape.kv_heads, shape.head, shape.v_size
+    heads = Heads(*sizes, shape.torch_dtype, latent=bool(shape.latent))
     of_model = partial(
         AttentionSpec,
         heads=heads,
@@ -53,13 +55,19 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A model's attention: query heads, KV heads, channels of K and of V, dtype."""
+    """A model's attention: query heads, KV heads, channels of K and of V, dtype; latent: V is K's first."""
 
     query_heads: int
     heads: int
     size: int
     v_size: int
     dtype: torch.dtype = torch.bfloat16
+    latent: bool = False
+
+    @property
+    def page_size(self) -> int:
+        """Channels of a token and head in pages."""
+        return self.size + (0 if self.latent else self.v_size)
 
 
 LLAMA_8B = Heads(32, 8, 128, 128)
@@ -67,6 +75,8 @@ LLAMA_70B = Heads(64, 8, 128, 128)
 LLAMA_2 = Heads(32, 32, 128, 128)
 GEMMA_2 = Heads(16, 8, 256, 256)
 SMOLLM_HEADS = Heads(9, 3, 64, 64, torch.float32)
+DEEPSEEK_V3 = Heads(128, 1, 576, 512, latent=True)
+"""Absorbed multi-head latent attention (https://arxiv.org/abs/2405.04434)."""
 
 SHARE = 0.15
 """Of the keys, those whose rows are computed again."""
@@ -112,7 +122,22 @@ ATTENTIONS = (
     AttentionSpec("attention Llama-2-7B", LLAMA_2, 8192, gated=False),
     AttentionSpec("attention Gemma-2-9B", GEMMA_2, 4096, softcap=50.0),
     AttentionSpec("attention SmolLM2, float32", SMOLLM_HEADS, 4096, None),
+    AttentionSpec("attention DeepSeek-V3", DEEPSEEK_V3, 8192, 64),
+    AttentionSpec(
+        "attention DeepSeek-V3, an eighth", replace(DEEPSEEK_V3, query_heads=16), 8192, gated=False
+    ),
+    AttentionSpec("attention DeepSeek-V3, not absorbed", Heads(128, 128, 192, 128), 8192, 128, gated=False),
+    AttentionSpec("attention heads of 512", Heads(16, 2, 512, 512), 8192),
+    AttentionSpec("attention Phi-3-mini", Heads(32, 32, 96, 96), 8192, 128),
+    AttentionSpec("attention Phi-2", Heads(32, 32, 80, 80), 8192, gated=False),
+    AttentionSpec("attention heads of 72", Heads(16, 16, 72, 72), 8192, gated=False),
+    AttentionSpec("attention Qwen2-7B", Heads(28, 4, 128, 128), 8192, 64, gated=False),
+    AttentionSpec("attention Falcon-7B", Heads(71, 1, 64, 64), 8192),
+    AttentionSpec("attention StarCoder", Heads(48, 1, 128, 128), 8192, gated=False),
+    AttentionSpec("attention Llama-3.1-8B, float32", replace(LLAMA_8B, dtype=torch.float32), 8192),
+    AttentionSpec("attention Gemma-2-9B, float32", replace(GEMMA_2, dtype=torch.float32), 8192),
     AttentionSpec("logsumexp Llama-3.1-8B", LLAMA_8B, 8192, what="lse"),
+    AttentionSpec("scores DeepSeek-V3", DEEPSEEK_V3, 8192, 64, what="scores"),
     AttentionSpec("scores Llama-3.1-8B", LLAMA_8B, 8192, what="scores"),
     AttentionSpec("scores x |v| Llama-3.1-8B", LLAMA_8B, 8192, what="scores x v"),
     AttentionSpec("scores SmolLM2, float32", SMOLLM_HEADS, 4096, None, what="scores"),
@@ -135,7 +160,8 @@ def attention_problem(spec: AttentionSpec) -> Problem:
     rows, group = _rows(spec, cpu), heads.query_heads // heads.heads
     sizes = heads.size + (heads.v_size if spec.what in ("o", "scores x v") else 0)
     row_size = heads.size + (heads.v_size if spec.what == "o" else 0)
-    moved = spec.length * heads.heads * sizes + rows.count * heads.query_heads * row_size
+    read = heads.page_size if spec.what in ("o", "scores x v") else heads.size
+    moved = spec.length * heads.heads * read + rows.count * heads.query_heads * row_size
 
     def work(config: KernelConfig) -> Work:
         """Whole tiles, as the matrix units take them."""
@@ -144,7 +170,9 @@ def attention_problem(spec: AttentionSpec) -> Problem:
         if spec.kernel == "weigh":
             keys, channels = spec.length * -(-rows.count // tile_rows) * heads.query_heads, heads.size
         else:
-            keys = rows.tiles(tile_rows // group, window=spec.window).keys * heads.heads
+            pack = triton.packed(group, tile_rows, rows.count)
+            units = heads.heads * -(-group // pack)
+            keys = rows.tiles(tile_rows // pack, window=spec.window).keys * units
         flops = 2 * tile_rows * keys * channels
         return Work(heads.dtype.itemsize * moved, flops, keys // tiles["TILE_KEYS"])
 
@@ -171,11 +199,10 @@ def _problem(
     """That of the kernel which is tuned with the launches of `make`."""
     launches = make(torch.device("cpu"), False).launches(None)
     (launch,) = (one for one in launches if isinstance(one, Launch) and one.kernel.__name__ == kernel)
-    bucket, (space, amd_space) = triton.bucket(launch), (triton.configs(launch, amd) for amd in (False, True))
+    bucket, space = triton.bucket(launch), triton.configs(launch)
+    defaults = {target: triton.configs(launch, target)[0] for target in GPUS}
     operation = OPERATIONS[kernel]
-    return Problem(
-        name, bucket, launch.kernel, space, make, work, {kernel: wide}, gated, amd_space, operation
-    )
+    return Problem(name, bucket, launch.kernel, space, make, work, {kernel: wide}, gated, defaults, operation)
 
 
 def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> Case:
@@ -184,8 +211,10 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
     blocks, scoring = spec.length // tokens, Scoring(heads.size**-0.5, spec.window, spec.softcap)
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     q = new(rows.count, heads.query_heads, heads.size)
-    pages = new(blocks, heads.heads, tokens, heads.size + heads.v_size)  # K and V side by side, as in vLLM
-    k_pages, v_pages = pages.split_with_sizes([heads.size, heads.v_size], -1)
+    pages = new(blocks, heads.heads, tokens, heads.page_size)  # K and V side by side, as in vLLM
+    k_pages, v_pages = pages[..., : heads.size], pages[..., -heads.v_size :]
+    if heads.latent:
+        v_pages = pages[..., : heads.v_size]
     out = new(rows.count, heads.query_heads, heads.v_size)
     lse = torch.empty(rows.count, heads.query_heads, device=device)
     mass = torch.empty(heads.query_heads, spec.length, device=device)

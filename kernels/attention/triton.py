@@ -12,19 +12,26 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Literal
 
+import numpy as np
 import torch
 import triton
 from triton.runtime.jit import JITFunction
 
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows, Tiles
-from kvkit.kernels.attention.triton_kernels import attend, measure, merge, scatter_rows, weigh
+from kvkit.kernels.attention.triton_kernels import attend, main_channels, measure, merge, scatter_rows, weigh
+from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.tables import best
 
-PROGRAMS_PER_UNIT = 2  # so many programs per multiprocessor are enough not to split tiles
-UNITS = 132  # multiprocessors, where no GPU is asked (an H100's)
+PROGRAMS_PER_MULTIPROCESSOR = 2  # so many are enough not to split tiles
+MULTIPROCESSORS = 132  # where no GPU is asked (an H100's)
+UNTUNED = ("INTERPRET", "PACK", "SPLIT", "K_BLOCK", "V_BLOCK", "K_TOKEN", "V_TOKEN")
+"""Constants that follow from a configuration, or change too little to be tuned for."""
 LOG2_E = math.log2(math.e)
 ROW_CONFIGS = {
     kernel: tuple(KernelConfig((("ROWS", n),), w, 1) for n in rows for w in warps)
@@ -36,46 +43,100 @@ ROW_CONFIGS = {
 }
 
 
-def configs(launch: Launch, amd: bool = torch.version.hip is not None) -> tuple[KernelConfig, ...]:
+MOST_CHANNELS = {2: 576, 4: 256}
+"""Of a head, by bytes of a channel: more fit no tile."""
+
+Family = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
+"""Of a GPU: the target that it is most like."""
+
+TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
+    "sm_80": {
+        2: ((128, 64, 8), (128, 32, 8), (64, 32, 8), (32, 16, 8)),
+        4: ((32, 32, 4), (32, 32, 8), (16, 16, 8)),
+    },
+    "sm_90": {
+        2: ((128, 64, 8), (128, 64, 8), (128, 32, 8), (32, 16, 8)),
+        4: ((64, 32, 4), (64, 16, 4), (16, 16, 8)),
+    },
+    "sm_100": {
+        2: ((128, 32, 8), (128, 64, 8), (128, 32, 8), (32, 16, 8)),
+        4: ((32, 32, 4), (32, 32, 8), (16, 16, 8)),
+    },
+    "gfx942": {
+        2: ((64, 32, 4), (64, 32, 4), (32, 32, 4), (16, 16, 4)),
+        4: ((32, 32, 4), (32, 16, 4), (16, 16, 4)),
+    },
+}
+"""TILE_ROWS, TILE_KEYS and warps of `attend` by default: by bytes of a channel, for up to 64, 128, 256 and
+more channels. The largest that do not spill: they take the fewest instructions per product."""
+
+
+def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ...]:
     """The configurations that the kernel of `launch` can have on its arguments, the default first.
 
-    The default for an AMD GPU has fewer stages: an MI300's shared memory is smaller.
     TILE_ROWS and TILE_KEYS are the sides of a tile of scores; ROWS are what a program of the others takes.
+
+    Args:
+        launch: of one of the kernels here.
+        target: a name of `gpus.GPUS`; None: this process's GPU, an H100 where there is none.
     """
     given, name = launch.arguments, _name(launch)
-    if name in ("attend", "weigh"):
-        size = triton.next_power_of_2(max(given["SIZE"], given.get("V_SIZE", 0)))
-        packed = given["GROUP"] if name == "attend" else 1
-        item_bytes, windowed = given["q"].element_size(), name == "attend" and given["WINDOWED"]
-        return _tile_configs(name, item_bytes, size, packed, len(given["q"]), amd, windowed)
+    family = _family_here() if target is None else _family_of(target)
+    if name == "attend":
+        size = max(given["SIZE"], given["V_SIZE"] if given["VALUES"] else 0)
+        count = len(given["q"]) * given["GROUP"]
+        return _tile_configs(family, given["q"].element_size(), size, count, given["LATENT"])
+    if name == "weigh":
+        return _weigh_configs(family, given["q"].element_size(), given["SIZE"], len(given["q"]))
     return ROW_CONFIGS[name]
+
+
+def _family_of(target: str) -> Family:
+    if target.startswith("gfx"):
+        return "gfx942"
+    return "sm_90" if target == "sm_90" else "sm_100" if target == "sm_100" else "sm_80"
+
+
+@functools.cache
+def _family_here() -> Family:
+    if torch.version.hip is not None:
+        return "gfx942"
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    return _family_of(f"sm_{major}0")
 
 
 @functools.cache
 def _tile_configs(
-    kernel: str, item_bytes: int, size: int, group: int, count: int, amd: bool, windowed: bool
+    family: Family, item_bytes: int, size: int, count: int, latent: bool
 ) -> tuple[KernelConfig, ...]:
-    least = max(16, triton.next_power_of_2(group))  # a matrix product's, and one row
-    most = max(least, min(128, triton.next_power_of_2(count * group)))
-    stages: tuple[int, ...] = (2, 3, 4) if amd else (3, 2, 4)
-    # 32 keys of 128 channels leave room for two programs on an H100: one multiplies while the other weighs
-    first, keys, all_keys = most, 32 if size > 64 else 64, (32, 64, 128)
-    if windowed and size > 64:  # a third loop takes registers
-        first = min(64, most)
-    if item_bytes == 4:  # products without tensor cores: operands are in registers
-        first, keys, all_keys = min(32, most), 32, (16, 32, 64)
-        stages = (1, 2) if kernel == "weigh" else (2, 1)  # as registers allow
-    elif size > 128:
-        first, keys, all_keys, stages = min(64, most), 32, (16, 32, 64), (2, 3)
-    first = max(first, least)
-    warps = 8 if first > 64 or first * size > 64 * 128 else 4
-    default = KernelConfig((("TILE_ROWS", first), ("TILE_KEYS", keys)), warps, stages[0])
+    choices = TILES[family][item_bytes]
+    rows, keys, warps = choices[min(bisect_left((64, 128, 256), size), len(choices) - 1)]
+    return _space(family, (rows, 2 * keys if latent else keys, warps), count, (16, 32, 64, 128))
+
+
+@functools.cache
+def _weigh_configs(family: Family, item_bytes: int, size: int, count: int) -> tuple[KernelConfig, ...]:
+    rows = 64 if size * item_bytes <= 256 and item_bytes == 2 else 32 if size <= 64 else 16
+    keys = 32 if size * item_bytes > 256 or (item_bytes == 4 and family == "sm_100") else 64
+    warps = 8 if item_bytes == 4 and size > 128 else 4
+    return _space(family, (rows, keys, warps), count, (32, 64, 128))
+
+
+def _space(
+    family: Family, first: tuple[int, int, int], count: int, all_keys: tuple[int, ...]
+) -> tuple[KernelConfig, ...]:
+    """Configurations for tiles of at most `count` rows, that of rows, keys and warps before the others."""
+    most = max(16, min(128, triton.next_power_of_2(count)))
+    # NVIDIA's copies go on behind the products from 3 stages on; an MI300's shared memory is smaller
+    stages = (2, 3, 4) if family == "gfx942" else (3, 2, 4)
+    warps = 4 if most < first[0] == 128 else first[2]
+    default = KernelConfig((("TILE_ROWS", min(first[0], most)), ("TILE_KEYS", first[1])), warps, stages[0])
     others = [
-        KernelConfig((("TILE_ROWS", rows), ("TILE_KEYS", n)), w, s)
+        KernelConfig((("TILE_ROWS", rows), ("TILE_KEYS", n)), warps, s)
         for rows in (128, 64, 32, 16)
-        if least <= rows <= max(most, least)
+        if rows <= most
         for n in all_keys
-        for w in (4, 8)
+        for warps in (4, 8)
         for s in stages
     ]
     return tuple(dict.fromkeys([default, *others]))
@@ -85,7 +146,7 @@ def bucket(launch: Launch) -> ProblemBucket:
     """The problems that share a best configuration with `launch`: compiled alike, of about as many tokens."""
     given, name = launch.arguments, _name(launch)
     main = next(iter(given.values()))
-    constants = [key for key in given if key.isupper() and key not in ("INTERPRET", "SPLIT")]
+    constants = [key for key in given if key.isupper() and key not in UNTUNED]
     form = str(main.dtype).removeprefix("torch."), *(f"{key}={given[key]}" for key in constants)
     sizes = [len(main), given["heads"]]
     if name in ("attend", "weigh"):
@@ -111,22 +172,25 @@ def attention(
         return ()
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
+    latent = (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
     given = {
         **_scored(q, k_pages, v_pages, rows, scoring),
-        "ALIKE": k_pages.stride() == v.stride(),  # a token of V is as far from its start as one of K
+        "LATENT": latent and v_pages is not None and v.shape[3] == main_channels(k_pages.shape[3]),
     }
     config = config or _best(attend, given)
     tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
-    tiles = _tiles(rows, tile_rows // group, tile_keys, heads, scoring.window)
-    parts = tiles.parts, heads, tile_rows
+    pack = packed(group, tile_rows, int(np.diff(rows.row_starts).max()))
+    units = heads * triton.cdiv(group, pack)
+    tiles = _tiles(rows, tile_rows // pack, tile_keys, units, scoring.window)
+    parts = tiles.parts, units, tile_rows
     results = {
         "part_out": lse.new_empty(*parts, 0 if out is None else v.shape[3]),
         "part_lse": lse.new_empty(parts),
         "out": lse if out is None else out,
         "lse": lse,
     }
-    work = {"work": tiles.items, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
-    first = Launch(attend, (len(tiles.items) * heads,), given | results | work, config)
+    work = {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
+    first = Launch(attend, (len(tiles.items) * units,), given | results | work, config)
     if not tiles.parts:
         return (first,)
     merging = {
@@ -136,11 +200,12 @@ def attention(
         "part_rows": tile_rows,
         "V_SIZE": v.shape[3],
         "GROUP": group,
+        "PACK": pack,
         "VALUES": v_pages is not None,
     }
     chosen = _best(merge, merging)
     steps = triton.cdiv(tile_rows, dict(chosen.tiles)["ROWS"])
-    return first, Launch(merge, (len(tiles.merges) * heads, steps), merging, chosen)
+    return first, Launch(merge, (len(tiles.merges) * units, steps), merging, chosen)
 
 
 def scores(
@@ -169,8 +234,11 @@ def scores(
         "length": length,
     }
     config = config or _best(weigh, given)
-    programs = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"]) * q.shape[1]
-    return *before, Launch(weigh, (programs,), given | {"INTERPRET": _interpreted()}, config)
+    heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
+    tiles = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"])
+    pack = triton.cdiv(group, min(group, triton.cdiv(_programs(rows), tiles * heads)))
+    work = {"pack": pack, "INTERPRET": _interpreted()}
+    return *before, Launch(weigh, (tiles * heads * triton.cdiv(group, pack),), given | work, config)
 
 
 def scatter(
@@ -244,6 +312,10 @@ def _scored(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor | None, rows: Rows, scoring: Scoring
 ) -> dict[str, object]:
     """Arguments of both kernels that compute scores. Without `v_pages`, V is K and is not read."""
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        most = MOST_CHANNELS[q.element_size()]
+        if pages is not None and pages.shape[3] > most:
+            raise LaunchError(f"{name}: heads of {pages.shape[3]} channels of {q.dtype}, want at most {most}")
     v = k_pages if v_pages is None else v_pages
     tokens = k_pages.shape[2]
     one_block = not rows.lengths.size or int(rows.lengths.max()) <= tokens
@@ -259,9 +331,14 @@ def _scored(
         "scale": scale * LOG2_E if softcap is None else 2 * LOG2_E * scale / softcap,
         "softcap": (softcap or 0.0) * LOG2_E,
         "window": scoring.window or 0,
-        **_strides(("block", "head", "token"), k=k_pages, v=v),
+        **_strides(("block", "head"), k=k_pages, v=v),
         **_strides(("row", "head"), q=q),
         "heads": k_pages.shape[1],
+        # what an engine's pages always have; a single block is as large as a request is long
+        "K_BLOCK": 0 if one_block else k_pages.stride(0),
+        "V_BLOCK": 0 if one_block else v.stride(0),
+        "K_TOKEN": k_pages.stride(2),
+        "V_TOKEN": v.stride(2),
         "PAGE": 0 if one_block else tokens,
         "WINDOWED": scoring.window is not None,
         "CAPPED": softcap is not None,
@@ -281,17 +358,36 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, heads: int, window: int | None) -> Tiles:
+def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: int | None) -> Tiles:
     """Whole tiles, or, where these are too few programs, as many more as keep all multiprocessors busy."""
-    whole = rows.tiles(rows_per_tile, window=window)
-    units = UNITS
-    if rows.device.type == "cuda":
-        units = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    programs = PROGRAMS_PER_UNIT * units
-    if len(whole.items) * heads >= programs:
+    whole, programs = rows.tiles(rows_per_tile, window=window), _programs(rows)
+    if len(whole.items) * units >= programs:
         return whole
-    share = triton.cdiv(whole.keys * heads, programs)
+    share = triton.cdiv(whole.keys * units, programs)
     return rows.tiles(rows_per_tile, max(4 * tile_keys, triton.next_power_of_2(max(1, share))), window)
+
+
+def _programs(rows: Rows) -> int:
+    """So many programs keep all multiprocessors busy."""
+    processors = MULTIPROCESSORS
+    if rows.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    return PROGRAMS_PER_MULTIPROCESSOR * processors
+
+
+def packed(group: int, tile_rows: int, rows: int) -> int:
+    """How many of a KV head's `group` query heads a program of `attend` takes: a tile is filled with those.
+
+    The others are left to other programs: as few of these as leave little of their tiles empty.
+
+    Args:
+        group: query heads of a KV head.
+        tile_rows: rows of a tile, each of one query head.
+        rows: at most so many of a request are taken.
+    """
+    packs = [-(-group // programs) for programs in range(1, group + 1)]
+    filled = [group * min(rows, tile_rows // pack) / -(-group // pack) for pack in packs]
+    return next(packs[i] for i, n in enumerate(filled) if n >= 0.85 * max(filled))
 
 
 def _best(kernel: JITFunction[object], given: dict[str, object]) -> KernelConfig:

@@ -7,16 +7,46 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
-RUNTIME = ["heads", "table_stride", "window", "count", "length", "limit", "part_rows"]
+RUNTIME = ["heads", "table_stride", "window", "count", "length", "limit", "part_rows", "pack"]
 """Numbers that differ from call to call: nothing is compiled anew for them."""
+
+
+@triton.constexpr_function
+def main_channels(size):
+    """Channels of a head's main part, a power of two: all, padded, unless main part and rest are fewer."""
+    padded = max(16, triton.next_power_of_2(size))
+    half = padded // 2
+    return half if half + max(16, triton.next_power_of_2(size - half)) < padded else padded
+
+
+@triton.constexpr_function
+def rest_channels(size):
+    """Channels of a head's rest, padded to a power of two, such as 64 of 576 = 512 + 64; 0: there is none."""
+    rest = size - main_channels(size)
+    return max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+@triton.jit
+def _rows(ends, unit, GROUP: tl.constexpr, PACK: tl.constexpr, COUNT: tl.constexpr):
+    """Row, query head and validity of each of a tile's, between the two numbers at `ends`.
+
+    Asked again it is computed again: the loads are volatile.
+    """
+    UNITS: tl.constexpr = (GROUP + PACK - 1) // PACK
+    lane = tl.arange(0, COUNT)
+    row = tl.load(ends, volatile=True) + lane // PACK
+    group_head = unit % UNITS * PACK + lane % PACK
+    valid = (lane < COUNT // PACK * PACK) & (row < tl.load(ends + 1, volatile=True)) & (group_head < GROUP)
+    return row, unit // UNITS * GROUP + group_head, valid
 
 
 @triton.jit
 def _blocks(table, start, end, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Block ids of the tile of keys from `start` on, or the one that has them all; 0 from `end` on."""
-    if PAGE == 0:  # one block
-        block = tl.load(table)
+    """Block ids of the tile of keys from `start` on; 0 from `end` on, and where one block has all keys."""
+    if PAGE == 0:
+        block = 0
     elif PAGE % TILE_KEYS == 0:  # the tile is within a block
         block = tl.load(table + start // PAGE, mask=start < end, other=0)
     else:
@@ -26,8 +56,10 @@ def _blocks(table, start, end, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
 
 
 @triton.jit
-def _places(block, start, block_stride, token_stride, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Where the keys of a tile from `start` on begin in pages."""
+def _places(
+    block, start, BLOCK: tl.constexpr, TOKEN: tl.constexpr, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr
+):
+    """Where the keys of a tile from `start` on begin in pages whose blocks and tokens have these strides."""
     lane = tl.arange(0, TILE_KEYS)
     if PAGE == 0:
         token = start + lane
@@ -35,43 +67,31 @@ def _places(block, start, block_stride, token_stride, PAGE: tl.constexpr, TILE_K
         token = start % PAGE + lane
     else:
         token = (start + lane) % PAGE
-    return block.to(tl.int64) * block_stride + token.to(tl.int64) * token_stride
+    return block.to(tl.int64) * BLOCK + token.to(tl.int64) * TOKEN if PAGE else token.to(tl.int64) * TOKEN
 
 
 @triton.jit
-def _load_rows(base, places, inside, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """[TILE_KEYS, SIZE padded to a power of two]: rows of pages, zeros outside."""
-    PADDED: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
-    channel = tl.arange(0, PADDED)[None, :]
-    pointers = base + places[:, None] + channel
+def _load_rows(
+    pointers, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr
+):
+    """[rows, WIDTH]: channels of rows of SIZE from FIRST on, zeros beyond and, if MASKED, outside."""
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]
+    pointers = pointers[:, None] + channel
     if MASKED:
         rows = tl.load(pointers, mask=inside[:, None] & (channel < SIZE), other=0.0)
+    elif FIRST + WIDTH > SIZE:
+        rows = tl.load(pointers, mask=channel < SIZE, other=0.0)
     else:
-        rows = tl.load(pointers) if PADDED == SIZE else tl.load(pointers, mask=channel < SIZE, other=0.0)
+        rows = tl.load(pointers)
     return rows
 
 
 @triton.jit
-def _load_queries(
-    q, first, after, head, q_row, q_head, SIZE: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr
-):
-    """Queries [TILE_ROWS, SIZE padded] of a KV head's group; and the row, query head and validity of each."""
-    PADDED: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
-    lane = tl.arange(0, TILE_ROWS)
-    row = first + lane // GROUP
-    query_head = head * GROUP + lane % GROUP
-    valid = (lane < TILE_ROWS // GROUP * GROUP) & (row < after)
-    channel = tl.arange(0, PADDED)[None, :]
-    pointers = q + (row.to(tl.int64) * q_row + query_head.to(tl.int64) * q_head)[:, None] + channel
-    return tl.load(pointers, mask=valid[:, None] & (channel < SIZE), other=0.0), row, query_head, valid
-
-
-@triton.jit
-def _products(q, k, INTERPRET: tl.constexpr):
-    """q k^T [TILE_ROWS, TILE_KEYS]."""
+def _dot(a, b, acc, INTERPRET: tl.constexpr, TENSOR_CORES: tl.constexpr = True):
+    """acc + a b. Products of float32 are sums of three of TF32 (https://arxiv.org/abs/2203.03341)."""
     if INTERPRET:
-        q, k = q.to(tl.float32), k.to(tl.float32)
-    return tl.dot(q, tl.trans(k), input_precision="ieee")
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="tf32x3" if TENSOR_CORES and is_cuda() else "ieee")
 
 
 @triton.jit
@@ -82,10 +102,11 @@ def _capped(s, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _attend_keys(
-    acc, norm, top, block, q, position, start, stop, begin, end, k, v, table,
-    scale, softcap, window, k_block, k_token, v_block, v_token,
+    acc, acc_rest, norm, top, block, q, q_rest, position, start, stop, begin, end, k, v, table,
+    scale, softcap, window,
+    K_BLOCK: tl.constexpr, K_TOKEN: tl.constexpr, V_BLOCK: tl.constexpr, V_TOKEN: tl.constexpr,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, VALUES: tl.constexpr, ALIKE: tl.constexpr, INTERPRET: tl.constexpr,
+    CAPPED: tl.constexpr, VALUES: tl.constexpr, LATENT: tl.constexpr, INTERPRET: tl.constexpr,
     TILE_KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles of keys from `start` to `stop` into the running sums and maximum.
@@ -93,12 +114,19 @@ def _attend_keys(
     `block` comes with the ids of the tile at `start` and leaves with those at `stop`: the table is read a
     tile ahead, so that K and V, whose addresses depend on it, can be fetched ahead, too.
     """
+    MAIN: tl.constexpr = main_channels(SIZE)
+    REST: tl.constexpr = rest_channels(SIZE)
+    V_MAIN: tl.constexpr = main_channels(V_SIZE)
+    V_REST: tl.constexpr = rest_channels(V_SIZE)
     for first in range(start, stop, TILE_KEYS):
         first = tl.multiple_of(first, TILE_KEYS)
-        places = _places(block, first, k_block, k_token, PAGE, TILE_KEYS)
+        pointers = k + _places(block, first, K_BLOCK, K_TOKEN, PAGE, TILE_KEYS)
         j = first + tl.arange(0, TILE_KEYS)
         inside = (j >= begin) & (j < end)
-        s = _products(q, _load_rows(k, places, inside, SIZE, MASKED), INTERPRET)
+        keys = _load_rows(pointers, inside, 0, MAIN, SIZE, MASKED)
+        s = _dot(q, tl.trans(keys), None, INTERPRET)
+        if REST:
+            s = _dot(q_rest, tl.trans(_load_rows(pointers, inside, MAIN, REST, SIZE, MASKED)), s, INTERPRET)
         if MASKED:
             s = _capped(s * scale, softcap, CAPPED)
             seen = inside[None, :] & (j[None, :] <= position[:, None])
@@ -121,105 +149,128 @@ def _attend_keys(
         fade = tl.exp2(top - shift)
         norm = norm * fade + tl.sum(p, 1)
         if VALUES:
-            if not ALIKE:
-                places = _places(block, first, v_block, v_token, PAGE, TILE_KEYS)
-            values = _load_rows(v, places, inside, V_SIZE, MASKED)
-            if INTERPRET:
-                values = values.to(tl.float32)
-            acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+            weights = p.to(keys.dtype)
+            if LATENT:
+                values = keys
+            else:
+                pointers = v + _places(block, first, V_BLOCK, V_TOKEN, PAGE, TILE_KEYS)
+                values = _load_rows(pointers, inside, 0, V_MAIN, V_SIZE, MASKED)
+            acc = _dot(weights, values, acc * fade[:, None], INTERPRET)
+            if V_REST:
+                values = _load_rows(pointers, inside, V_MAIN, V_REST, V_SIZE, MASKED)
+                acc_rest = _dot(weights, values, acc_rest * fade[:, None], INTERPRET)
         top = new_top
-        if PAGE != 0:
-            block = _blocks(table, first + TILE_KEYS, end, PAGE, TILE_KEYS)
-    return acc, norm, top, block
+        block = _blocks(table, first + TILE_KEYS, end, PAGE, TILE_KEYS)
+    return acc, acc_rest, norm, top, block
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attend(
     q, k, v, tables, positions, work, out, lse, part_out, part_lse,
-    scale, softcap, window, table_stride,
-    q_row, q_head, k_block, k_head, k_token, v_block, v_head, v_token, heads,
-    SIZE: tl.constexpr, V_SIZE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, ALIKE: tl.constexpr,
+    scale, softcap, window, table_stride, q_row, q_head, k_block, k_head, v_block, v_head, heads,
+    K_BLOCK: tl.constexpr, K_TOKEN: tl.constexpr, V_BLOCK: tl.constexpr, V_TOKEN: tl.constexpr,
+    SIZE: tl.constexpr, V_SIZE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, LATENT: tl.constexpr,
     SPLIT: tl.constexpr, INTERPRET: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One item of `Tiles.items` and one KV head: o and lse, or those of its part of the keys."""
-    V_PADDED: tl.constexpr = triton.next_power_of_2(V_SIZE) if V_SIZE > 16 else 16
-    item = work + (tl.program_id(0) // heads) * 8
-    head = tl.program_id(0) % heads
-    request, first_row, after_row = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    """One item of `Tiles.items` and PACK query heads of a KV head: o and lse, or those of a part of the keys.
+
+    With LATENT, V is the main part of K, in the same memory.
+    """
+    REST: tl.constexpr = rest_channels(SIZE)
+    V_MAIN: tl.constexpr = main_channels(V_SIZE)
+    V_REST: tl.constexpr = rest_channels(V_SIZE)
+    UNITS: tl.constexpr = (GROUP + PACK - 1) // PACK
+    item = work + (tl.program_id(0) // (heads * UNITS)) * 8
+    unit = tl.program_id(0) % (heads * UNITS)
+    head = unit // UNITS
+    request = tl.load(item)
     begin, full_begin, full_end, end = (
         tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6),
     )  # fmt: skip
     table = tables + request.to(tl.int64) * table_stride
-    queries, row, query_head, valid = _load_queries(
-        q, first_row, after_row, head, q_row, q_head, SIZE, GROUP, TILE_ROWS
-    )
+    row, query_head, valid = _rows(item + 1, unit, GROUP, PACK, TILE_ROWS)
+    pointers = q + row.to(tl.int64) * q_row + query_head.to(tl.int64) * q_head
+    queries = _load_rows(pointers, valid, 0, main_channels(SIZE), SIZE, True)
+    queries_rest = _load_rows(pointers, valid, main_channels(SIZE), REST, SIZE, True) if REST else queries
     position = tl.load(positions + row, mask=valid, other=-1)
     k += head.to(tl.int64) * k_head
     v += head.to(tl.int64) * v_head
+    if PAGE == 0:  # one block has all keys
+        only = tl.load(table).to(tl.int64)
+        k += only * k_block
+        v += only * v_block
 
     start = begin // TILE_KEYS * TILE_KEYS
     full_start = tl.cdiv(full_begin, TILE_KEYS) * TILE_KEYS
     if WINDOWED:
         full_start = tl.minimum(full_start, tl.cdiv(end, TILE_KEYS) * TILE_KEYS)
     full_stop = tl.maximum(full_end // TILE_KEYS * TILE_KEYS, full_start)
-    acc = tl.zeros([TILE_ROWS, V_PADDED if VALUES else 16], tl.float32)
+    acc = tl.zeros([TILE_ROWS, V_MAIN if VALUES else 16], tl.float32)
+    acc_rest = tl.zeros([TILE_ROWS, V_REST if VALUES and V_REST else 16], tl.float32)
     norm = tl.zeros([TILE_ROWS], tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     bounds = (start, full_start, full_stop, end)
     block = _blocks(table, start if WINDOWED else full_start, end, PAGE, TILE_KEYS)
     for part in tl.static_range(0 if WINDOWED else 1, 3):  # only the keys in the middle are seen by all rows
-        acc, norm, top, block = _attend_keys(
-            acc, norm, top, block, queries, position, bounds[part], bounds[part + 1], begin, end, k, v, table,
-            scale, softcap, window, k_block, k_token, v_block, v_token,
-            SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, ALIKE, INTERPRET, TILE_KEYS, part != 1,
+        acc, acc_rest, norm, top, block = _attend_keys(
+            acc, acc_rest, norm, top, block, queries, queries_rest, position,
+            bounds[part], bounds[part + 1], begin, end, k, v, table,
+            scale, softcap, window, K_BLOCK, K_TOKEN, V_BLOCK, V_TOKEN,
+            SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, LATENT, INTERPRET, TILE_KEYS, part != 1,
         )  # fmt: skip
 
+    row, query_head, valid = _rows(item + 1, unit, GROUP, PACK, TILE_ROWS)  # not kept over the loops
     logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
-    acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
-    channel = tl.arange(0, V_PADDED if VALUES else 16)[None, :]
+    inverse = 1.0 / tl.where(norm > 0, norm, 1.0)
     place = row.to(tl.int64) * heads * GROUP + query_head
     if SPLIT:
         part = tl.load(item + 7)
         if part >= 0:
-            at = (part.to(tl.int64) * heads + head) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+            at = (part.to(tl.int64) * heads * UNITS + unit) * TILE_ROWS + tl.arange(0, TILE_ROWS)
             tl.store(part_lse + at, logsum)
             if VALUES:
-                tl.store(part_out + at[:, None] * V_SIZE + channel, acc, mask=channel < V_SIZE)
-        valid = valid & (row < tl.where(part < 0, after_row, 0))
-    _store(out, lse, place, valid, acc, logsum, V_SIZE, VALUES)
+                _store(part_out, at, valid, acc, inverse, 0, V_SIZE)
+                if V_REST:
+                    _store(part_out, at, valid, acc_rest, inverse, V_MAIN, V_SIZE)
+        valid = valid & (row < tl.where(part < 0, row + 1, 0))
+    tl.store(lse + place, logsum * 0.6931471805599453, mask=valid)
+    if VALUES:
+        _store(out, place, valid, acc, inverse, 0, V_SIZE)
+        if V_REST:
+            _store(out, place, valid, acc_rest, inverse, V_MAIN, V_SIZE)
 
 
 @triton.jit
-def _store(out, lse, place, valid, acc, logsum, V_SIZE: tl.constexpr, VALUES: tl.constexpr):
-    """Write the o of some rows, which are at `place`, and their lse, in units of log2."""
-    tl.store(lse + place, logsum * 0.6931471805599453, mask=valid)
-    if VALUES:
-        channel = tl.arange(0, acc.shape[1])[None, :]
-        inside = valid[:, None] & (channel < V_SIZE)
-        tl.store(out + place[:, None] * V_SIZE + channel, acc.to(out.dtype.element_ty), mask=inside)
+def _store(out, place, valid, acc, factor, FIRST: tl.constexpr, V_SIZE: tl.constexpr):
+    """Write factor * acc, channels from FIRST on of the o of some rows, which are at `place`."""
+    channel = FIRST + tl.arange(0, acc.shape[1])[None, :]
+    inside = valid[:, None] & (channel < V_SIZE)
+    o = (acc * factor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * V_SIZE + channel, o, mask=inside)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def merge(
     part_out, part_lse, work, out, lse, heads, part_rows,
-    V_SIZE: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    V_SIZE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one KV head of some rows of a tile, from its parts, each weighted by its exp(lse)."""
+    """o and lse of some rows that a program of `attend` takes, from parts, each weighted by its exp(lse)."""
     V_PADDED: tl.constexpr = triton.next_power_of_2(V_SIZE)
-    item = work + (tl.program_id(0) // heads) * 4
-    head = tl.program_id(0) % heads
+    UNITS: tl.constexpr = (GROUP + PACK - 1) // PACK
+    item = work + (tl.program_id(0) // (heads * UNITS)) * 4
+    unit = tl.program_id(0) % (heads * UNITS)
     first_row, after_row = tl.load(item), tl.load(item + 1)
     first_part, parts = tl.load(item + 2).to(tl.int64), tl.load(item + 3)
     lane = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = first_row + lane // GROUP
-    valid = (row < after_row) & (lane < part_rows)
+    row, group_head = first_row + lane // PACK, unit % UNITS * PACK + lane % PACK
+    valid = (row < after_row) & (lane < part_rows // PACK * PACK) & (group_head < GROUP)
     channel = tl.arange(0, V_PADDED)[None, :]
     acc = tl.zeros([ROWS, V_PADDED], tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     for part in range(parts):
-        at = ((first_part + part) * heads + head) * part_rows + lane
+        at = ((first_part + part) * heads * UNITS + unit) * part_rows + lane
         logsum = tl.load(part_lse + at, mask=valid, other=float("-inf"))
         new_top = tl.maximum(top, logsum)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -232,46 +283,82 @@ def merge(
             acc = acc * fade[:, None] + o * weight[:, None]
         top = new_top
     logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
-    place = row.to(tl.int64) * heads * GROUP + head * GROUP + lane % GROUP
-    acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
-    _store(out, lse, place, valid, acc, logsum, V_SIZE, VALUES)
+    place = row.to(tl.int64) * heads * GROUP + unit // UNITS * GROUP + group_head
+    tl.store(lse + place, logsum * 0.6931471805599453, mask=valid)
+    if VALUES:
+        _store(out, place, valid, acc, 1.0 / tl.where(norm > 0, norm, 1.0), 0, V_SIZE)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def weigh(
     q, k, v, tables, positions, lse, out,
-    scale, softcap, window, table_stride,
-    q_row, q_head, k_block, k_head, k_token, v_block, v_head, v_token, heads, count, length,
+    scale, softcap, window, table_stride, q_row, q_head, k_block, k_head, v_block, v_head,
+    heads, count, length, pack,
+    K_BLOCK: tl.constexpr, K_TOKEN: tl.constexpr, V_BLOCK: tl.constexpr, V_TOKEN: tl.constexpr,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr,
     INTERPRET: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out [Hq, length]: what all rows of one query head pay to some keys."""
-    start = tl.program_id(0) // (heads * GROUP) * TILE_KEYS
-    query_head = tl.program_id(0) % (heads * GROUP)
-    head = query_head // GROUP
+    """out [Hq, length]: what all rows of `pack` query heads of a KV head pay to some keys, read once."""
+    MAIN: tl.constexpr = main_channels(SIZE)
+    REST: tl.constexpr = rest_channels(SIZE)
+    splits = tl.cdiv(GROUP, pack)
+    start = tl.program_id(0) // (heads * splits) * TILE_KEYS
+    unit = tl.program_id(0) % (heads * splits)
+    head, group_head = unit // splits, unit % splits * pack
+    k += head.to(tl.int64) * k_head
+    v += head.to(tl.int64) * v_head
+    if PAGE == 0:
+        only = tl.load(tables).to(tl.int64)
+        k += only * k_block
+        v += only * v_block
     block = _blocks(tables, start, length, PAGE, TILE_KEYS)
     j = start + tl.arange(0, TILE_KEYS)
     inside = j < length
-    places = _places(block, start, k_block, k_token, PAGE, TILE_KEYS)
-    keys = _load_rows(k + head.to(tl.int64) * k_head, places, inside, SIZE, True)
-    total = tl.zeros([TILE_KEYS], tl.float32)
-    for first in range(0, count, TILE_ROWS):
-        queries, row, _, valid = _load_queries(q, first, count, query_head, q_row, q_head, SIZE, 1, TILE_ROWS)
-        position = tl.load(positions + row, mask=valid, other=-1)
-        logsum = tl.load(lse + row.to(tl.int64) * heads * GROUP + query_head, mask=valid, other=0.0)
-        s = _capped(_products(queries, keys, INTERPRET) * scale, softcap, CAPPED)
-        seen = inside[None, :] & (j[None, :] <= position[:, None])
-        if WINDOWED:
-            seen = seen & (j[None, :] > position[:, None] - window)
-        # a row whose logsumexp is -inf sees nothing
-        p = tl.exp2(s - (logsum * 1.4426950408889634)[:, None])
-        total += tl.sum(tl.where(seen, p, 0.0), 0)
+    pointers = k + _places(block, start, K_BLOCK, K_TOKEN, PAGE, TILE_KEYS)
+    keys = _load_rows(pointers, inside, 0, MAIN, SIZE, True)
+    keys_rest = _load_rows(pointers, inside, MAIN, REST, SIZE, True) if REST else keys
+    norm = tl.full([TILE_KEYS], 1.0, tl.float32)
     if VALUES:
-        places = _places(block, start, v_block, v_token, PAGE, TILE_KEYS)
-        values = _load_rows(v + head.to(tl.int64) * v_head, places, inside, V_SIZE, True).to(tl.float32)
-        total *= tl.sqrt(tl.sum(values * values, 1))
-    tl.store(out + query_head.to(tl.int64) * length + j, total, mask=inside)
+        pointers = v + _places(block, start, V_BLOCK, V_TOKEN, PAGE, TILE_KEYS)
+        values = _load_rows(pointers, inside, 0, main_channels(V_SIZE), V_SIZE, True).to(tl.float32)
+        norm = tl.sum(values * values, 1)
+        if rest_channels(V_SIZE):
+            values = _load_rows(
+                pointers, inside, main_channels(V_SIZE), rest_channels(V_SIZE), V_SIZE, True
+            ).to(tl.float32)
+            norm += tl.sum(values * values, 1)
+        norm = tl.sqrt(norm)
+    lane, total = tl.arange(0, TILE_ROWS), tl.zeros([TILE_KEYS], tl.float32)
+    query_head, first = head * GROUP + group_head, tl.full([], 0, tl.int32)
+    for _ in range(tl.minimum(pack, GROUP - group_head) * tl.cdiv(count, TILE_ROWS)):
+        valid = lane < count - first
+        rows = q + first.to(tl.int64) * q_row + query_head.to(tl.int64) * q_head + lane.to(tl.int64) * q_row
+        queries = _load_rows(rows, valid, 0, MAIN, SIZE, True)
+        position = tl.load(positions + first + lane, mask=valid, other=-1)
+        sums = lse + first.to(tl.int64) * heads * GROUP + query_head
+        logsum = tl.load(sums + lane * heads * GROUP, mask=valid, other=0.0)
+        # keys are the product's rows: a sum over queries is then within a warp. As two numbers of TF32 each,
+        # 256 channels of them would not fit the registers
+        s = _dot(keys, tl.trans(queries), None, INTERPRET, SIZE <= 128)
+        if REST:
+            queries = _load_rows(rows, valid, MAIN, REST, SIZE, True)
+            s = _dot(keys_rest, tl.trans(queries), s, INTERPRET, SIZE <= 128)
+        s = _capped(s * scale, softcap, CAPPED)
+        seen = j[:, None] <= position[None, :]
+        if WINDOWED:
+            seen = seen & (j[:, None] > position[None, :] - window)
+        # a row whose logsumexp is -inf sees nothing
+        p = tl.exp2(s - (logsum * 1.4426950408889634)[None, :])
+        total = tl.where(first == 0, 0.0, total) + tl.sum(tl.where(seen, p, 0.0), 1)
+        first += TILE_ROWS
+        tl.store(
+            out + query_head.to(tl.int64) * length + j,
+            total * norm,
+            mask=j < tl.where(first < count, 0, length),
+        )
+        query_head += (first >= count).to(tl.int32)
+        first = tl.where(first >= count, 0, first)
 
 
 @triton.jit

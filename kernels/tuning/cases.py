@@ -57,7 +57,7 @@ class Problem:
         work: of a configuration, whose tiles may take more than the problem needs.
         wide: by kernel's name, how many of its instructions the layout lets load and store 16 bytes at least.
         gated: has a form of its own in the compile gate; False where another's is nearly the same.
-        amd_space: `space` where an AMD GPU has another one.
+        defaults: by target, where another than the first of `space` comes first.
         operation: the name of a function of an `api`, which users know it by; "" where it is the bucket's op.
         host: it runs on the CPU; its results are in the CPU's table.
     """
@@ -70,7 +70,7 @@ class Problem:
     work: Callable[[KernelConfig], Work]
     wide: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     gated: bool = True
-    amd_space: tuple[KernelConfig, ...] = ()
+    defaults: Mapping[str, KernelConfig] = field(default_factory=dict)
     operation: str = ""
     host: bool = False
 
@@ -81,7 +81,7 @@ class Problem:
 
     def space_on(self, target: str) -> tuple[KernelConfig, ...]:
         """Configurations for a target, a name of `gpus.GPUS`; the default first."""
-        return self.amd_space if self.amd_space and target.startswith("gfx") else self.space
+        return tuple(dict.fromkeys((self.defaults.get(target, self.space[0]), *self.space)))
 
 
 def rope_of(channels: int, base: float, **more: Any) -> Rope:
