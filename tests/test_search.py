@@ -278,7 +278,9 @@ def test_the_budget_ends_the_search_within_a_problem(tmp_path: Path) -> None:
 
 def test_each_problem_has_its_seconds(tmp_path: Path) -> None:
     """The default is measured whatever it takes, and what was measured is enough for the next such run."""
-    assert states(tune(PROBLEMS, tmp_path, timed(Clock(), 100), problem_s=0.5)) == ["tuned"] * 3
+    steps = list(tune(PROBLEMS, tmp_path, timed(Clock(), 100), problem_s=0.5))
+    assert [step.state for step in steps] == ["tuned"] * 3
+    assert [len(step.trials[0].samples) for step in steps] == [tuning.FIRST_SAMPLES] * 3
     table = read_table(tmp_path / FILE, "nvidia-h200")
     assert set(table.values()) == {Tuned(DEFAULT, 2e6, 2e6, 4)}
     assert states(tune(PROBLEMS, tmp_path, timed(Clock(), 1), problem_s=0.5)) == ["known"] * 3
@@ -290,15 +292,19 @@ def test_without_time_nothing_begins(tmp_path: Path) -> None:
 
 
 def test_equal_binaries_are_measured_once() -> None:
-    """Of equal tiles: other tiles are another grid."""
-    slow, twin, wide = (SMALL._replace(stages=3), SMALL._replace(stages=4), MIDDLE)
-    problem = scale_problem(space=(DEFAULT, slow, twin, wide))
-    look = {DEFAULT: Look(), slow: Look(binary="a"), twin: Look(binary="a"), wide: Look(binary="a")}
-    measure = Times({DEFAULT: 2.0, slow: 1.0, wide: 3.0})
+    """Of equal tiles and warps: others are another grid, or other blocks."""
+    slow, twin, wide, warps = (
+        *(SMALL._replace(stages=3), SMALL._replace(stages=4)),
+        *(MIDDLE, SMALL._replace(warps=8)),
+    )
+    problem = scale_problem(space=(DEFAULT, slow, twin, wide, warps))
+    look = {DEFAULT: Look(), **dict.fromkeys((slow, twin, wide, warps), Look(binary="a"))}
+    measure = Times({DEFAULT: 2.0, slow: 1.0, wide: 3.0, warps: 3.0})
     tuned, trials = search(problem, problem.make(DEVICE, True), measure, look, FREE)
     assert tuned == Tuned(slow, 1e6, 2e6)
     assert trials[2] == Trial(twin, None, f"the same binary as {slow}", (), Look(binary="a"))
     assert wide in measure.calls
+    assert warps in measure.calls
 
 
 def test_what_never_ran_faster_does_not_replace_the_default() -> None:

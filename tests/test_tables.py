@@ -157,8 +157,8 @@ def test_other_compilers_and_drivers_stand_in() -> None:
         Build("5", "triton 3.4", "2"),
     ]
     table = {
-        TunedKey(bucket, one): Tuned(KernelConfig((("A", i),)), 100.0 + i, None)
-        for i, one in enumerate(builds)
+        TunedKey(bucket, one): Tuned(KernelConfig((("A", i),)), us, None)
+        for i, (one, us) in enumerate(zip(builds, (5.0, 4.0, 3.0, 1.0, 2.0), strict=True))
     }
     far = TunedKey(ProblemBucket("op", "bf16", (128,)), build)
     for i in range(len(builds)):

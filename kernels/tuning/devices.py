@@ -64,8 +64,8 @@ def look_at(
     found: dict[KernelConfig, Look] = {}
     for report in survey(pool, factory, [(problem.name, config, target) for config in problem.space]):
         before, made = found.get(report.config, Look()), report.compiled
-        # warps and shared memory are beside the code
-        binary = f"{made.digest} {report.config.warps} {made.shared_bytes}" if made and made.digest else ""
+        # how much shared memory it gets is beside the code
+        binary = f"{made.digest} {made.shared_bytes} " if made and made.digest else ""
         numbers = before.numbers
         if made and report.kernel == problem.kernel.__name__:
             numbers = {name: value for name, value in asdict(made).items() if isinstance(value, int)}

@@ -192,8 +192,8 @@ def search(
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
     """The fastest configuration of a problem whose results are right; mutates the case's tensors.
 
-    1. What the compiler found a flaw in is not run, nor what compiled to the same as one before; the default
-       always is.
+    1. What the compiler found a flaw in is not run, nor what compiled to the same as one that has other
+       stages alone; the default always is.
     2. In the order of their bounds (the roof's time for the bytes and flops of their tiles) each gets
        FIRST_SAMPLES runs, except those whose bound is above the fastest median so far: they cannot win.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more, in turns,
@@ -217,7 +217,7 @@ def search(
         fastest = min(median.values(), default=float("inf"))
         if fate[config] and config != default:
             continue
-        binary = config.tiles, looks[config].binary or config
+        binary = config._replace(stages=0), looks[config].binary or config
         if (twin := compiled.setdefault(binary, config)) != config:
             fate[config] = f"the same binary as {twin}"
             continue

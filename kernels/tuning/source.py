@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 OTHERS = {*sys.stdlib_module_names, "jax", "llvmlite", "numba", "numpy", "torch", "triton"}
-"""Packages whose functions count by name: their versions are told apart elsewhere."""
+"""Packages whose functions are not looked into: their versions are told apart elsewhere."""
 
 
 class SourceError(TypeError):
@@ -69,9 +69,7 @@ def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[s
         value = _plain(value)
         if not isinstance(value, FunctionType):
             yield f"{name} = {_constant(value)}"
-        elif value.__module__.partition(".")[0] in OTHERS:
-            yield f"{name} = {value.__module__}.{value.__qualname__}"
-        elif value not in seen:
+        elif value not in seen and value.__module__.partition(".")[0] not in OTHERS:
             yield from _texts(value, seen)
 
 
@@ -99,10 +97,10 @@ def _named(tree: ast.AST, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constant(value: Any) -> str:
-    """A value as text that is the same in every process; of what has no such text its type."""
+    """A number, a text or several of these as text that is the same in every process; "" for all else."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_constant, value))})"
     if isinstance(value, dict):
         return f"({', '.join(f'{_constant(k)}: {_constant(v)}' for k, v in value.items())})"
     value = getattr(value, "value", value)  # of tl.constexpr
-    return repr(value) if isinstance(value, int | float | str | bytes | None) else type(value).__name__
+    return repr(value) if isinstance(value, int | float | str | bytes | None) else ""
