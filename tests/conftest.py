@@ -67,7 +67,7 @@ SLOW = (
         "redis",
         "mooncake",
     ),
-    *("bombs", "eio", "faults", "inspect"),
+    *("bombs", "eio", "faults", "inspect", "tuning", "devices"),
 )
 """Words in the names of test files that start engines, servers and compilers, or take long."""
 
