@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.results import AGAIN, Results
-from benchmarks.gpu.small import SMALL
+from benchmarks.gpu.small import SMALL, small_problems
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.devices import cuda_timer, target_name
 from kvkit.kernels.tuning.gate import ProblemFactory
@@ -127,7 +127,7 @@ def bench_on_gpu(step: str, path: Path) -> Bench:
         device=device,
         target=target_name(device),
         factory=every_problem,
-        small=lambda: SMALL,
+        small=small_problems,
         sizes=sizes,
         seconds=seconds,
         timer=cuda_timer(device),

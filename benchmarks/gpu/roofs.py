@@ -18,8 +18,8 @@ def run(bench: Bench) -> None:
     size = bench.sizes.copy_bytes
     source, target = (torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
     hosts = [bench.pinned(size) for _ in range(2)]
-    for tensor in (source, *hosts):
-        fill(tensor)
+    fill(source)
+    hosts[0].copy_(source)
     _record(bench, COPY, lambda: target.copy_(source), moved_bytes=2 * size)
     _record(bench, "to the device", lambda: target.copy_(hosts[0], non_blocking=True), moved_bytes=size)
     _record(bench, "from the device", lambda: hosts[1].copy_(source, non_blocking=True), moved_bytes=size)

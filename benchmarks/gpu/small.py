@@ -58,3 +58,8 @@ SMALL: tuple[Problem, ...] = (
     deviation_problem(37, 2, 16),
 )
 """One of each form."""
+
+
+def small_problems() -> tuple[Problem, ...]:
+    """`SMALL`."""
+    return SMALL

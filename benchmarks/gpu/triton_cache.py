@@ -1,4 +1,4 @@
-"""A Triton cache for a GPU that is not here: every default, compiled by the way of the gate.
+"""A Triton cache for a GPU that is not here: every default, and those of small problems, by the way of the gate.
 
 python -m benchmarks.gpu.triton_cache TARGET TRITON: TARGET is a name of `gate.GPUS`, TRITON the folder of the
 other machine's build of Triton, of the version of this environment's, whose key the cache is found by.
@@ -18,6 +18,7 @@ import torch
 from triton.runtime import cache
 
 from benchmarks.gpu.packages import TRITON_CACHE
+from benchmarks.gpu.small import SMALL
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.gate import compile_for
@@ -62,7 +63,7 @@ def main(target: str, triton: str) -> None:
     """Replace the cache that is carried."""
     shutil.rmtree(TRITON_CACHE, ignore_errors=True)
     TRITON_CACHE.mkdir(parents=True)
-    fill_cache(TRITON_CACHE, every_problem(), target, key_of(Path(triton)))
+    fill_cache(TRITON_CACHE, (*every_problem(), *SMALL), target, key_of(Path(triton)))
 
 
 if __name__ == "__main__":
