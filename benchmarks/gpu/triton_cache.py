@@ -1,4 +1,4 @@
-"""A Triton cache for a GPU that is not here: every default, and those of small problems, by the way of the gate.
+"""A Triton cache for a GPU that is not here: the defaults of all problems and of small ones.
 
 python -m benchmarks.gpu.triton_cache TARGET TRITON: TARGET is a name of `gate.GPUS`, TRITON the folder of the
 other machine's build of Triton, of the version of this environment's, whose key the cache is found by.
