@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -55,7 +56,8 @@ def test_tuned(benchmark: Any, request: pytest.FixtureRequest, name: str) -> Non
     """Searched, then measured again: what was lucky in the search is not in the ratios.
 
     A pack is timed with a checksum of what it wrote, as in serving. "copy" is torch's, of half the bytes that
-    are read and written.
+    are read and written. Where the tuned one is the default, its ratio shows how noisy the machine is: quote
+    none where that is far from 1.
     """
     case, default, tuned, moved = found(name, request.getfixturevalue("roof") if benchmark.enabled else None)
     source = torch.ones(moved // 2, dtype=torch.uint8)
@@ -75,7 +77,7 @@ def test_tuned(benchmark: Any, request: pytest.FixtureRequest, name: str) -> Non
     case.poison()
     case.run(tuned)
     assert not case.fault()
-    benchmark.extra_info |= {"config": str(tuned), "default": str(default)}
+    benchmark.extra_info |= {"config": str(tuned), "default": str(default), "load": os.getloadavg()[0]}
     for way, against in (("tuned", "default"), ("default", "copy"), ("tuned", "copy")):
         share = ratio(times, way, against)
         shown = {f"ratio_{kind}": value for kind, value in share.items()}
