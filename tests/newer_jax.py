@@ -1,4 +1,4 @@
-"""Run the tests of JAX arrays with another version of JAX: `make test-jax`.
+"""Run the tests of JAX arrays with another version of JAX, and compare results: `make test-jax`.
 
 python tests/newer_jax.py VERSION. It takes Python 3.12 or later. Where this environment's is older, a later
 release of Debian has one: its packages are unpacked into the user's cache, and run on their own C library.
@@ -12,8 +12,10 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvkit.environment import cache_folder
 
@@ -133,27 +135,22 @@ def packages(python: Path, version: str) -> Path:
 
 
 def main(version: str) -> int:
-    """Run the tests that need neither torch nor conftest.py."""
+    """Run the tests that need neither torch nor conftest.py, and compare results with those here."""
     try:
         python = interpreter()
     except Missing as error:
         print(f"JAX {version} is not tested here: it takes Python 3.12 or later, or {error}")
         return 0
     site = packages(python, version)
-    files = [str(Path(__file__).parent / name) for name in FILES]
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "-q",
-        "--noconftest",
-        "-oaddopts=",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
+    here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=LIMIT_S).returncode
+    run = partial(subprocess.run, cwd=ROOT, check=False, timeout=LIMIT_S)
+    command = [str(python), "-m", "pytest", "-q", "--noconftest", "-oaddopts=", "-p", "no:cacheprovider"]
+    status = run([*command, *(here / name for name in FILES)], env=environment).returncode
+    with TemporaryDirectory() as folder:
+        script = here / "jax_results.py", Path(folder) / "results.npz"
+        run([sys.executable, *script], check=True)
+        return run([python, *script], env=environment).returncode or status
 
 
 if __name__ == "__main__":

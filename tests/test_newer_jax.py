@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import newer_jax
+import numpy as np
 import pytest
+from jax_results import differences
 
 INDEXES = """bookworm-security http://mirror.example/debian-security/
 bookworm http://mirror.example/debian/
@@ -51,3 +53,11 @@ def test_elsewhere_than_on_debian_it_says_so(
     monkeypatch.setenv("PATH", "/nowhere")
     assert newer_jax.main("0.11.2") == 0
     assert "or apt-get and dpkg" in capsys.readouterr().out
+
+
+def test_a_version_with_other_results_is_found() -> None:
+    codes, values = np.arange(4, dtype=np.uint8), np.float32([1, np.nan])
+    wanted = {"pack": codes, "xla o": values}
+    assert differences({"pack": codes.copy(), "xla o": values + 1e-6}, wanted) == []
+    assert differences({"pack": codes + 1, "xla o": values * 1.1}, wanted) == ["pack", "xla o"]
+    assert differences({"pack": codes}, wanted) == ["xla o"]
