@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -291,17 +292,24 @@ class Staging:
     def _touch(self) -> None:
         """Have the memory backed, and pinned for a GPU."""
         prefault(self._memory, lambda: self._closed)
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_available() and not self._closed:
-            address = self.arrays[0].ctypes.data
-            # a new thread is on GPU 0, and would make a context there for every rank of an engine
-            with torch.cuda.device(self._gpu), outside_captures():
-                error = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), _PORTABLE_AND_MAPPED)
-            if int(error) == 0:
-                self._pinned = address
-            else:
-                log.warning("staging memory could not be pinned (CUDA error %s); transfers are slower", error)
-        self.ready.set()
+        try:
+            torch = sys.modules.get("torch")
+            if torch is not None and torch.cuda.is_available() and not self._closed:
+                self._pin(torch.cuda)
+        except RuntimeError as error:  # torch's; the fork of a process that used CUDA cannot
+            log.warning("staging memory could not be pinned (%s); transfers are slower", error)
+        finally:
+            self.ready.set()
+
+    def _pin(self, cuda: Any) -> None:
+        """By the module `torch.cuda`."""
+        address = self.arrays[0].ctypes.data
+        # a new thread is on GPU 0, and would make a context there for every rank of an engine
+        with cuda.device(self._gpu), outside_captures():
+            error = int(cuda.cudart().cudaHostRegister(address, len(self._memory), _PORTABLE_AND_MAPPED))
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+        self._pinned = address
 
 
 def _current_gpu() -> int:

@@ -106,6 +106,21 @@ def test_the_arena_is_pinned_for_every_gpu_through_the_current_one(
     assert calls == [("enter", gpu), ("unregister", address), ("leave", gpu)]
 
 
+def test_what_cannot_be_pinned_is_ready_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", refuse)
+    staging = Staging(PAGE_BYTES, 2)
+    assert staging.ready.wait(DEADLINE_S)
+    assert "could not be pinned (Cannot re-initialize" in caplog.text
+    staging.acquire(1, 0)[0].release()
+    staging.close()
+
+
 @pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 1), (1, 0), (-1, 1)])
 def test_impossible_sizes(slot_bytes: int, slots: int) -> None:
     with pytest.raises(StagingError, match=f"slot_bytes={slot_bytes}, slots={slots}"):
