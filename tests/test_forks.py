@@ -81,6 +81,7 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "get_non_blocking": (TOKENS, 0),
         "store": (TOKENS, PLACES),
         "store_async": (TOKENS, PLACES),
+        "warm_up": (PLACES,),
         "store_chunks": (hit.chunks, PLACES),
         "pin": (TOKENS, 1.0),
         "query": (TOKENS,),

@@ -28,10 +28,12 @@ def test_third(benchmark):
 
 def start(file: Path, second: str = "pass") -> subprocess.Popen[str]:
     file.write_text(BENCHMARKS.format(second=second))
+    # a benchmark within a worker of pytest-xdist measures nothing
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.run", str(file)],
         cwd=ROOT,
-        env=os.environ | {"KVKIT_RESULTS": str(file.parent / "results")},
+        env=environment | {"KVKIT_RESULTS": str(file.parent / "results")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -56,7 +56,7 @@ TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
     },
     "sm_90": {
         2: ((128, 64, 8), (128, 64, 8), (128, 32, 8), (32, 16, 8)),
-        4: ((64, 32, 4), (32, 16, 4), (16, 16, 8)),
+        4: ((64, 32, 4), (32, 32, 8), (16, 16, 8)),
     },
     "sm_100": {
         2: ((128, 32, 8), (128, 64, 8), (128, 32, 8), (32, 16, 8)),
@@ -117,7 +117,7 @@ def _tile_configs(
 @functools.cache
 def _weigh_configs(family: Family, item_bytes: int, size: int, count: int) -> tuple[KernelConfig, ...]:
     rows = 64 if size * item_bytes <= 256 and item_bytes == 2 else 32 if size <= 64 else 16
-    keys = 32 if size * item_bytes > 256 or (item_bytes == 4 and family == "sm_100") else 64
+    keys = 32 if size * item_bytes > 256 or family == "sm_100" else 64
     warps = 8 if item_bytes == 4 and size > 128 else 4
     return _space(family, (rows, keys, warps), count, (32, 64, 128))
 
