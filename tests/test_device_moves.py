@@ -74,7 +74,7 @@ def test_any_layout_in_turns(job: Job, budget: int, reached: int) -> None:
     check(job, through_a_buffer(budget, reached))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(conversion=conversions(), budget=budgets)
 def test_any_conversion_in_turns(conversion: Conversion, budget: int) -> None:
     check_conversion(conversion, through_a_buffer(budget, 2))
