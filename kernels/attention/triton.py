@@ -111,6 +111,8 @@ def _tile_configs(
 ) -> tuple[KernelConfig, ...]:
     choices = TILES[family][item_bytes]
     rows, keys, warps = choices[min(bisect_left((64, 128, 256), size), len(choices) - 1)]
+    if family == "sm_100" and 64 < size < 128:  # a head in two parts takes more registers
+        keys //= 2
     return _space(family, (rows, 2 * keys if latent else keys, warps), count, (16, 32, 64, 128))
 
 
