@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from toys import scale_problem, tiled
 from typer.testing import CliRunner
 
 from kvkit import cli
 from kvkit.kernels.tuning import trials
-from kvkit.kernels.tuning.search import Look, Roof, SearchStep, Trial
+from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.configs import KernelConfig
+from kvkit.kernels.tuning.search import UNCHECKED, Look, Roof, SearchStep, Trial, search
 from kvkit.kernels.tuning.tables import Tuned, build_of
 
 DEFAULT, SMALL, FLAWED, WRONG, TWIN = (tiled(n) for n in (1024, 256, 512, 2048, 128))
@@ -67,6 +70,29 @@ def test_lines_are_added_and_the_last_search_counts(tmp_path: Path) -> None:
         file.write('{"problem": "scale')  # the process was killed
     assert len(path.read_text().splitlines()) == 10
     assert trials.read(path) == json.loads(json.dumps(again))
+
+
+def test_a_search_that_is_ended_leaves_what_it_measured(tmp_path: Path) -> None:
+    """And one that goes on replaces it."""
+    path = tmp_path / "trials.jsonl"
+
+    def measure(config: KernelConfig) -> float:
+        if config == TWIN:
+            raise KeyboardInterrupt
+        return 1e-6
+
+    def keep(problem: Problem, trial: Trial) -> None:
+        trials.append(path, [trials.line(problem, trial, "H200", ROOF)])
+
+    case = PROBLEM.make(torch.device("cpu"), True)
+    with pytest.raises(KeyboardInterrupt):
+        search(PROBLEM, case, measure, {}, ROOF, on_trial=keep)
+    found = trials.read(path)
+    assert [line["config"] for line in found] == [str(DEFAULT), *map(str, SPACE[1 : SPACE.index(TWIN)])]
+    assert {line["fate"] for line in found} == {UNCHECKED}
+    assert "the search was ended" in trials.explain(found)
+    trials.append(path, lines())
+    assert [line["fate"] for line in trials.read(path)] == [trial.fate for trial in TRIALS]
 
 
 def test_csv_has_a_row_for_each_trial(tmp_path: Path) -> None:

@@ -8,19 +8,24 @@ from contextlib import contextmanager
 
 from benchmarks.gpu.bench import Bench
 from kvkit.kernels.tuning import search
+from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import KernelConfig
 from kvkit.kernels.tuning.devices import tools_here
-from kvkit.kernels.tuning.search import Look, Roof, Tools
+from kvkit.kernels.tuning.search import Look, Roof, Tools, Trial
 from kvkit.kernels.tuning.tables import tuned_folder
 
 BUDGET_S, PROBLEM_S = 90, 10
 
 
 def run(bench: Bench) -> None:
-    """Records what each problem's bucket has now, with every trial; tables are in $KVKIT_TUNED."""
+    """Records each trial, then what each problem's bucket has now; tables are in $KVKIT_TUNED."""
+
+    def keep(problem: Problem, trial: Trial) -> None:
+        bench.results.record(problem.name, config=str(trial.config), us=trial.us, fate=trial.fate)
+
     with _tools(bench) as tools:
         for step in search.tune(
-            bench.problems, tuned_folder(), tools, budget_s=BUDGET_S, problem_s=PROBLEM_S
+            bench.problems, tuned_folder(), tools, budget_s=BUDGET_S, problem_s=PROBLEM_S, on_trial=keep
         ):
             found = {} if step.tuned is None else step.tuned._asdict() | {"config": str(step.tuned.config)}
             trials = [

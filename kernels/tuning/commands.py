@@ -291,9 +291,16 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
     console, count = Console(), Counter[str]()
     try:
         with tools_here(host, factory) as tools:
-            steps = search.tune(problems, tuned_folder(), tools, **asdict(limits))
+            path, about = _trials_path(tools.name), (tools.name, tools.roof)
+            steps = search.tune(
+                problems,
+                tuned_folder(),
+                tools,
+                **asdict(limits),
+                on_trial=lambda problem, trial: trials.append(path, [trials.line(problem, trial, *about)]),
+            )
             for step in track(steps, "tuning", len(problems), console=console):
-                trials.append(_trials_path(tools.name), trials.lines(step, tools.name, tools.roof))
+                trials.append(path, trials.lines(step, *about))
                 count[step.state] += 1
                 console.print(str(step), markup=False, highlight=False, soft_wrap=True)
     except (search.TuningError, SourceError, TableError, OSError) as error:

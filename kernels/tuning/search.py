@@ -74,6 +74,13 @@ class Trial:
     look: Look = Look()
 
 
+UNCHECKED = "measured, not checked"
+"""The fate of a trial while its search goes on, and for good where that was ended."""
+
+OnTrial = Callable[[Problem, Trial], object]
+"""Hears of each configuration as soon as it was measured: what a search that is ended leaves."""
+
+
 @dataclass(frozen=True, slots=True)
 class SearchStep:
     """What `tune` did with a problem.
@@ -122,6 +129,7 @@ def tune(
     budget_s: float | None = None,
     problem_s: float | None = None,
     force: bool = False,
+    on_trial: OnTrial = lambda problem, trial: None,
 ) -> Iterator[SearchStep]:
     """Tune one problem after another; writes `folder`/<device>.json after each, and yields what it did.
 
@@ -133,6 +141,7 @@ def tune(
         budget_s: no problem is begun after so many seconds, and the search within one ends, with the
             fastest of what it had measured. The next run searches it again.
         problem_s: the same for each problem; here what was measured is enough for the next run.
+        on_trial: see `OnTrial`.
 
     Raises:
         TableError: the file is there and no table of this device; it was not changed.
@@ -172,7 +181,7 @@ def tune(
 
         try:
             look, case = tools.look(problem, late), problem.make(tools.device, True)
-            tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, late)
+            tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, late, on_trial)
         except torch.OutOfMemoryError as error:
             yield SearchStep(problem, "failed", error=str(error))
             continue
@@ -189,6 +198,7 @@ def search(
     look: Mapping[KernelConfig, Look],
     roof: Roof,
     late: Late = lambda: False,
+    on_trial: OnTrial = lambda problem, trial: None,
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
     """The fastest configuration of a problem whose results are right; mutates the case's tensors.
 
@@ -207,6 +217,11 @@ def search(
         what to keep, None if none is right; and every configuration's fate.
     """
     default, looks = problem.space[0], {config: look.get(config, Look()) for config in problem.space}
+
+    def trial(config: KernelConfig, seconds: float | None, fate: str, times: Sequence[float]) -> Trial:
+        us = None if seconds is None else seconds * 1e6
+        return Trial(config, us, fate, tuple(time * 1e6 for time in times), looks[config])
+
     fate = {config: looks[config].flaw for config in problem.space}
     first: dict[KernelConfig, list[float]] = {}
     median: dict[KernelConfig, float] = {}
@@ -231,6 +246,7 @@ def search(
         try:
             first[config] = [measure(config) for _ in range(FIRST_SAMPLES)]
             median[config] = statistics.median(first[config])
+            on_trial(problem, trial(config, median[config], UNCHECKED, first[config]))
         except CompileError as error:
             fate[config] = f"does not run: {error}"
     samples: dict[KernelConfig, list[float]] = {config: [] for config in _finalists(median, default)}
@@ -256,18 +272,15 @@ def search(
         if not fate[config].startswith("wrong"):
             winner = config
             break
-    us = {config: seconds * 1e6 for config, seconds in (median | final).items()}
+    seconds, times = median | final, first | samples
     trials = tuple(
-        Trial(
-            c,
-            us.get(c),
-            "best" if c == winner else fate[c] or "slower",
-            tuple(seconds * 1e6 for seconds in (first | samples).get(c, ())),
-            looks[c],
-        )
+        trial(c, seconds.get(c), "best" if c == winner else fate[c] or "slower", times.get(c, ()))
         for c in problem.space
     )
-    return None if winner is None else Tuned(winner, us[winner], us.get(default), untried), trials
+    if winner is None:
+        return None, trials
+    us = {trial.config: trial.us for trial in trials}
+    return Tuned(winner, seconds[winner] * 1e6, us[default], untried), trials
 
 
 def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:

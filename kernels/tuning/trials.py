@@ -6,12 +6,13 @@ import csv
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvkit.environment import PACKAGES, version_of
-from kvkit.kernels.tuning.search import Roof, SearchStep
+from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.search import UNCHECKED, Roof, SearchStep, Trial
 from kvkit.kernels.tuning.tables import build_of
 
 Line = Mapping[str, Any]
@@ -19,39 +20,42 @@ Line = Mapping[str, Any]
 
 
 def lines(step: SearchStep, device: str, roof: Roof) -> Iterator[Line]:
-    """A line for each configuration that a search tried or passed over.
+    """A line for each configuration that a search tried or passed over; see `line`."""
+    return (line(step.problem, trial, device, roof) for trial in step.trials)
+
+
+def line(problem: Problem, trial: Trial, device: str, roof: Roof) -> Line:
+    """What is kept of a trial.
 
     Args:
-        step: of `search.tune`.
+        problem: as `search.tune` says it.
         device: its name.
         roof: of the device: `Tools.roof`.
     """
-    problem = step.problem
-    for trial in step.trials:
-        work = problem.work(trial.config)
-        yield {
-            "time": time.time(),
-            "device": device,
-            "problem": problem.name,
-            "operation": problem.names[0],
-            **problem.bucket._asdict(),
-            "config": str(trial.config),
-            "default": trial.config == problem.space[0],
-            "fate": trial.fate,
-            "us": trial.us,
-            "samples_us": trial.samples,
-            "roof_us": roof.seconds(work) * 1e6,
-            "moved_bytes": work.moved_bytes,
-            "flops": work.flops,
-            "bytes_per_s": roof.bytes_per_s,
-            "flops_per_s": roof.flops_per_s,
-            "compiled": dict(trial.look.numbers),
-            **build_of(problem.kernel, problem.host)._asdict(),
-            "versions": {package: version_of(package) for package in PACKAGES},
-        }
+    work = problem.work(trial.config)
+    return {
+        "time": time.time(),
+        "device": device,
+        "problem": problem.name,
+        "operation": problem.names[0],
+        **problem.bucket._asdict(),
+        "config": str(trial.config),
+        "default": trial.config == problem.space[0],
+        "fate": trial.fate,
+        "us": trial.us,
+        "samples_us": trial.samples,
+        "roof_us": roof.seconds(work) * 1e6,
+        "moved_bytes": work.moved_bytes,
+        "flops": work.flops,
+        "bytes_per_s": roof.bytes_per_s,
+        "flops_per_s": roof.flops_per_s,
+        "compiled": dict(trial.look.numbers),
+        **build_of(problem.kernel, problem.host)._asdict(),
+        "versions": {package: version_of(package) for package in PACKAGES},
+    }
 
 
-def append(path: Path, found: Iterator[Line]) -> None:
+def append(path: Path, found: Iterable[Line]) -> None:
     """Add lines to a file, each written before the next; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
@@ -137,6 +141,8 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
     best = next((line for line in trials if line["fate"] == "best"), None)
     fates = Counter(_kind(line["fate"]) for line in trials if line is not best)
     others = "; ".join(f"{count} {fate}" for fate, count in fates.most_common())
+    if best is None and any(line["fate"] == UNCHECKED for line in trials):
+        return f"{name}: the search was ended: {others}."
     if best is None:
         return f"{name}: no configuration is right: {others}."
     words = [f"{name}: {best['config']} takes {best['us']:.1f} µs{_gain(best, trials)}."]
