@@ -8,12 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["Cache", "Hit", "Policy", "SequencePages", "Tier", "load_config", "open_cache"]
+__all__ = ["Cache", "Hit", "Policy", "RequestPolicy", "SequencePages", "Tier", "load_config", "open_cache"]
 
 if TYPE_CHECKING:
     from kvkit.cache import Cache
     from kvkit.config import load_config, open_cache
-    from kvkit.moving.policy import Policy
+    from kvkit.moving.policy import Policy, RequestPolicy
     from kvkit.moving.sequence import Hit, SequencePages
     from kvkit.tiers.base import Tier
 else:
@@ -21,6 +21,7 @@ else:
         "Cache": "cache",
         "Hit": "moving.sequence",
         "Policy": "moving.policy",
+        "RequestPolicy": "moving.policy",
         "SequencePages": "moving.sequence",
         "Tier": "tiers.base",
         "load_config": "config",

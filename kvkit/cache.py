@@ -24,13 +24,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.narrowed import check_narrows
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.streams import CudaEvents, marks
 from kvkit.moving.counts import Counts
-from kvkit.moving.layerwise import LayerLoad, LayerStore
+from kvkit.moving.layerwise import LayerLoad, LayerStore, Lend
 from kvkit.moving.load import Load, prefetch, read_chunk
-from kvkit.moving.policy import Policy, check_named, in_effect
+from kvkit.moving.policy import NO_WISHES, Policy, RequestPolicy, check_named, for_request, in_effect
 from kvkit.moving.policy import check as check_policy
 from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import (
@@ -45,7 +46,7 @@ from kvkit.moving.sequence import (
     largest_record_bytes,
 )
 from kvkit.moving.store import Store, Stored
-from kvkit.moving.tier_set import TierSet
+from kvkit.moving.tier_set import OnTierHeld, TierSet
 from kvkit.moving.warm_up import warm_up
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
@@ -110,7 +111,7 @@ class Cache:
 
     Raises:
         PolicyError: the policy names no tier of these.
-        CacheError: two tiers share a name, or the slots are too small or too few.
+        CacheError, LayoutError: tiers share a name; the slots, or a tier's precision, do not fit the layout.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Cache:
             raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
         if staging.slots < len(layout.groups):
             raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
+        check_narrows(layout, {tier.name: tier.precision for tier in tiers})
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
@@ -141,7 +143,8 @@ class Cache:
         self.space_of: SpaceOf = space_of or self._own_space
         self.server: CacheServer | None = None
         self._opener = Opener("this cache")
-        self._all_puts = Puts(TierSet(self.tiers, self.policy, staging, timeout_s), len(layout.groups))
+        tier_set = TierSet(self.tiers, self.policy, staging, timeout_s, layout.copy, layout.copies)
+        self._all_puts = Puts(tier_set, len(layout.groups))
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
         self._looking = Workers(LOOKING_THREADS, "kvkit-look")
@@ -159,6 +162,7 @@ class Cache:
         first: int = 0,
         prefill_tokens_per_s: float | None = None,
         retrieve_from: Sequence[str] | None = None,
+        policy: RequestPolicy = NO_WISHES,
     ) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) is available, and where.
 
@@ -170,16 +174,20 @@ class Cache:
             prefill_tokens_per_s: how fast the engine computes. Where it is known, the run ends where going on
                 computing is faster than loading, by what was measured of the tiers in the last minute.
             retrieve_from: tiers to seek, instead of the policy's.
+            policy: what the request wants otherwise; the load of the hit keeps to it, too.
 
         Raises:
-            PolicyError: `retrieve_from` names a tier that does not exist.
+            PolicyError: `retrieve_from` or `policy` names a tier that does not exist.
         """
-        chunks = self.chunks(tokens, namespace)
+        chunks = self.chunks(tokens, namespace, policy)
         check_named("retrieve_from", retrieve_from or (), self.tiers)
+        if policy.max_load_tokens is not None:
+            chunks = chunks.part(0, min(len(chunks), first + policy.max_load_tokens // chunks.chunk_tokens))
         plan = found = self._puts.find_promised(chunks, wait_s, retrieve_from)
         if prefill_tokens_per_s is not None:
             compute_s = chunks.chunk_tokens / prefill_tokens_per_s
             plan = self._tier_set.worth_loading(found, chunks.groups, first, compute_s)
+            plan = found if plan == found else self._puts.with_states(chunks, plan, 0.0, retrieve_from)
         hit = Hit(chunks, plan)
         declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
         if declined:
@@ -188,6 +196,7 @@ class Cache:
             counts.lookups += 1
             counts.lookup_tokens += len(chunks.tokens)
             counts.hit_tokens.update(hit.by_tier)
+            counts.approximate_tokens.update(hit.approximate)
             counts.declined_tokens.update(declined)
         return hit
 
@@ -200,24 +209,35 @@ class Cache:
         first: int = 0,
         prefill_tokens_per_s: float | None = None,
         retrieve_from: Sequence[str] | None = None,
+        policy: RequestPolicy = NO_WISHES,
     ) -> Transfer[Hit]:
         """`lookup` in the background."""
         look = partial(self.lookup, tokens, namespace, wait_s=wait_s, first=first)
         look = partial(look, prefill_tokens_per_s=prefill_tokens_per_s, retrieve_from=retrieve_from)
+        look = partial(look, policy=policy)
         return Transfer.start(self._looking, lambda _: look())
 
-    def query(self, tokens: Any, namespace: Namespace | None = None) -> Hit:
-        """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query."""
+    def query(self, tokens: Any, namespace: Namespace | None = None, wait_s: float = 0.0) -> Hit:
+        """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query.
+        Waits up to `wait_s` seconds for what is being stored."""
         chunks = self.chunks(tokens, namespace)
-        hit = Hit(chunks, self._puts.find_promised(chunks, 0.0))
+        hit = Hit(chunks, self._puts.find_promised(chunks, wait_s))
         with self._tier_set.counting() as counts:
             counts.queries += 1
         return hit
 
-    def chunks(self, tokens: Any, namespace: Namespace | None = None) -> Chunks:
-        """The whole chunks of `tokens` (int32 [T]), hashed once, for who stores them part by part."""
+    def chunks(
+        self, tokens: Any, namespace: Namespace | None = None, policy: RequestPolicy = NO_WISHES
+    ) -> Chunks:
+        """The whole chunks of `tokens` (int32 [T]), hashed once, for who stores them part by part.
+
+        Raises:
+            PolicyError: `policy` names a tier that does not exist.
+        """
         self._opener.check()
-        return Chunks.of(tokens, self.layout, namespace or self.namespace)
+        check_named("load_from", policy.load_from or (), self.tiers)
+        check_named("store_to", policy.store_to or (), self.tiers)
+        return Chunks.of(tokens, self.layout, namespace or self.namespace, policy)
 
     def held_async(self, chunks: Chunks, tiers: Sequence[str]) -> Transfer[int]:
         """How many of `chunks`, from the first on, these tiers hold, in the background; counts as no lookup.
@@ -232,7 +252,7 @@ class Cache:
 
         A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if
         it is nowhere the load ends before it. What is loaded is always a leading run; the policy may have it
-        written back to nearer tiers.
+        written back to nearer tiers. The result says what is approximate: it is written back to none.
 
         Args:
             pages: where to put it, one per layer group.
@@ -260,20 +280,31 @@ class Cache:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         return LayerLoad(self._puts, self._reading, hit, pages)
 
-    def store_layers(self, tokens: Any, pages: AllPages, namespace: Namespace | None = None) -> LayerStore:
+    def store_layers(
+        self,
+        tokens: Any,
+        pages: AllPages,
+        namespace: Namespace | None = None,
+        *,
+        policy: RequestPolicy = NO_WISHES,
+    ) -> LayerStore:
         """`store` one layer at a time, as the engine completes them. Raises what `store` does."""
-        chunks = self.chunks(tokens, namespace)
+        return self.store_chunk_layers(self.chunks(tokens, namespace, policy), pages)
+
+    def store_chunk_layers(
+        self, chunks: Chunks, pages: AllPages, to: Sequence[str] | None = None, lend: Lend | None = None
+    ) -> LayerStore:
+        """`store_layers` of chunks, whose slots `lend` may give. `pages` are of these chunks alone."""
+        self._opener.check()
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return LayerStore(self._puts, chunks, pages, self.policy.store_to)
+        return LayerStore(self._puts, chunks, pages, self._targets(to, chunks), lend)
 
     @property
     def prefetch_chunks(self) -> int:
-        """Chunks that can be prefetched at a time, half of what the memory holds that they go to.
-
-        More would displace each other, or most of what is near.
-        """
+        """Chunks that can be prefetched at a time, half of what the memory holds that they go to: more would
+        displace each other, or most of what is near."""
         near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
-        slots = min((tier.slots // 2 for tier in near), default=self._tier_set.prefetched.slots)
+        slots = min((tier.slots // 2 for tier in near if tier.slots), default=self._tier_set.prefetched.slots)
         return slots // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
@@ -316,6 +347,7 @@ class Cache:
         *,
         to: Sequence[str] | None = None,
         first: int = 0,
+        policy: RequestPolicy = NO_WISHES,
     ) -> Stored:
         """Put the whole chunks of `tokens` (int32 [T]) that a target tier lacks. Reads the engine's pages.
 
@@ -325,15 +357,17 @@ class Cache:
         Args:
             to: tiers, instead of the policy's `store_to`.
             first: the chunk to begin with: those before it are not stored, and `pages` begin there.
+            policy: what the request wants otherwise: where it is stored, and how it is evicted there, which
+                goes for what a target has already, too.
 
         Raises:
             CacheError: `pages` do not match the layout or are too short for the tokens, or the tokens have
                 fewer than `first` whole chunks.
-            PolicyError: `to` names a tier that does not exist.
+            PolicyError: `to` or `policy` names a tier that does not exist.
         """
-        chunks = self._part(tokens, namespace, first)
+        chunks = self._part(tokens, namespace, first, policy)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return Store(self._puts, chunks, pages, self._targets(to)).run(Transfer())
+        return Store(self._puts, chunks, pages, self._targets(to, chunks)).run(Transfer())
 
     def store_async(
         self,
@@ -344,6 +378,7 @@ class Cache:
         to: Sequence[str] | None = None,
         first: int = 0,
         ready: Callable[[], object] | None = None,
+        policy: RequestPolicy = NO_WISHES,
     ) -> Transfer[Stored]:
         """`store` in the background: pages must not change until it is done, or `release_pages` returns.
 
@@ -351,7 +386,7 @@ class Cache:
         `synchronize`). Without it, pages on a GPU hold that once the current stream has done what it has now.
         Raises what `store` does.
         """
-        return self.store_chunks(self._part(tokens, namespace, first), pages, to=to, ready=ready)
+        return self.store_chunks(self._part(tokens, namespace, first, policy), pages, to=to, ready=ready)
 
     def store_chunks(
         self,
@@ -381,14 +416,14 @@ class Cache:
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         after = () if ready else _marks(pages)
         ready = ready or (lambda: None)
-        targets = self._targets(to)
+        targets = self._targets(to, chunks)
         store = Store(self._puts, chunks, pages, targets, ready, on_stored, on_done, copy_first, after)
         try:
             transfer = Transfer.start(self._storing, store.run)
         except BaseException:
-            store.promise.close()
+            store.give_up()
             raise
-        transfer.add_done_callback(lambda done: store.promise.close() if done.cancelled() else None)
+        transfer.add_done_callback(lambda done: store.give_up() if done.cancelled() else None)
         return transfer
 
     def warm_up(self, pages: AllPages) -> Future[None]:
@@ -409,15 +444,33 @@ class Cache:
             self.staging.ready.wait(self.timeout_s)  # memory that is not pinned takes another way
             (lease,) = self.staging.acquire(1, self.timeout_s)
             with lease:
-                warm_up(groups, none.formats, lease)
+                warm_up(groups, none.formats + none.states, lease)
 
         return self._storing.submit(carry_out)
+
+    def watch(self, tiers: Sequence[str], on_held: OnTierHeld) -> bool:
+        """Have told from now on what `tiers` hold, as records are put, found, evicted, dropped and deleted.
+
+        What they hold already is told at once. Whether that is all that they ever hold: they are this host's
+        alone. If not, it may be left out, and what a server evicts by itself is told when a lookup or a read
+        misses it.
+        """
+        return self._tier_set.watch(tiers, on_held)
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers evict none of these tokens' chunks for so long; how many tokens one or more hold."""
         chunks = self.chunks(tokens, namespace)
-        held = [self._tier_set.pin(tier, chunks.names, seconds) for tier in self.tiers]
-        return max(held, default=0) // chunks.groups * chunks.chunk_tokens
+        return max((self._tier_set.pin(tier, chunks, seconds) for tier in self.tiers), default=0)
+
+    def retain(self, tokens: Any, policy: RequestPolicy, namespace: Namespace | None = None) -> None:
+        """Have tiers evict what they hold of these tokens' chunks as a request wants, as if it stored them.
+
+        Raises:
+            PolicyError: `policy` names a tier that does not exist.
+        """
+        chunks = self.chunks(tokens, namespace, policy)
+        for tier in self.tiers if policy.store_to is None else policy.store_to:
+            self._tier_set.retain(tier, chunks.names + chunks.snapshots, policy)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every put that was started before this call is complete or has failed.
@@ -516,13 +569,15 @@ class Cache:
             raise UnknownModel(f"model = {model!r}: not known here; known is {self.namespace.model!r}")
         return replace(self.namespace, salt=salt) if salt else self.namespace
 
-    def _part(self, tokens: Any, namespace: Namespace | None, first: int) -> Chunks:
-        chunks = self.chunks(tokens, namespace)
+    def _part(
+        self, tokens: Any, namespace: Namespace | None, first: int, policy: RequestPolicy = NO_WISHES
+    ) -> Chunks:
+        chunks = self.chunks(tokens, namespace, policy)
         return chunks.part(first, len(chunks))
 
-    def _targets(self, to: Sequence[str] | None) -> Sequence[str]:
+    def _targets(self, to: Sequence[str] | None, chunks: Chunks) -> Sequence[str]:
         check_named("to", to or (), self.tiers)
-        return self.policy.store_to if to is None else to
+        return for_request(self.policy, chunks.policy).store_to if to is None else to
 
     def _load(self, hit: Hit, pages: AllPages, rotate: Rotation | None) -> Load:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)

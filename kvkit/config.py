@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from kvkit.cache import Cache, CacheServer, SpaceOf
 from kvkit.environment import is_loopback
 from kvkit.format.keys import DIGEST_BYTES
-from kvkit.format.layout import KVLayout, Namespace
+from kvkit.format.layout import KVLayout, LayoutError, Namespace, Precision
 from kvkit.handoff.settings import HandoffConfig, open_handoff
 from kvkit.moving.policy import Policy
 from kvkit.moving.policy import check as check_policy
@@ -105,6 +106,12 @@ class Config(BaseSettings):
         ByteSize(512 << 20), description="bytes of slots that records pass through", gt=0
     )
     timeout_s: float = Field(30.0, description="longest single wait, in seconds", gt=0, le=3600)
+    precision: Precision | None = Field(
+        None, description="of KV in records and on its way to them; none: as the engine computes it"
+    )
+    unchecked_precision: bool = Field(
+        False, description="whether to hold KV in fewer bits of a model that `kvkit doctor` has not passed"
+    )
     tiers: dict[str, TierConfig] = Field(default_factory=dict, description="in the order they are sought")
     policy: PolicyConfig = PolicyConfig()
     server: ServerConfig = ServerConfig()
@@ -133,6 +140,31 @@ class Config(BaseSettings):
         handoff = self.handoff
         default = Policy.default(self.tiers) if handoff is None else handoff.default_policy(self.tiers)
         return replace(default, **self.policy.model_dump(exclude_none=True))
+
+    def layout(self, engine: KVLayout) -> KVLayout:
+        """An engine's layout with this file's `precision`: that of its namespace, its pages and `open_cache`.
+
+        Raises:
+            ConfigError: KV of some of its layers cannot be held in fewer bits.
+        """
+        try:
+            groups = tuple(replace(group, precision=self.precision) for group in engine.groups)
+            return replace(engine, groups=groups)
+        except LayoutError as error:
+            raise ConfigError(str(error)) from error
+
+    def check_model(self, check: Callable[[Precision, str], object]) -> None:
+        """Have `check` refuse a model that must not be held in a `precision`, or a tier's, unless that is not
+        to be asked.
+
+        Args:
+            check: of the weights, given a precision and what to set instead: `kvkit.moving.precision.check`.
+        """
+        if not self.unchecked_precision:
+            wanted = dict.fromkeys([self.precision, *(tier.precision for tier in self.tiers.values())])
+            for precision in wanted:
+                if precision is not None:
+                    check(precision, "unchecked_precision = true")
 
     def namespace(self, layout: KVLayout, *, model: str, dtype: str, **fields: Any) -> Namespace:
         """The namespace of `model` with this file's chunk size and digest; `fields` as in `Namespace`."""
@@ -177,11 +209,16 @@ def open_cache(
         space_of: as in `Cache`.
 
     Raises:
-        ConfigError: a size is too small for this layout's records; a tier cannot be opened; or the endpoint
-            cannot: its address is taken, the token's file is no such file, or a package is missing.
+        ConfigError: the layout has another precision; a size is too small for its records; a tier cannot be
+            opened; or the endpoint cannot: its address is taken, the token's file is no such file, or a
+            package is missing.
     """
     if not config.tiers and config.handoff is None:
         raise ConfigError("tiers: none given; want at least one, such as [tiers.disk] with a url")
+    for found in {group.precision for group in layout.groups} - {config.precision}:
+        raise ConfigError(
+            f"precision = {config.precision!r}: the layout's is {found!r}; want one that `Config.layout` made"
+        )
     slot_bytes = largest_record_bytes(layout, namespace)
     passing = config.staging // slot_bytes
     if passing < len(layout.groups):

@@ -6,10 +6,11 @@ import ctypes
 import functools
 import importlib.metadata
 import ipaddress
+import json
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,28 @@ def cache_folder() -> Path:
         RuntimeError: there is neither that nor a home.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+
+
+def verdict_path(kind: str, name: str) -> Path:
+    """Where what was measured of a model's weights is kept, for who wants to know whether they are fit.
+
+    Args:
+        kind: what for, such as "blend".
+        name: what that one calls the weights.
+
+    Raises:
+        RuntimeError: as `cache_folder`.
+    """
+    return cache_folder() / kind / f"{name}.json"
+
+
+def keep_verdict(kind: str, names: Iterable[str], content: Mapping[str, Any]) -> list[Path]:
+    """Write a verdict down under each name of the weights; returns where."""
+    paths = [verdict_path(kind, name) for name in names]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    return paths
 
 
 def is_loopback(host: str) -> bool:

@@ -10,9 +10,12 @@ import os
 import sys
 import threading
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,9 @@ PAGE_BYTES = mmap.PAGESIZE
 RECLAIM_S = 0.25
 """Who waits for slots asks for them again after so many seconds."""
 _PREFAULT_BYTES = 8 << 20
+_HUGE_PAGE = 2 << 20
+_TRIES = 64
+"""To map at a multiple of it."""
 _PORTABLE_AND_MAPPED = 1 | 2
 """cudaHostRegister's flags: pinned for every GPU of the process, and in reach of their kernels."""
 
@@ -45,39 +51,51 @@ class Lease:
 
     Attributes:
         slot: its index.
-        array: its memory, uint8 [slot_bytes]; `buffer` is the same as a memoryview.
     """
 
-    __slots__ = ("_released", "_staging", "array", "buffer", "slot")
+    __slots__ = ("_arena", "_released", "slot")
 
-    def __init__(self, staging: Staging, slot: int) -> None:
-        self._staging = staging
+    def __init__(self, arena: Arena, slot: int) -> None:
+        self._arena = arena
         self._released = False
         self.slot = slot
-        self.array = staging.arrays[slot]
-        self.buffer = staging.buffers[slot]
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory of the slot, uint8 [slot_bytes]."""
+        array: npt.NDArray[np.uint8] = self._arena.arrays[self.slot]
+        return array
+
+    @property
+    def buffer(self) -> memoryview:
+        """The same as a memoryview."""
+        return self._arena.view(self.slot)
 
     @property
     def used(self) -> int:
         """Bytes of the slot that hold a record; the same for every reference to the slot."""
-        return self._staging.used[self.slot]
+        return self._arena.used[self.slot]
 
     @used.setter
     def used(self, size: int) -> None:
-        self._staging.used[self.slot] = size
+        self._arena.used[self.slot] = size
 
     @property
     def record(self) -> npt.NDArray[np.uint8]:
         """The first `used` bytes of the slot."""
         return self.array[: self.used]
 
+    def same_slot(self, other: Lease) -> bool:
+        """Whether both are references to one slot."""
+        return self._arena is other._arena and self.slot == other.slot
+
     def share(self) -> Lease:
         """Another reference to the same slot, to be released on its own."""
-        return self._staging._share(self)
+        return self._arena._share(self)
 
     def release(self) -> None:
         """Give this reference back: once, or it raises `StagingError`; in a fork, `Forked`."""
-        self._staging._release(self)
+        self._arena._release(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -93,12 +111,110 @@ def release_all(leases: Iterable[Lease]) -> None:
         lease.release()
 
 
-class Staging:
+class Arena(ABC):
+    """Slots of one memory, and how many references there are to each. Thread-safe.
+
+    A background thread touches the pages, and pins them where CUDA is there, through the GPU that is current
+    where the arena is made. It belongs to the process that made it: in a fork of that, leases are refused.
+
+    Args:
+        memory: a multiple of `slot_bytes`, which is one of whole pages.
+        what: as errors call it.
+
+    Attributes:
+        arrays: the memory, uint8 [slots, slot_bytes].
+        used: bytes of each slot that hold a record.
+    """
+
+    def __init__(self, memory: mmap.mmap, slot_bytes: int, what: str) -> None:
+        self._memory = memory
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._opener = Opener(what)
+        self.slot_bytes = slot_bytes
+        self.slots = len(memory) // slot_bytes
+        self.arrays = np.frombuffer(memory, np.uint8).reshape(self.slots, slot_bytes)
+        self._whole = memoryview(memory)
+        self.used = [0] * self.slots
+        self._references = [0] * self.slots
+        self._changed = threading.Condition()
+        self._closed = False
+        self._pinned: int | None = None  # the address that CUDA knows
+        self._gpu = _current_gpu()
+        self.ready = threading.Event()
+        self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
+        self._toucher.start()
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """Of every slot, its memory."""
+        return [self.view(slot) for slot in range(self.slots)]
+
+    def view(self, slot: int) -> memoryview:
+        """The memory of a slot."""
+        return self._whole[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def close(self) -> None:
+        """Refuse new leases and wake those who wait. The memory lives until its last view is gone."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._toucher.join()
+        if self._pinned is not None:
+            import torch
+
+            with torch.cuda.device(self._gpu), outside_captures():
+                torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+            self._pinned = None
+
+    @abstractmethod
+    def _release(self, lease: Lease) -> None:
+        """`Lease.release`."""
+
+    def _share(self, lease: Lease) -> Lease:
+        self._opener.check()
+        with self._changed:
+            if lease._released:
+                raise StagingError(f"slot {lease.slot}: shared after its release")
+            self._references[lease.slot] += 1
+            return Lease(self, lease.slot)
+
+    def _drop(self, lease: Lease) -> bool:
+        """Count a reference less, under the lock; whether it was the slot's last."""
+        if lease._released:
+            raise StagingError(f"slot {lease.slot}: released twice")
+        lease._released = True
+        self._references[lease.slot] -= 1
+        return not self._references[lease.slot]
+
+    def _touch(self) -> None:
+        """Have the memory backed, and pinned for a GPU."""
+        prefault(self._memory, lambda: self._closed)
+        try:
+            torch = sys.modules.get("torch")
+            if torch is not None and torch.cuda.is_available() and not self._closed:
+                self._pin(torch.cuda)
+        except RuntimeError as error:  # torch's; the fork of a process that used CUDA cannot
+            log.warning("staging memory could not be pinned (%s); transfers are slower", error)
+        finally:
+            self.ready.set()
+
+    def _pin(self, cuda: Any) -> None:
+        """By the module `torch.cuda`."""
+        address = self.arrays[0].ctypes.data
+        # a new thread is on GPU 0, and would make a context there for every rank of an engine
+        with cuda.device(self._gpu), outside_captures():
+            error = int(cuda.cudart().cudaHostRegister(address, len(self._memory), _PORTABLE_AND_MAPPED))
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+        self._pinned = address
+
+
+class Staging(Arena):
     """An arena of `slots` slots of `slot_bytes` bytes (rounded up to whole pages). Thread-safe.
 
-    Start-up is instant: a background thread touches the pages, and pins them where CUDA is there, through the
-    GPU that is current where the arena is made. It belongs to the process that made it: in a fork of that,
-    leases are refused, and nothing written to a slot reaches this memory.
+    Start-up is instant: the memory is touched in the background. Nothing that a fork writes to a slot reaches
+    this memory.
 
     Args:
         shared: have the memory in a file without a name (memfd), so that other processes of this host can
@@ -116,34 +232,19 @@ class Staging:
     def __init__(self, slot_bytes: int, slots: int, *, shared: bool = False) -> None:
         if slot_bytes < 1 or slots < 1:
             raise StagingError(f"slot_bytes={slot_bytes}, slots={slots}: want at least 1 of each")
-        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
-        self.slots = slots
-        size = self.slot_bytes * slots
+        slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        size = slot_bytes * slots
         self.descriptor = _sealed_memory(size) if shared else None
         if self.descriptor is None:
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._memory = mmap.mmap(self.descriptor, size)
-            self._memory.madvise(mmap.MADV_DONTFORK)
-        with suppress(OSError):  # a kernel without them
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._opener = Opener("this staging arena")
-        whole = memoryview(self._memory)
-        self.buffers = [whole[first : first + self.slot_bytes] for first in range(0, size, self.slot_bytes)]
-        self.arrays = [np.frombuffer(buffer, np.uint8) for buffer in self.buffers]
-        self.used = [0] * slots
-        self._references = [0] * slots
+            memory = map_shared(self.descriptor, size)
+            keep_from_forks(memory)
         self._free = deque(range(slots))
         self._waiting: deque[object] = deque()
         self._reclaims: list[Callable[[int], None]] = []
         self._when_freed: list[Callable[[], None]] = []
-        self._changed = threading.Condition()
-        self._closed = False
-        self._pinned: int | None = None  # the address that CUDA knows
-        self._gpu = _current_gpu()
-        self.ready = threading.Event()
-        self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
-        self._toucher.start()
+        super().__init__(memory, slot_bytes, "this staging arena")
 
     @property
     def free(self) -> int:
@@ -242,17 +343,7 @@ class Staging:
                 )
 
     def close(self) -> None:
-        """Refuse new leases and wake those who wait. The memory lives until its last view is gone."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._toucher.join()
-        if self._pinned is not None:
-            import torch
-
-            with torch.cuda.device(self._gpu), outside_captures():
-                torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
-            self._pinned = None
+        super().close()
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -266,50 +357,16 @@ class Staging:
             self.used[slot] = 0
         return [Lease(self, slot) for slot in taken]
 
-    def _share(self, lease: Lease) -> Lease:
-        self._opener.check()
-        with self._changed:
-            if lease._released:
-                raise StagingError(f"slot {lease.slot}: shared after its release")
-            self._references[lease.slot] += 1
-            return Lease(self, lease.slot)
-
     def _release(self, lease: Lease) -> None:
         self._opener.check()
         with self._changed:
-            if lease._released:
-                raise StagingError(f"slot {lease.slot}: released twice")
-            lease._released = True
-            self._references[lease.slot] -= 1
-            if self._references[lease.slot]:
+            if not self._drop(lease):
                 return
             self._free.appendleft(lease.slot)  # the slot used last is the one in cache
             self._changed.notify_all()
             told = tuple(self._when_freed)
         for freed in told:
             freed()
-
-    def _touch(self) -> None:
-        """Have the memory backed, and pinned for a GPU."""
-        prefault(self._memory, lambda: self._closed)
-        try:
-            torch = sys.modules.get("torch")
-            if torch is not None and torch.cuda.is_available() and not self._closed:
-                self._pin(torch.cuda)
-        except RuntimeError as error:  # torch's; the fork of a process that used CUDA cannot
-            log.warning("staging memory could not be pinned (%s); transfers are slower", error)
-        finally:
-            self.ready.set()
-
-    def _pin(self, cuda: Any) -> None:
-        """By the module `torch.cuda`."""
-        address = self.arrays[0].ctypes.data
-        # a new thread is on GPU 0, and would make a context there for every rank of an engine
-        with cuda.device(self._gpu), outside_captures():
-            error = int(cuda.cudart().cudaHostRegister(address, len(self._memory), _PORTABLE_AND_MAPPED))
-        if error:
-            raise RuntimeError(f"CUDA error {error}")
-        self._pinned = address
 
 
 def _current_gpu() -> int:
@@ -320,12 +377,13 @@ def _current_gpu() -> int:
 
 def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, stop: int | None = None) -> None:
     """Fault in bytes `start` to `stop` (None: the end), by pieces, until `stopped`: the first touch of a page
-    costs more than a copy of it.
+    costs more than a copy of it. Then have the kernel make huge pages of it, which files get no other way by
+    default: what lies there is read in half the time.
 
     On a virtual machine it can cost a thousand times as much. Python's own madvise keeps every other thread
     waiting meanwhile; one that is called through ctypes does not.
     """
-    populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
+    populate, collapse = getattr(mmap, "MADV_POPULATE_WRITE", 23), getattr(mmap, "MADV_COLLAPSE", 25)
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     base: int = np.frombuffer(memory, np.uint8).ctypes.data
@@ -335,6 +393,41 @@ def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, sto
         # fails before Linux 5.14: pages come in on use
         if stopped() or madvise(base + first, size, populate):
             break
+        inner = -(-(base + first) // _HUGE_PAGE) * _HUGE_PAGE
+        pages = (base + first + size - inner) // _HUGE_PAGE
+        if pages > 0 and not stopped():  # fails before Linux 6.1, and where there are no huge pages left
+            madvise(inner, pages * _HUGE_PAGE, collapse)
+
+
+def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
+    """A file's memory, where it can be at a multiple of a huge page, as `prefault` needs it for huge pages.
+
+    `mmap.mmap` is not told where to map, and Linux maps right below what it mapped before: memory in between
+    moves it there.
+    """
+    memory = mmap.mmap(descriptor, size, offset=offset)
+    between: list[mmap.mmap] = []
+    with suppress(OSError):  # no address space left for another try
+        for _ in range(_TRIES):
+            start: int = np.frombuffer(memory, np.uint8).ctypes.data
+            if not start % _HUGE_PAGE:
+                break
+            # larger than what fits between other mappings
+            gap = (start - size) % _HUGE_PAGE + 16 * _HUGE_PAGE
+            between += [memory, mmap.mmap(-1, gap, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)]
+            memory = mmap.mmap(descriptor, size, offset=offset)
+    return memory
+
+
+def keep_from_forks(memory: mmap.mmap) -> None:
+    """Have no fork map `memory`, nor unmap what it has itself at that address when it lets go of it."""
+    memory.madvise(mmap.MADV_DONTFORK)
+    os.register_at_fork(after_in_child=partial(_outlive, weakref.ref(memory)))
+
+
+def _outlive(memory: weakref.ref[mmap.mmap]) -> None:
+    """In a fork: have an object that others may have a part in never deleted, as hooks never are."""
+    os.register_at_fork(before=partial(id, memory()))
 
 
 def _sealed_memory(size: int) -> int:

@@ -48,14 +48,18 @@ def scores(
 ) -> torch.Tensor:
     heads, length = k_pages.shape[1], int(rows.lengths[0])
     group = q.shape[1] // heads
-    if lse is None:
-        _, lse = attention(q, k_pages, k_pages, rows, scoring)
-    lse = lse.masked_fill(lse == -math.inf, 0.0).view(-1, heads, group)
+    if lse is not None:
+        lse = lse.masked_fill(lse == -math.inf, 0.0).view(-1, heads, group)
     mass = torch.zeros(heads, group, length)
     for some, seen, split, mask, (k,) in _tiles(q, rows, scoring.window, k_pages):
+        blind = torch.nonzero(mask.amax(1) == -math.inf).flatten()
         for head in range(heads):
             found = _scores(split[head], k[head], scoring, mask)
-            mass[head, :, seen] += found.sub_(lse[some, head].T[..., None]).exp_().sum(1)
+            if lse is None:  # a tile has all keys that its rows see
+                paid = torch.softmax(found, -1).index_fill_(1, blind, 0.0)
+            else:
+                paid = found.sub_(lse[some, head].T[..., None]).exp_()
+            mass[head, :, seen] += paid.sum(1)
     if v_pages is not None:
         mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)[:, None]
     return mass.flatten(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import checks, device, reference
 from kvkit.kernels.pages.device import Record
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.pages.streams import CudaEvents
 
 __all__ = ["Pages", "pack", "unpack"]
@@ -26,7 +26,6 @@ def pack(
     *,
     blocks: NDArray[np.int64] | None = None,
     slots: NDArray[np.int64] | None = None,
-    quantised: Quantised | None = None,
     threads: int | None = None,
     after: CudaEvents | None = None,
 ) -> None:
@@ -39,15 +38,14 @@ def pack(
     Args:
         pages: of one group.
         records: per chunk `group.chunk_bytes(T)` contiguous bytes, of any alignment (a multiple of 64 is
-            fastest): the canonical [L, H, T, C], K before V in C; opaque [L, 1, pages, page_bytes]. Numpy
-            arrays; where the pages are on a GPU, also uint8 tensors there. A GPU moves arrays in pinned
+            fastest): the canonical [L, H, T, C], K before V in C; opaque [L, 1, pages, page_bytes]. With
+            `group.precision`, 8-bit codes and scales (`reference.quantise` has formula and error bound).
+            Numpy arrays; where the pages are on a GPU, also uint8 tensors there. A GPU moves arrays in pinned
             memory directly, others through a buffer of its own, in turns (`device.BUFFER_BYTES`).
         blocks: int64 [chunks, T / N], each chunk's blocks in order. A block < 0 is skipped: its bytes in
             the record stay as they were.
         slots: instead of `blocks`, int64 [chunks, T]: each token's block * N + place in the block. A slot
             < 0 is skipped. Not for opaque pages.
-        quantised: turn K and V into 8-bit codes and scales (`reference.quantise` has formula and error
-            bound); records then have `group.quantised().chunk_bytes(T)` bytes. Not for opaque pages.
         threads: on a CPU, at most so many; None means `torch.get_num_threads()`.
         after: on a GPU, the events that the move waits for (`streams.marks`); None: what the current stream
             of this thread has so far.
@@ -57,7 +55,7 @@ def pack(
             not be replayed; nothing was written.
     """
     named = _named(pages, blocks, slots)
-    _move(pages, records, named, None, quantised, threads, after, to_records=True)
+    _move(pages, records, named, None, threads, after, to_records=True)
 
 
 def unpack(
@@ -67,7 +65,6 @@ def unpack(
     blocks: NDArray[np.int64] | None = None,
     slots: NDArray[np.int64] | None = None,
     rotate: Rotation | None = None,
-    quantised: Quantised | None = None,
     threads: int | None = None,
     after: CudaEvents | None = None,
 ) -> None:
@@ -82,12 +79,11 @@ def unpack(
         rotate: turn K by its token's difference of positions on the way: in float32, rounded once to the
             pages' dtype (https://arxiv.org/abs/2104.09864). Start from the record every time: rotating what
             was rotated before adds up errors.
-        quantised: what `pack` was given: records hold codes and scales.
 
     The other arguments and errors are those of `pack`.
     """
     named = _named(pages, blocks, slots)
-    _move(pages, records, named, rotate, quantised, threads, after, to_records=False)
+    _move(pages, records, named, rotate, threads, after, to_records=False)
 
 
 class _PlacesNamed(NamedTuple):
@@ -103,7 +99,6 @@ def _move(
     records: Sequence[Record],
     named: _PlacesNamed,
     rotation: Rotation | None,
-    quantised: Quantised | None,
     threads: int | None,
     after: CudaEvents | None,
     to_records: bool,
@@ -111,11 +106,16 @@ def _move(
     chunks, tokens = named.every.shape
     if len(records) != chunks:
         raise LaunchError(f"records: {len(records)} given for {chunks} chunks")
-    kind = checks.records_group(pages.group, quantised)
+    kind = pages.group.stored
     row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
-    size = len(kind.layers) * pages.heads * tokens * row_bytes
+    if to_records and not pages.whole:
+        raise LaunchError("pages: they have a part of the heads of a record, and are only unpacked into")
+    size = len(kind.layers) * pages.shares * pages.heads * tokens * row_bytes
     for i, record in enumerate(records):
         checks.check_record(f"records[{i}]", record, size, pages.device, to_records)
+    if pages.order is not None:
+        _move_ordered(pages, records, named.every, rotation, threads, to_records)
+        return
     turns = None if rotation is None else checks.turns_of(pages.group, rotation, chunks, tokens)
     if threads is None:
         threads = torch.get_num_threads()
@@ -124,7 +124,7 @@ def _move(
     if not chunks:
         return
     if pages.device.type == "cuda":
-        wanted = device.DeviceMove(pages, named.ids, named.slots, to_records, quantised, turns)
+        wanted = device.DeviceMove(pages, named.ids, named.slots, to_records, turns)
         device.move(wanted, records, after)
         return
     arrays = [record for record in records if isinstance(record, np.ndarray)]
@@ -133,13 +133,45 @@ def _move(
 
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
         job = numba.Job.of(pages, addresses, named.every, row_bytes, to_records)
-        plain = rotation is None and quantised is None
-        conversion = None if plain else numba.Conversion.of(pages.group, quantised, turns)
+        plain = rotation is None and pages.group.precision is None
+        conversion = None if plain else numba.Conversion.of(pages.group, turns)
         numba.move(job, conversion, threads, (pages, arrays))
     elif to_records:
-        reference.pack(pages.group, pages.parts, arrays, named.every, quantised)
+        reference.pack(pages.group, pages.parts, arrays, named.every)
     else:
-        reference.unpack(pages.group, pages.parts, arrays, named.every, rotation, quantised)
+        reference.unpack(pages.group, pages.parts, arrays, named.every, rotation)
+
+
+def _move_ordered(
+    pages: Pages,
+    records: Sequence[Record],
+    slots: NDArray[np.int64],
+    rotation: Rotation | None,
+    threads: int | None,
+    to_records: bool,
+) -> None:
+    """Move what has an order of its own by way of dense pages, a layer at a time."""
+    from kvkit.kernels.pages import ordered
+
+    group, kept = replace(pages.group, strides=None), slots >= 0
+    places = np.where(kept, np.arange(slots.size).reshape(slots.shape), -1)
+    size = group.layer_bytes(slots.shape[1])
+    for i, layer in enumerate(group.layers):
+        alone = replace(group, layers=(layer,), block_tokens=1)
+        dense = torch.zeros(1, pages.heads, slots.size, group.channels, dtype=getattr(torch, group.dtype))
+        some = [record[i * size : (i + 1) * size] for record in records]
+        if to_records:
+            dense[0][:, kept.ravel()] = ordered.read_block_elements(pages, i, slots[kept])
+            pack(Pages.of(alone, [dense]), some, slots=places, threads=threads)
+        else:
+            unpack(
+                Pages.of(alone, [dense], heads=pages.held),
+                some,
+                slots=places,
+                rotate=rotation,
+                threads=threads,
+            )
+            ordered.write_block_elements(pages, i, slots[kept], dense[0][:, kept.ravel()])
 
 
 def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _PlacesNamed:

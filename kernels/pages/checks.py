@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup, LayoutError
+from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, RopeError, Rotation
 from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_overlap, check_rope
-from kvkit.kernels.pages.quantised import LARGEST
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +41,31 @@ def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tup
             if not alike or x.device != first.device:
                 raise LaunchError(f"{here}: {x}, but {name}[0] is {first}")
     return found
+
+
+def check_share(group: LayerGroup, heads: range | None) -> tuple[int, int]:
+    """Into how many equal shares the heads of a record are divided, and which of them `heads` are."""
+    every = range(group.kv_heads)
+    if heads is None:
+        return 1, 0
+    fits = len(heads) and not group.kv_heads % len(heads) and not heads.start % len(heads)
+    if not fits or heads.step != 1 or heads.start not in every or heads.stop > group.kv_heads:
+        raise LaunchError(f"heads={heads}: want one of the equal shares of {group.kv_heads} heads")
+    return group.kv_heads // len(heads), heads.start // len(heads)
+
+
+def check_order(order: torch.Tensor, group: LayerGroup, tensors: Sequence[Any]) -> None:
+    """Refuse an order that is not of the group's blocks, or not of these tensors'."""
+    want = (group.kv_heads, group.block_tokens, group.channels)
+    if tuple(order.shape) != want or str(order.dtype) != "torch.int64":
+        raise LaunchError(f"order: {tuple(order.shape)} {order.dtype}, want {want} torch.int64")
+    for i, tensor in enumerate(tensors):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if kind != group.dtype or tensor.device.type != "cpu" or int(order.max()) >= tensor[0].numel():
+            raise LaunchError(
+                f"tensors[{i}]: {tuple(tensor.shape)} {kind} on {tensor.device}, want blocks of more than "
+                f"{int(order.max())} {group.dtype} on a CPU"
+            )
 
 
 def _check_dense(name: str, x: Form, want: str) -> None:
@@ -116,18 +140,6 @@ def check_record(name: str, record: object, want: int, device: torch.device, to_
         raise LaunchError(f"{name}: {record.shape} strides {record.strides}, want ({want},) contiguous bytes")
     if to_records and not record.flags.writeable:
         raise LaunchError(f"{name}: read-only")
-
-
-def records_group(group: LayerGroup, quantised: str | None) -> LayerGroup:
-    """The group whose payloads are as records are."""
-    if quantised is None:
-        return group
-    if quantised not in LARGEST:
-        raise LaunchError(f"quantised={quantised!r}: want None or one of {', '.join(LARGEST)}")
-    try:
-        return group.quantised()
-    except LayoutError as error:
-        raise LaunchError(f"quantised={quantised!r}: {error}") from error
 
 
 class Turns(NamedTuple):

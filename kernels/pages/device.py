@@ -14,7 +14,6 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.pages.ways import WAYS, programs_of, untuned, way_bucket
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.tables import best
@@ -38,7 +37,6 @@ class DeviceMove:
     ids: NDArray[np.int64]
     slots: bool
     to_records: bool
-    quantised: Quantised | None = None
     turns: Turns | None = None
 
     def part(self, chunks: Sequence[int]) -> DeviceMove:
@@ -60,7 +58,6 @@ class DeviceMove:
             self.ids,
             self.to_records,
             slots=self.slots,
-            quantised=self.quantised,
             turns=self.turns,
         )
         return kernels.capped(launch, programs) if programs else launch
@@ -145,7 +142,8 @@ def steps(
         addresses: of each record, where a kernel finds it; None if it cannot, or shall not.
         programs: of the kernel that takes these, at most; 0: one for each tile.
     """
-    aligned = 1 if wanted.turns is None or wanted.quantised else wanted.pages.group.item_bytes
+    group = wanted.pages.group
+    aligned = 1 if wanted.turns is None or group.precision else group.item_bytes
     near = [i for i, address in enumerate(addresses) if address is not None and address % aligned == 0]
     if near:
         found = [address for i in near if (address := addresses[i]) is not None]

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvkit.kernels.pages import checks, numba
+from kvkit.format.layout import Precision
+from kvkit.kernels.pages import numba
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.moves import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
-from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.tuning.cases import LLAMA_ROPE, Problem, Work, rope_of
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, host_config
 from kvkit.kernels.tuning.shapes import ModelShape
@@ -28,13 +28,13 @@ WIDE = replace(LLAMA, block_tokens=128)
 OPAQUE = replace(SMOLLM, block_tokens=128, page_bytes=replace(SMOLLM, block_tokens=128).block_bytes)
 """Pages as vLLM has them on a CPU."""
 
-CONVERSIONS: tuple[tuple[str, bool, Quantised | None, bool], ...] = (
+CONVERSIONS: tuple[tuple[str, bool, Precision | None, bool], ...] = (
     ("pack fp8", True, "fp8", False),
     ("unpack fp8", False, "fp8", False),
     ("rotate", False, None, True),
     ("rotate fp8", False, "fp8", True),
 )
-"""Name, whether it packs, form of the records, whether keys are rotated."""
+"""Name, whether it packs, precision of the records, whether keys are rotated."""
 
 MOVES = (
     *(
@@ -51,15 +51,16 @@ MOVES = (
         for to_records in (True, False)
     ),
     *(
-        MoveSpec(f"{what}, {tokens} tokens of {name}", group, to_records, 1, tokens, False, quantised, rope)
-        for what, to_records, quantised, turned in CONVERSIONS
+        MoveSpec(f"{what}, {tokens} tokens of {name}", form, to_records, 1, tokens, rope=rope)
+        for what, to_records, precision, turned in CONVERSIONS
         for name, group, tokens, rope in (
             ("a layer of Llama", LAYER, 256, LLAMA_ROPE if turned else None),
             ("Llama", LLAMA, 128, LLAMA_ROPE if turned else None),
         )
+        for form in (replace(group, precision=precision),)
     ),
-    MoveSpec("pack int8, 128 tokens of Llama", LLAMA, True, 1, 128, quantised="int8"),
-    MoveSpec("unpack int8, 128 tokens of Llama", LLAMA, False, 1, 128, quantised="int8"),
+    MoveSpec("pack int8, 128 tokens of Llama", replace(LLAMA, precision="int8"), True, 1, 128),
+    MoveSpec("unpack int8, 128 tokens of Llama", replace(LLAMA, precision="int8"), False, 1, 128),
     MoveSpec("rotate, 256 tokens of SmolLM2", SMOLLM, False, 1, 256, rope=rope_of(64, 100000.0)),
 )
 
@@ -98,16 +99,15 @@ def _start(
     to_records: bool,
     *,
     slots: bool,
-    quantised: Quantised | None,
     turns: Turns | None,
     config: KernelConfig | None,
 ) -> HostLaunch:
     """The launch that moves; see `triton.move`. Without `config` it is the default."""
     every = ids if slots else (ids[:, :, None] * pages.tokens + np.arange(pages.tokens)).reshape(len(ids), -1)
-    kind = checks.records_group(pages.group, quantised)
+    kind = pages.group.stored
     row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
     job = numba.Job.of(pages, records, every, row_bytes, to_records)
-    conversion = numba.Conversion.of(pages.group, quantised, turns) if quantised or turns else None
+    conversion = numba.Conversion.of(pages.group, turns) if pages.group.precision or turns else None
     size = len(kind.layers) * pages.heads * every.shape[1] * row_bytes
     read = [(ctypes.c_uint8 * size).from_address(record) for record in records.tolist() if to_records]
     arguments: dict[str, Any] = {"job": job, "conversion": conversion, "read": read, "owner": pages}

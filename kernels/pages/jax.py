@@ -1,11 +1,11 @@
 """Pack and unpack for JAX arrays: what `kvkit.kernels.pages.api` does, as functions that XLA compiles.
 
 JAX arrays are values with a dtype, so nothing here is written in place and no record is a row of bytes:
-records are one array [chunks, L, H, T, C] of the pages' dtype or, quantised, uint8 [chunks, L, H, T, C + 4 or
-8], whose bytes are the chunks' payloads; what `api` writes is returned. Under `jax.jit`, where groups, ropes
-and names are Python values, donate the pages (`donate_argnums`), and XLA writes them in place; only on a CPU
-it copies a layer's pages if they are floats of 8 or 16 bits. Equal shapes compile once: slots are data. They
-are int32 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
+records are one array [chunks, L, H, T, C] of the pages' dtype or, with a precision, uint8 [chunks, L, H, T,
+C + 4 or 8], whose bytes are the chunks' payloads; what `api` writes is returned. Under `jax.jit`, where
+groups and ropes are Python values, donate the pages (`donate_argnums`), and XLA writes them in place; only on
+a CPU it copies a layer's pages if they are floats of 8 or 16 bits. Equal shapes compile once: slots are data.
+They are int32 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
 
 All of it gathers and scatters, which XLA does at the speed of memory on every platform. The Triton kernels
 are not called through jax-triton: they find pages by their addresses, which JAX keeps to itself.
@@ -31,11 +31,11 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup
+from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.checks import Form, LaunchError, check_form
 from kvkit.kernels.pages import checks
-from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX, Quantised
+from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.traced import operation
 
 JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]
@@ -53,7 +53,6 @@ def pack(
     blocks: Ids | None = None,
     slots: Ids | None = None,
     records: jax.Array | None = None,
-    quantised: Quantised | None = None,
     pinned: bool = False,
 ) -> jax.Array:
     """Chunks out of an engine's pages: records [chunks, L, H, T, C], as `api.pack` fills them.
@@ -69,10 +68,10 @@ def pack(
         LaunchError: an argument does not fit.
         NotImplementedError: a gradient is asked for.
     """
-    every, form = _checked(group, pages, blocks, slots, quantised)
+    every, form = _checked(group, pages, blocks, slots)
     if records is not None:
         check_form("records", Form.of(records), form)
-    found: jax.Array = _pack(group, pages, every, records, quantised, pinned)
+    found: jax.Array = _pack(group, pages, every, records, pinned)
     return found
 
 
@@ -85,18 +84,17 @@ def unpack(
     slots: Ids | None = None,
     rope: Rope | None = None,
     turns: jax.Array | NDArray[np.float32] | None = None,
-    quantised: Quantised | None = None,
 ) -> JaxPages:
     """The pages with chunks in them, as `api.unpack` writes them.
 
     Args:
-        records: [chunks, L, H, T, C], or what `pack` quantised.
+        records: [chunks, L, H, T, C], as `pack` makes them.
         rope, turns: rotate K by float32 turns [chunks, R] or [chunks, T, R], `rope.turns` of each chunk's or
             token's move (with `Rotation.resolve`: turns[row]).
 
     The other arguments and the errors are those of `pack`.
     """
-    every, form = _checked(group, pages, blocks, slots, quantised)
+    every, form = _checked(group, pages, blocks, slots)
     check_form("records", Form.of(records), form)
     if (rope is None) != (turns is None):
         raise LaunchError("rope, turns: give both or neither")
@@ -106,11 +104,11 @@ def unpack(
         if turns.ndim == 2:
             turns, tokens = turns[:, None], 1
         check_form("turns", Form.of(turns), Form((form.shape[0], tokens, rope.channels), "float32"))
-    filled: JaxPages = _unpack(group, pages, records, every, rope, turns, quantised)
+    filled: JaxPages = _unpack(group, pages, records, every, rope, turns)
     return filled
 
 
-def quantise(values: jax.Array, k_size: int, to: Quantised) -> jax.Array:
+def quantise(values: jax.Array, k_size: int, to: Precision) -> jax.Array:
     """Codes and scales of K and V: uint8 [..., C + 4 * S] of float [..., C], as the reference's, bit by bit.
 
     Rows with a NaN or an infinity dequantise to what is not finite, as there, but from other bits.
@@ -133,7 +131,7 @@ def quantise(values: jax.Array, k_size: int, to: Quantised) -> jax.Array:
     return jnp.concatenate([*codes, *scales], -1)
 
 
-def dequantise(rows: jax.Array, k_size: int, v_size: int, to: Quantised) -> jax.Array:
+def dequantise(rows: jax.Array, k_size: int, v_size: int, to: Precision) -> jax.Array:
     """float32 [..., k_size + v_size] of what `quantise` made: code * scale."""
     channels = k_size + v_size
     codes = lax.bitcast_convert_type(rows[..., :channels], jnp.float8_e4m3fn if to == "fp8" else jnp.int8)
@@ -154,13 +152,12 @@ def rotate(x: jax.Array, cos_sin: jax.Array, rope: Rope) -> jax.Array:
     return jnp.concatenate([x[..., : rope.first], turned.astype(x.dtype), x[..., last:]], -1)
 
 
-@operation("group", "quantised", "pinned")
+@operation("group", "pinned")
 def _pack(
     group: LayerGroup,
     pages: JaxPages,
     slots: jax.Array,
     records: jax.Array | None,
-    quantised: Quantised | None,
     pinned: bool,
 ) -> jax.Array:
     layers = []
@@ -170,18 +167,19 @@ def _pack(
         rows = [bits(part)[block, :, n] for part in parts]  # [chunks, T, H, C]
         layers.append(jnp.concatenate(rows, -1).swapaxes(1, 2))
     found = jnp.stack(layers, 1)  # [chunks, L, H, T, C]
-    if quantised is not None:
-        found = quantise(lax.bitcast_convert_type(found, jnp.dtype(group.dtype)), group.k_size, quantised)
+    if group.precision is not None:
+        values = lax.bitcast_convert_type(found, jnp.dtype(group.dtype))
+        found = quantise(values, group.k_size, group.precision)
     kept = (
         jnp.zeros_like(found) if records is None else bits(jax.device_put(records, jax.memory.Space.Device))
     )
     found = jnp.where(keep[:, None, None, :, None], found, kept)
-    if quantised is None:
+    if group.precision is None:
         found = lax.bitcast_convert_type(found, jnp.dtype(group.dtype))
     return jax.device_put(found, jax.memory.Space.Host) if pinned else found
 
 
-@operation("group", "rope", "quantised")
+@operation("group", "rope")
 def _unpack(
     group: LayerGroup,
     pages: JaxPages,
@@ -189,11 +187,10 @@ def _unpack(
     slots: jax.Array,
     rope: Rope | None,
     turns: jax.Array | None,
-    quantised: Quantised | None,
 ) -> JaxPages:
     dtype, records = jnp.dtype(group.dtype), jax.device_put(records, jax.memory.Space.Device)
-    if quantised is not None:
-        values = dequantise(records, group.k_size, group.v_size, quantised)
+    if group.precision is not None:
+        values = dequantise(records, group.k_size, group.v_size, group.precision)
         k, v = values[..., : group.k_size], values[..., group.k_size :].astype(dtype)
     else:
         raw = bits(records)  # before anything else: see `bits`
@@ -202,7 +199,7 @@ def _unpack(
             k = lax.bitcast_convert_type(k, dtype)
     if rope is not None and turns is not None:
         k = rotate(k, turns[:, None, None], rope)
-    if rope is not None or quantised is not None:
+    if rope is not None or group.precision is not None:
         k = k.astype(dtype)
     k, v = (bits(part).swapaxes(2, 3) for part in (k, v))  # [chunks, L, T, H, D]
     out: list[jax.Array | tuple[jax.Array, jax.Array]] = []
@@ -244,12 +241,12 @@ def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _checked(
-    group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None, quantised: Quantised | None
+    group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None
 ) -> tuple[jax.Array, Form]:
     """The slots [chunks, T] that a call's ids name, and the form of its records."""
     if group.opaque:
         raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
-    kind = checks.records_group(group, quantised)
+    kind = group.stored
     (_, _, first), *_ = checks.check_pages("pages", group, pages)
     pool, _, tokens, _ = first.shape
     name, given, limit = checks.check_chunks(group, (pool, tokens), blocks, slots, ("int32", "int64"))

@@ -19,28 +19,46 @@ from kvkit.kernels.pages.reference import Part
 class Pages:
     """An engine's KV of one group of layers, checked and made ready for the kernels. Make it with `of`."""
 
-    group: LayerGroup
+    group: LayerGroup  # of the records
     blocks: int  # B, of the pool
     tokens: int  # N of the tensors: slots of a block; opaque: 1, a slot is a whole page
-    heads: int  # H; opaque: 1
+    heads: int  # of the pages: H, or some of them; opaque: 1
     parts: tuple[Part, ...]  # bytes of every layer, K and V apart where the engine keeps them so; the owners
     span: int  # slots that lie the token stride apart: N, or all where blocks follow one another
-    table: NDArray[np.int64]  # [parts, 7]: layer, first byte in a record's row, bytes of a row,
-    # address, and strides of B, H, N in bytes
+    table: NDArray[np.int64]  # [parts, 7]: layer * shares + which of a layer's shares it is, first byte in a
+    # record's row, bytes of a row, address, and strides of B, H, N in bytes
+    order: torch.Tensor | None = None  # where in a block its elements are, if not side by side; see `of`
 
     @property
     def device(self) -> torch.device:
         """Where the pages are."""
         return self.parts[0].pages.device
 
+    @property
+    def shares(self) -> int:
+        """How many times the pages' heads a record has; opaque: 1, as its row is a page of all heads."""
+        return 1 if self.group.opaque else self.group.kv_heads // self.heads
+
+    @property
+    def held(self) -> range:
+        """The heads of a record that the pages have; opaque: its one."""
+        first = int(self.table[0, 0]) % self.shares * self.heads
+        return range(first, first + self.heads)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all heads of the records are in the pages."""
+        return self.shares == 1 and self.group.page_bytes in (None, int(self.table[0, 2]))
+
     def layer(self, place: int) -> Pages:
         """The pages of the layer at this place in the group, as if it were a group of its own: a view."""
-        rows = self.table[self.table[:, 0] == place].copy()
-        rows[:, 0] = 0
+        rows = self.table[self.table[:, 0] // self.shares == place].copy()
+        rows[:, 0] %= self.shares
+        mine = (part for part in self.parts if part.layer // self.shares == place)
         return replace(
             self,
             group=replace(self.group, layers=self.group.layers[place : place + 1]),
-            parts=tuple(replace(part, layer=0) for part in self.parts if part.layer == place),
+            parts=tuple(replace(part, layer=part.layer % self.shares) for part in mine),
             table=rows,
         )
 
@@ -56,7 +74,12 @@ class Pages:
         return np.concatenate([k, v])
 
     @staticmethod
-    def of(group: LayerGroup, tensors: Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]) -> Pages:
+    def of(
+        group: LayerGroup,
+        tensors: Sequence[torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+        order: torch.Tensor | None = None,
+        heads: range | None = None,
+    ) -> Pages:
         """Pages of `group` in an engine's own memory; neither copies nor writes it.
 
         Args:
@@ -65,14 +88,45 @@ class Pages:
                 differ from `group.block_tokens` where only slots will be used (a Hugging Face cache: B = 1,
                 N = its capacity). Opaque: any dtype and shape [B, ...] whose blocks are `page_bytes`
                 contiguous bytes.
+            order: int64 [H, N, C], of each element of a block its place in there, in elements: pages on a CPU
+                that an engine has in an order of its own. They are moved by way of dense ones; a tensor is
+                [B, ...] then, its blocks contiguous.
+            heads: of the H in a record those that the pages have, which divide H into equal shares: such
+                pages are unpacked into, not packed. None: all of them.
 
         Raises:
             LaunchError: the tensors do not fit the group or one another, or one overlaps itself.
         """
+        shares, share = checks.check_share(group, heads)
+        held = replace(
+            group,
+            kv_heads=group.kv_heads // shares,
+            page_bytes=group.page_bytes and group.page_bytes // shares,
+        )
+        form = held
+        if order is not None:
+            checks.check_order(order, held, tensors)
+            size = tensors[0][0].numel() * group.item_bytes
+            form = replace(held, page_bytes=size, precision=None)
+        # a record of H heads is one of more layers that have a share of them each; opaque: of parts of a row
+        times, place, first = (1, 0, share * held.page_bytes) if held.page_bytes else (shares, share, 0)
         parts = [
-            Part(layer, first_byte, _as_bytes(tensor, group.page_bytes))
-            for layer, first_byte, tensor in checks.check_pages("tensors", group, tensors)
+            Part(times * layer + place, first + first_byte, _as_bytes(tensor, form.page_bytes))
+            for layer, first_byte, tensor in checks.check_pages("tensors", form, tensors)
         ]
+        pages = Pages._made(group, parts, order)
+        if len(set(pages.table[:, 3])) < len(parts):
+            raise LaunchError("tensors: two of them start at the same address")
+        return pages
+
+    def copied(self, blocks: NDArray[np.int64]) -> Pages:
+        """A copy of `blocks` alone, int64 [n], on the host: they become blocks 0 to n - 1."""
+        ids = torch.from_numpy(blocks).to(self.device)
+        parts = [replace(part, pages=part.pages[ids].cpu()) for part in self.parts]
+        return Pages._made(self.group, parts, self.order)
+
+    @staticmethod
+    def _made(group: LayerGroup, parts: Sequence[Part], order: torch.Tensor | None) -> Pages:
         blocks, heads, tokens, _ = parts[0].pages.shape
         table = np.array(
             [
@@ -81,8 +135,8 @@ class Pages:
             ],
             np.int64,
         )
-        if len(set(table[:, 3])) < len(parts):
-            raise LaunchError("tensors: two of them start at the same address")
+        if order is not None:
+            heads, tokens = order.shape[:2]
         follow = bool((table[:, 4] == tokens * table[:, 6]).all())
         return Pages(
             group=group,
@@ -92,6 +146,7 @@ class Pages:
             parts=tuple(parts),
             span=blocks * tokens if follow else tokens,
             table=table,
+            order=order,
         )
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
 import numpy as np
 import torch
 
-from kvkit.format.layout import LayerGroup
+from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.tuning.cases import POISON, Case, different, far, fill, rope_of
 from kvkit.kernels.tuning.configs import KernelConfig, Runnable
 from kvkit.kernels.tuning.shapes import ModelShape
@@ -34,12 +32,11 @@ class MoveSpec:
     """A pack (`to_records`) or unpack."""
 
     name: str  # of the problem
-    group: LayerGroup  # of the pages
+    group: LayerGroup  # of the pages, its precision that of the records
     to_records: bool
     chunks: int = 8
     tokens: int = CHUNK_TOKENS  # of a chunk
     slots: bool = False  # pages are named token by token, not block by block
-    quantised: Literal["fp8", "int8"] | None = None  # form of the records
     rope: Rope | None = None  # of keys that are rotated on the way
     wide: tuple[int, int] = (1, 1)  # as in `Problem`, of its one kernel
     gated: bool = True  # as in `Problem`
@@ -49,20 +46,18 @@ def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
     """Moves of a model's pages, many and few: plain, with keys that are rotated, quantised."""
     channels = shape.rotary or shape.head - shape.latent
     rope = rope_of(channels, 10000.0, interleaved=bool(shape.latent), first=shape.latent)
-    forms: tuple[Quantised | None, ...] = (None, "fp8", "int8")
+    forms: tuple[Precision | None, ...] = (None, "fp8", "int8")
     for chunks in (8, 1):
         for form in forms:
             for verb, turned in (("pack", None), ("unpack", None), ("rotate", rope)):
                 name = " ".join([verb, *filter(None, [form]), f"{shape}, {chunks} chunks"])
-                yield MoveSpec(
-                    name, shape.group(), verb == "pack", chunks, quantised=form, rope=turned, wide=(0, 0)
-                )
+                group = replace(shape.group(), precision=form)
+                yield MoveSpec(name, group, verb == "pack", chunks, rope=turned, wide=(0, 0))
 
 
 def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.device, filled: bool) -> Case:
     """A move's tensors; `start` takes what `triton.move` beside this takes, and makes the launch."""
     group, random = move.group, np.random.default_rng(0)
-    record = group.quantised() if move.quantised else group
     each = move.tokens // group.block_tokens
     used = move.chunks * each
     blocks = used + used // 4 if filled else 1  # of the pool: some are nobody's
@@ -71,7 +66,7 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
         if filled
         else np.zeros((move.chunks, each), np.int64)
     )
-    size = record.chunk_bytes(move.tokens)
+    size = group.chunk_bytes(move.tokens)
     records = torch.empty(move.chunks, size, dtype=torch.uint8, device=device)
     pool = group.pages(blocks, POISON, str(device))
     engine = Pages.of(group, pool)
@@ -84,10 +79,11 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
             fill(tensor)
     elif filled:
         for chunk in records:
-            values = torch.empty(group.record_shape(move.tokens), dtype=pool[0].dtype, device=device)
+            shape = replace(group, precision=None).record_shape(move.tokens)
+            values = torch.empty(shape, dtype=pool[0].dtype, device=device)
             fill(values)
-            if move.quantised:
-                values = reference.quantise(values, group.k_size, move.quantised)
+            if group.precision:
+                values = reference.quantise(values, group.k_size, group.precision)
             chunk.copy_(values.view(torch.uint8).reshape(-1))
 
     def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
@@ -97,7 +93,6 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
             slots if move.slots else ids,
             move.to_records,
             slots=move.slots,
-            quantised=move.quantised,
             turns=Turns(rotation.rope, *rotation.resolve(*slots.shape)) if rotation else None,
             config=config,
         )
@@ -115,10 +110,10 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
             else list(records.cpu().numpy())
         )
         if move.to_records:
-            reference.pack(group, engine.parts, host, slots, move.quantised)
+            reference.pack(group, engine.parts, host, slots)
             return [torch.from_numpy(np.stack(host)).to(device)]
         fresh = group.pages(blocks, POISON, str(device))
-        reference.unpack(group, Pages.of(group, fresh).parts, host, slots, rotation, move.quantised)
+        reference.unpack(group, Pages.of(group, fresh).parts, host, slots, rotation)
         return fresh
 
     def fault() -> str:

@@ -34,7 +34,7 @@ AHEAD_BYTES = 2048  # measured: 512 gains nothing, 4096 loses on short runs
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _jit(function: F) -> F:
+def jit(function: F) -> F:
     return cast(F, numba.njit(nogil=True, cache=True)(function))
 
 
@@ -77,11 +77,11 @@ class Conversion(NamedTuple):
     k_bytes: int  # K's share of a row of the pages
 
     @staticmethod
-    def of(group: LayerGroup, quantised: str | None, turns: Turns | None) -> Conversion:
-        """That of pages of `group`, to records of 8-bit codes or of its dtype (None), by these turns."""
+    def of(group: LayerGroup, turns: Turns | None) -> Conversion:
+        """That of pages of `group`, to and from its records, by these turns."""
         rope, cos_sin, which = turns or (None, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
         first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
-        kind, form = DTYPES.index(group.dtype), FORMS.index(quantised)
+        kind, form = DTYPES.index(group.dtype), FORMS.index(group.precision)
         k_bytes = group.k_size * group.item_bytes
         return Conversion(kind, form, cos_sin, which, first, interleaved, group.channels, k_bytes)
 
@@ -236,7 +236,7 @@ def _fence(context: Any) -> Any:
     return types.void(), generate
 
 
-@_jit
+@jit
 def _copy(target: int, source: int, count: int, stream: bool) -> None:
     if stream and (target | count) & (LINE_BYTES - 1) == 0:
         _stream(target, source, count)
@@ -244,7 +244,7 @@ def _copy(target: int, source: int, count: int, stream: bool) -> None:
         _memcpy(target, source, count)
 
 
-@_jit
+@jit
 def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
     """How many tokens from each on lie the token stride apart. [chunks, T]"""
     chunks, tokens = slots.shape
@@ -258,7 +258,7 @@ def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
-def _at(context: Any, address: Any, like: Any) -> Any:
+def at(context: Any, address: Any, like: Any) -> Any:
     """A pointer to numbers like `like`. Arrays made of it cost nothing; slices of arrays count references."""
     pointer = types.CPointer(like.dtype)
 
@@ -268,22 +268,22 @@ def _at(context: Any, address: Any, like: Any) -> Any:
     return pointer(types.int64, like), generate
 
 
-@_jit
+@jit
 def _bits(value: Any) -> Any:
     """Of a float32."""
     return np.float32(value).view(np.uint32)
 
 
-@_jit
+@jit
 def _float(bits: Any) -> Any:
     """The float32 of 32 bits."""
     return np.uint32(bits).view(np.float32)
 
 
-@_jit
-def _widen(raw: int, wide: int, n: int, kind: int) -> None:
+@jit
+def widen(raw: int, wide: int, n: int, kind: int) -> None:
     """n float32 of n `DTYPES[kind]`, which is not float32 itself."""
-    source, target = carray(_at(raw, np.uint16), n), carray(_at(wide, np.float32), n)
+    source, target = carray(at(raw, np.uint16), n), carray(at(wide, np.float32), n)
     if kind == 1:
         for i in range(n):
             half = np.uint32(source[i])
@@ -297,10 +297,10 @@ def _widen(raw: int, wide: int, n: int, kind: int) -> None:
             target[i] = _float(np.uint32(np.uint32(source[i]) << 16))
 
 
-@_jit
-def _narrow(wide: int, raw: int, n: int, kind: int) -> None:
+@jit
+def narrow(wide: int, raw: int, n: int, kind: int) -> None:
     """The inverse of `_widen`, to the nearest, ties to even."""
-    source, target = carray(_at(wide, np.float32), n), carray(_at(raw, np.uint16), n)
+    source, target = carray(at(wide, np.float32), n), carray(at(raw, np.uint16), n)
     if kind == 1:
         for i in range(n):
             bits = _bits(source[i])
@@ -318,11 +318,11 @@ def _narrow(wide: int, raw: int, n: int, kind: int) -> None:
             target[i] = nearest if np.uint32(bits & 0x7FFFFFFF) <= 0x7F800000 else np.uint32(0x7FC0)
 
 
-@_jit
+@jit
 def _quantise(wide: int, codes: int, scale: int, n: int, form: int) -> None:
     """`reference.quantise` of one row of K or V: n codes and their scale."""
-    source, target = carray(_at(wide, np.float32), n), carray(_at(codes, np.uint8), n)
-    target_scale = carray(_at(scale, np.float32), 1)
+    source, target = carray(at(wide, np.float32), n), carray(at(codes, np.uint8), n)
+    target_scale = carray(at(scale, np.float32), 1)
     most = np.uint32(0)
     for i in range(n):
         size = np.uint32(_bits(source[i]) & 0x7FFFFFFF)  # as whole numbers, NaN is the largest
@@ -345,12 +345,12 @@ def _quantise(wide: int, codes: int, scale: int, n: int, form: int) -> None:
             target[i] = _bits(source[i] * inverse + np.float32(12582912.0))  # 1.5 * 2^23: its last bit is 1
 
 
-@_jit
+@jit
 def _dequantise(codes: int, scale: int, wide: int, n: int, form: int) -> None:
     """The inverse of `_quantise`."""
-    target, factor = carray(_at(wide, np.float32), n), carray(_at(scale, np.float32), 1)[0]
+    target, factor = carray(at(wide, np.float32), n), carray(at(scale, np.float32), 1)[0]
     if form == 1:
-        source = carray(_at(codes, np.uint8), n)
+        source = carray(at(codes, np.uint8), n)
         for i in range(n):
             code = np.uint32(source[i])
             size = np.uint32(code & 0x7F)
@@ -359,30 +359,30 @@ def _dequantise(codes: int, scale: int, wide: int, n: int, form: int) -> None:
             x = large if size >= 8 else np.float32(np.int32(size)) * np.float32(2**-9)
             target[i] = (-x if code >= 0x80 else x) * factor
     else:
-        signed = carray(_at(codes, np.int8), n)
+        signed = carray(at(codes, np.int8), n)
         for i in range(n):
             target[i] = np.float32(signed[i]) * factor
 
 
-@_jit
-def _rotate(x: int, turns: int, pairs: int, interleaved: bool) -> None:
+@jit
+def rotate(x: int, turns: int, pairs: int, interleaved: bool) -> None:
     """Turn the pairs of x [2 * pairs] in place by cos and sin [2 * pairs]: neighbours, or halves of x."""
-    cos, sin = carray(_at(turns, np.float32), pairs), carray(_at(turns + 4 * pairs, np.float32), pairs)
+    cos, sin = carray(at(turns, np.float32), pairs), carray(at(turns + 4 * pairs, np.float32), pairs)
     if interleaved:
-        both = carray(_at(x, np.float32), 2 * pairs)
+        both = carray(at(x, np.float32), 2 * pairs)
         for i in range(pairs):
             a, b = both[2 * i], both[2 * i + 1]
             both[2 * i] = a * cos[i] - b * sin[i]
             both[2 * i + 1] = b * cos[i] + a * sin[i]
     else:
-        first, second = carray(_at(x, np.float32), pairs), carray(_at(x + 4 * pairs, np.float32), pairs)
+        first, second = carray(at(x, np.float32), pairs), carray(at(x + 4 * pairs, np.float32), pairs)
         for i in range(pairs):
             a, b = first[i], second[i]
             first[i] = a * cos[i] - b * sin[i]
             second[i] = b * cos[i] + a * sin[i]
 
 
-@_jit
+@jit
 def _row(
     page: int,
     record: int,
@@ -408,7 +408,7 @@ def _row(
     if to_records:
         _memcpy(raw, page, width)
         if kind:
-            _widen(raw, wide, n, kind)
+            widen(raw, wide, n, kind)
         _quantise(wide, codes, scale, n, form)
         _memcpy(in_codes, codes, n)
         _memcpy(in_scale, scale, 4)
@@ -417,24 +417,24 @@ def _row(
         _memcpy(scale, in_scale, 4)
         _dequantise(codes, scale, wide, n, form)
         if turns:
-            _rotate(wide + first * 4, turns, rotary // 2, interleaved)
+            rotate(wide + first * 4, turns, rotary // 2, interleaved)
         if kind:
-            _narrow(wide, raw, n, kind)
+            narrow(wide, raw, n, kind)
         _copy(page, raw, width, stream)
     elif turns:
         _memcpy(raw, record, width)
         if kind:  # what is not rotated keeps its bits
-            _widen(raw + first * item, wide, rotary, kind)
-            _rotate(wide, turns, rotary // 2, interleaved)
-            _narrow(wide, raw + first * item, rotary, kind)
+            widen(raw + first * item, wide, rotary, kind)
+            rotate(wide, turns, rotary // 2, interleaved)
+            narrow(wide, raw + first * item, rotary, kind)
         else:
-            _rotate(raw + first * item, turns, rotary // 2, interleaved)
+            rotate(raw + first * item, turns, rotary // 2, interleaved)
         _copy(page, raw, width, stream)
     else:
         _copy(page, record + first_byte, width, stream)
 
 
-@_jit
+@jit
 def move_rows(
     turn: NDArray[np.int64],
     job: Job,
@@ -522,7 +522,7 @@ def move_rows(
         _fence()
 
 
-@_jit
+@jit
 def _room(memory: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Addresses of four rows in memory, each at the beginning of a line."""
     step = len(memory) // 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -35,6 +36,8 @@ INDEX = LayerGroup(tuple(range(61)), kv_heads=1, k_size=132, v_size=0, dtype="ui
 
 LATENT_ROPE = rope_of(64, 10000.0, interleaved=True, first=512)
 
+FP8, INT8 = replace(LLAMA, precision="fp8"), replace(LLAMA, precision="int8")
+
 MOVES = (
     *(
         MoveSpec(f"{'pack' if to_records else 'unpack'} Llama, {chunks} chunks", LLAMA, to_records, chunks)
@@ -51,12 +54,12 @@ MOVES = (
     MoveSpec("rotate interleaved", LLAMA, False, rope=INTERLEAVED, wide=(6, 2)),
     MoveSpec("rotate SmolLM2, float32", SMOLLM, False, rope=rope_of(64, 100000.0), wide=(4, 2)),
     MoveSpec("rotate DeepSeek's latents", DEEPSEEK, False, rope=LATENT_ROPE, wide=(6, 2)),
-    MoveSpec("pack fp8", LLAMA, True, quantised="fp8", wide=(1, 0)),
-    MoveSpec("pack int8", LLAMA, True, quantised="int8", wide=(1, 0)),
-    MoveSpec("unpack fp8", LLAMA, False, quantised="fp8", wide=(0, 2)),
-    MoveSpec("unpack int8", LLAMA, False, quantised="int8", wide=(0, 2), gated=False),
-    MoveSpec("rotate fp8", LLAMA, False, quantised="fp8", rope=LLAMA_ROPE, wide=(4, 2)),
-    MoveSpec("rotate int8", LLAMA, False, quantised="int8", rope=LLAMA_ROPE, wide=(4, 2), gated=False),
+    MoveSpec("pack fp8", FP8, True, wide=(1, 0)),
+    MoveSpec("pack int8", INT8, True, wide=(1, 0)),
+    MoveSpec("unpack fp8", FP8, False, wide=(0, 2)),
+    MoveSpec("unpack int8", INT8, False, wide=(0, 2), gated=False),
+    MoveSpec("rotate fp8", FP8, False, rope=LLAMA_ROPE, wide=(4, 2)),
+    MoveSpec("rotate int8", INT8, False, rope=LLAMA_ROPE, wide=(4, 2), gated=False),
 )
 
 
@@ -64,8 +67,8 @@ def move_problem(move: MoveSpec) -> Problem:
     """That of a move, made on the CPU without contents."""
     (launch,) = move_case(pages.move, move, torch.device("cpu"), False).launches(None)
     assert isinstance(launch, Launch)
-    record = move.group.quantised() if move.quantised else move.group
-    moved = move.chunks * (move.group.chunk_bytes(move.tokens) + record.chunk_bytes(move.tokens))
+    exact = replace(move.group, precision=None)
+    moved = move.chunks * (exact.chunk_bytes(move.tokens) + move.group.chunk_bytes(move.tokens))
     kernel = launch.kernel.__name__
     return Problem(
         name=move.name,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup
+from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX
 
@@ -34,17 +34,15 @@ def pack(
     parts: Sequence[Part],
     records: Sequence[NDArray[np.uint8]],
     slots: NDArray[np.int64],
-    quantised: str | None = None,
 ) -> None:
     """records[chunk][layer, head, t] = pages[layer][block, head, n], slots[chunk, t] = block * N + n.
 
     Args:
         group: of the pages.
         parts: of every layer.
-        records: per chunk the bytes of a canonical [L, H, T, C], or of rows that went through `quantise`;
-            written, except where a slot is < 0.
+        records: per chunk the bytes of a canonical [L, H, T, C], with `group.precision` of rows that went
+            through `quantise`; written, except where a slot is < 0.
         slots: [chunks, T].
-        quantised: one of `LARGEST`, or None.
     """
     layers, heads = len(group.layers), parts[0].pages.shape[1]
     row_bytes = group.page_bytes or group.channels * group.item_bytes
@@ -54,8 +52,8 @@ def pack(
         for part in parts:
             block, n, span = _where(part, row)
             rows[part.layer, :, keep, span] = part.pages[block, :, n].transpose(0, 1).cpu()
-        if quantised is not None:
-            rows = quantise(rows.view(getattr(torch, group.dtype)), group.k_size, quantised)
+        if group.precision is not None:
+            rows = quantise(rows.view(getattr(torch, group.dtype)), group.k_size, group.precision)
         torch.from_numpy(record).view(layers, heads, len(row), -1)[:, :, keep] = rows[:, :, keep]
 
 
@@ -65,7 +63,6 @@ def unpack(
     records: Sequence[NDArray[np.uint8]],
     slots: NDArray[np.int64],
     rotation: Rotation | None = None,
-    quantised: str | None = None,
 ) -> None:
     """pages[layer][block, head, n] = records[chunk][layer, head, t]: the inverse of `pack`.
 
@@ -73,15 +70,16 @@ def unpack(
     token's difference of positions. Codes and turns in float32, rounded once to the pages' dtype; what is
     neither quantised nor rotated keeps its bits.
     """
-    layers, heads = len(group.layers), parts[0].pages.shape[1]
+    heads = parts[0].pages.shape[1]  # all of a record's or, as if it had more layers, a share of them
+    layers = len(group.layers) * (1 if group.opaque else group.kv_heads // heads)
     dtype: torch.dtype = getattr(torch, group.dtype)
     turns, which = rotation.resolve(*slots.shape) if rotation else (None, slots)
     for record, row, turn in zip(records, slots, which, strict=True):
         keep = torch.from_numpy(np.flatnonzero(row >= 0))  # [K]
         rows = torch.from_numpy(record.copy()).view(layers, heads, len(row), -1)
-        if rotation is not None or quantised is not None:
-            k, v = group.k_size, group.v_size
-            values = rows.view(dtype) if quantised is None else dequantise(rows, k, v, quantised)
+        if rotation is not None or group.precision is not None:
+            k, v, to = group.k_size, group.v_size, group.precision
+            values = rows.view(dtype) if to is None else dequantise(rows, k, v, to)
             if rotation is not None and turns is not None:
                 values = rotate(values, torch.from_numpy(turns[turn]), rotation.rope)  # K comes first in C
             rows = values.to(dtype).view(torch.uint8)
@@ -98,7 +96,7 @@ def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tens
     return slot // tokens, slot % tokens, slice(part.first_byte, part.first_byte + width)
 
 
-def quantise(values: torch.Tensor, k_size: int, to: str) -> torch.Tensor:
+def quantise(values: torch.Tensor, k_size: int, to: Precision) -> torch.Tensor:
     """Codes and scales of K and V, each token and head with scales of its own.
 
     Per token and head, K and V apart: scale = amax / LARGEST, code = round to nearest even(x * (LARGEST /
@@ -130,7 +128,7 @@ def quantise(values: torch.Tensor, k_size: int, to: str) -> torch.Tensor:
     return torch.cat([*codes, *scales], -1)
 
 
-def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: str) -> torch.Tensor:
+def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: Precision) -> torch.Tensor:
     """float32 [..., k_size + v_size] of what `quantise` made: code * scale."""
     channels = k_size + v_size
     codes = rows[..., :channels].contiguous().view(torch.float8_e4m3fn if to == "fp8" else torch.int8).float()

@@ -63,7 +63,6 @@ def move(
     to_records: bool,
     *,
     slots: bool = False,
-    quantised: str | None = None,
     turns: Turns | None = None,
     config: KernelConfig | None = None,
 ) -> Launch:
@@ -75,18 +74,17 @@ def move(
     Args:
         pages: of one group; the engine's memory.
         records: [chunks], addresses that the device can reach: of its own memory, or of pinned memory.
-            Multiples of the dtype's size where keys that are not quantised are rotated.
+            Multiples of the dtype's size where keys are rotated and the group has no precision.
         ids: [chunks, I], blocks, or with `slots` each token's block * N + place in the block; < 0 is skipped.
-        quantised: form of the records, one of `quantised.LARGEST`, or None.
         turns: None, or those of keys that are rotated.
         config: instead of the best that is known.
     """
-    if quantised is None and turns is None:
+    if pages.group.precision is None and turns is None:
         form = _copying(pages, records, to_records)
     elif to_records:
-        form = _encoding(pages, records, quantised or "")
+        form = _encoding(pages, records)
     else:
-        form = _decoding(pages, records, quantised, None if turns is None else turns.rope)
+        form = _decoding(pages, records, None if turns is None else turns.rope)
     if slots:
         blocks, places = np.divmod(ids, pages.tokens)
         ids = np.where(ids < 0, -1, blocks << 32 | places)
@@ -154,11 +152,10 @@ def _copying(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _For
     return _Form(copy_rows, _in_units(parts, unit), row, 1, constants)
 
 
-def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, rope: Rope | None) -> _Form:
+def _decoding(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _Form:
     group, halves = pages.group, pages.halves()
     parts = _in_units(halves, group.item_bytes)
-    unit = group.item_bytes if quantised is None else 1
-    row_size = group.channels if quantised is None else group.quantised().channels
+    unit, row_size = group.stored.item_bytes, group.stored.channels
     first, pairs = (rope.first, rope.channels // 2) if rope else (0, 0)
     width = math.gcd(_align(halves[:, 2:]) // group.item_bytes, first, pairs)
     row = -(-int(parts[:, 2].max()) // (2 * width))
@@ -167,9 +164,9 @@ def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, r
         "cos_sin": None,
         "which": None,
         "DTYPE": group.dtype,
-        "FORM": quantised,
+        "FORM": group.precision,
         "CHANNELS": group.channels,
-        "SCALE_BYTES": _align(records, row_size, group.channels, 4) if quantised else 4,
+        "SCALE_BYTES": _align(records, row_size, group.channels, 4) if group.precision else 4,
         "WIDTH": width,
         "RECORD_WIDTH": math.gcd(together, width),
         "RECORD_ROW": row_size,
@@ -181,20 +178,21 @@ def _decoding(pages: Pages, records: NDArray[np.int64], quantised: str | None, r
     return _Form(decode_rows, parts, row, 1, constants)
 
 
-def _encoding(pages: Pages, records: NDArray[np.int64], quantised: str) -> _Form:
+def _encoding(pages: Pages, records: NDArray[np.int64]) -> _Form:
     group, halves = pages.group, pages.halves()
+    assert group.precision is not None
     parts = _in_units(halves, group.item_bytes)
-    row_size, columns = group.quantised().channels, _power_of_2(int(parts[:, 2].max()))
+    row_size, columns = group.stored.channels, _power_of_2(int(parts[:, 2].max()))
     constants = {
         "DTYPE": group.dtype,
-        "FORM": quantised,
+        "FORM": group.precision,
         "CHANNELS": group.channels,
         "SCALE_BYTES": _align(records, row_size, group.channels, 4),
         "WIDTH": _align(halves[:, 2:]) // group.item_bytes,
         "RECORD_WIDTH": _align(records, row_size, parts[:, 1]),
         "RECORD_ROW": row_size,
         "COLUMNS": columns,
-        "LARGEST": LARGEST[quantised],
+        "LARGEST": LARGEST[group.precision],
         "SMALLEST": SMALLEST_AMAX,
     }
     return _Form(encode_rows, parts, columns, columns, constants)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvkit.format.layout import Precision
 from kvkit.format.names import HIGH_BITS, LOW_BITS, METADATA
+from kvkit.format.narrowed import narrowed_shape
 from kvkit.format.record import CODEC_LEVEL, RecordFormat
 
 MAX_METADATA_BYTES = 1 << 20
@@ -20,28 +22,32 @@ class MetadataError(ValueError):
     """Bytes are no zarr.json of an array."""
 
 
-def metadata(form: RecordFormat, codec: str = "none") -> bytes:
-    """The zarr.json of the array that `form`'s records of one codec are.
+def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None = None) -> bytes:
+    """The zarr.json of the array that `form`'s records of one codec are, perhaps narrowed.
 
     bfloat16 is stored as uint16 and float8 as uint8; the attributes name the real dtype, and the namespace.
+    Rows of fewer bits are uint8, K's codes, V's, and their scales; the attributes name the precision.
     """
     import zarr
     from zarr.codecs import BloscCodec, ZstdCodec
 
-    group = form.group
-    stored = "uint8" if group.opaque else _STORED_DTYPE.get(group.dtype, group.dtype)
-    width = 1 if group.opaque else group.item_bytes  # of the elements whose bits are shuffled
+    group, rows, precision = form.group, form.group.stored, narrowed or form.group.precision
+    k_size = 0 if group.opaque else group.k_size
+    stored = "uint8" if group.opaque or narrowed else _STORED_DTYPE.get(rows.dtype, rows.dtype)
+    width = 1 if stored == "uint8" else rows.item_bytes  # of the elements whose bits are shuffled
+    shape = narrowed_shape(form.shape, k_size, group.dtype) if narrowed else form.shape
     compressors: dict[str, Any] = {
         "none": None,
         "zstd": ZstdCodec(level=CODEC_LEVEL, checksum=False),
         "bitshuffle-zstd": BloscCodec(cname="zstd", clevel=CODEC_LEVEL, shuffle="bitshuffle", typesize=width),
     }
     store: dict[str, Any] = {}
+    layers, heads, *rest = shape
     zarr.create_array(
         store,
-        shape=(2**HIGH_BITS, 2**LOW_BITS, *form.shape),
-        shards=(1, 1, *form.shape),
-        chunks=(1, 1, 1, *form.shape[1:]),
+        shape=(2**HIGH_BITS, 2**LOW_BITS, layers * group.layer_parts, heads * group.parts, *rest),
+        shards=(1, 1, *shape),
+        chunks=(1, 1, 1, heads, *rest),
         dtype=stored,
         filters=None,
         compressors=compressors[codec],
@@ -51,9 +57,11 @@ def metadata(form: RecordFormat, codec: str = "none") -> bytes:
         attributes={
             "kvkit": {
                 "dtype": group.dtype,
-                "k_size": 0 if group.opaque else group.k_size,
-                "layers": list(group.layers),
+                "k_size": k_size,
+                "layers": list(group.all_layers),
                 "opaque": group.opaque,
+                **({"precision": precision} if precision else {}),
+                **({"state": group.state} if group.state else {}),
                 "codec": codec,
                 "digest": form.digest.hex(),
                 "namespace": form.namespace.public(),

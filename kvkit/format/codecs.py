@@ -61,7 +61,7 @@ def compress(record: Buffer, codec: str, out: Buffer) -> int:
         end += len(packed)
     if end + len(trailer_of(places, end)) > len(target):
         raise too_small
-    return _finish(target, codec, places, sums)
+    return finish(target, codec, places, sums)
 
 
 def decompress(record: Buffer, out: Buffer) -> Damage | int:
@@ -100,11 +100,14 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
         except (RuntimeError, ValueError):  # intact, but no output of this codec
             return Damage.FORMAT
         sums.append(xxh3_64_intdigest(layer))
-    return _finish(target, "none", places, sums)
+    return finish(target, "none", places, sums)
 
 
-def _finish(target: memoryview, codec: str, places: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
-    """Write what follows the layers at `places`, and the header's fields that differ; the record's bytes."""
+def finish(target: memoryview, codec: str, places: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
+    """Write what follows the layers at `places`, and the header's fields that differ; the record's bytes.
+
+    Mutates `target`.
+    """
     end = sum(places[-1])
     trailer = trailer_of(places, end)
     total = end + len(trailer)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,10 @@ ITEM_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+Precision = Literal["fp8", "int8"]
+"""Forms of records with fewer bits than the KV has: 8-bit codes, and per token and head a float32 scale for K
+and one for V (`kvkit.kernels.pages.reference.quantise`)."""
+QUANTISABLE = ("float32", "float16", "bfloat16")
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -50,6 +54,14 @@ class LayerGroup:
         window: sliding window in tokens, None for full attention.
         page_bytes: set where pages are opaque (vLLM on CPU): the bytes of one block of one layer.
             Such pages move whole; their bytes mean something to one engine on one ISA only.
+        first_head: the first of these heads among the model's, a multiple of `kv_heads`.
+        model_heads: heads of the model's layers, over all ranks of tensor parallelism; None: `kv_heads`.
+        model_layers: the model's layers of this form, over all stages of a pipeline, ascending, of which
+            `layers` are one of several parts of equal size; None: `layers`.
+        precision: of the KV in records; None: as the engine has it.
+        state: set where a layer keeps no K and V but a state (Mamba, linear attention, short convolutions):
+            what kind, of what shapes and dtypes. Pages are opaque then, and one stands for all tokens up to
+            the end of a chunk, whose tokens are `block_tokens`.
 
     Raises:
         LayoutError: a field is out of range.
@@ -65,10 +77,20 @@ class LayerGroup:
     strides: tuple[int, int, int, int] | None = None
     window: int | None = None
     page_bytes: int | None = None
+    first_head: int = 0
+    model_heads: int | None = None
+    model_layers: tuple[int, ...] | None = None
+    precision: Precision | None = None
+    state: str | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise LayoutError(f"layers={self.layers!r}: want ascending, distinct indices >= 0")
+        every, count = self.all_layers, len(self.layers)
+        if len(every) % count or self.layers not in [
+            every[i : i + count] for i in range(0, len(every), count)
+        ]:
+            raise LayoutError(f"layers={self.layers!r}, model_layers={every!r}: want one of its equal parts")
         for field in ("kv_heads", "k_size", "block_tokens", "window", "page_bytes"):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -76,9 +98,62 @@ class LayerGroup:
                 raise LayoutError(f"{field}={value!r}: want {none}at least 1")
         if self.v_size < 0:
             raise LayoutError(f"v_size={self.v_size!r}: want 0 (MLA) or more")
+        heads, places = self.kv_heads, range(0, self.heads, self.kv_heads)
+        if self.heads % heads or self.first_head not in places:
+            raise LayoutError(
+                f"first_head={self.first_head!r}, model_heads={self.model_heads!r}: want multiples of "
+                f"kv_heads={heads}, the first below the other"
+            )
+        if self.state is not None and not (self.state and self.page_bytes):
+            raise LayoutError(f"state={self.state!r}: want what kind it is, and page_bytes")
         for field, known in (("dtype", ITEM_BYTES), ("order", ORDERS)):
             if getattr(self, field) not in known:
                 raise LayoutError(f"{field}={getattr(self, field)!r}: want one of {', '.join(known)}")
+        if self.precision not in (None, *get_args(Precision)):
+            raise LayoutError(
+                f"precision={self.precision!r}: want None or one of {', '.join(get_args(Precision))}"
+            )
+        if self.precision and (self.opaque or self.dtype not in QUANTISABLE):
+            kind = "opaque pages" if self.opaque else self.dtype
+            raise LayoutError(
+                f"precision={self.precision!r}: layers {self.layers[0]}-{self.layers[-1]} hold {kind}; "
+                f"want {', '.join(QUANTISABLE)}"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Heads of the model's layers, of which these are some or all."""
+        return self.model_heads or self.kv_heads
+
+    @property
+    def place(self) -> int:
+        """Which part of the model's heads these are: the coordinate of their records on the head axis."""
+        return self.first_head // self.kv_heads
+
+    @property
+    def parts(self) -> int:
+        """How many records hold all of the model's heads."""
+        return self.heads // self.kv_heads
+
+    @property
+    def all_layers(self) -> tuple[int, ...]:
+        """The model's layers of this form, of which these are some or all."""
+        return self.model_layers or self.layers
+
+    @property
+    def layer_place(self) -> int:
+        """Which part of the model's layers these are: the coordinate of their records on the layer axis."""
+        return self.all_layers.index(self.layers[0]) // len(self.layers)
+
+    @property
+    def layer_parts(self) -> int:
+        """How many records hold all of the model's layers."""
+        return len(self.all_layers) // len(self.layers)
+
+    @property
+    def whole(self) -> LayerGroup:
+        """The group as it would be of the first layers and heads: what all parts have in common."""
+        return replace(self, first_head=0, layers=self.all_layers[: len(self.layers)])
 
     @property
     def channels(self) -> int:
@@ -100,41 +175,34 @@ class LayerGroup:
         """Bytes of one block of one layer."""
         return self.page_bytes or self.kv_heads * self.block_tokens * self.channels * self.item_bytes
 
-    def quantised(self) -> LayerGroup:
-        """The form of these layers' records when K and V are quantised to 8 bits, scales per token and head.
-
-        A row [C] becomes C codes and a float32 scale for K and one for V
-        (`kvkit.kernels.pages.reference.quantise`), uint8 [C + 4 or 8]: records, keys and stores need to know
-        no more.
-
-        Raises:
-            LayoutError: the layers hold no floats of 16 or 32 bits, or opaque pages.
+    @property
+    def stored(self) -> LayerGroup:
+        """The form of these layers' records: with a `precision` a row [C] is C codes, a float32 scale for K
+        and one for V, uint8 [C + 4 or 8]. Records, keys and stores need to know no more.
         """
-        if self.opaque or self.dtype not in ("float32", "float16", "bfloat16"):
-            raise LayoutError(
-                f"dtype={self.dtype!r}, page_bytes={self.page_bytes}: want float32, float16 or bfloat16 "
-                "and pages that are not opaque"
-            )
-        scales = 4 * (1 + (self.v_size > 0))
-        return replace(self, k_size=self.channels + scales, v_size=0, dtype="uint8", strides=None)
+        if self.precision is None:
+            return self
+        row = self.channels + 4 * (1 + (self.v_size > 0))
+        return replace(self, k_size=row, v_size=0, dtype="uint8", strides=None, precision=None)
 
     def record_shape(self, chunk_tokens: int) -> tuple[int, int, int, int]:
-        """The canonical shape [L, H, T, C] of a chunk; opaque: [L, 1, pages, page_bytes], uint8.
+        """The shape [L, H, T, C] of a chunk, C as in `stored`; opaque: [L, 1, pages, page_bytes], uint8.
 
         Raises:
             LayoutError: `chunk_tokens` is not a multiple of `block_tokens`.
         """
-        if chunk_tokens < 1 or chunk_tokens % self.block_tokens:
-            raise LayoutError(
-                f"chunk_tokens={chunk_tokens}: want a multiple of block_tokens={self.block_tokens}"
-            )
+        fits = chunk_tokens == self.block_tokens if self.state else not chunk_tokens % self.block_tokens
+        if chunk_tokens < 1 or not fits:
+            want = "" if self.state else "a multiple of "
+            raise LayoutError(f"chunk_tokens={chunk_tokens}: want {want}block_tokens={self.block_tokens}")
         if self.page_bytes is not None:
             return len(self.layers), 1, chunk_tokens // self.block_tokens, self.page_bytes
-        return len(self.layers), self.kv_heads, chunk_tokens, self.channels
+        return len(self.layers), self.kv_heads, chunk_tokens, self.stored.channels
 
     def layer_bytes(self, chunk_tokens: int) -> int:
         """Bytes of one layer of one chunk, exact."""
-        return math.prod(self.record_shape(chunk_tokens)[1:]) * (1 if self.opaque else self.item_bytes)
+        item_bytes = 1 if self.opaque else self.stored.item_bytes
+        return math.prod(self.record_shape(chunk_tokens)[1:]) * item_bytes
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """Bytes of one chunk over all layers of the group, exact."""
@@ -162,43 +230,70 @@ class LayerGroup:
 class KVLayout:
     """The groups of layers of a model's KV cache, in a fixed order.
 
+    Heads of the same layers may be in several groups, one after the other, and are alike then; so are layers
+    that are parts of the same.
+
+    Args:
+        copy, copies: which this is of the ranks of a host whose KV is equal, and how many they are: they
+            share the work of storing it and of reading it.
+
     Raises:
-        LayoutError: no group, or a layer in two groups.
+        LayoutError: no group, or heads of a layer in two groups.
     """
 
     groups: tuple[LayerGroup, ...]
+    copy: int = 0
+    copies: int = 1
 
     def __post_init__(self) -> None:
-        layers = [layer for group in self.groups for layer in group.layers]
+        layers = [layer for group in self.arrays for layer in group.all_layers]
         if not layers:
             raise LayoutError("groups=(): want at least one group of layers")
-        if len(set(layers)) != len(layers):
-            raise LayoutError(f"layers {sorted(layers)}: a layer belongs to one group only")
+        if len(set(layers)) != len(layers) or len(set(self.groups)) != len(self.groups):
+            raise LayoutError(f"layers {sorted(layers)}: a layer's heads belong to one group only")
+        if any(group.state for group in self.groups[: self.token_groups]) or not self.token_groups:
+            raise LayoutError("groups: want one or more of K and V, and then those of states")
+
+    @property
+    def token_groups(self) -> int:
+        """How many of the groups, from the first on, have records of every chunk; the others are states."""
+        return sum(group.state is None for group in self.groups)
+
+    @property
+    def arrays(self) -> list[LayerGroup]:
+        """The groups whose records are arrays of their own: parts of the same heads and layers share one."""
+        return list(dict.fromkeys(group.whole for group in self.groups))
 
     @property
     def layers(self) -> int:
         """Layers over all groups."""
-        return sum(len(group.layers) for group in self.groups)
+        return len({layer for group in self.groups for layer in group.layers})
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """Bytes of one chunk over all groups, exact."""
         return sum(group.chunk_bytes(chunk_tokens) for group in self.groups)
 
     def fingerprint(self) -> str:
-        """32 hex digits (BLAKE2b-128) of all that decides a record's bytes.
+        """32 hex digits (BLAKE2b-128) of all that decides a record's bytes, and what fewer bits these are.
 
-        Records are canonical [L, H, T, C], so an engine's order, strides and block size do not count:
-        engines that differ there share a store. They do count where pages are opaque.
+        Records are canonical [L, H, T, C], so an engine's order, strides and block size do not count, nor
+        which of the model's heads and layers it has: engines that differ there share a store. The first three
+        do count where pages are opaque, and how many heads or layers a record holds where it holds some. KV
+        of fewer bits, and what was computed with it, is never that of full precision.
         """
-        every, opaque = (
-            ("layers", "kv_heads", "k_size", "v_size", "dtype"),
-            ("page_bytes", "block_tokens", "order"),
-        )
-        described = [
-            {name: getattr(group, name) for name in (*every, *(opaque if group.opaque else ()))}
-            for group in self.groups
-        ]
-        return hashlib.blake2b(canonical_json(described), digest_size=16).hexdigest()
+        every = ("kv_heads", "k_size", "v_size", "dtype")
+        described = []
+        for group in self.arrays:
+            opaque = ("page_bytes", "block_tokens", "order") if group.opaque else ()
+            some = ("heads",) if group.heads > group.kv_heads else ()
+            parts = ("layer_parts",) if group.layer_parts > 1 else ()
+            bits = ("precision",) if group.precision else ()
+            state = ("state",) if group.state else ()
+            names = (*every, *opaque, *some, *parts, *bits, *state)
+            fields = {name: getattr(group, name) for name in names}
+            described.append(fields | {"layers": group.all_layers})
+        digest = hashlib.blake2b(canonical_json(described), digest_size=16).hexdigest()
+        return "-".join([digest, *sorted({group.precision for group in self.groups if group.precision})])
 
     @staticmethod
     def from_config(config: Any, *, dtype: str, block_tokens: int = 16, order: str = "LBHNC") -> KVLayout:
@@ -276,7 +371,8 @@ class KVLayout:
 class Namespace:
     """All that decides KV bytes besides the tokens. Its digest is the first parent of every hash chain.
 
-    Two caches share records if, and only if, their namespaces are equal.
+    Two caches share records if, and only if, their namespaces are equal; rank and world may differ where
+    ranks share.
 
     Args:
         model: hub id or a name for the weights.
@@ -284,7 +380,10 @@ class Namespace:
         dtype: what the model computes in.
         revision: of the weights.
         lora: what the adapter holds, empty for none.
-        rank, world: this engine's place in tensor parallelism.
+        draft: what the draft is whose KV lies beside the model's, empty for none.
+        rank, world: of the process among those of its engine.
+        ranks_share: whether the layout says which heads and layers a record holds: rank and world decide
+            nothing then.
         isa: where pages are opaque, the instruction set that wrote them.
         salt: keeps tenants apart. Records carry its effect on the keys, never the salt itself.
         chunk_tokens: tokens per chunk.
@@ -307,6 +406,8 @@ class Namespace:
     chunk_tokens: int = 256
     hash: str = "xxh3_128"
     format: int = FORMAT_VERSION
+    ranks_share: bool = False
+    draft: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
@@ -315,12 +416,22 @@ class Namespace:
             raise LayoutError(f"chunk_tokens={self.chunk_tokens}: want at least 1")
 
     def to_bytes(self) -> bytes:
-        """The bytes that are hashed: JSON of every field, keys sorted, no spaces, ASCII escapes."""
-        return canonical_json(asdict(self))
+        """The bytes that are hashed: JSON of what decides KV, keys sorted, no spaces, ASCII escapes."""
+        return canonical_json(self._deciding())
 
     def public(self) -> dict[str, Any]:
-        """Every field but the salt (only whether there is one): what a store may show."""
-        return asdict(self) | {"salt": bool(self.salt)}
+        """What decides KV, but the salt (only whether there is one): what a store may show."""
+        return self._deciding() | {"salt": bool(self.salt)}
+
+    def _deciding(self) -> dict[str, Any]:
+        fields = {name: value for name, value in asdict(self).items() if value or name != "draft"}
+        return fields | {"rank": 0, "world": 1} if fields.pop("ranks_share") else fields
+
+
+def heads_of(heads: int, rank: int, ranks: int) -> range:
+    """Which of a layer's heads a rank of tensor parallelism has; of fewer heads, neighbours have the same."""
+    first = rank * heads // ranks
+    return range(first, first + max(1, heads // ranks))
 
 
 def canonical_json(value: Any) -> bytes:

@@ -1,8 +1,9 @@
 """A chunk as bytes: one self-verifying record that is also one shard of a valid Zarr v3 array.
 
 The records of one namespace and layer group form one sparse Zarr array of shape
-(2**16, 2**46, L, H, T, C); the first 62 bits of a chunk's key are its first two coordinates. A record is
-the shard of one chunk, with one inner chunk per layer:
+(2**16, 2**46, layers and heads of the model, T, C); the first 62 bits of a chunk's key are its first two
+coordinates. A record is the shard of some layers and heads of one chunk, [L, H, T, C], with one inner chunk
+per layer:
 
     [header, a multiple of 4096 bytes][layer 0]...[layer L-1][zeros][shard index][crc32c of the index]
 
@@ -22,7 +23,8 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, get_args
 
 import google_crc32c
 import numpy as np
@@ -30,7 +32,16 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvkit.format.keys import namespace_digest
-from kvkit.format.layout import FORMAT_VERSION, ITEM_BYTES, KVLayout, LayerGroup, LayoutError, Namespace
+from kvkit.format.layout import (
+    FORMAT_VERSION,
+    ITEM_BYTES,
+    QUANTISABLE,
+    KVLayout,
+    LayerGroup,
+    LayoutError,
+    Namespace,
+    Precision,
+)
 from kvkit.format.names import array_name, record_name
 
 if TYPE_CHECKING:
@@ -64,10 +75,11 @@ HEADER = np.dtype(
         ("heads", "<u4"),  #        24 (opaque pages: L, 1, pages, page bytes)
         ("rows", "<u4"),  #         28
         ("channels", "<u4"),  #     32
-        ("k_size", "<u4"),  #       36 K's part of C (opaque pages: 0)
+        ("k_size", "<u4"),  #       36 K's part of C (opaque pages: 0), of fewer bits: of its codes
         ("chunk_tokens", "<u4"),  # 40 tokens of the chunk
-        ("zero", "<u4"),  #         44
-        ("dtype", "S16"),  #        48 ASCII
+        ("place", "<u2"),  #        44 on the head axis: which part of the model's heads it holds
+        ("layer_place", "<u2"),  #  46 on the layer axis: which part of the model's layers it holds
+        ("dtype", "S16"),  #        48 ASCII; of fewer bits such as "fp8 of bfloat16"
         ("namespace", "V32"),  #    64 digest, zero-padded
         ("record_bytes", "<u8"),  # 96 bytes of the record
         ("layers_end", "<u8"),  #  104 offset at which the last layer ends
@@ -82,7 +94,8 @@ zeros. What is before `parent` is equal in all uncompressed records of a format.
 
 
 _OFFSETS = {name: place[1] for name, place in (HEADER.fields or {}).items()}
-_NAMESPACE, _PARENT, _HEADER_SUM = (_OFFSETS[name] for name in ("namespace", "parent", "header_sum"))
+_PLACE, _NAMESPACE, _PARENT = (_OFFSETS[name] for name in ("place", "namespace", "parent"))
+_HEADER_SUM = _OFFSETS["header_sum"]
 _AFTER_HEADER_SUM = _OFFSETS["trailer_sum"]
 _SUMS = HEADER.itemsize
 _KEYS = struct.Struct("<32s32s")
@@ -120,6 +133,8 @@ class Header:
     codec: str
     group: int
     shape: tuple[int, int, int, int]
+    place: int
+    layer_place: int
     k_size: int
     chunk_tokens: int
     dtype: str
@@ -134,9 +149,15 @@ class Header:
     tokens: npt.NDArray[np.int32]
 
     @property
+    def form(self) -> tuple[str | None, str]:
+        """Its precision, None where it has all bits, and the dtype of its KV."""
+        precision, _, dtype = self.dtype.rpartition(" of ")
+        return precision or None, dtype
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of an element; opaque pages, which have no K size, are bytes."""
-        return ITEM_BYTES[self.dtype] if self.k_size else 1
+        return ITEM_BYTES.get(self.dtype, 1) if self.k_size else 1
 
     @property
     def layer_bytes(self) -> int:
@@ -147,7 +168,7 @@ class Header:
     def plain_bytes(self) -> int:
         """Bytes of the record without compression. As large as any number, where a stranger made it."""
         layers = self.shape[0]
-        return _total_bytes(self.header_bytes + layers * self.layer_bytes, layers)
+        return total_bytes(self.header_bytes + layers * self.layer_bytes, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +178,7 @@ class RecordFormat:
     namespace: Namespace
     digest: bytes  # of the namespace
     group: LayerGroup
-    index: int  # of the group
+    index: int  # of the array, among the layout's
     array: str  # name of the Zarr array, "<namespace digest, hex>/<group index>"
     shape: tuple[int, int, int, int]  # canonical [L, H, T, C]
     header_bytes: int
@@ -179,6 +200,7 @@ class RecordFormat:
                 f"namespace.layout={namespace.layout!r}: this layout is {layout.fingerprint()!r}"
             )
         group, tokens = layout.groups[index], namespace.chunk_tokens
+        index = layout.arrays.index(group.whole)
         shape = group.record_shape(tokens)
         digest = namespace_digest(namespace)
         header_bytes = _header_bytes(shape[0], tokens)
@@ -186,10 +208,11 @@ class RecordFormat:
         layers_end = header_bytes + shape[0] * layer_bytes
         trailer = trailer_of(even_places(header_bytes, layer_bytes, shape[0]), layers_end)
         record_bytes = layers_end + len(trailer)
-        k_size = 0 if group.opaque else group.k_size
+        k_size, dtype = 0 if group.opaque else group.k_size, dtype_name(group.precision, group.dtype)
         fields = (  # as in HEADER
             *(MAGIC, FORMAT_VERSION, CODECS.index("none"), len(digest), header_bytes, index),
-            *(*shape, k_size, tokens, 0, group.dtype, digest, record_bytes, layers_end),
+            *(*shape, k_size, tokens, group.place, group.layer_place, dtype, digest),
+            *(record_bytes, layers_end),
             *(b"", b"", 0, 0),  # `seal` writes these
         )
         return RecordFormat(
@@ -209,7 +232,7 @@ class RecordFormat:
 
     def name(self, key: bytes) -> str:
         """The object that holds `key`'s record, relative to the store's root."""
-        return record_name(self.array, key)
+        return record_name(self.array, key, self.group.place, self.group.layer_place)
 
 
 def parent_name(record: Buffer, name: str) -> str | None:
@@ -221,7 +244,7 @@ def parent_name(record: Buffer, name: str) -> str | None:
     parent = bytes(view[_PARENT : _PARENT + 32])
     if not _has_header(view) or parent == bytes(view[_NAMESPACE : _NAMESPACE + 32]):
         return None
-    return record_name(name.rpartition("/")[0], parent)
+    return record_name(name.rpartition("/")[0], parent, *struct.unpack_from("<HH", view, _PLACE))
 
 
 def is_compressed(record: Buffer) -> bool:
@@ -247,13 +270,19 @@ def layer_range(form: RecordFormat, layer: int) -> tuple[int, int]:
 
 
 def seal(
-    form: RecordFormat, record: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
+    form: RecordFormat,
+    record: Buffer,
+    parent: bytes,
+    key: bytes,
+    tokens: npt.NDArray[np.int32],
+    sums: Sequence[int] | None = None,
 ) -> None:
     """Make a record of the payload that already lies in `record`: write what surrounds it. Mutates `record`.
 
     Args:
         record: uint8 [>= record_bytes], writable; bytes past `record_bytes` are left alone.
         tokens: int32 [chunk_tokens].
+        sums: `layer_checksum` of every layer, where it is known.
 
     Raises:
         RecordError: the buffer is too small, a key is no digest of this namespace, or there are not
@@ -268,8 +297,8 @@ def seal(
     if len(tokens) != form.namespace.chunk_tokens:
         raise RecordError(f"tokens: {len(tokens)}, want {form.namespace.chunk_tokens}")
     view[form.layers_end : form.record_bytes] = form.trailer
-    sums = (xxh3_64_intdigest(form.trailer), *layer_checksums(form, view))
-    tail = struct.pack(f"<{len(sums)}Q", *sums) + _as_bytes(tokens)
+    after = (xxh3_64_intdigest(form.trailer), *(sums or layer_checksums(form, view)))
+    tail = struct.pack(f"<{1 + form.shape[0]}Q", *after) + _as_bytes(tokens)
     view[:_PARENT] = form.fixed
     _KEYS.pack_into(view, _PARENT, parent, key)
     view[_AFTER_HEADER_SUM : form.header_bytes] = tail.ljust(form.header_bytes - _AFTER_HEADER_SUM, b"\0")
@@ -347,11 +376,16 @@ def verify_trailer(form: RecordFormat, trailer: Buffer) -> Damage | None:
     return None if bytes(memoryview(trailer)) == form.trailer else Damage.TRAILER
 
 
+def layer_checksum(layer: Buffer) -> int:
+    """XXH3-64 of a layer's bytes."""
+    return xxh3_64_intdigest(layer)
+
+
 def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
     """XXH3-64 of every layer of an uncompressed record."""
     view, size = memoryview(record), form.layer_bytes
     starts = range(form.header_bytes, form.layers_end, size)
-    return [xxh3_64_intdigest(view[start : start + size]) for start in starts]
+    return [layer_checksum(view[start : start + size]) for start in starts]
 
 
 def read_header(record: Buffer) -> Header:
@@ -378,6 +412,7 @@ def read_header(record: Buffer) -> Header:
     header = Header(
         **{name: fields[name] for name in ("version", "group", "k_size", "chunk_tokens", "trailer_sum")},
         **{name: fields[name] for name in ("header_bytes", "record_bytes", "layers_end")},
+        **{name: fields[name] for name in ("place", "layer_place")},
         **{name: fields[name][:key_bytes] for name in ("namespace", "parent", "key")},
         codec=CODECS[codec],
         shape=(layers, fields["heads"], fields["rows"], fields["channels"]),
@@ -388,7 +423,7 @@ def read_header(record: Buffer) -> Header:
     plain_end = header_bytes + layers * header.layer_bytes
     if (
         header.layers_end < header_bytes
-        or header.record_bytes != _total_bytes(header.layers_end, layers)
+        or header.record_bytes != total_bytes(header.layers_end, layers)
         or (header.codec == "none" and header.layers_end != plain_end)
     ):
         raise RecordError("header contradicts itself")
@@ -469,7 +504,13 @@ def shard_index(places: Sequence[tuple[int, int]]) -> bytes:
     return index + struct.pack("<I", google_crc32c.value(index))
 
 
-_DTYPES = {name.encode("ascii") for name in ITEM_BYTES}
+def dtype_name(precision: str | None, dtype: str) -> str:
+    """What a header calls a record's elements."""
+    return f"{precision} of {dtype}" if precision else dtype
+
+
+_FORMS = [(None, dtype) for dtype in ITEM_BYTES] + [*product(get_args(Precision), QUANTISABLE)]
+_DTYPES = {dtype_name(*form).encode("ascii") for form in _FORMS}
 
 
 def _round_up(size: int, step: int) -> int:
@@ -480,7 +521,7 @@ def _header_bytes(layers: int, tokens: int) -> int:
     return _round_up(_SUMS + 8 * layers + 4 * tokens, ALIGN)
 
 
-def _total_bytes(layers_end: int, layers: int) -> int:
+def total_bytes(layers_end: int, layers: int) -> int:
     """Bytes of a record whose last layer ends there: with its trailer."""
     return _round_up(layers_end + _INDEX_ENTRY * layers + _CRC_BYTES, ALIGN)
 

@@ -65,7 +65,7 @@ class PeerTier(Tier, Handler):
         addresses.check_secret(address, bool(identity.secret))
         self.name = check_id("peer", name, MAX_PEER_NAME)
         self._address = address
-        self._slot_bytes = identity.slot_bytes
+        self._identity = identity
         self._timeout_s = timeout_s
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._numbers = itertools.count(1)
@@ -128,6 +128,15 @@ class PeerTier(Tier, Handler):
         self._fail(list(self._pulls), lambda *_: TierError(f"tier {self.name!r} is closed"))
 
     # what the link reports
+
+    def started(self, link: Link) -> None:
+        """A peer is there. Raises ChannelError where its rank of this number may have other heads."""
+        theirs, mine = link.peer, self._identity
+        if theirs is not None and mine.record_ranks > 1 and theirs.ranks != mine.ranks:
+            raise ChannelError(
+                f"ranks: node {theirs.node!r} has {theirs.ranks}, {mine.node!r} has {mine.ranks}; want a "
+                "peer of as many ranks, as each is asked by the rank of its number alone"
+            )
 
     def received(self, link: Link, message: AnyMessage) -> None:
         match message:
@@ -210,7 +219,7 @@ class PeerTier(Tier, Handler):
     def _read(self, name: str) -> memoryview:
         """A record in memory of its own."""
         done: Future[memoryview] = Future()
-        target = memoryview(bytearray(self._slot_bytes))
+        target = memoryview(bytearray(self._identity.slot_bytes))
 
         def finish(_: int, size: int, error: OSError | None) -> None:
             if error is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.protocol import messages, states
 from kvkit.handoff.protocol.messages import HANDOFF, Data, OfTransfer
-from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, Unexpected
+from kvkit.handoff.protocol.states import Buffer, Limits, OfRequest, Outcome, Phase, Unexpected
 from kvkit.handoff.transport.link import Link
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Scope
@@ -25,11 +25,11 @@ MAX_REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a transfer is.
+    """Where what was sent for a request is.
 
     Attributes:
         phase: None when it ended.
-        records: of the transfer.
+        records: of its transfers.
         held: how many are available; all or none, but for those that its sender said are missing.
         reason: why it ended.
     """
@@ -63,6 +63,7 @@ class Receiver:
         self._records: dict[str, Lease] = {}
         self._unanswered: dict[tuple[int, str], list[Lease]] = {}
         self._ended: dict[str, str] = {}
+        self._requests: dict[str, str] = {}  # by transfer
         # its lock is one that a thread may take twice: a slot that comes free may admit another transfer
         self._changed = threading.Condition()
         self._watchers: list[Callable[[object], None]] = []
@@ -93,8 +94,16 @@ class Receiver:
         now, peer = time.monotonic(), link.number
         with self._changed:
             match message:
-                case messages.Reserve(transfer, names, wait_s):
-                    self._apply(states.reserve(self._buffer, transfer, peer, names, elsewhere, wait_s, now))
+                case messages.Reserve(transfer, names, wait_s, request, parts):
+                    of = OfRequest(request or transfer, parts)
+                    if transfer not in self._buffer.transfers:  # or it is another's, and refused
+                        self._requests[transfer] = of.id
+                    if parts > 1 and of.id in self._ended:  # its other parts are gone
+                        self._apply((self._buffer, (states.Deny(transfer, peer, self._ended[of.id]),)))
+                        return
+                    self._apply(
+                        states.reserve(self._buffer, transfer, peer, names, elsewhere, wait_s, now, of)
+                    )
                 case Data(transfer, index, size):
                     lease = self._expected(link, message)
                     if lease is not None:
@@ -103,7 +112,7 @@ class Receiver:
                 case messages.Commit(transfer, missing):
                     self._apply(states.commit(self._buffer, transfer, peer, missing, now))
                 case messages.Cancel(transfer):  # nothing more is written into its slots
-                    self._apply(states.cancel(self._buffer, transfer, peer, now), writes_on=False)
+                    self._apply(states.cancel(self._buffer, transfer, peer, now), quiet=peer)
                     release_all(self._unanswered.pop((peer, transfer), ()))
                 case _:
                     raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
@@ -112,7 +121,7 @@ class Receiver:
         """A sender is gone."""
         with self._changed:
             self._links.pop(link.number, None)
-            self._apply(states.lost(self._buffer, link.number, time.monotonic()), writes_on=False)
+            self._apply(states.lost(self._buffer, link.number, time.monotonic()), quiet=link.number)
             for key in [key for key in self._unanswered if key[0] == link.number]:
                 release_all(self._unanswered.pop(key))
 
@@ -124,36 +133,42 @@ class Receiver:
         with self._changed:
             self._watchers.append(changed)
 
-    def release(self, transfer: str, reason: str = "used") -> None:
-        """Nobody needs a transfer any more: its records go, unless others hold them. None is fine, too."""
+    def release(self, request: str, reason: str = "used") -> None:
+        """Nobody needs a request any more: its records go, unless others hold them. None is fine, too."""
         with self._changed:
-            self._apply(states.release(self._buffer, transfer, reason, time.monotonic()))
+            self._apply(states.release(self._buffer, request, reason, time.monotonic()))
 
     def delete(self, names: Sequence[str]) -> None:
         """Release records, whoever holds them: they are damaged."""
         with self._changed:
             self._apply(states.delete(self._buffer, names))
 
-    def status(self, transfer: str) -> Status | None:
-        """Where a transfer is; None if it is not known, or no longer."""
-        with self._changed:
-            found = self._buffer.transfers.get(transfer)
-            if found is not None:
-                held = len(found.elsewhere) + len(found.holds)
-                return Status(found.phase, len(found.names), held)
-            reason = self._ended.get(transfer)
-            return None if reason is None else Status(None, reason=reason)
+    def status(self, request: str) -> Status | None:
+        """Where what is sent for a request is; None if that is not known, or of some of its parts not yet.
 
-    def wait(self, transfer: str, timeout_s: float) -> Status | None:
+        A request has the name of its transfer where one brings all of it.
+        """
+        with self._changed:
+            parts = states.parts_of(self._buffer, request)
+            if not parts:
+                reason = self._ended.get(request)
+                return None if reason is None else Status(None, reason=reason)
+            if len(parts) < parts[0].of.parts:
+                return None
+            phases = (part.phase for part in parts if part.phase is not Phase.COMMITTED)
+            held = sum(len(part.elsewhere) + len(part.holds) for part in parts)
+            return Status(next(phases, Phase.COMMITTED), sum(len(part.names) for part in parts), held)
+
+    def wait(self, request: str, timeout_s: float) -> Status | None:
         """`status`, as soon as it is committed or over; after `timeout_s` as it is then."""
 
         def settled() -> bool:
-            status = self.status(transfer)
+            status = self.status(request)
             return status is not None and status.phase in (None, Phase.COMMITTED)
 
         with self._changed:
             self._changed.wait_for(settled, timeout_s)
-            return self.status(transfer)
+            return self.status(request)
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, are available."""
@@ -223,10 +238,11 @@ class Receiver:
         with self._changed:
             self._apply(states.freed(self._buffer, 1, time.monotonic()))
 
-    def _apply(self, outcome: states.Next, writes_on: bool = True) -> None:
+    def _apply(self, outcome: states.Next, quiet: Hashable = None) -> None:
         """Take over a new state and carry out its actions. The lock is held.
 
-        `writes_on`: senders of transfers that end do not know yet, and may go on writing into shared slots.
+        `quiet`: the sender that writes no more; others whose transfers end do not know yet, and may go on
+        writing into shared slots.
         """
         self._buffer, actions = outcome
         for action in actions:
@@ -234,7 +250,7 @@ class Receiver:
                 release_all([self._records.pop(name) for name in action.names])
                 continue
             link = self._links.get(action.peer)
-            message = self._carry_out(action, link, writes_on)
+            message = self._carry_out(action, link, writes_on=action.peer != quiet)
             if link is not None:
                 link.say(message)
         self._changed.notify_all()
@@ -256,7 +272,8 @@ class Receiver:
                 )
             case states.Deny(reason=reason):
                 self.outcomes["refused"] += 1
-                self._remember(transfer, reason)
+                if transfer not in self._buffer.transfers:  # another's goes on
+                    self._remember(transfer, reason)
                 return messages.Refuse(transfer, reason)
             case states.Complete(keep=keep, rest=rest):
                 names = self._buffer.transfers[transfer].names
@@ -278,8 +295,9 @@ class Receiver:
         raise AssertionError(verdict)
 
     def _remember(self, transfer: str, reason: str) -> None:
-        self._ended.pop(transfer, None)
-        self._ended[transfer] = reason
+        request = self._requests.pop(transfer, transfer)
+        self._ended.pop(request, None)
+        self._ended[request] = reason
         if len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
 

@@ -7,8 +7,9 @@ import ssl
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,13 +17,13 @@ from typing import Any
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.links import Connections
 from kvkit.handoff.protocol import messages, outgoing
-from kvkit.handoff.protocol.messages import MAX_DEADLINE_S, MAX_NAMES, check_id
+from kvkit.handoff.protocol.messages import MAX_DEADLINE_S, MAX_NAMES, Hello, check_id
 from kvkit.handoff.protocol.outgoing import Instruction, Outgoing, Send, Sent, Stage
-from kvkit.handoff.protocol.states import Outcome, Unexpected
+from kvkit.handoff.protocol.states import OfRequest, Outcome, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.handoff.transport.link import Handler, Identity, Link
-from kvkit.staging import Lease
+from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, TierError, complete
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,9 @@ class HandoffError(RuntimeError):
     """A transfer failed: refused, released by its receiver, cancelled or too late. Says which."""
 
 
-def _running() -> Future[int]:
+def _running() -> Future[Any]:
     """A future that its holder cannot cancel."""
-    future: Future[int] = Future()
+    future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
@@ -48,9 +49,11 @@ class Sending:
         link: to the peer.
         on_change: called with a future of it that is done, or with this when nothing is queued any more.
         admitted: done when the receiver has room; the number of records that it lacks. Only then are records
-            taken from `Sender.put`.
+            taken from `Sender.put`, and slots lent.
         done: done when the receiver has everything; the number of records that were never put.
         queued: records that were put and are not on their way yet.
+        packed: by name, the receiver's slots that are lent and were neither put nor returned.
+        last: what ends its writing, to be said when none are `packed`: the receiver has others write there.
     """
 
     state: Outgoing
@@ -59,10 +62,36 @@ class Sending:
     admitted: Future[int] = field(default_factory=_running)
     done: Future[int] = field(default_factory=_running)
     queued: int = 0
+    packed: dict[str, Lease] = field(default_factory=dict)
+    last: list[messages.Commit | messages.Cancel] = field(default_factory=list)
 
     @property
     def id(self) -> str:
         return self.state.id
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Slots of receivers, lent for records that are made there: put, or released, each once."""
+
+    leases: Sequence[Lease]
+    sendings: Collection[Sending]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The right to write into the slots. To be kept short: the end of a link waits for it.
+
+        Raises:
+            HandoffError: a transfer is over.
+            ChannelError: a link ended.
+        """
+        with ExitStack() as stack:
+            for link in {sending.link for sending in self.sendings}:
+                stack.enter_context(link.writing())
+            for sending in self.sendings:
+                if sending.state.stage is Stage.ENDED:
+                    raise HandoffError(f"transfer {sending.id}: {sending.state.error or 'it is over'}")
+            yield
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +125,8 @@ class Sender(Handler):
         self.outcomes: Counter[Outcome] = Counter()
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._open: dict[str, Sending] = {}
+        self._packing: set[Sending] = set()
+        self._meeting: list[tuple[Link, Future[Hello]]] = []
         self._settled: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -108,11 +139,13 @@ class Sender(Handler):
         names: Sequence[str],
         deadline_s: float,
         on_change: Callable[[Any], object] = lambda _: None,
+        of: OfRequest | None = None,
     ) -> Sending:
         """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
 
         Args:
             on_change: as in `Sending`; called from any thread.
+            of: the request that it is a part of; None where it is all of one.
 
         Raises:
             HandoffError: there is a transfer of that name, the sender is closed, no thread can be started, or
@@ -129,7 +162,7 @@ class Sender(Handler):
         with self._changed:
             if self._closed:
                 raise HandoffError(f"transfer {transfer}: the sender is closed")
-            if transfer in self._open:
+            if transfer in self._open or any(entry.id == transfer for entry in self._packing):
                 raise HandoffError(f"transfer {transfer}: there is one of that name")
             try:
                 link = self._links.to(address)
@@ -140,15 +173,59 @@ class Sender(Handler):
             for future in (sending.admitted, sending.done):
                 future.add_done_callback(on_change)
             self._open[transfer] = sending
-            link.say(messages.Reserve(transfer, tuple(names), deadline_s))
+            of = of or OfRequest(transfer)
+            link.say(messages.Reserve(transfer, tuple(names), deadline_s, of.id, of.parts))
             self._deadlines.changed()
             return sending
+
+    def meet(self, address: str) -> Future[Hello]:
+        """What the node at `address` says of itself, once it is connected; a `HandoffError` if it is not.
+
+        Raises:
+            HandoffError: the sender is closed, or no thread can be started.
+            ValueError: `address` is none, or not a unix one and there is no secret.
+        """
+        addresses.check_secret(address, self._has_secret)
+        with self._changed:
+            if self._closed:
+                raise HandoffError(f"{address}: the sender is closed")
+            try:
+                link = self._links.to(address)
+            except ChannelError as error:
+                raise HandoffError(str(error)) from error
+            met: Future[Hello] = _running()
+            if link.peer is None:
+                self._meeting.append((link, met))
+            else:
+                met.set_result(link.peer)
+            return met
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, no transfer waits for."""
         with self._changed:
             wanted = [entry.state.unsent for entry in self._open.values() if entry.state.unsent]
         return next((i for i, name in enumerate(names) if any(name in w for w in wanted)), len(names))
+
+    def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> Loan | None:
+        """Slots of receivers in which `names` are to be made, for the first of `sendings` that lacks each.
+
+        None, where one of them lacks a record no more, or its slots are out of this process's reach. What is
+        made there is put as any record, and goes to other transfers as a copy. Until it is put or released,
+        its own transfer takes it from nowhere else, and does not end for its receiver: who releases it hears
+        when nothing is written into its slots any more.
+        """
+        leases: list[Lease] = []
+        lenders: set[Sending] = set()
+        with self._changed:
+            for name in names:
+                entry = next((e for e in sendings if name in e.state.unsent and name not in e.packed), None)
+                lease = None if entry is None else self._lend(entry, name)
+                if entry is None or lease is None:
+                    release_all(leases)
+                    return None
+                leases.append(lease)
+                lenders.add(entry)
+        return Loan(leases, lenders)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         """Send records to every transfer that waits for them; as `Tier.put`.
@@ -160,7 +237,10 @@ class Sender(Handler):
             record = _Put(name, lease.share(), on_complete)
             with self._changed:
                 for entry in list(self._open.values()):
-                    self._step(entry, outgoing.put(entry.state, name, time.monotonic()), record)
+                    place = entry.packed.get(name)
+                    if place is None or place.same_slot(lease):
+                        self._packed(entry, name)
+                        self._step(entry, outgoing.put(entry.state, name, time.monotonic()), record)
             self._sent(None, record, None)
         self._settle()
 
@@ -194,6 +274,7 @@ class Sender(Handler):
 
     def started(self, link: Link) -> None:
         log.info("handoff: connected to %s", link)
+        self._met(link, lambda met: met.set_result(link.peer))
 
     def received(self, link: Link, message: messages.AnyMessage) -> None:
         match message:
@@ -204,7 +285,10 @@ class Sender(Handler):
             case messages.Refuse(transfer, reason):
                 self._event(transfer, partial(outgoing.refused, reason=reason), link)
             case messages.Release(transfer, reason):
-                if not self._event(transfer, partial(outgoing.released, reason=reason), link):
+                known = self._event(transfer, partial(outgoing.released, reason=reason), link)
+                with self._changed:  # it is answered when nothing is packed for it any more
+                    known = known or any(e.id == transfer and e.link is link for e in self._packing)
+                if not known:
                     # over for this side: what was queued before this answer is written, nothing after
                     link.say(messages.Cancel(transfer))
             case _:
@@ -215,6 +299,13 @@ class Sender(Handler):
             lost = [entry for entry in self._open.values() if entry.link is link]
             for entry in lost:
                 self._step(entry, outgoing.refused(entry.state, f"the receiver is gone: {error}"))
+        self._met(link, lambda met: met.set_exception(HandoffError(f"no receiver: {error}")))
+
+    def _met(self, link: Link, tell: Callable[[Future[Any]], None]) -> None:
+        """Tell those who wait to hear of this link's peer, then settle."""
+        with self._changed:
+            self._settled.extend(partial(tell, met) for waits, met in self._meeting if waits is link)
+            self._meeting = [waiting for waiting in self._meeting if waiting[0] is not link]
         self._settle()
 
     def _event(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
@@ -262,7 +353,10 @@ class Sender(Handler):
 
     def _say(self, entry: Sending, step: Instruction, record: _Put | None) -> None:
         if not isinstance(step, Send):
-            entry.link.say(step)
+            if entry.packed:
+                entry.last.append(step)
+            else:
+                entry.link.say(step)
             return
         assert record is not None
         record.left += 1
@@ -274,6 +368,29 @@ class Sender(Handler):
             lambda: entry.state.stage is not Stage.ENDED,
             partial(self._sent, entry, record),
         )
+
+    def _lend(self, entry: Sending, name: str) -> Lease | None:
+        """A receiver's slot; the lock is held."""
+
+        def returned() -> None:
+            with self._changed:
+                if entry.packed.get(name) is lease:
+                    self._packed(entry, name)
+
+        lease = entry.link.lend(entry.state.places[name].slot, returned)
+        if lease is not None:
+            entry.packed[name] = lease
+            self._packing.add(entry)
+        return lease
+
+    def _packed(self, entry: Sending, name: str) -> None:
+        """Nothing more is written for a record, if anything was; the lock is held."""
+        entry.packed.pop(name, None)
+        if not entry.packed:
+            self._packing.discard(entry)
+            for step in entry.last:
+                entry.link.say(step)
+            entry.last.clear()
 
     def _sent(self, entry: Sending | None, record: _Put, error: BaseException | None) -> None:
         """A record is on its way to a transfer (None: to no more), or its link failed, which ends that."""

@@ -17,6 +17,7 @@ from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, MAX_PEER_NAME, check_id
 from kvkit.handoff.protocol.states import Limits
+from kvkit.handoff.ranks import divided
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
@@ -174,14 +175,15 @@ def buffer_size(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -
 def slots_of(tokens: int, layout: KVLayout, namespace: Namespace) -> int:
     """Slots that a request of up to so many tokens may take: whole chunks, then single blocks.
 
-    A last token that would have a block of its own does not go: the receiver computes it in any case.
+    A last token that would have a block of its own does not go: the receiver computes it in any case. Of
+    states one snapshot does.
     """
     block_tokens = min(group.block_tokens for group in layout.groups)
     chunks, rest = divmod(tokens, namespace.chunk_tokens)
     blocks = -(-max(rest - 1, 0) // block_tokens)
     if chunks:  # a request that is a token short of its last whole chunk may take more
         blocks = max(blocks, namespace.chunk_tokens // block_tokens - 1)
-    return (chunks + blocks) * len(layout.groups)
+    return (chunks + blocks) * layout.token_groups + len(layout.groups) - layout.token_groups
 
 
 def open_handoff(
@@ -255,4 +257,7 @@ def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:
         layout=layout.fingerprint(),
         slot_bytes=largest_record_bytes(layout, namespace),
         secret=secret,
+        ranks=namespace.world,
+        record_ranks=max(group.parts for group in layout.groups) if divided(namespace, layout) else 0,
+        draft=namespace.draft[:MAX_LABEL],
     )

@@ -75,9 +75,11 @@ class Counts:
         lookups, lookup_tokens: calls of lookup, and the tokens of whole chunks that were asked for.
         queries: questions for what is held by who loads nothing; no lookups.
         hit_tokens: tokens that a lookup found, by tier.
+        approximate_tokens: those of them that are kept with fewer bits, by tier.
         declined_tokens: tokens that a lookup found and left out, as computing them is faster, by tier.
         loaded_tokens, loaded_bytes: what was put into the engine, verified, by the tier it came from.
         stored_records, stored_bytes: what was put completely, by tier; written-back records are among them.
+        snapshot_records: those of stored_records that are of states, by tier.
         written_back_records: records that were put completely after a load from another tier, by tier.
         evicted_records: records that a tier evicted, by tier.
         refused: records that a tier had no room for, whatever it evicted, or had no slots for while its puts
@@ -95,11 +97,13 @@ class Counts:
     lookup_tokens: int = 0
     queries: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
+    approximate_tokens: Counter[str] = field(default_factory=Counter)
     declined_tokens: Counter[str] = field(default_factory=Counter)
     loaded_tokens: Counter[str] = field(default_factory=Counter)
     loaded_bytes: Counter[str] = field(default_factory=Counter)
     stored_records: Counter[str] = field(default_factory=Counter)
     stored_bytes: Counter[str] = field(default_factory=Counter)
+    snapshot_records: Counter[str] = field(default_factory=Counter)
     written_back_records: Counter[str] = field(default_factory=Counter)
     evicted_records: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)

@@ -18,11 +18,11 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,10 @@ import numpy.typing as npt
 from kvkit.format import record
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.streams import marks
-from kvkit.moving.plan import StorePlan
+from kvkit.moving.plan import StorePlan, clip
+from kvkit.moving.policy import for_request
 from kvkit.moving.puts import Puts
-from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, clear_gaps
+from kvkit.moving.sequence import CacheError, Chunks, Hit, Loaded, SequencePages, clear_gaps
 from kvkit.moving.store import Stored, seal
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject, copy_ranges
@@ -44,16 +45,19 @@ LAYERS_AHEAD = 3
 """Layers that are being read while one is used."""
 
 Piece = npt.NDArray[np.uint8]
+Lend = Callable[[Sequence[str]], Sequence[Lease]]
+"""Gives slots for records of these names, in this order, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of the model: the group it is in, its place there, and its pages."""
+    """One layer of the model, or some of its heads: the group it is in, its place there, and its pages."""
 
     number: int
     group: int
     place: int
     pages: Pages
+    last: bool = True  # of its heads, in the order of `layers_of`
 
 
 @dataclass(eq=False, slots=True)
@@ -119,6 +123,7 @@ class LayerLoad:
         self._pages = pages
         self._after = marks(group.pages.device for group in pages)  # not the layers computed meanwhile
         plan = puts.tiers.nearest(hit.chunks, hit.plan)
+        self._plan = plan
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
         self._count = plan.chunks
         places = itertools.product(range(plan.chunks), range(hit.chunks.groups))
@@ -133,9 +138,7 @@ class LayerLoad:
     @property
     def loaded(self) -> Loaded:
         """The tokens whose layers so far are all in place, by tier."""
-        size = self._chunks.chunk_tokens
-        by_tier = Counter(self._tiers[: self._count])
-        return Loaded(self._count * size, {tier: n * size for tier, n in by_tier.items()})
+        return Loaded.of(clip(self._plan, self._count), self._chunks.chunk_tokens)
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -167,7 +170,8 @@ class LayerLoad:
                 finally:
                     done = under_way.popleft()
                     done.end()
-                yield done.layer.number
+                if done.layer.last:
+                    yield done.layer.number
             self._tier_set.count_loaded(self._chunks, self.loaded)
             self._write_back()
         finally:
@@ -358,7 +362,8 @@ class LayerLoad:
 
     def _write_back(self) -> None:
         """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
-        groups, targets = self._chunks.groups, self._tier_set.policy.write_back_to
+        groups = self._chunks.groups
+        targets = for_request(self._tier_set.policy, self._chunks.policy).write_back_to
         for chunk, tier in enumerate(self._tiers[: self._count]):
             if not self._puts.is_written_back(tier):
                 continue
@@ -396,22 +401,36 @@ class LayerStore:
 
     Entering it leases the slots; chunks that find none are left out, from the end.
 
+    Args:
+        lend: where the slots come from; None: of the staging memory.
+
     Attributes:
         stored: what was stored, once the context is left.
+        left: layers that are still to be packed, in the model's order.
     """
 
     def __init__(
-        self, puts: Puts, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
+        self,
+        puts: Puts,
+        chunks: Chunks,
+        pages: Sequence[SequencePages],
+        targets: Sequence[str],
+        lend: Lend | None = None,
     ) -> None:
         self._puts = puts
         self._chunks = chunks
         self._pages = pages
         self._targets = targets
-        self._layers = {layer.number: layer for layer in layers_of(pages)}
+        self._lend = lend
+        self._layers: dict[int, list[_Layer]] = {}
+        for layer in layers_of(pages):
+            self._layers.setdefault(layer.number, []).append(layer)
         self.stored = Stored(0, 0)
         self._plan = StorePlan()
-        self._packed: set[int] = set()
-        self._leases: list[Lease] = []
+        self.left = list(self._layers)
+        self._leases: Sequence[Lease] = []
+        self._sums: list[list[int]] = []
+        self._sealed = False
 
     def layer(self, number: int) -> None:
         """Pack a layer of the model, whose KV is complete. Its pages may change when this returns.
@@ -419,49 +438,85 @@ class LayerStore:
         Raises:
             KeyError: the model has no such layer.
         """
-        layer = self._layers[number]
-        self._packed.add(number)
-        leases = self._leases[layer.group :: self._chunks.groups]
-        if leases:
+        layers, groups = self._layers[number], self._chunks.groups
+        for layer in layers if self._leases else ():
+            leases = self._leases[layer.group :: groups]
             form = self._chunks.formats[layer.group]
             offset, size = record.layer_range(form, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
             rows = self._pages[layer.group].rows(form, self._plan.start, len(leases))
             clear_gaps(rows, pieces)
             pack(layer.pages, pieces, **rows)
+            for sums, piece in zip(self._sums[layer.group :: groups], pieces, strict=True):
+                sums[layer.place] = record.layer_checksum(piece.data)  # of bytes that are in the cache yet
+        if number in self.left:
+            self.left.remove(number)
 
-    def __enter__(self) -> LayerStore:
+    def seal(self) -> None:
+        """Make records of the layers: all of them are packed."""
+        seal(self._chunks, self._numbers, self._leases, self._sums)
+        self._sealed = True
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """The chunks that have slots."""
+        first = self._plan.start
+        return range(first, first + len(self._leases) // self._chunks.groups)
+
+    def open(self) -> None:
+        """Lease the slots."""
         tiers, groups = self._puts.tiers, self._chunks.groups
-        self._packed.clear()
+        self.left = list(self._layers)
         self._plan = self._puts.plan(self._chunks, self._targets)
-        wanted = (self._plan.stop - self._plan.start) * groups
-        if wanted:
-            most = min(wanted, tiers.staging.slots // groups * groups)
+        names = self._chunks.records(self._plan.start, self._plan.stop)
+        if names and self._lend is not None:
+            self._leases = self._lend(names)
+        elif names:
+            most = min(len(names), tiers.staging.slots // groups * groups)
             try:
                 self._leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
             except StagingTimeout as error:
                 log.warning("nothing is stored: %s", error)
-        return self
+        forms = itertools.cycle(self._chunks.formats)
+        self._sums = [[0] * form.shape[0] for _, form in zip(self._leases, forms, strict=False)]
+        self._sealed = False
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def close(self, complete: bool) -> None:
         """Seal the records and start putting them, if no layer is missing or was left half computed."""
-        leases, first, stored = self._leases, self._plan.start, 0
-        self._leases = []
+        leases, stored = self._leases, 0
         try:
-            if kind is None and len(self._packed) == len(self._layers) and leases:
-                seal(self._chunks, first, leases)
-                stored = len(self._puts.put(self._plan.segments, self._chunks, first, leases))
+            if complete and not self.left and leases:
+                if not self._sealed:
+                    self.seal()
+                numbers = self._numbers
+                stored = len(self._puts.put(self._plan.segments, self._chunks, numbers, leases))
         finally:
+            self._leases = []
             release_all(leases)
         size = self._chunks.chunk_tokens
         self.stored = Stored(len(self._chunks) * size, stored * size)
 
+    def __enter__(self) -> LayerStore:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(complete=kind is None)
+
 
 def layers_of(pages: Sequence[SequencePages]) -> list[_Layer]:
-    """Every layer of the model, in its order, with the pages of that layer alone."""
+    """Every layer of the model, in its order, with the pages of that layer alone; per group of its heads.
+
+    Raises:
+        CacheError: some have states, of which a load takes one snapshot, and a store those that there are.
+    """
+    if any(entry.pages.group.state for entry in pages):
+        raise CacheError("pages: layers with states are not moved one at a time; want load and store")
     layers = [
         _Layer(number, group, place, entry.pages.layer(place))
         for group, entry in enumerate(pages)
         for place, number in enumerate(entry.pages.group.layers)
     ]
-    return sorted(layers, key=lambda layer: layer.number)
+    layers.sort(key=lambda layer: layer.number)
+    last = {layer.number: layer.group for layer in layers}
+    return [replace(layer, last=layer.group == last[layer.number]) for layer in layers]

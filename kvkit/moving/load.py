@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -10,13 +9,13 @@ from typing import Any, ClassVar
 
 from kvkit.format import record
 from kvkit.format.rope import Rotation
-from kvkit.kernels.pages.api import unpack
 from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan, Segment
+from kvkit.moving.policy import for_request
 from kvkit.moving.puts import Puts
 from kvkit.moving.reads import PlanReads
-from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages
+from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, at_place, snapshot_places
 from kvkit.moving.write_backs import WriteBacks
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
@@ -27,10 +26,11 @@ class Load:
     """The KV of a hit, on its way into the engine's pages. To be run once.
 
     A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
-    nowhere the load ends before it. What was loaded is always a leading run.
+    nowhere the load ends before it. What was loaded is always a leading run; where the model has states, one
+    that ends with a snapshot of them, which is loaded as well, or nothing.
 
     Args:
-        pages: a layer group each; none where the engine is given nothing.
+        pages: a layer group each, states after the others; none where the engine is given nothing.
         rotate: by how many positions keys move on the way, a chunk each.
         after: on a GPU, what must be done before the pages may change; None: see `unpack`.
     """
@@ -48,7 +48,9 @@ class Load:
         self._chunks = self.hit.chunks
         self._plan = self.hit.plan
         self._done = 0  # chunks
-        self._used: Counter[str] = Counter()
+        self._exact = self._plan.exact  # chunks, which stay so
+        self._used = RetrievePlan(self._plan.chunks, approximate=self.tiers.approximate)
+        self._states = self.pages[self._chunks.groups :]
         self._bad: set[tuple[str, int]] = set()
 
     def run(self, transfer: Transfer[Any]) -> Loaded:
@@ -75,8 +77,9 @@ class Load:
                                 back.hold(reads.tier, self._done, ready)
                         finally:
                             release_all(ready)
-                        self._done += len(ready) // self._chunks.groups
-                        self._used[reads.tier] += len(ready) // self._chunks.groups
+                        taken = len(ready) // self._chunks.groups
+                        self._used = planning.extend(self._used, reads.tier, taken)
+                        self._done += taken
                 finally:
                     reads.close()
                 # 6. what was not available there is sought elsewhere
@@ -86,18 +89,29 @@ class Load:
                     if isinstance(error, StagingTimeout | Stopped):  # another tier would not help
                         break
                     self._seek_elsewhere(reads.tier)
-        if transfer.stopped:
+        if transfer.stopped and not self._chunks.of_states:
             with self.tiers.counting() as counts:
                 counts.cancelled += 1
-        size = self._chunks.chunk_tokens
-        loaded = Loaded(self._done * size, {tier: n * size for tier, n in self._used.items() if n})
+        # 7. states are those after the last token, or none of it is of use
+        if self._states:
+            self._done = self._restore(transfer)
+        loaded = Loaded.of(planning.clip(self._used, self._done), self._chunks.chunk_tokens)
         if self.pages:
             self.tiers.count_loaded(self._chunks, loaded)
         return loaded
 
+    def _restore(self, transfer: Transfer[Any]) -> int:
+        """Load the last snapshot that can be had within what is loaded; how many chunks come before it."""
+        for place in reversed(snapshot_places(self._states, self._done)):
+            snapshot = self._chunks.snapshot(place)
+            hit = Hit(snapshot, self.tiers.find(snapshot, RetrievePlan(1)))
+            if Load(self.puts, hit, at_place(self._states, place), None, self.after).run(transfer).tokens:
+                return place + 1
+        return 0
+
     def _write_back_to(self) -> Sequence[str]:
         """The tiers that get what is loaded."""
-        return self.tiers.policy.write_back_to
+        return for_request(self.tiers.policy, self._chunks.policy).write_back_to
 
     def _usable_segments(self) -> list[Segment]:
         """What is left of the plan, before the first tier that failed since the lookup.
@@ -114,7 +128,9 @@ class Load:
     def _seek_elsewhere(self, tier: str) -> None:
         """Plan the rest anew: `tier` does not have the next chunk."""
         self._bad.add((tier, self._done))
-        self._plan = self.tiers.find(self._chunks, planning.clip(self._plan, self._done), self._bad)
+        self._plan = self.tiers.find(
+            self._chunks, planning.clip(self._plan, self._done), self._bad, exact=self._exact
+        )
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         """Make something of validated records that `tier` delivered, chunk `first` on."""
@@ -122,24 +138,27 @@ class Load:
         count = len(leases) // groups
         if rotate is not None:
             rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
-        for g, (form, group) in enumerate(zip(self._chunks.formats, self.pages, strict=True)):
+        for g, (form, group) in enumerate(zip(self._chunks.formats, self.pages[:groups], strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
-            rows = group.rows(form, first, count)
-            unpack(group.pages, payloads, **rows, rotate=rotate, after=self.after)
+            group.fill(form, first, payloads, rotate, self.after)
 
 
 @dataclass(eq=False, kw_only=True)
 class _Nearer(Load):
-    """A load that ends in slots, which `shelve` has kept; without, it is only written back."""
+    """A load that ends in slots, which `shelve` has kept; without, it is only written back.
+
+    What is approximate is kept in any case, for nothing is written back of it.
+    """
 
     shelve: bool
     modest = True
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
-        if self.shelve and not self.tiers.tiers[tier].near:
+        shelve = self.shelve or tier in self.tiers.approximate
+        if shelve and not self.tiers.tiers[tier].near:
             names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
-                self.tiers.prefetched.keep(name, lease, self)
+                self.tiers.prefetched.keep(self.tiers.kept_as(tier, name), lease, self)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -150,7 +169,7 @@ class _Lent(Load):
     leases: list[Lease]
 
     def _write_back_to(self) -> Sequence[str]:
-        targets, ask = self.tiers.policy.write_back_to, self.tiers.ask
+        targets, ask = super()._write_back_to(), self.tiers.ask
         if not self.before:
             return targets
         usable = [tier for tier in targets if self.tiers.usable(tier)]
@@ -166,17 +185,28 @@ def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     Without any, it is left in slots (`Prefetched`). What lies near before that, or after it, stays as it is.
     Ends when all is near or `transfer` is stopped; what is available then.
     """
+    hit = _bring_near(puts, chunks, transfer)
+    plan = puts.with_states(chunks, hit.plan, 0.0)
+    if chunks.states and plan.chunks:
+        _bring_near(puts, chunks.snapshot(plan.chunks - 1), transfer)
+    return Hit(chunks, plan)
+
+
+def _bring_near(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+    """`prefetch` of the records of chunks themselves, or of a snapshot."""
     tiers = puts.tiers
     # 1. what lies far away
-    found = tiers.find(chunks, RetrievePlan(len(chunks)))
+    found = puts.with_states(chunks, tiers.find(chunks, RetrievePlan(len(chunks))), 0.0)
     near = [name for name, tier in tiers.tiers.items() if tier.near]
     far = [segment for segment in found.segments if segment.tier not in near]
     if not far:
         return Hit(chunks, found)
     first, stop = far[0].start, far[-1].stop
     shelve = not set(near) & set(tiers.policy.write_back_to)
-    if shelve and not tiers.policy.write_back_to:  # more than the slots hold would be read for nothing
-        stop = min(stop, first + tiers.prefetched.slots // chunks.groups)
+    # of what is not written back, more than the slots hold would be read for nothing
+    kept = tiers.prefetched.slots // chunks.groups
+    unwritten = first if shelve and not tiers.policy.write_back_to else max(first, found.exact)
+    stop = min(stop, unwritten + kept)
     # 2. is read as for a load
     wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
     loaded = _Nearer(puts, wanted, (), shelve=shelve).run(transfer)
@@ -189,12 +219,13 @@ def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
 
 
 def read_chunk(puts: Puts, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
-    """The verified records of one chunk, a lease per layer group, to be released; empty if no tier has them.
+    """The verified records of one chunk, a lease per layer group, to be released; empty if no tier has them
+    exactly.
 
     They are written back as those of a load are, to a tier that holds the chunk before them.
     """
     part, leases = chunks.part(chunk, chunk + 1), list[Lease]()
-    hit = Hit(part, puts.tiers.find(part, RetrievePlan(1)))
+    hit = Hit(part, puts.tiers.find(part, RetrievePlan(1), exact=1))
     before = chunks.records(chunk - 1, chunk) if chunk else []
     try:
         _Lent(puts, hit, (), before=before, leases=leases).run(transfer)

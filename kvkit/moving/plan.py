@@ -6,10 +6,14 @@ A chunk of a model with G layer groups is G records, so residency is asked in re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvkit.moving.policy import Policy
+
+SOUGHT = 64
+"""Places at which a lookup looks for a snapshot, from the end of the leading run on backwards: each may be a
+question to a tier far away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +27,24 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RetrievePlan:
-    """The leading run that is available: consecutive segments from chunk 0 on, out of `wanted` chunks."""
+    """The leading run that is available: consecutive segments from chunk 0 on, out of `wanted` chunks.
+
+    What comes from one of the `approximate` tiers is approximate, and so is what is computed behind it.
+    """
 
     wanted: int
     segments: tuple[Segment, ...] = ()
+    approximate: frozenset[str] = frozenset()
 
     @property
     def chunks(self) -> int:
         """Length of the leading run."""
         return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def exact(self) -> int:
+        """How many of its chunks come before the first approximate one."""
+        return next((s.start for s in self.segments if s.tier in self.approximate), self.chunks)
 
     @property
     def complete(self) -> bool:
@@ -55,13 +68,13 @@ def extend(plan: RetrievePlan, tier: str, run: int) -> RetrievePlan:
     before = plan.segments
     if before and before[-1].tier == tier:
         before, start = before[:-1], before[-1].start
-    return RetrievePlan(plan.wanted, (*before, Segment(tier, start, stop)))
+    return replace(plan, segments=(*before, Segment(tier, start, stop)))
 
 
 def clip(plan: RetrievePlan, chunks: int) -> RetrievePlan:
     """The part of `plan` before chunk `chunks`."""
     kept = tuple(Segment(s.tier, s.start, min(s.stop, chunks)) for s in plan.segments if s.start < chunks)
-    return RetrievePlan(plan.wanted, kept)
+    return replace(plan, segments=kept)
 
 
 def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
@@ -71,7 +84,7 @@ def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
         for s in plan.segments
         if s.start < stop and s.stop > start
     )
-    return RetrievePlan(stop - start, kept)
+    return replace(plan, wanted=stop - start, segments=kept)
 
 
 def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) -> RetrievePlan:
@@ -99,6 +112,21 @@ def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) 
         taken[segment.tier] = before + count * each
         slowest = max(slowest, taken[segment.tier])
     return clip(plan, end)
+
+
+def snapshots_sought(chunks: int) -> Sequence[int]:
+    """Where to look for a snapshot within so many leading chunks: how many come before it, best first."""
+    return range(chunks, max(0, chunks - SOUGHT), -1)
+
+
+def is_snapshot_kept(stop: int, every: int, prompt: int) -> bool:
+    """Whether the states after the first `stop` chunks are stored, where an engine has them.
+
+    Args:
+        every: chunks from one snapshot to the next; 0: none for their number.
+        prompt: chunks that the prompt has. The next turn, or another try, goes on at its end.
+    """
+    return stop == prompt or (every > 0 and stop % every == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +163,23 @@ def put_limit(slots: int, tiers: int, groups: int) -> int:
     return max(groups, slots // (tiers + 1))
 
 
+def exact_first(tiers: Sequence[str], approximate: Collection[str]) -> list[str]:
+    """`tiers` in the order in which they are sought: an exact record is worth more than a near one."""
+    return sorted(tiers, key=lambda tier: tier in approximate)
+
+
 def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:
     """Put what was loaded into every tier of `policy.write_back_to`.
 
     Only the `validated` leading run counts. A tier gets nothing that came from itself, and nothing is taken
-    from `near` tiers: those whose records already are in this host's memory, or arrive there anyway.
+    from `near` tiers: those whose records already are in this host's memory, or arrive there anyway. What is
+    approximate is taken nowhere.
     """
     return StorePlan(
         tuple(
             Segment(target, s.start, min(s.stop, validated))
             for target in policy.write_back_to
             for s in plan.segments
-            if s.tier != target and s.tier not in near and s.start < validated
+            if s.tier not in (target, *near, *plan.approximate) and s.start < validated
         )
     )

@@ -1,16 +1,19 @@
-"""What goes where: the tiers to retrieve from, to store to and to write back to."""
+"""What goes where: the tiers to retrieve from, to store to and to write back to; what one request wants."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from kvkit.tiers.eviction.policies import HIGHEST, NORMAL
 
 Role = Literal["prefill", "decode", "both"]
 
 
 class PolicyError(ValueError):
-    """A policy names a tier that does not exist. The message names the setting, the value and the choices."""
+    """A policy names a tier that does not exist, or an impossible number. The message names the setting, the
+    value and the choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,44 @@ class Policy:
         """Retrieve from and store to all tiers, in the order given; write back to the first."""
         names = tuple(tiers)
         return Policy(retrieve_from=names, store_to=names, write_back_to=names[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """What one request wants of the cache. It goes with the request's chunks wherever they go.
+
+    Args:
+        load_from: tiers to seek, in this order; None: the policy's.
+        store_to: tiers that get its chunks, by store or write-back; None: the policy's, empty: none.
+        max_load_tokens: so many are loaded at most, in whole chunks; None: no limit.
+        keep_s: for so many seconds tiers evict nothing of what is stored; then it goes like any other.
+        priority: 0 to 100. Tiers that evict let what has a lower one go first.
+
+    Raises:
+        PolicyError: a number is out of its range.
+    """
+
+    load_from: tuple[str, ...] | None = None
+    store_to: tuple[str, ...] | None = None
+    max_load_tokens: int | None = None
+    keep_s: float = 0.0
+    priority: int = NORMAL
+
+    def __post_init__(self) -> None:
+        if (self.max_load_tokens or 0) < 0:
+            raise PolicyError(f"max_load_tokens={self.max_load_tokens}: want at least 0, or None")
+        if not 0 <= self.keep_s < float("inf"):
+            raise PolicyError(f"keep_s={self.keep_s}: want seconds, at least 0")
+        if not 0 <= self.priority <= HIGHEST:
+            raise PolicyError(f"priority={self.priority}: want 0 to {HIGHEST}")
+
+    @property
+    def retains(self) -> bool:
+        """Whether tiers are to be told how to evict what it stores."""
+        return self.keep_s > 0 or self.priority != NORMAL
+
+
+NO_WISHES = RequestPolicy()
 
 
 def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str]) -> Policy:
@@ -64,6 +105,17 @@ def in_effect(policy: Policy, near: Collection[str]) -> Policy:
         store_to=tuple(t for t in policy.store_to if t not in near),
         staging_only=True,
     )
+
+
+def for_request(policy: Policy, request: RequestPolicy) -> Policy:
+    """`policy` with the tiers that a request names."""
+    load_from, store_to = request.load_from, request.store_to
+    if load_from is not None:
+        policy = replace(policy, retrieve_from=load_from)
+    if store_to is not None:
+        back = tuple(tier for tier in policy.write_back_to if tier in store_to)
+        policy = replace(policy, store_to=store_to, write_back_to=back)
+    return policy
 
 
 def check(policy: Policy, tiers: Collection[str]) -> Policy:

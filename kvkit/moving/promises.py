@@ -52,6 +52,8 @@ class Promise:
         names: chunk by chunk, `groups` records each.
         on_stored: called with a tier and a chunk when that tier took its last record.
         on_done: called once, when every attempt has ended: a tier may have a record before others do.
+        others: names that ranks with equal KV store meanwhile. Nothing tells when: they are taken to end when
+            the last attempt here does.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class Promise:
         groups: int = 1,
         on_stored: Callable[[str, int], object] | None = None,
         on_done: Callable[[], object] = lambda: None,
+        others: Iterable[str] = (),
     ) -> None:
         self._promises = promises
         self._names = names
         self._groups = groups
         self._attempts = dict.fromkeys(names, 1)
         self._under_way = len(self._attempts)
+        self._attempts.update(dict.fromkeys(others, 2))
         self._chunks = {} if on_stored is None else {name: i // groups for i, name in enumerate(names)}
         self._stored: Counter[tuple[str, int]] = Counter()  # records, by tier and chunk
         self._on_stored = on_stored
@@ -109,6 +113,9 @@ class Promise:
                     if kept or not self._attempts[name]:
                         del self._attempts[name]
                         over.append(name)
+            if last:
+                over += self._attempts
+                self._attempts = {}
         self._promises.end(over)
         if last:
             _tell(self._on_done)

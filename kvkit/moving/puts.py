@@ -19,7 +19,7 @@ from kvkit.format import arrays
 from kvkit.format.record import RecordFormat
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan, Segment, StorePlan
-from kvkit.moving.policy import Policy
+from kvkit.moving.policy import Policy, RequestPolicy
 from kvkit.moving.promises import Promise, Promises
 from kvkit.moving.sequence import Chunks
 from kvkit.moving.tier_set import TierSet
@@ -45,6 +45,7 @@ class Batch:
         promise: hears how each put ends.
         written_back: whether a load gives them, and not a store.
         asks: whether the tier is asked what it lacks when it is their turn.
+        policy: how the tier is to evict them.
     """
 
     tier: str
@@ -52,6 +53,7 @@ class Batch:
     promise: Promise | None
     written_back: bool
     asks: bool
+    policy: RequestPolicy
 
 
 @dataclass(eq=False, slots=True)
@@ -165,18 +167,19 @@ class Puts:
         self,
         segments: Sequence[Segment],
         chunks: Chunks,
-        first: int,
+        numbers: Sequence[int],
         leases: Sequence[Lease],
         promise: Promise | None = None,
         *,
         written_back: bool = False,
         asks: bool = False,
     ) -> set[int]:
-        """Start putting sealed records, chunk `first` on, into the tiers whose segment has them.
+        """Start putting sealed records into the tiers whose segment has them, and where they are this rank's.
 
         A tier that is passed over, or whose puts hang, is left out.
 
         Args:
+            numbers: of the chunks that the records are of, ascending.
             promise: hears how each put ends.
             written_back: whether they come from another tier.
             asks: whether tiers outside this process are asked what they lack when it is their turn.
@@ -184,19 +187,22 @@ class Puts:
         Returns:
             Those of the chunks that at least one tier took.
         """
-        last = first + len(leases) // chunks.groups
+        groups = chunks.groups
+        held = {number: leases[i * groups : (i + 1) * groups] for i, number in enumerate(numbers)}
         taken: set[int] = set()
         for segment in segments:
-            start, stop = max(first, segment.start), min(last, segment.stop)
-            if start >= stop or self.tiers.passed_over(segment.tier):
+            given = self.wanted([segment], chunks, numbers)
+            if not given or self.tiers.passed_over(segment.tier):
                 continue
-            names = chunks.records(start, stop)
-            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks)
-            self.outstanding.add(batch, len(names))
-            held = leases[(start - first) * chunks.groups : (stop - first) * chunks.groups]
-            puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, held, strict=True)]
+            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks, chunks.policy)
+            self.outstanding.add(batch, len(given) * groups)
+            puts = [
+                Put(batch, name, lease, lease.used)
+                for number in given
+                for name, lease in zip(chunks.records(number, number + 1), held[number], strict=True)
+            ]
             if promise is not None:
-                promise.attempt(names)
+                promise.attempt([put.name for put in puts])
             queue = self._queues.get(segment.tier)
             if queue is None:
                 self._write(puts)
@@ -204,9 +210,18 @@ class Puts:
                 count = queue.add(puts)
                 queue.go_on()
                 self._refuse(puts[count:])
-                stop = start + count // chunks.groups
-            taken.update(range(start, stop))
+                given = given[: count // groups]
+            taken.update(given)
         return taken
+
+    def wanted(self, segments: Sequence[Segment], chunks: Chunks, numbers: Sequence[int]) -> list[int]:
+        """Those of `numbers` that this rank puts into the tier of any segment."""
+        mine = self.tiers.is_mine
+        return [
+            number
+            for number in numbers
+            if any(s.start <= number < s.stop and mine(s.tier, chunks, number) for s in segments)
+        ]
 
     def write_back(
         self, source: str, chunks: Chunks, first: int, leases: Sequence[Lease], targets: Sequence[str]
@@ -216,11 +231,12 @@ class Puts:
         The one way back for blocking and background loads, prefetches and single gets. Callers come here in
         the order of the chunks, and stop at the first gap.
         """
-        plan = self._plan_write_back(source, first, first + len(leases) // chunks.groups)
+        numbers = range(first, first + len(leases) // chunks.groups)
+        plan = self._plan_write_back(source, numbers.start, numbers.stop)
         segments = [s for s in plan.segments if s.tier in targets and self.tiers.usable(s.tier)]
         for segment in segments:
             self._describe(segment.tier, chunks.formats)
-        self.put(segments, chunks, first, leases, written_back=True)
+        self.put(segments, chunks, numbers, leases, written_back=True)
 
     def is_written_back(self, source: str) -> bool:
         """Whether a tier is to get what comes from `source`."""
@@ -230,6 +246,8 @@ class Puts:
         """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
         ask, usable = self.tiers.ask, self.tiers.usable
         resident = {t: ask(t, chunks.names, to_put=True) // chunks.groups for t in targets if usable(t)}
+        for tier, run in resident.items():
+            self.tiers.retain(tier, chunks.records(0, run), chunks.policy)
         plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
         for segment in plan.segments:
             self._describe(segment.tier, chunks.formats)
@@ -238,7 +256,10 @@ class Puts:
     def find_promised(
         self, chunks: Chunks, wait_s: float, tiers: Sequence[str] | None = None
     ) -> RetrievePlan:
-        """What the tiers hold of `chunks`; waits up to `wait_s` seconds for what stores are making of it."""
+        """What the tiers hold of `chunks`, as a load needs it: where the model has states, up to a snapshot.
+
+        Waits up to `wait_s` seconds for what stores are making of it.
+        """
         until = time.monotonic() + wait_s
         promised = self.promises.among(chunks.names)  # asked before the tiers: what ended since, they have
         plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
@@ -248,7 +269,23 @@ class Puts:
                 break
             promised -= gap
             plan = self.tiers.find(chunks, plan, tiers=tiers)
-        return plan
+        return self.with_states(chunks, plan, until - time.monotonic(), tiers)
+
+    def with_states(
+        self, chunks: Chunks, plan: RetrievePlan, wait_s: float, tiers: Sequence[str] | None = None
+    ) -> RetrievePlan:
+        """`plan` up to the last place with a snapshot; all of it where the model has no states.
+
+        Waits up to `wait_s` seconds for snapshots that stores are making.
+        """
+        if not chunks.states:
+            return plan
+        until = time.monotonic() + wait_s
+        for stop in planning.snapshots_sought(plan.chunks):
+            snapshot = chunks.snapshot(stop - 1)
+            if self.find_promised(snapshot, until - time.monotonic(), tiers).complete:
+                return planning.clip(plan, stop)
+        return planning.clip(plan, 0)
 
     def close(self) -> None:
         """Give up the puts that wait."""
@@ -323,11 +360,14 @@ class Puts:
             if error is None:
                 counts.stored_records[tier] += 1
                 counts.stored_bytes[tier] += put.size
+                counts.snapshot_records[tier] += put.batch.formats[0].group.state is not None
                 counts.written_back_records[tier] += put.batch.written_back
             elif isinstance(error, TierFull):
                 counts.refused[tier] += 1
             elif not isinstance(error, FileExistsError):
                 counts.write_errors[tier] += 1
+        if error is None or isinstance(error, FileExistsError):
+            self.tiers.retain(tier, [put.name], put.batch.policy, new=error is None)
         if isinstance(error, TierFull | FileExistsError):
             log.debug("%s", error)
         elif error is not None:
@@ -357,7 +397,7 @@ class Puts:
         def describe() -> None:
             for form in new:
                 try:
-                    tier.describe(form.array, arrays.metadata(form, tier.codec))
+                    tier.describe(form.array, arrays.metadata(form, tier.codec, tier.precision))
                 except Exception as error:
                     self._forget(name, [form], error)
             self.outstanding.done(start)
@@ -375,7 +415,7 @@ class Puts:
                 self._described.discard((tier, form.array))
 
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
-        taken = RetrievePlan(stop, (Segment(source, start, stop),))
+        taken = RetrievePlan(stop, (Segment(source, start, stop),), self.tiers.approximate)
         return planning.plan_write_back(taken, stop, self.tiers.policy, self._near)
 
     def _reclaim(self, _: int) -> None:

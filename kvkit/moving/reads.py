@@ -27,6 +27,11 @@ MODEST = 4
 """Times what a tier reads at once: with less, a prefetch from two tiers loses what reading them side by side
 gains (benchmarks/bench_engine.py)."""
 
+POLL_S = 0.002
+"""How often a load looks for what other ranks read."""
+PATIENCE_S = 0.1
+"""How long it does at least, from the start of a read on: then it reads that itself."""
+
 
 class PlanReads:
     """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `close`.
@@ -124,6 +129,11 @@ class RecordRead:
     """Record `number` of a sequence on its way into a slot, or there: `lent`, and not verified yet.
 
     Once it `ended`, or was given up, a report changes it no more.
+
+    Attributes:
+        began: on the monotonic clock.
+        awaited: another rank reads it.
+        left: other ranks need not be left it, or were.
     """
 
     number: int
@@ -131,12 +141,19 @@ class RecordRead:
     lent: bool = False
     ended: bool = False
     error: BaseException | None = None
+    began: float = 0.0
+    awaited: bool = False
+    left: bool = False
 
 
 class SegmentReads:
     """The records of one segment, in order. Used by one thread.
 
     The thread that reads a record verifies it, so that a load has little left to do when its last read is in.
+
+    Ranks with equal KV share the reads, where they have a `TierSet.meeting_place`: each reads every nth chunk
+    and leaves it there for the others. What they do not bring in time this rank reads itself, as all that
+    follows.
 
     Attributes:
         tier: that they come from.
@@ -155,13 +172,15 @@ class SegmentReads:
         self.failed: str | None = None
         self._tiers = tiers
         self._chunks = chunks
+        self._meeting = tiers.meeting_place(segment.tier, chunks)
+        self._slowest_s = 0.0  # of the reads
         self._cancelled = False
         self._changed = threading.Condition()
 
     @property
     def unread(self) -> int:
         """Records that the tier was asked for and has not delivered."""
-        return sum(not read.ended for read in self.in_flight)
+        return sum(not (read.ended or read.awaited) for read in self.in_flight)
 
     def fill(self, at_most: int, wait: bool = False) -> int:
         """Start reads of `at_most` chunks while there are slots; `wait` for the first slots.
@@ -188,12 +207,14 @@ class SegmentReads:
                 log.warning("load stopped early: %s", error or type(error).__name__)
                 self.error = error
             return 0
-        names = names[: len(leases)]
-        reads = {name: RecordRead(self.next * groups + i, leases[i]) for i, name in enumerate(names)}
-        self.in_flight.extend(reads.values())
+        now = time.monotonic()
+        reads = [RecordRead(self.next * groups + i, lease, began=now) for i, lease in enumerate(leases)]
+        self.in_flight.extend(reads)
         self.next += len(leases) // groups
-        self._tiers.get(self.tier, names, leases, lambda name, error: self._on_complete(reads[name], error))
-        return len(names)
+        for read in reads:
+            mine = self._tiers.is_mine(self.tier, self._chunks, read.number // groups)
+            read.awaited = self._meeting is not None and not mine
+        return self._start([read for read in reads if not read.awaited])
 
     def take_ready(self) -> list[Lease]:
         """The leases of the next chunks that were read, verified, for the caller to release.
@@ -236,7 +257,8 @@ class SegmentReads:
         groups, tier = self._chunks.groups, self._tiers.tiers[self.tier]
         leases: list[Lease] = []
         for name in names:
-            lease = self._tiers.prefetched.take(name) or tier.borrow(name)
+            kept_as = self._tiers.kept_as(self.tier, name)
+            lease = self._tiers.prefetched.take(kept_as) or tier.borrow(name)
             if lease is None:
                 break
             leases.append(lease)
@@ -247,11 +269,67 @@ class SegmentReads:
         self.next += whole // groups
         return whole > 0
 
+    def _start(self, reads: Sequence[RecordRead]) -> int:
+        """Ask the tier for records; how many."""
+        if not reads:
+            return 0
+        by_name = {self._chunks.names[read.number]: read for read in reads}
+        leases = [read.lease for read in reads]
+        self._tiers.get(
+            self.tier, list(by_name), leases, lambda name, error: self._on_complete(by_name[name], error)
+        )
+        return len(reads)
+
+    def _exchange(self) -> None:
+        """Leave other ranks what was read here, and take what they left; read it here if that takes long."""
+        if self._meeting is None:
+            return
+        names = self._chunks.names
+        done = [read for read in self.in_flight if read.ended and not (read.error or read.left or read.lent)]
+        for read in done:
+            read.left = True
+        if done:
+            leases = [read.lease for read in done]
+            self._tiers.put(self._meeting, [names[r.number] for r in done], leases, lambda name, error: None)
+        awaited = [read for read in self.in_flight if read.awaited]
+        damaged = self._collect(self._meeting, awaited)
+        late = [read for read in awaited if read.awaited and read not in damaged]
+        patience_s = max(PATIENCE_S, 2 * self._slowest_s)
+        if late and not self.unread and time.monotonic() > late[0].began + patience_s:
+            self._meeting = None
+            damaged += late
+        for read in damaged:
+            read.awaited = False
+        self._start(damaged)
+
+    def _collect(self, meeting: str, awaited: Sequence[RecordRead]) -> list[RecordRead]:
+        """Take what other ranks left of `awaited`; those that were damaged there."""
+        names, tier, damaged = self._chunks.names, self._tiers.tiers[meeting], list[RecordRead]()
+        try:
+            left = tier.count_leading([names[read.number] for read in awaited])
+        except OSError:  # nobody leaves anything there: patience ends
+            return []
+        for read in awaited[:left]:
+            lease = tier.borrow(names[read.number])
+            if lease is None:
+                break
+            own, read.lease = read.lease, lease
+            if (damage := self._damage(read)) is None:
+                read.awaited, read.ended, read.left = False, True, True
+                own.release()
+            else:
+                read.lease = own
+                lease.release()
+                self._tiers.drop(meeting, names[read.number], damage.damage)
+                damaged.append(read)
+        return damaged
+
     def _on_complete(self, read: RecordRead, error: BaseException | None) -> None:
         if read.ended:  # it was given up, and others have its slot
             return
         error = error or self._damage(read)
         with self._changed:
+            self._slowest_s = max(self._slowest_s, time.monotonic() - read.began)
             read.error, read.ended = error, True
             self._changed.notify()
 
@@ -270,12 +348,17 @@ class SegmentReads:
             if read.lent:
                 read.lent, read.error = False, self._damage(read)
 
-        if not all(read.ended for read in chunk):
+        def over() -> bool:
+            return self._cancelled or any(r.error for r in chunk) or all(r.ended for r in chunk)
+
+        while True:
+            self._exchange()
+            left_s = deadline - time.monotonic()
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._cancelled or any(r.error for r in chunk) or all(r.ended for r in chunk),
-                    deadline - time.monotonic(),
-                )
+                if self._changed.wait_for(over, left_s if self._meeting is None else min(left_s, POLL_S)):
+                    break
+            if time.monotonic() >= deadline:
+                break
         late = None
         for read in chunk:
             if read.error is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -13,8 +13,11 @@ import numpy.typing as npt
 from kvkit.format.keys import as_tokens, chunk_keys
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.kernels.pages.api import Pages
+from kvkit.format.rope import Rotation
+from kvkit.kernels.pages.api import Pages, unpack
+from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.moving.plan import RetrievePlan, cut
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
 
 TableIds = npt.NDArray[np.int64]
 
@@ -43,7 +46,9 @@ class SequencePages:
         blocks: int64 [>= chunks * chunk_tokens / block_tokens], the sequence's block table, or
         slots: int64 [>= chunks * chunk_tokens], a slot (block * N + offset) per token; one of the two.
 
-    A block or slot < 0 is not there: a load leaves its tokens out, a store has zeros in their place.
+    A block or slot < 0 is not there: a load leaves its tokens out, a store has zeros in their place. Of
+    states, `blocks` has a block per chunk, for the snapshot at its end: where all groups' are there, it is
+    stored, and the last such place that a hit holds is where its load ends.
     """
 
     pages: Pages
@@ -52,8 +57,12 @@ class SequencePages:
 
     def rows(self, form: RecordFormat, first: int, count: int) -> ChunkRows:
         """The block ids or the slots of chunks [first, first + count)."""
+        return self.rows_of(form, range(first, first + count))
+
+    def rows_of(self, form: RecordFormat, numbers: Sequence[int]) -> ChunkRows:
+        """The block ids or the slots of chunks with these numbers."""
         ids, per_chunk = self.table(form)
-        ids = ids[first * per_chunk : (first + count) * per_chunk].reshape(count, per_chunk)
+        ids = ids[: len(ids) // per_chunk * per_chunk].reshape(-1, per_chunk)[np.asarray(numbers, np.int64)]
         return {"slots": ids} if self.blocks is None else {"blocks": ids}
 
     def table(self, form: RecordFormat) -> tuple[TableIds, int]:
@@ -64,6 +73,30 @@ class SequencePages:
         assert self.slots is not None
         return self.slots, size
 
+    def copied(self) -> SequencePages:
+        """The same in a copy on the host, of the blocks that are there: what becomes of the engine's does not
+        matter to it. Only for those with `blocks`."""
+        assert self.blocks is not None
+        there = self.blocks >= 0
+        blocks = np.where(there, np.cumsum(there) - 1, -1)
+        return SequencePages(self.pages.copied(self.blocks[there]), blocks)
+
+    def fill(
+        self,
+        form: RecordFormat,
+        first: int,
+        payloads: Sequence[npt.NDArray[np.uint8]],
+        rotate: Rotation | None,
+        after: CudaEvents | None,
+    ) -> None:
+        """Put payloads of records in place, of chunk `first` and those after it. Mutates the pages.
+
+        Args:
+            rotate, after: as in `kvkit.kernels.pages.api.unpack`.
+        """
+        rows = self.rows(form, first, len(payloads))
+        unpack(self.pages, payloads, **rows, rotate=rotate, after=after)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -73,8 +106,11 @@ class Chunks:
         tokens: int32 [chunks * chunk_tokens].
         keys: a key per chunk.
         names: an object name per record: chunk 0's groups, chunk 1's groups, ...
-        formats: a record format per layer group.
+        formats: a record format per layer group, but for those of states.
         parent: key of the chunk before these; the namespace digest where there is none.
+        policy: what the request that they belong to wants of the cache.
+        first: how many chunks of the sequence come before these.
+        states: a record format per layer group of states, of which there may be snapshots.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -82,16 +118,21 @@ class Chunks:
     names: list[str]
     formats: tuple[RecordFormat, ...]
     parent: bytes
+    policy: RequestPolicy = NO_WISHES
+    first: int = 0
+    states: tuple[RecordFormat, ...] = ()
 
     @staticmethod
-    def of(tokens: Any, layout: KVLayout, namespace: Namespace) -> Chunks:
+    def of(tokens: Any, layout: KVLayout, namespace: Namespace, policy: RequestPolicy = NO_WISHES) -> Chunks:
         """The whole chunks of `tokens` (int32 [T]; numpy, torch or list)."""
-        formats = formats_of(layout, namespace)
+        every, count = formats_of(layout, namespace), layout.token_groups
+        formats, states = every[:count], every[count:]
         ids, size, seed = as_tokens(tokens), namespace.chunk_tokens, formats[0].digest
         keys = chunk_keys(ids, size, seed, namespace.hash)
         names = [form.name(key) for key in keys for form in formats]
         # a copy: engines write the next tokens into the same array, and a move may be under way for long
-        return Chunks(ids[: len(keys) * size].copy(), keys, names, formats, seed)
+        tokens = ids[: len(keys) * size].copy()
+        return Chunks(tokens, keys, names, formats, seed, policy, states=states)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -131,12 +172,40 @@ class Chunks:
             self.records(start, stop),
             self.formats,
             self.keys[start - 1] if start else self.parent,
+            self.policy,
+            self.first + start,
+            self.states,
         )
+
+    @property
+    def snapshots(self) -> list[str]:
+        """The names of all records of states that there may be at the ends of these chunks."""
+        return [form.name(key) for key in self.keys for form in self.states]
+
+    @property
+    def of_states(self) -> bool:
+        """Whether the records are a snapshot's."""
+        return self.formats[0].group.state is not None
+
+    def snapshot(self, chunk: int) -> Chunks:
+        """The states at the end of a chunk: that chunk alone, with records of states instead of its own.
+
+        They follow no other record: without earlier ones they are of as much use, and they are evicted alone.
+
+        Raises:
+            CacheError: there is no such chunk.
+        """
+        part, seed = self.part(chunk, chunk + 1), self.formats[0].digest
+        return replace(part, names=part.snapshots, formats=self.states, parent=seed, states=())
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The leading run that is available: `tokens` tokens, whole chunks, `by_tier` of them at each tier."""
+    """The leading run that is available: `tokens` tokens, whole chunks, `by_tier` of them at each tier.
+
+    The first `exact` of them come from no tier with fewer bits. Whatever happens meanwhile, a load takes them
+    from none either: it ends before one that is nowhere else.
+    """
 
     chunks: Chunks
     plan: RetrievePlan
@@ -146,8 +215,18 @@ class Hit:
         return self.plan.chunks * self.chunks.chunk_tokens
 
     @property
+    def exact(self) -> int:
+        return self.plan.exact * self.chunks.chunk_tokens
+
+    @property
     def by_tier(self) -> dict[str, int]:
         return {tier: n * self.chunks.chunk_tokens for tier, n in self.plan.by_tier().items()}
+
+    @property
+    def approximate(self) -> dict[str, int]:
+        """Tokens that are kept with fewer bits, by tier: at all of them where records have a precision."""
+        every = any(form.group.precision for form in self.chunks.formats)
+        return {tier: n for tier, n in self.by_tier.items() if every or tier in self.plan.approximate}
 
     def part(self, start: int, stop: int) -> Hit:
         """Chunks [start, stop) of the hit as a hit of its own: for an engine that has those before.
@@ -163,10 +242,26 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load put into the engine: the first `tokens` tokens, `by_tier` of them from each tier."""
+    """What a load put into the engine: the first `tokens` tokens, `by_tier` of them from each tier.
+
+    Attributes:
+        approximate: how many of them came from tiers with fewer bits.
+        approximate_from: the first of these; what the engine computes behind it is approximate, too, and not
+            to be stored. None: there is none.
+    """
 
     tokens: int
     by_tier: Mapping[str, int] = field(default_factory=dict)
+    approximate: int = 0
+    approximate_from: int | None = None
+
+    @staticmethod
+    def of(plan: RetrievePlan, chunk_tokens: int) -> Loaded:
+        """All that a plan says."""
+        by_tier = {tier: n * chunk_tokens for tier, n in plan.by_tier().items()}
+        approximate = sum(n for tier, n in by_tier.items() if tier in plan.approximate)
+        first = plan.exact * chunk_tokens if approximate else None
+        return Loaded(plan.chunks * chunk_tokens, by_tier, approximate, first)
 
 
 AllPages = SequencePages | Sequence[SequencePages]
@@ -182,9 +277,11 @@ def check_pages(pages: AllPages, chunks: Chunks, count: int, layout: KVLayout) -
     groups = [pages] if isinstance(pages, SequencePages) else list(pages)
     if len(groups) != len(layout.groups):
         raise CacheError(f"pages: {len(groups)} given, the layout has {len(layout.groups)} groups")
-    for g, (p, form) in enumerate(zip(groups, chunks.formats, strict=True)):
+    for g, (p, form) in enumerate(zip(groups, chunks.formats + chunks.states, strict=True)):
         if (p.blocks is None) == (p.slots is None):
             raise CacheError(f"pages[{g}]: give blocks or slots, one of the two")
+        if form.group.state and p.blocks is None:
+            raise CacheError(f"pages[{g}].slots: states have none; give blocks, one per chunk")
         kind, (ids, per_chunk) = "slots" if p.blocks is None else "blocks", p.table(form)
         if len(ids) < count * per_chunk:
             raise CacheError(
@@ -202,6 +299,20 @@ def formats_of(layout: KVLayout, namespace: Namespace) -> tuple[RecordFormat, ..
 def largest_record_bytes(layout: KVLayout, namespace: Namespace) -> int:
     """Bytes of the largest record of any layer group: the smallest slot that takes them all."""
     return max(form.record_bytes for form in formats_of(layout, namespace))
+
+
+def snapshot_places(states: Sequence[SequencePages], stop: int) -> list[int]:
+    """Those of the first `stop` chunks at whose ends there are pages for all groups of states, ascending."""
+    tables = [pages.blocks[:stop] for pages in states if pages.blocks is not None]
+    if not tables:
+        return []
+    places: list[int] = np.flatnonzero(np.min(tables, axis=0) >= 0).tolist()
+    return places
+
+
+def at_place(states: Sequence[SequencePages], chunk: int) -> list[SequencePages]:
+    """Where the snapshot at the end of a chunk lies."""
+    return [SequencePages(p.pages, p.blocks[chunk : chunk + 1]) for p in states if p.blocks is not None]
 
 
 def clear_gaps(rows: ChunkRows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:

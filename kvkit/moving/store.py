@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from kvkit.format import record
 from kvkit.kernels.pages.api import pack
 from kvkit.kernels.pages.streams import CudaEvents
-from kvkit.moving.plan import Segment, StorePlan
+from kvkit.moving.plan import Segment
 from kvkit.moving.promises import Promise
 from kvkit.moving.puts import Puts
 from kvkit.moving.reads import MAX_IN_FLIGHT
-from kvkit.moving.sequence import Chunks, SequencePages, clear_gaps
+from kvkit.moving.sequence import Chunks, SequencePages, at_place, clear_gaps, snapshot_places
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
@@ -30,10 +30,10 @@ class Stored:
 
 @dataclass(eq=False)
 class Store:
-    """Chunks on their way from the engine's pages into tiers, promised at once. Run it, or close `promise`.
+    """Chunks on their way from the engine's pages into tiers, promised at once. Run it, or give it up.
 
     Args:
-        pages: a layer group each.
+        pages: a layer group each, states after the others.
         ready: returns when the pages hold what is to be stored.
         after: on a GPU, what must be done as well; None: see `pack`.
         on_stored, on_done: see `Promise`.
@@ -52,11 +52,50 @@ class Store:
 
     def __post_init__(self) -> None:
         self.tiers = self.puts.tiers
-        names, groups = self.chunks.names, self.chunks.groups
-        self.promise = Promise(self.puts.promises, names, groups, self.on_stored, self.on_done)
+        chunks, mine = self.chunks, self.tiers.is_mine
+        of_others = [i for i in range(len(chunks)) if not all(mine(t, chunks, i) for t in self.targets)]
+        others = [name for i in of_others for name in chunks.records(i, i + 1)]
+        promises = self.puts.promises
+        self.promise = Promise(
+            promises, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
+        )
+        states = self.pages[chunks.groups :]
+        self._snapshots = [
+            Store(
+                self.puts,
+                chunks.snapshot(i),
+                at_place(states, i),
+                self.targets,
+                copy_first=self.copy_first,
+                after=self.after,
+            )
+            for i in snapshot_places(states, len(chunks))
+        ]
+
+    def give_up(self) -> None:
+        """Have nobody wait for it. Only for one that is not run."""
+        self.promise.close()
+        for snapshot in self._snapshots:
+            snapshot.give_up()
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
         """Copy what a target lacks and start putting it, until that is all or `transfer` is stopped."""
+        chunks = self.chunks
+        try:
+            new = self._store(transfer)
+            # 6. the states that there are at the ends of chunks
+            while self._snapshots:
+                self._snapshots.pop(0).run(transfer)
+        finally:
+            for snapshot in self._snapshots:
+                snapshot.give_up()
+        if transfer.stopped and not chunks.of_states:
+            with self.tiers.counting() as counts:
+                counts.cancelled += 1
+        return Stored(len(chunks) * chunks.chunk_tokens, new * chunks.chunk_tokens)
+
+    def _store(self, transfer: Transfer[Stored]) -> int:
+        """Copy and put the chunks themselves; how many a tier took."""
         tiers, chunks = self.tiers, self.chunks
         stored: set[int] = set()
         try:
@@ -66,30 +105,27 @@ class Store:
             later = self._asked_later() if self.copy_first else []
             lacking = self.puts.plan(chunks, [t for t in self.targets if t not in later]).segments
             unknown = [Segment(t, 0, len(chunks)) for t in later]
-            plan = StorePlan((*lacking, *unknown))
-            position = plan.start
+            left = self.puts.wanted([*lacking, *unknown], chunks, range(len(chunks)))
             transfer.when_stopped(tiers.staging.wake)
-            while position < plan.stop and not transfer.stopped:
+            while left and not transfer.stopped:
                 # 3. slots, as many as are free
-                leases = self._slots(position, plan.stop, transfer)
+                leases = self._slots(left, transfer)
                 if not leases:
                     break
+                count = len(leases) // chunks.groups
+                numbers, left = left[:count], left[count:]
                 try:
                     # 4. packed and sealed: after all that waiting the engine may want its pages back
                     with transfer.pages:
                         if transfer.stopped:
                             break
-                        self._pack(position, leases)
+                        self._pack(numbers, leases)
                     # 5. put
-                    stored |= self.puts.put(lacking, chunks, position, leases, self.promise)
-                    stored |= self.puts.put(unknown, chunks, position, leases, self.promise, asks=True)
+                    stored |= self.puts.put(lacking, chunks, numbers, leases, self.promise)
+                    stored |= self.puts.put(unknown, chunks, numbers, leases, self.promise, asks=True)
                 finally:
                     release_all(leases)
-                position += len(leases) // chunks.groups
-            if transfer.stopped:
-                with tiers.counting() as counts:
-                    counts.cancelled += 1
-            return Stored(len(chunks) * chunks.chunk_tokens, len(stored) * chunks.chunk_tokens)
+            return len(stored)
         finally:
             self.promise.close()  # no more than tiers were given
 
@@ -98,10 +134,10 @@ class Store:
         tiers = self.tiers
         return [t for t in self.targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
 
-    def _slots(self, first: int, stop: int, transfer: Transfer[Stored]) -> list[Lease]:
-        """Slots for as many of chunks [first, stop) as there are; none if one chunk's do not come free."""
+    def _slots(self, left: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
+        """Slots for as many of chunks `left` as there are; none if one chunk's do not come free."""
         groups = self.chunks.groups
-        count = min(MAX_IN_FLIGHT, stop - first) * groups
+        count = min(MAX_IN_FLIGHT, len(left)) * groups
         try:
             return self.tiers.staging.acquire(
                 count, self.tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
@@ -109,25 +145,33 @@ class Store:
         except Stopped:
             return []
         except StagingTimeout as error:
-            log.warning("store stopped after %d of %d chunks: %s", first, stop, error)
+            log.warning("store stopped, %d of %d chunks are left: %s", len(left), len(self.chunks), error)
             return []
 
-    def _pack(self, first: int, leases: Sequence[Lease]) -> None:
-        """Fill slots with the sealed records of chunks `first` on, groups side by side."""
+    def _pack(self, numbers: Sequence[int], leases: Sequence[Lease]) -> None:
+        """Fill slots with the sealed records of chunks, groups side by side."""
         chunks = self.chunks
-        count = len(leases) // chunks.groups
-        for g, (form, group) in enumerate(zip(chunks.formats, self.pages, strict=True)):
+        for g, (form, group) in enumerate(zip(chunks.formats, self.pages[: chunks.groups], strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
-            rows = group.rows(form, first, count)
+            rows = group.rows_of(form, numbers)
             clear_gaps(rows, payloads)
             pack(group.pages, payloads, **rows, after=self.after)
-        seal(chunks, first, leases)
+        seal(chunks, numbers, leases)
 
 
-def seal(chunks: Chunks, first: int, leases: Sequence[Lease]) -> None:
-    """Make records of chunks `first` on of the payloads in slots, groups side by side. Mutates the slots."""
+def seal(
+    chunks: Chunks,
+    numbers: Sequence[int],
+    leases: Sequence[Lease],
+    sums: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Make records of chunks of the payloads in slots, groups side by side. Mutates the slots.
+
+    Args:
+        sums: of each record, its layers' checksums, where they are known.
+    """
     for i, lease in enumerate(leases):
         chunk, group = divmod(i, chunks.groups)
         form = chunks.formats[group]
-        record.seal(form, lease.buffer, *chunks.identity(first + chunk))
+        record.seal(form, lease.buffer, *chunks.identity(numbers[chunk]), sums[i] if sums else None)
         lease.used = form.record_bytes

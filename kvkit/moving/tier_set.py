@@ -7,25 +7,32 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
+from kvkit.format.names import narrowed_name
 from kvkit.format.record import Damage
 from kvkit.moving import plan as planning
 from kvkit.moving.counts import Counts, Direction
 from kvkit.moving.plan import RetrievePlan
-from kvkit.moving.policy import Policy
+from kvkit.moving.policy import Policy, RequestPolicy, for_request
 from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.quarantine import Quarantine
 from kvkit.moving.sequence import Chunks, Loaded
 from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, UnreadableObject
+from kvkit.tiers.base import DamagedObject, OnComplete, OnHeld, Tier, TierError, UnreadableObject
+from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.tiers.health import Health, HealthState
 from kvkit.workers import Stopped, Workers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+OnTierHeld = Callable[[str, Sequence[str], bool], None]
+"""Called with a tier and what `kvkit.tiers.base.OnHeld` is called with."""
 
 ASKING_THREADS = 4
 """Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
@@ -42,27 +49,66 @@ class TierSet:
         tiers: by name; `policy` names no others.
         staging: slots that records pass through.
         timeout_s: the longest that any single wait may take, in seconds.
+        copy, copies: as `KVLayout` has them.
 
     Attributes:
+        approximate: names of the tiers with fewer bits.
         health: by tier.
         prefetched: records that prefetches left in slots.
     """
 
-    def __init__(self, tiers: dict[str, Tier], policy: Policy, staging: Staging, timeout_s: float) -> None:
+    def __init__(
+        self,
+        tiers: dict[str, Tier],
+        policy: Policy,
+        staging: Staging,
+        timeout_s: float,
+        copy: int = 0,
+        copies: int = 1,
+    ) -> None:
         self.tiers = tiers
+        self.copy, self.copies = copy, copies
         for tier in tiers.values():
             tier.limit(staging.slot_bytes)
         self.policy = policy
         self.staging = staging
         self.timeout_s = timeout_s
+        self.approximate = frozenset(n for n, tier in tiers.items() if tier.precision is not None)
         self.health = {name: Health() for name in tiers}
         self.prefetched = Prefetched(staging)
         self._lock = threading.Lock()
+        self._watched: dict[str, OnHeld] = {}
         self._counts = Counts()
         self._quarantine = Quarantine()
         self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # when those under way began
         far = [name for name, tier in tiers.items() if not tier.near]
         self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
+
+    def watch(self, tiers: Sequence[str], on_held: OnTierHeld) -> bool:
+        """`Tier.watch` of `tiers`. Of one that does not tell by itself, what its answers say is told."""
+        self._watched = {name: partial(on_held, name) for name in tiers}
+        return all([self.tiers[name].watch(told) for name, told in self._watched.items()])  # noqa: C419
+
+    def is_mine(self, tier: str, chunks: Chunks, number: int) -> bool:
+        """Whether it is this rank that puts chunk `number` of `chunks` into a tier, or reads it from there.
+
+        Of a tier that is common to ranks with equal KV each does every nth.
+        """
+        return not self.tiers[tier].common or (chunks.first + number) % self.copies == self.copy
+
+    def meeting_place(self, tier: str, chunks: Chunks) -> str | None:
+        """Where ranks with equal KV leave each other what they read from a tier; None: each reads all of it.
+
+        That is a tier in this host's memory, common to them, to which what is loaded is written back anyway:
+        nothing approximate.
+        """
+        far = self.tiers[tier]
+        if self.copies == 1 or far.near or not far.common or tier in self.approximate:
+            return None
+        targets = for_request(self.policy, chunks.policy).write_back_to
+        exact = [t for t in targets if t not in self.approximate]
+        common = (t for t in exact if self.tiers[t].near and self.tiers[t].common)
+        return next((t for t in common if not self.passed_over(t)), None)
 
     def find(
         self,
@@ -70,14 +116,21 @@ class TierSet:
         plan: RetrievePlan,
         bad: Collection[tuple[str, int]] = (),
         tiers: Sequence[str] | None = None,
+        exact: int = 0,
     ) -> RetrievePlan:
-        """`plan` gone on with what `tiers` (None: the policy's) hold, but for (tier, chunk) in `bad`."""
-        known = -1
+        """`plan` gone on with what `tiers` (None: the policy's) hold, but for (tier, chunk) in `bad`.
+
+        The first `exact` chunks are sought in no tier with fewer bits.
+        """
+        known, sought = -1, for_request(self.policy, chunks.policy).retrieve_from if tiers is None else tiers
+        plan = replace(plan, approximate=self.approximate)
         while known < plan.chunks < plan.wanted:
             known = plan.chunks
-            for tier in self.policy.retrieve_from if tiers is None else tiers:
+            for tier in planning.exact_first(sought, self.approximate):
                 start = plan.chunks
                 stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
+                if start < exact and tier in self.approximate:
+                    break
                 if start < stop and self.usable(tier):
                     run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
                     plan = planning.extend(plan, tier, run)
@@ -85,9 +138,10 @@ class TierSet:
 
     def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
         """`plan` with what lies in this host's memory by now taken from there. Asks no other tier."""
-        kept = [n for n in self.policy.retrieve_from if self.tiers[n].near and not self.tiers[n].transient]
+        sought = for_request(self.policy, chunks.policy).retrieve_from
+        kept = [name for name in sought if self.tiers[name].near and not self.tiers[name].transient]
         near = [name for name in kept if not self.passed_over(name)]
-        found = RetrievePlan(plan.chunks)
+        found = RetrievePlan(plan.chunks, approximate=self.approximate)
         for segment in plan.segments:
             if not near or self.tiers[segment.tier].near:
                 found = planning.extend(found, segment.tier, segment.stop - segment.start)
@@ -97,6 +151,11 @@ class TierSet:
                 tier = next((name for name in near if self.ask(name, names) == len(names)), segment.tier)
                 found = planning.extend(found, tier, 1)
         return found
+
+    def kept_as(self, tier: str, name: str) -> str:
+        """What a record of a tier is called where records of all tiers are kept."""
+        precision = self.tiers[tier].precision
+        return name if precision is None else narrowed_name(name, precision)
 
     def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
         """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
@@ -119,9 +178,12 @@ class TierSet:
         if not sound:
             self.health[tier].answered(time.monotonic())
             return 0
-        return self._number(
+        run = self._number(
             tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.count_leading(sound)
         )
+        self._answered(tier, sound[:run], True)
+        self._answered(tier, sound[run : run + 1], False)
+        return run
 
     def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
         """What `call` returns; a tier outside this process gets `timeout_s` (default: the cache's) for it."""
@@ -158,13 +220,35 @@ class TierSet:
             counts.damaged[tier, damage] += 1
         try:
             self.bounded(tier, lambda asked: asked.delete([name]))
+            self._answered(tier, (name,), False)
         except Exception as error:
             log.warning("tier %r: %s could not be deleted, and is passed over: %s", tier, name, error)
             self._quarantine.add(tier, name, time.monotonic())
+            if tier in self._watched:
+                self._watched[tier]((name,), False)
 
-    def pin(self, tier: str, names: Sequence[str], seconds: float) -> int:
-        """How many of `names` the tier holds on to; none if it fails."""
-        return 0 if self.passed_over(tier) else self._number(tier, lambda asked: asked.pin(names, seconds))
+    def pin(self, tier: str, chunks: Chunks, seconds: float) -> int:
+        """How many tokens the tier holds on to, and with them snapshots; none if it fails."""
+        if self.passed_over(tier):
+            return 0
+        held = self._number(tier, lambda asked: asked.pin(chunks.names, seconds))
+        if chunks.states:
+            self._number(tier, lambda asked: asked.pin(chunks.snapshots, seconds))
+        return held // chunks.groups * chunks.chunk_tokens
+
+    def retain(self, tier: str, names: Sequence[str], policy: RequestPolicy, *, new: bool = False) -> None:
+        """Have a tier evict those of `names` that it holds as a request wants; `new`: it has stored them.
+
+        What was there before keeps at least the priority that it has.
+        """
+        asked = self.tiers[tier]
+        try:
+            if policy.priority > NORMAL or (new and policy.priority != NORMAL):
+                asked.prioritise(names, policy.priority)
+            if policy.keep_s:
+                asked.pin(names, policy.keep_s)
+        except Exception as error:
+            log.warning("tier %r: what it keeps is evicted like any other: %s", tier, error)
 
     def clear(self, tier: str, timeout_s: float) -> int:
         """Delete every record of a tier that can be deleted; how many there were. None is shunned any longer.
@@ -182,6 +266,7 @@ class TierSet:
         def delete(names: Sequence[str]) -> int:
             try:
                 step(lambda asked: asked.delete(names))
+                self._answered(tier, names, False)
             except TimeoutError:
                 raise
             except OSError as error:
@@ -223,9 +308,12 @@ class TierSet:
     def close(self) -> None:
         """Close the tiers, each within the deadline, and end the asking threads."""
         self.prefetched.release(self.staging.slots)
-        for name in self.tiers:
+        for name, tier in self.tiers.items():
             try:
-                self.bounded(name, lambda tier: tier.close())
+                if tier.near:
+                    tier.close()
+                else:  # late or not: its threads have to end
+                    self._asking[name].submit(tier.close, urgent=True).result(self.timeout_s)
             except Exception as error:
                 log.warning("tier %r did not close: %s", name, error or type(error).__name__)
         for workers in self._asking.values():
@@ -261,11 +349,11 @@ class TierSet:
             (counts.timeouts if late else counts.read_errors)[tier] += 1
 
     def count_loaded(self, chunks: Chunks, loaded: Loaded) -> None:
-        """Count what a load put into the engine."""
+        """Count what a load put into the engine. A snapshot is of no tokens but those that were counted."""
         chunk_bytes = sum(form.record_bytes for form in chunks.formats)
         with self.counting() as counts:
             for tier, tokens in loaded.by_tier.items():
-                counts.loaded_tokens[tier] += tokens
+                counts.loaded_tokens[tier] += 0 if chunks.of_states else tokens
                 counts.loaded_bytes[tier] += tokens // chunks.chunk_tokens * chunk_bytes
 
     @contextmanager
@@ -285,6 +373,11 @@ class TierSet:
         """The health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
+
+    def _answered(self, tier: str, names: Sequence[str], held: bool) -> None:
+        """Tell what an answer says of a tier that does not tell by itself."""
+        if tier in self._watched and not self.tiers[tier].tells:
+            self._watched[tier](names, held)
 
     def _number(self, tier: str, call: Callable[[Tier], int]) -> int:
         """What a tier answers; 0 if it fails."""
@@ -322,6 +415,8 @@ class TierSet:
                 size += 0 if error is not None else share.used
                 last = not shares
             share.release()
+            if (error is None and direction == "put") or isinstance(error, FileNotFoundError):
+                self._answered(tier, (name,), error is None)
             if last:
                 now = time.monotonic()
                 with self.counting() as counts:

@@ -1,19 +1,22 @@
 """The contract of a tier: a named place for records, addressed by object name.
 
 A tier knows nothing of tokens or layouts: it moves bytes between objects and leased slots. Names look like
-"<namespace digest>/<group>/c.<16 bits>.<46 bits>.0.0.0.0" (`kvkit.format.names`). An object is written once,
-never changed; equal names hold equal bytes. `kvkit.tiers.testing.contract.TierContract` checks a tier.
+"<namespace digest>/<group>/c.<16 bits>.<46 bits>.<layers>.<heads>.0.0" (`kvkit.format.names`). An object is
+written once, never changed; equal names hold equal bytes. `kvkit.tiers.testing.contract.TierContract` checks
+a tier.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
+from kvkit.format.layout import Precision
 from kvkit.format.record import Damage
 from kvkit.staging import Lease
 from kvkit.workers import Closed, Workers
@@ -25,6 +28,9 @@ OnComplete = Callable[[str, BaseException | None], None]
 Move = Callable[[Sequence[str], Sequence[Lease]], Sequence[BaseException | None]]
 """Moves records; what went wrong with each. What it raises went wrong with all."""
 Scope = Literal["node", "shared"]
+OnHeld = Callable[[Sequence[str], bool], None]
+"""Called with (names, whether a tier holds them from now on), in the order in which that changes. Often under
+the tier's lock: it neither waits nor asks the tier. What is told twice counts once."""
 Ranges = Sequence[tuple[int, int]]
 """(offset, bytes) of parts of one record, as it is without compression."""
 
@@ -69,6 +75,10 @@ class TierFull(TierError):
     """A record does not fit the tier's capacity, whatever is evicted."""
 
 
+def _nobody(names: Sequence[str], held: bool) -> None:
+    """Who watches a tier that nobody watches."""
+
+
 class Tier(ABC):
     """A named place for records. Every method is thread-safe.
 
@@ -76,26 +86,34 @@ class Tier(ABC):
         name: as the policy names it.
         scope: "node", this host alone, or "shared" with other hosts.
         codec: how its records are compressed, one of `kvkit.format.record.CODECS`.
+        precision: how few bits it keeps KV with, one of `kvkit.format.layout.Precision`; None: all of them.
+            What comes from it is approximate.
         near: whether its records are in this host's memory already, so that nothing is gained by
             copying them into another tier.
+        common: whether all ranks of an engine on this host find there what one of them puts.
         transient: whether its records are only on their way, so that `staging_only` does not concern it.
         reads_at_once: records that it reads at the same time; what else it is asked for waits.
         reads_parts: whether `get_ranges` moves no more than what it is asked for.
         slots: of staging that its records may keep.
         largest: bytes of the largest record, without compression; what is larger is damaged, and not read.
+        tells: whether `watch` hears of what it lets go of.
         evicted: records that were evicted so far.
     """
 
     name: str
     scope: Scope = "node"
     codec: str = "none"
+    precision: Precision | None = None
     near: bool = False
+    common: bool = False
     transient: bool = False
     reads_at_once: int = 32
     reads_parts: bool = False
     slots: int = 0
     largest: int = LARGEST_BYTES
+    tells: bool = False
     evicted: int = 0
+    _on_held: OnHeld = staticmethod(_nobody)
 
     def limit(self, slot_bytes: int) -> None:
         """Be told how large a slot is, which no record outgrows, by the cache that uses it. Mutates."""
@@ -146,9 +164,27 @@ class Tier(ABC):
         """Reads and writes that were started and that no thread has taken up."""
         return 0
 
+    def watch(self, on_held: OnHeld) -> bool:
+        """Have what is put, found by a lookup, or let go of told from now on, and what is there. Mutates.
+
+        Whether that is all that is ever held here: no other host puts anything. If not, what is there may be
+        left out.
+        """
+        self._on_held = on_held
+        return False
+
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        """Evict none of `names` within so many seconds, whatever else needs room; how many are held."""
+        """Evict none of `names` within so many seconds, whatever else needs room; how many are held.
+
+        Returns at once: engines' steps wait for it.
+        """
         return 0
+
+    def prioritise(self, names: Sequence[str], priority: int) -> None:  # noqa: B027 - optional
+        """Evict none of `names` that are held while others of a lower priority, 0 to 100, can go.
+
+        A record has 35 until it is given one; of several, the highest counts. Returns at once.
+        """
 
     def borrow(self, name: str) -> Lease | None:
         """A share of the slot that holds the record, where the tier keeps records in slots; else None."""
@@ -361,7 +397,7 @@ def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseExcept
 
 def owner_of(name: str) -> str:
     """Whose quota a record counts against: its namespace, and so its model and its cache salt."""
-    return name.partition("/")[0]
+    return sys.intern(name.partition("/")[0])
 
 
 def default_threads() -> int:

@@ -76,7 +76,8 @@ def check_name(name: str) -> None:
     """
     if _OBJECT.fullmatch(name) is None:
         raise TierError(
-            f"name={name!r}: want <namespace, hex>/<group>/c.<high>.<low>.0.0.0.0 or <...>/{METADATA}"
+            f"name={name!r}: want <namespace, hex>/<group>/c.<high>.<low>.<layers>.<heads>.0.0 or "
+            f"<...>/{METADATA}"
         )
 
 
@@ -96,6 +97,7 @@ class Folder:
         self.root = os.path.abspath(root)
         self._fsync = fsync
         self._access: Access = access
+        self._synced: set[str] = set()  # folders whose names survive a power failure
         self._nfs = file_system(self.root) in ("nfs", "nfs4")
 
     def size(self, name: str) -> int | None:
@@ -161,6 +163,11 @@ class Folder:
             raise
         if self._fsync:
             _sync_folder(folder)
+            if folder not in self._synced:  # its own name, and those above it, whoever made them
+                for above in (os.path.dirname(folder), self.root, os.path.dirname(self.root)):
+                    with suppress(PermissionError):  # what lies above the root may be nobody's to read
+                        _sync_folder(above)
+                self._synced.add(folder)
 
     def delete(self, name: str) -> None:
         path = self._path(name)

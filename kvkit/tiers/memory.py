@@ -8,7 +8,16 @@ from collections.abc import Iterator, Sequence
 
 from kvkit.format.record import parent_name
 from kvkit.staging import Lease, Staging, release_all
-from kvkit.tiers.base import OnComplete, Tier, TierError, TierFull, complete, get_by_copy, owner_of
+from kvkit.tiers.base import (
+    OnComplete,
+    OnHeld,
+    Tier,
+    TierError,
+    TierFull,
+    complete,
+    get_by_copy,
+    owner_of,
+)
 from kvkit.tiers.eviction import state as eviction
 from kvkit.tiers.settings import TierConfig
 
@@ -30,6 +39,7 @@ class MemoryTier(Tier):
     """
 
     near = True
+    tells = True
 
     def __init__(
         self,
@@ -70,11 +80,23 @@ class MemoryTier(Tier):
 
     def count_leading(self, names: Sequence[str]) -> int:
         with self._lock:
-            return eviction.use_run(self._state, names)
+            run = eviction.use_run(self._state, names)
+            self._on_held(names[:run], True)
+            return run
+
+    def watch(self, on_held: OnHeld) -> bool:
+        super().watch(on_held)
+        with self._lock:
+            on_held(list(self._leases), True)
+        return True
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
         with self._lock:
             return eviction.pin(self._state, names, time.monotonic() + seconds)
+
+    def prioritise(self, names: Sequence[str], priority: int) -> None:
+        with self._lock:
+            eviction.prioritise(self._state, names, priority)
 
     def borrow(self, name: str) -> Lease | None:
         with self._lock:
@@ -91,6 +113,7 @@ class MemoryTier(Tier):
     def delete(self, names: Sequence[str]) -> None:
         with self._lock:
             held = [self._leases.pop(name) for name in names if eviction.remove(self._state, name)]
+            self._on_held(names, False)
         release_all(held)
 
     def size(self, name: str) -> int | None:
@@ -131,5 +154,7 @@ class MemoryTier(Tier):
             self.evicted += len(released)
             if name not in self._leases:
                 self._leases[name] = lease.share()
+            self._on_held(victims, False)
+            self._on_held((name,), True)
         release_all(released)
         return None

@@ -14,6 +14,7 @@ from functools import partial
 
 from kvkit.format import arrays
 from kvkit.format.codecs import compress, decompress
+from kvkit.format.layout import LayoutError
 from kvkit.format.names import METADATA
 from kvkit.format.record import (
     HEADER,
@@ -28,6 +29,7 @@ from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import (
     DamagedObject,
     ObjectStore,
+    OnHeld,
     Ranges,
     ThreadedTier,
     TierError,
@@ -39,6 +41,7 @@ from kvkit.tiers.base import (
 )
 from kvkit.tiers.eviction import state as eviction
 from kvkit.tiers.folder import Access, Folder
+from kvkit.tiers.narrow import NarrowedStore, exact_bytes, narrow, widen
 from kvkit.tiers.settings import TierConfig, tier_at
 from kvkit.tiers.stores import open_store
 from kvkit.tiers.striped import StripedStore
@@ -64,6 +67,8 @@ class ObjectTier(ThreadedTier):
         ValueError: a setting is not what it may be; the message names the choices.
     """
 
+    tells = True
+
     def __init__(self, config: TierConfig | str, name: str = "disk") -> None:
         if isinstance(config, str):
             config = tier_at(config)
@@ -71,18 +76,21 @@ class ObjectTier(ThreadedTier):
         for opened in stores:
             if isinstance(opened, Folder):
                 _tidy(name, opened, config.access)
-        self._store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(stores)
+        store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(stores)
+        self._store = store if config.precision is None else NarrowedStore(store, config.precision)
         local = isinstance(stores[0], Folder)
         threads = config.threads or (default_threads() if local else _REQUESTS) * len(stores)
         self._looks = 1 if local else threads
         super().__init__(name, threads)
         self.scope = config.scope
-        self.codec = config.codec
-        self.reads_parts = self.codec == "none"
+        self.codec, self.precision = config.codec, config.precision
+        self.reads_parts = self.codec == "none" and self.precision is None  # slots and objects are alike
         self._compressed: set[str] = set()  # those found in a tier without a codec
         self._local = threading.local()
         self._lock = threading.Lock()
         self._writing: Counter[str] = Counter()
+        self._written: set[str] = set()  # those of them that one of several writers is done with
+        self._leaving: set[str] = set()  # evicted, not put again, and not deleted yet
         limits = [capacity for capacity in config.capacities if capacity is not None]
         capacity = min(limits) * len(stores) if limits else None
         self._index = eviction.EvictionState(capacity, config.eviction, config.quota)
@@ -115,7 +123,17 @@ class ObjectTier(ThreadedTier):
                 break
             looks = self._looks
         with self._lock:
-            return eviction.use_run(self._index, names[:count])
+            run = eviction.use_run(self._index, names[:count])
+            self._on_held(names[:run], True)
+            return run
+
+    def watch(self, on_held: OnHeld) -> bool:
+        super().watch(on_held)
+        if self.scope != "node":
+            return False
+        with self._lock:
+            on_held(list(self._index.entries), True)
+        return True
 
     def _sizes(self, names: Sequence[str], first: bool) -> list[int | None]:
         """Bytes of each object, None if it is missing or damaged, asked at the same time.
@@ -147,7 +165,7 @@ class ObjectTier(ThreadedTier):
             return self._store.read(name, buffer)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        if self.codec == "none" and name not in self._compressed:
+        if self.reads_parts and name not in self._compressed:
             try:
                 with self._forgetting(name):
                     self._store.read_ranges(name, ranges, buffers)
@@ -184,8 +202,9 @@ class ObjectTier(ThreadedTier):
             DamagedObject: it is damaged.
         """
         try:
-            size = read_header(packed).plain_bytes
-        except RecordError:
+            header = read_header(packed)
+            size = header.plain_bytes if self.precision is None else exact_bytes(header)
+        except (RecordError, LayoutError):
             size = 0
         record = memoryview(bytearray(min(size, self.largest)))
         self._unpack(name, packed, record)
@@ -197,7 +216,16 @@ class ObjectTier(ThreadedTier):
         Raises:
             DamagedObject: it is damaged.
         """
-        restored = decompress(packed, target)
+        restored: Damage | int = Damage.FORMAT
+        if self.precision is None:
+            restored = decompress(packed, target)
+        elif not is_compressed(packed):
+            restored = widen(packed, self.precision, target)
+        else:
+            narrowed = self._scratch(len(target), "narrowed")
+            restored = decompress(packed, narrowed)
+            if not isinstance(restored, Damage):
+                restored = widen(narrowed[:restored], self.precision, target)
         if isinstance(restored, Damage):
             raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({restored})", restored)
         return restored
@@ -221,15 +249,20 @@ class ObjectTier(ThreadedTier):
         self._forget(name)
 
     def _put_one(self, name: str, lease: Lease) -> None:
-        if self.codec == "none" or self._size_held(False, name) is not None:
+        if self.reads_parts or self._size_held(False, name) is not None:
             super()._put_one(name, lease)
             return
-        scratch = self._scratch(len(lease.buffer))
-        size = compress(lease.buffer[: lease.used], self.codec, scratch)
-        self.write(name, scratch[:size])
+        record = lease.buffer[: lease.used]
+        if self.precision is not None:
+            narrowed = self._scratch(len(lease.buffer), "narrowed")
+            record = narrowed[: narrow(record, self.precision, narrowed)]
+        if self.codec != "none":
+            packed = self._scratch(len(lease.buffer))
+            record = packed[: compress(record, self.codec, packed)]
+        self.write(name, record)
 
     def _get_one(self, name: str, lease: Lease) -> None:
-        if self.codec == "none":
+        if self.reads_parts:
             super()._get_one(name, lease)
             if not is_compressed(lease.buffer[: lease.used]):
                 return
@@ -240,12 +273,13 @@ class ObjectTier(ThreadedTier):
             packed = scratch[: self.read(name, scratch)]
         lease.used = self._unpack(name, packed, lease.buffer)
 
-    def _scratch(self, size: int) -> memoryview:
-        """This thread's own memory for a compressed record, which may be longer than the restored one."""
+    def _scratch(self, size: int, form: str = "packed") -> memoryview:
+        """This thread's own memory for a record in another form, which may be longer than the record."""
         want = _packed_bytes(size)
-        held: memoryview | None = getattr(self._local, "scratch", None)
+        held: memoryview | None = getattr(self._local, form, None)
         if held is None or len(held) < want:
-            held = self._local.scratch = memoryview(mmap.mmap(-1, want))  # page-aligned, for O_DIRECT
+            held = memoryview(mmap.mmap(-1, want))  # page-aligned, for O_DIRECT
+            setattr(self._local, form, held)
         return held
 
     def size(self, name: str) -> int | None:
@@ -285,6 +319,10 @@ class ObjectTier(ThreadedTier):
         with self._lock:
             return eviction.pin(self._index, names, time.monotonic() + seconds)
 
+    def prioritise(self, names: Sequence[str], priority: int) -> None:
+        with self._lock:
+            eviction.prioritise(self._index, names, priority)
+
     @contextmanager
     def _reserved(self, name: str, size: int, parent: str | None) -> Iterator[None]:
         """Make room for a record that is written meanwhile, and is no hit until then.
@@ -308,6 +346,9 @@ class ObjectTier(ThreadedTier):
                     f"tier {self.name!r}: {name}, {size} bytes, does not fit "
                     f"capacity_bytes={self._index.capacity_bytes}"
                 )
+            self._leaving.update(victims)
+            self._leaving.discard(name)
+            self._on_held(victims, False)
             self._writing[name] += 1
         written = False
         try:
@@ -319,28 +360,39 @@ class ObjectTier(ThreadedTier):
         finally:
             with self._lock:
                 self._writing[name] -= 1
+                if written:
+                    self._written.add(name)
+                    self._on_held((name,), True)
                 if not self._writing[name]:
                     del self._writing[name]
-                if not written:
-                    eviction.remove(self._index, name)
+                    if name not in self._written:
+                        eviction.remove(self._index, name)
+                    self._written.discard(name)
 
     def _evict(self, victim: str) -> None:
         """Delete what the index has evicted; if that fails, it is held again, and still takes room."""
         try:
             self._store.delete(victim)
         except OSError:
+            size: int | None = self.largest  # unless it can be told
             with suppress(OSError):
                 size = self._store.size(victim)
-                with self._lock:
-                    if size is not None:
-                        self._note(victim, size)
+            with self._lock:
+                self._leaving.discard(victim)
+                if size is not None:
+                    self._note(victim, size)
             raise
         with self._lock:
             self.evicted += 1
+            if victim in self._leaving:  # it is held only if a lookup found it before it was deleted
+                self._leaving.remove(victim)
+                eviction.remove(self._index, victim)
+                self._on_held((victim,), False)
 
     def _note(self, name: str, size: int, parent: str | None = None) -> None:
         """Note, under the lock, what the store holds, be it beyond the capacity: the next put makes room."""
         eviction.note(self._index, name, size, parent=parent, owner=owner_of(name))
+        self._on_held((name,), True)
 
     @contextmanager
     def _forgetting(self, name: str) -> Iterator[None]:
@@ -354,7 +406,9 @@ class ObjectTier(ThreadedTier):
     def _forget(self, name: str) -> None:
         self._compressed.discard(name)
         with self._lock:
-            eviction.remove(self._index, name)
+            if name not in self._writing:  # else its room stays taken
+                eviction.remove(self._index, name)
+            self._on_held((name,), False)
 
 
 def _packed_bytes(size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_ON_STORES = frozenset({"capacity", "codec", "eviction", "fsync", "options", "quota", "spread"})
+_ON_STORES = frozenset({"capacity", "codec", "eviction", "fsync", "options", "precision", "quota", "spread"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class TierKind:
         schemes: of its URLs; what no kind has is fsspec's.
         settings: those of `TierConfig` that it has. One that no row names, every tier has.
         defaults: settings that have another default here.
+        sized: whether it must have a capacity.
         limit: what limits it, where it has no capacity.
         install: how to install a package that is missing.
     """
@@ -29,6 +30,7 @@ class TierKind:
     schemes: tuple[str, ...] = ()
     settings: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    sized: bool = False
     limit: str = ""
     install: str = ""
 
@@ -38,6 +40,14 @@ TIERS: Mapping[str, TierKind] = {
         where="in memory",
         opens="kvkit.tiers.memory:MemoryTier",
         settings=frozenset({"capacity", "eviction", "keep_s", "quota"}),
+        sized=True,
+    ),
+    "shm": TierKind(
+        where="in shared memory",
+        opens="kvkit.tiers.shm.tier:ShmTier",
+        schemes=("shm",),
+        settings=frozenset({"capacity"}),
+        sized=True,
     ),
     "folder": TierKind(
         where="in a folder",

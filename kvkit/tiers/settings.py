@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvkit.format.layout import Precision
 from kvkit.format.record import CODECS
 from kvkit.format.urls import has_password, shown
 from kvkit.settings import ConfigError, explain
@@ -44,7 +45,7 @@ class TierConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     url: str | tuple[str, ...] | None = Field(
         None,
-        description="where records are: a folder, s3://, redis://, mooncake://, any fsspec URL; none: memory",
+        description="a folder, shm://, s3://, redis://, mooncake://, any fsspec URL; none: in memory",
     )
     kind: str | None = Field(None, description="a tier of another package, which the other settings are for")
     spread: Literal["by_key", "by_rank", "stripe"] = Field(
@@ -61,6 +62,9 @@ class TierConfig(BaseModel):
         None, description="bytes kept, or a value per url; none: no limit"
     )
     codec: CodecName = Field("none", description="compression of records")
+    precision: Precision | None = Field(
+        None, description="KV in fewer bits, which makes what comes from here approximate; none: all of them"
+    )
     threads: int | None = Field(None, description="parallel reads and writes", ge=1, le=256)
     fsync: bool = Field(False, description="a put completes only when it would survive a power cut")
     access: Access = Field(
@@ -96,8 +100,9 @@ class TierConfig(BaseModel):
         if isinstance(self.capacity, tuple) and len(self.capacity) != len(self.urls):
             raise ValueError(f"capacity: {len(self.capacity)} values for {len(self.urls)} urls")
         check_settings(self.kinds, {name: getattr(self, name) for name in self.model_fields_set})
-        if self.url is None and self.capacity is None:
-            raise ValueError("a tier without a url is kept in memory and needs a capacity")
+        if self.capacity is None and self.kinds[0].sized:
+            kept = "without a url is kept in memory and" if self.url is None else self.kinds[0].where
+            raise ValueError(f"a tier {kept} needs a capacity")
         if any(map(has_password, self.urls)):
             raise ValueError("url: it has a password; want it as a setting of its own, or among the options")
         if "spread" in self.model_fields_set and len(self.urls) < 2:
@@ -118,6 +123,11 @@ class TierConfig(BaseModel):
     @property
     def in_memory(self) -> bool:
         return self.url is None and self.kind is None
+
+    @property
+    def common(self) -> bool:
+        """Whether all ranks of an engine on one host find there what one of them puts."""
+        return self.kind is None and not self.in_memory and (len(self.urls) < 2 or self.spread != "by_rank")
 
     @property
     def in_stores(self) -> bool:
@@ -179,6 +189,12 @@ def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) ->
         ValueError: a setting is not what it may be, or a package is missing.
         OSError: it cannot be opened.
     """
+    tier = _open_any(name, config, staging, rank)
+    tier.common = config.common
+    return tier
+
+
+def _open_any(name: str, config: TierConfig, staging: Staging, rank: int) -> Tier:
     if config.kind is not None:
         return open_plugin(config.kind, name, staging, config.all_set())
     count = len(config.urls)

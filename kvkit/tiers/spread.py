@@ -16,7 +16,7 @@ from operator import methodcaller
 from typing import TypeVar
 
 from kvkit.staging import Lease
-from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError, UnreadableObject
+from kvkit.tiers.base import DamagedObject, OnComplete, OnHeld, Ranges, Tier, TierError, UnreadableObject
 from kvkit.tiers.health import Health
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class SpreadTier(Tier):
             raise ValueError(f"tier {name!r}: paths=[]: want at least one")
         self.name = name
         self.scope = paths[0].scope
-        self.codec = paths[0].codec
+        self.codec, self.precision = paths[0].codec, paths[0].precision
         self.reads_parts = all(path.reads_parts for path in paths)
         self._paths = tuple(paths)
         self._health = tuple(Health() for _ in paths)
@@ -44,6 +44,14 @@ class SpreadTier(Tier):
     def evicted(self) -> int:  # type: ignore[override]
         """Records that any path evicted."""
         return sum(path.evicted for path in self._paths)
+
+    @property
+    def tells(self) -> bool:  # type: ignore[override]
+        """Whether every path does."""
+        return all(path.tells for path in self._paths)
+
+    def watch(self, on_held: OnHeld) -> bool:
+        return all([path.watch(on_held) for path in self._paths])  # noqa: C419 - each is watched
 
     def limit(self, slot_bytes: int) -> None:
         super().limit(slot_bytes)
@@ -91,6 +99,10 @@ class SpreadTier(Tier):
     def pin(self, names: Sequence[str], seconds: float) -> int:
         shares = self._shares(names)
         return sum(self._paths[path].pin([names[i] for i in mine], seconds) for path, mine in shares.items())
+
+    def prioritise(self, names: Sequence[str], priority: int) -> None:
+        for path, mine in self._shares(names).items():
+            self._paths[path].prioritise([names[i] for i in mine], priority)
 
     def waiting(self) -> int:
         return sum(path.waiting() for path in self._paths)

@@ -12,7 +12,7 @@ import msgspec
 
 from kvkit.format.names import RECORD
 
-VERSION = 1
+VERSION = 2
 """Of the protocol. Nodes of different versions do not talk."""
 
 MAX_BODY_BYTES = 4 << 20
@@ -29,6 +29,9 @@ MAX_ID = 128
 MAX_PEER_NAME = 100
 """Those of a peer's, which its pulls are called by, with a number."""
 
+MAX_RANKS = 1024
+"""Of an engine; so many transfers may a request have."""
+
 MAX_LABEL = 256
 """Characters of a node's or tier's name."""
 
@@ -43,6 +46,7 @@ _ID = rf"^[\x21-\x7e]{{1,{MAX_ID}}}\Z"
 Id = Annotated[str, msgspec.Meta(pattern=_ID)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NAMES)]
@@ -70,6 +74,9 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
         layout: `KVLayout.fingerprint()`.
         slot_bytes: of its largest record.
         nonce: random, for this connection alone.
+        ranks: of the engine that it is a rank of.
+        record_ranks: how many records hold the heads of a layer; 0: no other rank has any use for them.
+        draft: what the draft is whose KV is in the records, too; empty for none.
     """
 
     version: Number
@@ -78,6 +85,9 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     layout: Label
     slot_bytes: ByteCount
     nonce: Random
+    ranks: Ranks = 1
+    record_ranks: Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)] = 1
+    draft: Label = ""
 
 
 class Proof(Message, frozen=True):
@@ -125,9 +135,16 @@ class Asking(OfTransfer, frozen=True):
 
 
 class Reserve(Asking, frozen=True):
-    """Sender: may I send these? All or nothing; the receiver answers `Admit` or `Refuse` by the deadline."""
+    """Sender: may I send these? All or nothing; the receiver answers `Admit` or `Refuse` by the deadline.
+
+    Attributes:
+        request: what the transfer brings, or a part of; empty: it has the transfer's name.
+        parts: how many transfers bring that to this receiver. All of them are admitted together.
+    """
 
     deadline_s: Seconds
+    request: Annotated[str, msgspec.Meta(pattern=rf"({_ID})|^\Z")] = ""
+    parts: Ranks = 1
 
 
 class Admit(OfTransfer, frozen=True):

@@ -9,11 +9,13 @@ The state is the whole buffer, since transfers compete for its slots:
 A reservation is for the whole request, all or nothing, first come first served. Who was admitted needs no
 more and ends by itself or by its deadline, and who waits stands in nobody's way: data, commits, cancels and
 releases of others go on. So every transfer that fits the buffer is admitted or refused in finite time.
-`kvkit.handoff.protocol.outgoing` is the other side.
+Where several transfers are one request, the parts of it that the ranks of another engine have, they are
+admitted together and end together. `kvkit.handoff.protocol.outgoing` is the other side.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,12 +54,21 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class OfRequest:
+    """What a transfer is of: the request of that name, which so many transfers bring to this node."""
+
+    id: str
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Incoming:
     """One transfer, as its receiver knows it.
 
     Attributes:
         peer: whose it is; events from others do not count.
-        names: of its records; what follows are indices into them.
+        names: of its records; what is said of records are indices into them.
+        of: the request that it brings, or a part of.
         elsewhere: what this node has in other memory.
         shared: what the buffer held when it was admitted, from other transfers.
         own: what has a slot of its own; when committed, what came and nobody else had brought before.
@@ -68,6 +79,7 @@ class Incoming:
     id: str
     peer: Hashable
     names: tuple[str, ...]
+    of: OfRequest
     phase: Phase
     deadline: float
     elsewhere: frozenset[int] = frozenset()
@@ -90,6 +102,8 @@ class Buffer:
         free: those that a transfer may have.
         lent: those that transfers have released and that somebody still reads or writes.
         transfers: by id, in the order of arrival.
+        requests: by id of a request, its transfers that have asked, in their order; not of those that one
+            transfer of their name brings.
         held: by name of a record, the number of transfers that hold it.
         closed: whether nothing more is admitted.
     """
@@ -101,6 +115,7 @@ class Buffer:
     transfers: Mapping[str, Incoming] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     closed: bool = False
+    requests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def empty(slots: int, limits: Limits) -> Buffer:
@@ -171,23 +186,37 @@ def reserve(
     elsewhere: Collection[str],
     deadline_s: float,
     now: float,
+    of: OfRequest | None = None,
 ) -> Next:
-    """A sender asks for slots for distinct `names`, but for those that this node has `elsewhere`."""
+    """A sender asks for slots for distinct `names`, but for those that this node has `elsewhere`.
+
+    `of`: None where the transfer is all of a request, of its name.
+    """
     outside = frozenset(i for i, name in enumerate(names) if name in elsewhere)
+    of = of or OfRequest(transfer)
+    others = [] if of.id == transfer else parts_of(buffer, of.id)
+    wanted = len(names) - len(outside) + sum(len(part.names) - len(part.elsewhere) for part in others)
     reason = None
     if buffer.closed:
         reason = "the receiver is closing"
-    elif transfer in buffer.transfers:
+    elif transfer in buffer.transfers or transfer in buffer.requests:
         reason = f"there is a transfer {transfer} already"
+    elif others and (others[0].of != of or len(others) == of.parts):
+        reason = f"request {of.id} has {len(others)} of {others[0].of.parts} transfers already"
     elif len(buffer.transfers) >= MAX_TRANSFERS:
         reason = f"{MAX_TRANSFERS} transfers are under way"
-    elif len(names) - len(outside) > buffer.slots:
-        reason = f"{len(names) - len(outside)} records do not fit the buffer's {buffer.slots} slots"
     if reason is not None:
         return buffer, (Deny(transfer, peer, reason),)
     deadline = now + min(deadline_s, buffer.limits.allocation_s)
-    waiting = Incoming(transfer, peer, tuple(names), Phase.WAITING, deadline, elsewhere=outside)
-    return _admit(_put(buffer, waiting), now)
+    waiting = Incoming(transfer, peer, tuple(names), of, Phase.WAITING, deadline, elsewhere=outside)
+    buffer = _put(buffer, waiting)
+    if of.id != transfer:
+        asked = (*buffer.requests.get(of.id, ()), transfer)
+        buffer = replace(buffer, requests={**buffer.requests, of.id: asked})
+    if wanted > buffer.slots:
+        reason = f"{wanted} records do not fit the buffer's {buffer.slots} slots"
+        return _end(buffer, [waiting], reason, now)
+    return _admit(buffer, now)
 
 
 def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Next:
@@ -221,9 +250,12 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     held = Counter(buffer.held)
     held.update(found.names[index] for index in found.arrived)
     rest = found.own - keep
-    deadline = now + buffer.limits.idle_s
-    done = replace(found, phase=Phase.COMMITTED, own=found.arrived, deadline=deadline)
+    done = replace(found, phase=Phase.COMMITTED, own=found.arrived)
     changed = replace(_put(buffer, done), held=held, lent=buffer.lent + len(rest))
+    parts = parts_of(changed, found.of.id)
+    coming = any(part.phase is not Phase.COMMITTED for part in parts)  # its deadline is that of the others
+    for part in [done] if coming else parts:
+        changed = _put(changed, replace(part, deadline=math.inf if coming else now + buffer.limits.idle_s))
     changed, admitted = _admit(changed, now)  # who waits for the same records needs fewer slots now
     return changed, (Complete(transfer, peer, frozenset(keep), rest), *admitted)
 
@@ -236,10 +268,15 @@ def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
     return _end(buffer, [found], "cancelled by its sender", now)
 
 
-def release(buffer: Buffer, transfer: str, reason: str, now: float) -> Next:
-    """Nobody here needs the transfer any more. Nothing happens if it is over."""
-    found = buffer.transfers.get(transfer)
-    return (buffer, ()) if found is None else _end(buffer, [found], reason, now)
+def release(buffer: Buffer, request: str, reason: str, now: float) -> Next:
+    """Nobody here needs the request any more. Nothing happens if it is over."""
+    return _end(buffer, parts_of(buffer, request), reason, now)
+
+
+def parts_of(buffer: Buffer, request: str) -> list[Incoming]:
+    """The transfers of a request that have asked and are not over."""
+    asked = buffer.requests.get(request, (request,))
+    return [buffer.transfers[transfer] for transfer in asked if transfer in buffer.transfers]
 
 
 def delete(buffer: Buffer, names: Collection[str]) -> Next:
@@ -308,6 +345,12 @@ def check_integrity(buffer: Buffer) -> None:
     assert min(buffer.free, buffer.lent) >= 0, buffer
     assert buffer.free + buffer.lent + filling + len(buffer.held) == buffer.slots, buffer
     holders: Counter[str] = Counter()
+    assert buffer.requests.keys() == {t.of.id for t in buffer.transfers.values()} - buffer.transfers.keys()
+    for request in buffer.requests:
+        parts = parts_of(buffer, request)
+        waiting = [part for part in parts if part.phase is Phase.WAITING]
+        assert {part.of for part in parts} == {parts[0].of}, buffer
+        assert waiting == parts or (not waiting and len(parts) == parts[0].of.parts), buffer
     for transfer in buffer.transfers.values():
         assert not transfer.shared & transfer.own, transfer
         assert transfer.arrived <= transfer.own, transfer
@@ -328,33 +371,46 @@ def _put(buffer: Buffer, transfer: Incoming) -> Buffer:
 
 
 def _admit(buffer: Buffer, now: float) -> Next:
-    """Admit those who wait, in order, while the first of them fits."""
+    """Admit those who wait, in the order in which requests had all their parts, while the first fits."""
     actions: list[Action] = []
-    for transfer in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
-        inside = [i for i in range(len(transfer.names)) if i not in transfer.elsewhere]
-        shared = frozenset(i for i in inside if transfer.names[i] in buffer.held)
-        own = frozenset(inside) - shared
-        if len(own) > buffer.free:
+    for last in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
+        parts = parts_of(buffer, last.of.id)
+        if len(parts) < last.of.parts or parts[-1] is not last:
+            continue
+        admitted = []
+        for part in parts:
+            inside = [i for i in range(len(part.names)) if i not in part.elsewhere]
+            shared = frozenset(i for i in inside if part.names[i] in buffer.held)
+            own, deadline = frozenset(inside) - shared, now + buffer.limits.transfer_s
+            admitted.append(replace(part, phase=Phase.RECEIVING, shared=shared, own=own, deadline=deadline))
+        wanted = sum(len(part.own) for part in admitted)
+        if wanted > buffer.free:
             break
         held = Counter(buffer.held)
-        held.update(transfer.names[index] for index in shared)
-        deadline = now + buffer.limits.transfer_s
-        admitted = replace(transfer, phase=Phase.RECEIVING, shared=shared, own=own, deadline=deadline)
-        buffer = replace(_put(buffer, admitted), held=held, free=buffer.free - len(own))
-        actions.append(Grant(transfer.id, transfer.peer, len(transfer.names), own))
+        for part in admitted:
+            held.update(part.names[index] for index in part.shared)
+            buffer = _put(buffer, part)
+            actions.append(Grant(part.id, part.peer, len(part.names), part.own))
+        buffer = replace(buffer, held=held, free=buffer.free - wanted)
     return buffer, tuple(actions)
 
 
 def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) -> Next:
-    """End transfers; who waited after them may come in."""
+    """End transfers, and the other parts of what they bring; who waited after them may come in."""
     if not ending:
         return buffer, ()
     transfers, held, lent = dict(buffer.transfers), Counter(buffer.held), buffer.lent
-    actions: list[Action] = []
+    requests = dict(buffer.requests)
+    reasons = {transfer.id: reason for transfer in ending}
     for transfer in ending:
-        del transfers[transfer.id]
+        for part in parts_of(buffer, transfer.of.id):
+            reasons.setdefault(part.id, f"another part of it: {reason}")
+        requests.pop(transfer.of.id, None)
+    actions: list[Action] = []
+    for name, why in reasons.items():
+        transfer = transfers.pop(name)
         if transfer.phase is Phase.WAITING:
-            actions.append(Deny(transfer.id, transfer.peer, reason))
+            actions.append(Deny(transfer.id, transfer.peer, why))
             continue
         holds = [transfer.names[index] for index in sorted(transfer.holds)]
         held.subtract(holds)
@@ -363,6 +419,7 @@ def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) ->
             del held[name]
         filling = transfer.own if transfer.phase is Phase.RECEIVING else frozenset()
         lent += len(filling) + len(names)
-        actions.append(End(transfer.id, transfer.peer, reason, filling, names))
-    changed, admitted = _admit(replace(buffer, transfers=transfers, held=held, lent=lent), now)
+        actions.append(End(transfer.id, transfer.peer, why, filling, names))
+    changed = replace(buffer, transfers=transfers, held=held, lent=lent, requests=requests)
+    changed, admitted = _admit(changed, now)
     return changed, (*actions, *admitted)

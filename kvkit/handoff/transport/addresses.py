@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from kvkit.handoff.transport import nixl, tcp, unix
 from kvkit.handoff.transport.channel import Channel, Listener
 
+RANK = "{rank}"
+
 
 def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Listener:
     """Listen at `address`; port 0 is any that is free.
@@ -66,7 +68,7 @@ def check_secret(address: str, secret: bool) -> None:
 
 def of_rank(address: str, rank: int) -> str:
     """Where a rank listens: `{rank}` in an address stands for its number."""
-    return address.replace("{rank}", str(rank))
+    return address.replace(RANK, str(rank))
 
 
 def parse(address: str) -> Path | tuple[str, int]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 from kvkit.handoff.protocol.messages import MAX_BODY_BYTES
 from kvkit.handoff.transport.stream import SHORTEST_S, Stream, set_timeout
-from kvkit.staging import Staging
+from kvkit.staging import Lease, Staging
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +154,26 @@ class Channel:
         """
         return False
 
+    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        """A slot of the peer's arena, to make a payload in, within `writing`. None where this side does not
+        have it mapped, or has lent it.
+
+        `on_return` is called when the last reference to it is released.
+        """
+        return None
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The right to write into the peer's slots: `shutdown` waits for its end. To be kept short.
+
+        Raises:
+            ChannelClosed: the channel was shut down.
+        """
+        with self._writing:
+            if self._ended:
+                raise ChannelClosed(f"{self.peer}: the channel was shut down")
+            yield
+
     def shutdown(self) -> None:
         """End both directions at once: who sends or receives, here and there, gets `ChannelClosed`."""
         self._ended = True
@@ -191,9 +211,7 @@ class Channel:
                 f"slot {slot}, {payload.nbytes} bytes: the peer has {slots} slots of {slot_bytes}"
             )
         try:
-            with self._writing:
-                if self._ended:
-                    raise ChannelClosed(f"{self.peer}: the channel was shut down")
+            with self.writing():
                 self._copy(slot, payload)
         except OSError as error:
             raise self._failed(error) from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,11 +61,15 @@ class Identity:
     layout: str
     slot_bytes: int
     secret: bytes = field(default=b"", repr=False)
+    ranks: int = 1
+    record_ranks: int = 1
+    draft: str = ""
 
     def hello(self) -> Hello:
         """A hello for one connection."""
-        nonce = auth.new_nonce()
-        return Hello(messages.VERSION, self.node, self.namespace, self.layout, self.slot_bytes, nonce)
+        of_records = self.namespace, self.layout, self.slot_bytes
+        ranks = self.ranks, self.record_ranks
+        return Hello(messages.VERSION, self.node, *of_records, auth.new_nonce(), *ranks, self.draft)
 
     def check(self, hello: Hello) -> None:
         """Refuse a peer whose records are of no use here.
@@ -73,10 +78,18 @@ class Identity:
             ChannelError: it is one. The message names both values.
         """
         mine = self.hello()
-        for name in ("version", "namespace", "layout", "slot_bytes"):
+        wants: dict[str, str] = {}
+        if not (both := math.lcm(hello.record_ranks, mine.record_ranks)):
+            wants = dict.fromkeys(("ranks", "record_ranks"), "; want two engines that are divided alike")
+        elif hello.draft != mine.draft:
+            wants = {"draft": "; want both engines with the same draft, or both without"}
+        elif hello.layout != mine.layout:
+            wants = {"record_ranks": f"; want record_ranks = {both} for both"}
+        for name in ("version", *wants, "layout", "namespace", "slot_bytes"):
             theirs, ours = getattr(hello, name), getattr(mine, name)
             if theirs != ours:
-                raise ChannelError(f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}")
+                said = f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}"
+                raise ChannelError(said + wants.get(name, ""))
 
 
 class Handler(Protocol):
@@ -205,6 +218,15 @@ class Link:
             on_sent: called once, with None if it is in the peer's slot or on its way, or was passed over.
         """
         self._enqueue(data, _Item(lease.share(), slot, wanted, on_sent))
+
+    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        """As `Channel.lend`; None, too, while the link is not up."""
+        return None if self._channel is None else self._channel.lend(slot, on_return)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """As `Channel.writing`, for a link that lent a slot."""
+        assert self._channel is not None
+        return self._channel.writing()
 
     def close(self) -> None:
         """Send what is queued, then end; returns at once."""

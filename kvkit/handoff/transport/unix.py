@@ -1,4 +1,5 @@
-"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy.
+"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy, or
+none, where they were made in a slot of it.
 
 Both sides have to be processes of one user, or of root. Arenas go from the side that listens to the one that
 connected, never the other way.
@@ -13,7 +14,7 @@ import os
 import socket
 import stat
 import struct
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from kvkit.handoff.transport.channel import HEADER, SHARED, Channel, FrameError, Listener, connecting
 from kvkit.handoff.transport.stream import Stream, set_timeout
-from kvkit.staging import PAGE_BYTES, Staging, prefault
+from kvkit.staging import PAGE_BYTES, Arena, Lease, Staging, map_shared, prefault
 
 _ARENA = struct.Struct("<QQ")
 _MAX_DESCRIPTORS = 2  # one more than an arena has
@@ -30,11 +31,11 @@ _BACKLOG = 128
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class PeerArena:
+class PeerArena(Arena):
     """A peer's shared arena, mapped here. The memory stays while it is mapped, also when the peer is gone.
 
     Pages that the peer has brought in are touched in the background, and no others: what it only claims to
-    have takes no memory here.
+    have takes no memory here. For the same reason none is pinned for a GPU.
 
     Args:
         descriptor: its memfd; the arena's from now on, also where this raises.
@@ -44,29 +45,38 @@ class PeerArena:
     """
 
     def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
-        self._closed = False
+        self._descriptor = descriptor
+        self._on_return: dict[int, Callable[[], None]] = {}
         try:
-            self._memory = _map_sealed(descriptor, slot_bytes, slots)
-            self._bytes = np.frombuffer(self._memory, np.uint8).reshape(slots, slot_bytes)
-            self._toucher = threading.Thread(
-                target=self._touch, args=(descriptor,), name="kvkit-prefault", daemon=True
-            )
-            self._toucher.start()
+            super().__init__(_map_sealed(descriptor, slot_bytes, slots), slot_bytes, "a peer's arena")
         except BaseException:
             os.close(descriptor)
             raise
 
+    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        """As `Channel.lend`."""
+        with self._changed:
+            if not 0 <= slot < self.slots or self._references[slot]:
+                return None
+            self._references[slot] = 1
+            self._on_return[slot] = on_return
+        return Lease(self, slot)
+
     def write(self, slot: int, payload: memoryview) -> None:
-        """Copy `payload`, which fits, to the front of a slot."""
-        np.copyto(self._bytes[slot, : payload.nbytes], np.frombuffer(payload, np.uint8))
+        """Copy `payload`, which fits, to the front of a slot, unless it lies there."""
+        source, target = np.frombuffer(payload, np.uint8), self.arrays[slot][: payload.nbytes]
+        if source.ctypes.data != target.ctypes.data:
+            np.copyto(target, source)
 
-    def close(self) -> None:
-        """Stop touching pages; the mapping goes with this object."""
-        self._closed = True
-        self._toucher.join()
+    def _release(self, lease: Lease) -> None:
+        self._opener.check()
+        with self._changed:
+            on_return = self._on_return.pop(lease.slot) if self._drop(lease) else None
+        if on_return is not None:
+            on_return()
 
-    def _touch(self, descriptor: int) -> None:
-        stop = 0
+    def _touch(self) -> None:
+        stop, descriptor = 0, self._descriptor
         try:
             with suppress(OSError):  # ENXIO: the rest is one hole
                 while True:
@@ -75,6 +85,7 @@ class PeerArena:
                     prefault(self._memory, lambda: self._closed, start, stop)
         finally:
             os.close(descriptor)
+            self.ready.set()
 
 
 def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
@@ -87,7 +98,7 @@ def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
         raise ValueError(f"no memory that can be shared: {error}") from error
     if seals & _SEALS != _SEALS or not 0 < size == actual or slot_bytes % PAGE_BYTES:
         raise ValueError(f"{slots} slots of {slot_bytes} bytes in {actual} bytes with seals {seals:#x}")
-    return mmap.mmap(descriptor, size)
+    return map_shared(descriptor, size)
 
 
 class LocalStream(Stream):
@@ -167,6 +178,9 @@ class LocalChannel(Channel):
             self._send_held(deadline)
             self._stream.pass_on(frame, arena.descriptor, deadline)
         return True
+
+    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        return None if self._arena is None else self._arena.lend(slot, on_return)
 
     def close(self) -> None:
         super().close()

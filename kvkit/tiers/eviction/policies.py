@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 SMALL, MAIN = 0, 1
 """The queues: without `EvictionPolicy.queued` all is in the first."""
+NORMAL, HIGHEST = 35, 100
+"""Priorities: of what nobody has given one, and the most; 0 is the least. TensorRT-LLM has the same ones."""
+
+
+def prevails(given: int, before: int) -> bool:
+    """Whether a priority that a record is given replaces its one: the highest counts, but for `NORMAL`."""
+    return given != before and (before == NORMAL or given > before)
+
+
 _MOST_USES = 3  # what s3fifo counts up to
 _USE = 1 << 48  # a use weighs more than any number of events
 
@@ -22,6 +31,7 @@ class Entry:
     """A held record.
 
     Attributes:
+        name: as `EvictionState.entries` has it.
         size: its bytes.
         parent: the record that it follows; None if it begins a chain, or nobody has said.
         owner: whose quota it counts against.
@@ -29,8 +39,11 @@ class Entry:
         last: the event that used it last.
         uses: how often it was used since it came, or since its queue let it pass.
         queue: `SMALL` or `MAIN`.
+        priority: what has a lower one goes first, whatever the policy.
+        followers: held records whose parent it is.
     """
 
+    name: str
     size: int
     parent: str | None
     owner: str
@@ -38,6 +51,8 @@ class Entry:
     last: int
     uses: int = 0
     queue: int = SMALL
+    priority: int = NORMAL
+    followers: int = 0
 
 
 class EvictionPolicy(ABC):

@@ -1,8 +1,8 @@
 """Which records to evict: pure functions (state, event) -> victims; each mutates only the given state.
 
 Records form chains: a chunk is of no use without its parent. So only a record that no held record follows is
-evicted, and a chain shrinks from its end, whatever the policy. Among those the policy chooses
-(`kvkit.tiers.eviction.policies`).
+evicted, and a chain shrinks from its end, whatever the policy. Among those of the lowest priority the policy
+chooses (`kvkit.tiers.eviction.policies`).
 
 A lookup uses what it finds, and so does the store that ends the same request: one use makes nothing old.
 """
@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
-from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry
+from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry, prevails
 
-_MOST_REFUSED = 1024  # names
-_Leaf = tuple[int, int, str]
-"""(rank, ticket, name) of a record that was a leaf: lower goes sooner"""
+_MOST_REFUSED, _MOST_FRESH = 1024, 1024  # names
+_Leaf = tuple[int, int, int, str]
+"""(priority, rank, ticket, name) of a record that was a leaf: lower goes sooner"""
 
 
 class EvictionState:
@@ -39,7 +39,7 @@ class EvictionState:
 
     __slots__ = (
         *("capacity_bytes", "policy", "quota_bytes", "used_bytes", "entries"),
-        *("_followers", "_bytes", "_leaves", "_pins", "_refused", "_events"),
+        *("_awaited", "_bytes", "_fresh", "_leaves", "_pins", "_refused", "_events"),
     )
 
     def __init__(
@@ -52,12 +52,18 @@ class EvictionState:
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.entries: dict[str, Entry] = {}
-        self._followers: dict[str, int] = {}  # held records by parent, held or not
+        self._awaited: dict[str, int] = {}  # held records by parent, of parents that are not held
         self._bytes: Counter[tuple[str, int]] = Counter()  # by owner ("": all) and queue
+        self._fresh: dict[str, None] = {}  # leaves that are in no heap yet: most are followed before that
         self._leaves: defaultdict[tuple[str, int], list[_Leaf]] = defaultdict(list)  # heaps, some out of date
         self._pins: dict[str, float] = {}
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
         self._events = 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything is ever evicted."""
+        return self.capacity_bytes is not None or self.quota_bytes is not None
 
 
 def touch(state: EvictionState, names: Iterable[str]) -> None:
@@ -74,10 +80,9 @@ def touch(state: EvictionState, names: Iterable[str]) -> None:
             entry.last = now
             entry.uses += 1
             if promotes and entry.uses > 1 and entry.queue == SMALL:
-                _promote(state, name, entry)
+                _promote(state, entry)
             if entry.parent is None and before is not None:
-                entry.parent = before
-                state._followers[before] = state._followers.get(before, 0) + 1
+                entry.parent = _follow(state, before)
         before = name
 
 
@@ -110,45 +115,43 @@ def add_run(
     one that `may_evict` (None: all may go) denies. What follows a name that had no room has none; for a name
     without room nothing is evicted. Mutates `state`.
     """
-    entries, followers, pins = state.entries, state._followers, state._pins
+    entries, pins = state.entries, state._pins
 
     def barred(name: str) -> bool:
         return pins.get(name, now) > now or (may_evict is not None and not may_evict(name))
 
-    limited = state.capacity_bytes is not None or state.quota_bytes is not None
+    limited = state.limited
     victims: list[str] = []
-    added, leaf = 0, None
+    added, last = 0, None
     for name in names:
         if name in entries:
             touch(state, (name,))
         else:
             if parent is not None:
-                followers[parent] = followers.get(parent, 0) + 1  # neither it nor what it follows is evicted
+                parent = _follow(state, parent)  # neither it nor what it follows is evicted
             if limited or state._refused:
-                gone: list[tuple[str, Entry]] = []
+                gone: list[Entry] = []
                 if parent in state._refused or not _make_room(state, owner, size, barred, gone):
                     if parent is not None:
                         _release(state, parent)
-                    for victim, entry in reversed(gone):
-                        _hold(state, victim, entry)
+                    for entry in reversed(gone):
+                        _hold(state, entry)
                     state._refused[name] = None  # what follows it is of no use until it is held
                     if len(state._refused) > _MOST_REFUSED:
                         del state._refused[next(iter(state._refused))]
                     break
-                for victim, entry in gone:
-                    state._pins.pop(victim, None)
+                for entry in gone:
+                    state._pins.pop(entry.name, None)
                     if state.policy.queued:
-                        state.policy.evicted(victim, entry, _room(state))
-                    victims.append(victim)
-            entry = _new(state, name, size, owner)
-            entries[name] = entry
-            entry.parent = parent
-            _count(state, entry, size)
-            leaf = name
+                        state.policy.evicted(entry.name, entry, _room(state))
+                    victims.append(entry.name)
+            last = entries[name] = _new(state, name, size, owner)
+            last.parent, last.followers = parent, state._awaited.pop(name, 0)
+            _count(state, last, size)
         parent = name
         added += 1
-    if leaf is not None and leaf not in followers:  # of those before it, each is followed
-        _offer(state, leaf, entries[leaf])
+    if last is not None:  # of those before it, each is followed
+        _offer(state, last)
     return added, victims
 
 
@@ -169,6 +172,20 @@ def pin(state: EvictionState, names: Iterable[str], until: float) -> int:
     return len(held)
 
 
+def prioritise(state: EvictionState, names: Iterable[str], priority: int) -> None:
+    """Have those of `names` that are held go after all of a lower priority. Mutates `state`.
+
+    Of several priorities that a record was given, the highest counts.
+    """
+    for name in names:
+        entry = state.entries.get(name)
+        if entry is None or not prevails(priority, entry.priority):
+            continue
+        lowered, entry.priority = priority < entry.priority, priority
+        if lowered:  # its place among the leaves is too high
+            _offer(state, entry)
+
+
 def note(state: EvictionState, name: str, size: int, *, parent: str | None = None, owner: str = "") -> None:
     """Note that `name` is held, be it beyond the capacity; one that is held already is touched. Mutates."""
     if name in state.entries:
@@ -176,7 +193,7 @@ def note(state: EvictionState, name: str, size: int, *, parent: str | None = Non
         return
     entry = _new(state, name, size, owner)
     entry.parent = parent
-    _hold(state, name, entry)
+    _hold(state, entry)
 
 
 def _new(state: EvictionState, name: str, size: int, owner: str) -> Entry:
@@ -186,7 +203,7 @@ def _new(state: EvictionState, name: str, size: int, owner: str) -> Entry:
     queue = policy.queue_of(name, size, _room(state)) if policy.queued else SMALL
     if state._refused:
         state._refused.pop(name, None)
-    return Entry(size, None, owner, event, event, 0, queue)
+    return Entry(name, size, None, owner, event, event, 0, queue)
 
 
 def _make_room(
@@ -194,7 +211,7 @@ def _make_room(
     owner: str,
     size: int,
     barred: Callable[[str], bool],
-    gone: list[tuple[str, Entry]],
+    gone: list[Entry],
 ) -> bool:
     """Evict leaves until `size` bytes of `owner` fit, noting them in `gone`; False: they cannot."""
     for scope in ("",) if state.quota_bytes is None or not owner else (owner, ""):
@@ -206,9 +223,8 @@ def _make_room(
             victim = _next_leaf(state, scope, barred, passed)
             if victim is None:
                 break
-            entry = _forget(state, victim)
-            gone.append((victim, entry))
-            excess -= entry.size
+            gone.append(_forget(state, victim))
+            excess -= gone[-1].size
         for queue, item in passed:
             heappush(state._leaves[scope, queue], item)
         if excess > 0:
@@ -229,27 +245,28 @@ def _next_leaf(
     state: EvictionState, scope: str, barred: Callable[[str], bool], passed: list[tuple[int, _Leaf]]
 ) -> str | None:
     """The leaf of `scope` to evict next; those that are `barred` are moved from the heaps to `passed`."""
-    leaves, entries, followers, policy = state._leaves, state.entries, state._followers, state.policy
+    leaves, entries, policy = state._leaves, state.entries, state.policy
     rank_of = policy.rank
     small, main = leaves[scope, SMALL], leaves[scope, MAIN]
     while True:
+        _push_fresh(state)
         queue, heap = SMALL, small
-        if main and not (small and _is_long(state, scope)):
+        if main and (not small or (main[0][0], _is_long(state, scope)) < (small[0][0], True)):
             queue, heap = MAIN, main
         if not heap:
             return None
         item = heappop(heap)
-        rank, ticket, name = item
+        priority, rank, ticket, name = item
         entry = entries.get(name)
-        if entry is None or entry.ticket != ticket or entry.queue != queue or name in followers:
+        if entry is None or entry.ticket != ticket or entry.queue != queue or entry.followers:
             continue  # out of date; a record that became a leaf again has been pushed again
-        current = rank_of(entry)
-        if rank != current:
-            heappush(heap, (current, ticket, name))
+        current = entry.priority, rank_of(entry)
+        if (priority, rank) != current:
+            heappush(heap, (*current, ticket, name))
         elif barred(name):
             passed.append((queue, item))
         elif policy.queued and policy.spares(entry):
-            _requeue(state, name, entry)
+            _requeue(state, entry)
         else:
             return name
 
@@ -265,34 +282,36 @@ def _room(state: EvictionState) -> int:
     return state.capacity_bytes or state.quota_bytes or 0
 
 
-def _promote(state: EvictionState, name: str, entry: Entry) -> None:
+def _promote(state: EvictionState, entry: Entry) -> None:
     """To the queue of what was used again."""
     _count(state, entry, -entry.size)
     entry.queue = MAIN
     _count(state, entry, entry.size)
-    if name not in state._followers:
-        _offer(state, name, entry)
+    _offer(state, entry)
 
 
-def _requeue(state: EvictionState, name: str, entry: Entry) -> None:
+def _requeue(state: EvictionState, entry: Entry) -> None:
     """To the end of the main queue, as if it came now."""
-    _forget(state, name)
+    _forget(state, entry.name)
     state._events += 1
     entry.queue, entry.ticket = MAIN, state._events
-    _hold(state, name, entry)
+    _hold(state, entry)
 
 
-def _hold(state: EvictionState, name: str, entry: Entry) -> None:
-    state.entries[name] = entry
+def _hold(state: EvictionState, entry: Entry) -> None:
+    state.entries[entry.name] = entry
+    entry.followers = state._awaited.pop(entry.name, 0)
     if entry.parent is not None:
-        state._followers[entry.parent] = state._followers.get(entry.parent, 0) + 1
+        entry.parent = _follow(state, entry.parent)
     _count(state, entry, entry.size)
-    if name not in state._followers:
-        _offer(state, name, entry)
+    _offer(state, entry)
 
 
 def _forget(state: EvictionState, name: str) -> Entry:
     entry = state.entries.pop(name)
+    state._fresh.pop(name, None)
+    if entry.followers:
+        state._awaited[name] = entry.followers
     _count(state, entry, -entry.size)
     if entry.parent is not None:
         _release(state, entry.parent)
@@ -306,23 +325,44 @@ def _count(state: EvictionState, entry: Entry, size: int) -> None:
             state._bytes[scope, entry.queue] += size
 
 
-def _offer(state: EvictionState, name: str, entry: Entry) -> None:
-    item = state.policy.rank(entry), entry.ticket, name
-    for scope in _scopes(state, entry):
-        heappush(state._leaves[scope, entry.queue], item)
+def _offer(state: EvictionState, entry: Entry) -> None:
+    """Have a record be found by the next search for a victim, if it is a leaf."""
+    if state.limited and not entry.followers:
+        state._fresh[entry.name] = None
+        if len(state._fresh) > _MOST_FRESH:
+            _push_fresh(state)
+
+
+def _push_fresh(state: EvictionState) -> None:
+    while state._fresh:
+        entry = state.entries[state._fresh.popitem()[0]]
+        item = entry.priority, state.policy.rank(entry), entry.ticket, entry.name
+        for scope in _scopes(state, entry):
+            heappush(state._leaves[scope, entry.queue], item)
 
 
 def _scopes(state: EvictionState, entry: Entry) -> tuple[str, ...]:
     return ("",) if state.quota_bytes is None or not entry.owner else ("", entry.owner)
 
 
+def _follow(state: EvictionState, parent: str) -> str:
+    """One record more follows `parent`; its name, once for all that follow it."""
+    entry = state.entries.get(parent)
+    if entry is None:
+        state._awaited[parent] = state._awaited.get(parent, 0) + 1
+        return parent
+    entry.followers += 1
+    state._fresh.pop(parent, None)
+    return entry.name
+
+
 def _release(state: EvictionState, parent: str) -> None:
     """One record less follows `parent`, which may be a leaf now."""
-    left = state._followers[parent] - 1
-    if left:
-        state._followers[parent] = left
-        return
-    del state._followers[parent]
     entry = state.entries.get(parent)
     if entry is not None:
-        _offer(state, parent, entry)
+        entry.followers -= 1
+        _offer(state, entry)
+    elif state._awaited[parent] > 1:
+        state._awaited[parent] -= 1
+    else:
+        del state._awaited[parent]

@@ -215,6 +215,16 @@ class TierContract:
         assert put(tier, staging, [names[1]]) == [None]
         assert tier.count_leading(names) == 3
 
+    def test_who_watches_hears_what_is_held(self, tier: Tier, staging: Staging) -> None:
+        """Of a tier that tells."""
+        names, held = record_names(RECORDS), dict[str, bool]()
+        tier.watch(lambda told, now: held.update(dict.fromkeys(told, now)))
+        put(tier, staging, names)
+        tier.delete(names[6:])
+        tier.count_leading(names)
+        expected = {name: name in dict(tier.scan()) for name in names}
+        assert held == (expected if tier.tells else {})
+
     def test_borrow_agrees_with_get(self, tier: Tier, staging: Staging) -> None:
         name = record_names(1)[0]
         put(tier, staging, [name], 5000)

@@ -47,7 +47,9 @@ class Wrapper(Tier):
     borrow = _passed_on("borrow")
     get_ranges = _passed_on("get_ranges")
     waiting = _passed_on("waiting")
+    watch = _passed_on("watch")
     pin = _passed_on("pin")
+    prioritise = _passed_on("prioritise")
     describe = _passed_on("describe")
     close = _passed_on("close")
 

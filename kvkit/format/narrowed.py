@@ -1,0 +1,89 @@
+"""Narrowed records: those of a tier that keeps KV with fewer bits than it was computed with.
+
+A row of floats is stored as 8-bit codes and a scale for each of its parts. Of dense KV a row is what a token
+and a head have, and its parts are K and V. Of opaque pages it is `OPAQUE_ROW` floats that lie side by side,
+whatever they mean. A narrowed record has a name of its own (`kvkit.format.names.narrowed_name`), and its
+header says what it is, so it is never taken for the exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvkit.format.layout import ITEM_BYTES, QUANTISABLE, KVLayout, LayerGroup, LayoutError, Precision
+from kvkit.format.record import Header
+
+OPAQUE_ROW = 64
+_SCALE_BYTES = 4
+
+Shape = tuple[int, int, int, int]
+
+
+def float_rows(header: Header, precision: Precision | None = None) -> LayerGroup:
+    """The floats of a record, narrowed or not, as layers whose rows are quantised; a chunk is one block.
+
+    Args:
+        precision: of the group that is returned.
+
+    Raises:
+        LayoutError: it holds no floats of 16 or 32 bits, or opaque pages of another size.
+    """
+    narrowed, dtype = header.form
+    layers, heads, tokens, channels = header.shape
+    if dtype not in QUANTISABLE:
+        raise LayoutError(f"dtype={dtype!r}: want one of {', '.join(QUANTISABLE)}")
+    k_size, v_size = header.k_size, channels - header.k_size
+    if k_size and narrowed:  # the scales come last
+        v_size = max(0, v_size - 2 * _SCALE_BYTES)
+    elif not k_size:
+        row_bytes = OPAQUE_ROW + _SCALE_BYTES if narrowed else OPAQUE_ROW * ITEM_BYTES[dtype]
+        if channels % row_bytes:
+            raise LayoutError(f"page_bytes={channels}: want a multiple of {row_bytes}")
+        tokens, k_size, v_size = tokens * (channels // row_bytes), OPAQUE_ROW, 0
+    return LayerGroup(
+        tuple(range(layers)), heads, k_size, v_size, dtype, block_tokens=tokens, precision=precision
+    )
+
+
+def narrowed_shape(shape: Shape, k_size: int, dtype: str) -> Shape:
+    """The shape [L, H, T, C] of a narrowed record, in bytes, from that of the exact one.
+
+    Args:
+        k_size: K's part of C, in elements; 0 where pages are opaque, and C is bytes.
+    """
+    *rest, channels = shape
+    if k_size:
+        scales = 1 + (channels > k_size)
+    else:
+        channels //= ITEM_BYTES[dtype]
+        scales = channels // OPAQUE_ROW
+    layers, heads, tokens = rest
+    return layers, heads, tokens, channels + _SCALE_BYTES * scales
+
+
+def exact_shape(header: Header) -> Shape:
+    """The inverse of `narrowed_shape`, of a narrowed record."""
+    group = float_rows(header)
+    layers, heads, tokens, _ = header.shape
+    if header.k_size:
+        return layers, heads, tokens, group.channels
+    return layers, heads, tokens, group.layer_bytes(group.block_tokens) // heads // tokens
+
+
+def check_narrows(layout: KVLayout, precisions: Mapping[str, Precision | None]) -> None:
+    """Raise `LayoutError` where a tier, by its name, is to narrow what cannot be, or would be no smaller."""
+    for tier, precision in precisions.items():
+        for group in layout.groups if precision is not None else ():
+            layers = f"layers {group.layers[0]}-{group.layers[-1]}"
+            _check_group(group, f"tier {tier!r}: precision={precision!r}: {layers}")
+
+
+def _check_group(group: LayerGroup, where: str) -> None:
+    if group.precision or group.dtype not in QUANTISABLE:
+        raise LayoutError(f"{where} hold {group.precision or group.dtype}; want {', '.join(QUANTISABLE)}")
+    exact, row_bytes = group.record_shape(group.block_tokens), OPAQUE_ROW * group.item_bytes
+    if group.opaque and exact[3] % row_bytes:
+        raise LayoutError(f"{where} hold pages of {exact[3]} bytes; want a multiple of {row_bytes}")
+    narrowed = narrowed_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
+    if narrowed >= exact[3] * (1 if group.opaque else group.item_bytes):
+        raise LayoutError(f"{where}: codes and scales of {group.channels} {group.dtype} take no less")

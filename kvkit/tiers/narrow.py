@@ -1,0 +1,152 @@
+"""Exact records to narrowed ones and back (`kvkit.format.narrowed`), where they enter and leave a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from kvkit.format.codecs import finish
+from kvkit.format.layout import LayerGroup, LayoutError, Precision
+from kvkit.format.names import narrowed_name
+from kvkit.format.narrowed import Shape, exact_shape, float_rows, narrowed_shape
+from kvkit.format.record import (
+    HEADER,
+    Bytes,
+    Damage,
+    Header,
+    RecordError,
+    dtype_name,
+    even_places,
+    examine,
+    read_header,
+    total_bytes,
+)
+from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.tiers.base import ObjectStore, Ranges
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_BLOCK = np.zeros((1, 1), np.int64)
+"""A record's floats are pages of one block."""
+
+
+def narrow(record: Buffer, precision: Precision, out: Buffer) -> int:
+    """Write the sealed, exact, uncompressed `record` into `out` with fewer bits; returns its bytes there.
+
+    Mutates `out`. The same bytes give the same bytes: nothing depends on the machine.
+
+    Raises:
+        RecordError: no such record, or the result does not fit `out`.
+        LayoutError: it cannot be narrowed, see `kvkit.format.narrowed.check_narrows`.
+    """
+    view, target = memoryview(record), memoryview(out)
+    header = read_header(view)
+    group = float_rows(header, precision)
+    shape = narrowed_shape(header.shape, header.k_size, group.dtype)
+    layer_bytes = shape[1] * shape[2] * shape[3]
+    if total_bytes(header.header_bytes + shape[0] * layer_bytes, shape[0]) > len(target):
+        raise RecordError(f"precision={precision!r}: the record does not fit {len(target)} bytes")
+    codes = _layers(target, header, layer_bytes)
+    pack(_pages(group, view, header), [codes], blocks=_BLOCK, threads=1)
+    return _seal(view, target, header, shape, dtype_name(precision, group.dtype), layer_bytes)
+
+
+def widen(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
+    """Restore into `out` a record of the form of the one that `narrow` made `record` of, uncompressed.
+
+    Mutates `out`, once `record` agreed with its checksums. What comes is approximate; it names the same chunk
+    and still has to pass `kvkit.format.record.verify`.
+
+    Returns:
+        Its bytes, or what is damaged; FORMAT: it is intact, and no record of this precision.
+    """
+    view, target = memoryview(record), memoryview(out)
+    try:
+        header, _, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
+    except RecordError:
+        return Damage.HEADER
+    if damage is not None:
+        return damage
+    try:
+        group, shape = float_rows(header, precision), exact_shape(header)
+    except LayoutError:
+        return Damage.FORMAT
+    sound = narrowed_shape(shape, header.k_size, group.dtype) == header.shape
+    if header.form[0] != precision or header.codec != "none" or not sound:
+        return Damage.FORMAT
+    layer_bytes = group.block_bytes
+    if total_bytes(header.header_bytes + shape[0] * layer_bytes, shape[0]) > len(target):
+        return Damage.OVERSIZE
+    codes = _layers(view, header, header.layer_bytes)
+    unpack(_pages(group, target, header), [codes], blocks=_BLOCK, threads=1)
+    return _seal(view, target, header, shape, group.dtype, layer_bytes)
+
+
+def exact_bytes(header: Header) -> int:
+    """Bytes of the record that a narrowed one is restored to. As large as any number, see `plain_bytes`.
+
+    Raises:
+        LayoutError: it is no narrowed record.
+    """
+    layers = header.shape[0]
+    return total_bytes(header.header_bytes + layers * float_rows(header).block_bytes, layers)
+
+
+def _pages(group: LayerGroup, record: memoryview, header: Header) -> Pages:
+    """The floats of an exact record as pages of one block."""
+    floats = torch.from_numpy(_layers(record, header, group.block_bytes))
+    shape = len(group.layers), 1, group.kv_heads, group.block_tokens, group.channels
+    return Pages.of(group, list(floats.view(getattr(torch, group.dtype)).view(shape)))
+
+
+def _layers(record: memoryview, header: Header, layer_bytes: int) -> Bytes:
+    count = header.shape[0] * layer_bytes
+    return np.frombuffer(record, np.uint8, count, header.header_bytes)
+
+
+def _seal(
+    record: memoryview, target: memoryview, header: Header, shape: Shape, dtype: str, layer_bytes: int
+) -> int:
+    """Give the layers in `target` the header of `record` with another form; the record's bytes."""
+    target[: header.header_bytes] = record[: header.header_bytes]
+    fields = np.frombuffer(target, HEADER, 1)[0]
+    fields["channels"], fields["dtype"] = shape[3], dtype.encode("ascii")
+    places = even_places(header.header_bytes, layer_bytes, shape[0])
+    sums = [xxh3_64_intdigest(target[offset : offset + size]) for offset, size in places]
+    return finish(target, "none", places, sums)
+
+
+class NarrowedStore:
+    """A store whose objects of exact names are those that `store` has of narrowed ones, and vice versa.
+
+    So a tier takes nothing exact for narrowed, and still counts and evicts what the store has from a time
+    when the tier had another setting.
+    """
+
+    def __init__(self, store: ObjectStore, precision: Precision) -> None:
+        self._store = store
+        self._name = partial(narrowed_name, precision=precision)
+
+    def size(self, name: str) -> int | None:
+        return self._store.size(self._name(name))
+
+    def read(self, name: str, buffer: memoryview) -> int:
+        return self._store.read(self._name(name), buffer)
+
+    def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
+        self._store.read_ranges(self._name(name), ranges, buffers)
+
+    def write(self, name: str, data: memoryview) -> None:
+        self._store.write(self._name(name), data)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(self._name(name))
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        return ((self._name(name), size) for name, size in self._store.scan())

@@ -1,0 +1,254 @@
+"""The file of a pool in /dev/shm: who may have it, its parts, and locks that the death of their holder lifts.
+
+    [head, a page][columns: log, held, names, used, last, pins, parents][zeros to 2 MiB][slots]
+
+A column has an entry for each slot: `held` is 0 without a record, or one more than the record's priority;
+`parents` is 0, or one more than the slot of the record that it follows. The locks are on bytes, and of open
+file descriptions: the byte of a slot's number, and `_MUTEX` for all that is no slot's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+import time
+import weakref
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkit.staging import PAGE_BYTES, keep_from_forks, map_shared
+from kvkit.tiers.base import TierError
+
+_MAGIC = int.from_bytes(b"KVKITSH3", "little")
+"""What a maker writes last. The digit is the version."""
+_HEAD = np.dtype([(name, "<u8") for name in ("magic", "slot_bytes", "capacity_bytes", "clock", "changes")])
+_COLUMNS = [np.dtype(kind) for kind in ("<u4", "u1", "S112", "<u8", "<u8", "<f8", "<u4")]
+_MUTEX = 1 << 40
+_HUGE_PAGE = 2 << 20
+_MAKING_S = 120.0
+_PAUSES_S = 20e-6, 1e-3
+"""Between looks whether the mutex is free: the first pause, and the longest."""
+_TRIES = 4
+_NAME = re.compile(r"shm://([A-Za-z0-9._-]{1,64})")
+
+
+def pool_path(url: str) -> str:
+    """The file of this user's pool at `url`.
+
+    Raises:
+        ValueError: it is not shm://<name>.
+    """
+    found = _NAME.fullmatch(url)
+    if found is None:
+        raise ValueError(f"url={url!r}: want shm://<name>, of 1 to 64 letters, digits, '.', '_' and '-'")
+    return f"/dev/shm/kvkit-{os.geteuid()}-{found[1]}"
+
+
+def capacity_at(path: str) -> int:
+    """Bytes of all slots of the pool at `path`, as it says itself.
+
+    Raises:
+        OSError: there is none, or not a whole one.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_HEAD.itemsize).ljust(_HEAD.itemsize, b"\0")
+    found = np.frombuffer(head, _HEAD)[0]
+    if found["magic"] != _MAGIC:
+        raise _no_pool(path)
+    return int(found["capacity_bytes"])
+
+
+class PoolFile:
+    """The file at `path`, made if it is not there, and mapped. A fork gets neither its memory nor its locks.
+
+    Args:
+        slot_bytes: of a file that is made, whole pages; one that is there has slots as large, or larger.
+        capacity_bytes: of all slots.
+
+    Attributes:
+        slot_bytes, slots: as the file has them.
+        clock, changes: uint64 [1], for the pool.
+        log, held, names, used, last, pins, parents: columns [slots]: uint32, uint8, bytes, uint64, uint64,
+            float64, uint32.
+        records: the memory of the slots.
+
+    Raises:
+        ValueError: it has another capacity, or smaller slots.
+        OSError: it is somebody else's, open to others, or damaged; or there is not enough memory.
+    """
+
+    def __init__(self, path: str, slot_bytes: int, capacity_bytes: int) -> None:
+        self.path = path
+        self._file: int | None = _open(path)
+        # a fork that outlives this process would keep what that had locked
+        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+        try:
+            self.wait(_MAKING_S)
+            head = os.pread(self._file, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
+            found = np.frombuffer(head, _HEAD)[0]
+            if found["magic"]:
+                _check(path, self._file, found, slot_bytes, capacity_bytes)
+                slot_bytes = int(found["slot_bytes"])
+            else:  # new, or its maker died
+                _make(path, self._file, slot_bytes, capacity_bytes)
+            self._map(slot_bytes, capacity_bytes // slot_bytes)
+            self.unlock_mutex()
+        except BaseException:
+            self.close()
+            raise
+
+    def lock(self, slot: int, *, shared: bool) -> bool:
+        """Lock the byte of a slot, unless another open file has it locked; never waits."""
+        return self._lock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, slot)
+
+    def unlock(self, slot: int) -> None:
+        """Give up the lock of a slot's byte."""
+        self._lock(fcntl.F_UNLCK, slot)
+
+    def wait(self, timeout_s: float) -> None:
+        """Lock the mutex; threads of one process have a lock of their own for that.
+
+        Raises:
+            TierError: others had it for so long.
+        """
+        pause, longest = _PAUSES_S
+        until = time.monotonic() + timeout_s
+        while not self._lock(fcntl.F_WRLCK, _MUTEX):
+            if time.monotonic() > until:
+                raise TierError(f"{self.path}: another process has had it locked for {timeout_s} s")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def unlock_mutex(self) -> None:
+        """Give up the mutex."""
+        self._lock(fcntl.F_UNLCK, _MUTEX)
+
+    def close(self) -> None:
+        """Give up all locks. The memory lives until its last view is gone."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _lock(self, kind: int, byte: int) -> bool:
+        if self._file is None:
+            raise TierError(f"{self.path} is closed")
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _map(self, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes, self.slots = slot_bytes, slots
+        head = _head_bytes(slots)
+        # a mapping keeps a duplicate of its descriptor: one of `_file` would keep the locks
+        file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(file, head)
+            self.records = map_shared(file, slots * slot_bytes, offset=head)
+        finally:
+            os.close(file)
+        keep_from_forks(memory)
+        keep_from_forks(self.records)
+        fields = np.frombuffer(memory, _HEAD, 1)
+        self.clock, self.changes = fields["clock"], fields["changes"]
+        columns: list[npt.NDArray[Any]] = []
+        first = PAGE_BYTES
+        for kind in _COLUMNS:
+            columns.append(np.frombuffer(memory, kind, slots, first))
+            first += _column_bytes(kind, slots)
+        self.log, self.held, self.names, self.used, self.last, self.pins, self.parents = columns
+
+
+def _open(path: str) -> int:
+    """A descriptor of the file, which is there from now on.
+
+    Raises:
+        OSError: it is a link, no file, somebody else's, or open to others.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    for _ in range(_TRIES):
+        # without O_CREAT where it is there: the kernel would say of somebody else's file only that it denies
+        with suppress(FileNotFoundError):
+            file = os.open(path, flags)
+            break
+        with suppress(FileExistsError):
+            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            os.fchmod(file, 0o600)  # whatever the umask
+            break
+    else:
+        raise FileNotFoundError(errno.ENOENT, "others make and remove it", path)
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        os.close(file)
+        raise PermissionError(
+            errno.EPERM,
+            f"of user {status.st_uid}, mode {stat.filemode(status.st_mode)}: want a file of user "
+            f"{os.geteuid()} that nobody else may open",
+            path,
+        )
+    return file
+
+
+def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: int) -> None:
+    """Raise ValueError where the pool that is there is none for such records, OSError where it is damaged."""
+    capacity, slot = int(found["capacity_bytes"]), int(found["slot_bytes"])
+    known = found["magic"] == _MAGIC and slot > 0
+    if not known or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
+        raise _no_pool(path)
+    if capacity != capacity_bytes:
+        raise ValueError(
+            f"capacity={capacity_bytes}: the pool in {path} has {capacity} bytes; want as many, another "
+            "name, or the file removed"
+        )
+    if slot < slot_bytes:
+        raise ValueError(
+            f"url: the pool in {path} is for records of up to {slot} bytes, and this cache's have "
+            f"{slot_bytes}; want another name, or the file removed"
+        )
+
+
+def _no_pool(path: str) -> OSError:
+    return OSError(errno.EBADMSG, "it is no whole pool of this version; remove it", path)
+
+
+def _make(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
+    """Give the file its size, all of which is had here and now, and its head.
+
+    Raises:
+        OSError: there is not enough memory; nothing of it is kept.
+    """
+    slots = capacity_bytes // slot_bytes
+    os.ftruncate(file, 0)
+    try:
+        os.posix_fallocate(file, 0, _head_bytes(slots) + slots * slot_bytes)
+    except OSError as error:
+        raise OSError(error.errno, f"{capacity_bytes} bytes: {error.strerror}", path) from error
+    os.pwrite(file, struct.pack("<QQQ", 0, slot_bytes, capacity_bytes), 0)
+    os.pwrite(file, struct.pack("<Q", _MAGIC), 0)
+
+
+def _head_bytes(slots: int) -> int:
+    """Of all that is no slot."""
+    size = PAGE_BYTES + sum(_column_bytes(kind, slots) for kind in _COLUMNS)
+    return -(-size // _HUGE_PAGE) * _HUGE_PAGE
+
+
+def _column_bytes(kind: np.dtype[Any], slots: int) -> int:
+    return -(-kind.itemsize * slots // 8) * 8
+
+
+def _leave(me: weakref.ref[PoolFile]) -> None:
+    """In a fork: have no part in the locks."""
+    file = me()
+    if file is not None:
+        file.close()

@@ -1,0 +1,335 @@
+"""A pool of records in shared memory, for all processes of one user that open its file. There is no daemon.
+
+Each process may die at any instruction. Of a slot, `held` says whether it has a record; that byte is written
+after all else, and what it says is true. A slot without one is room, for whoever can lock its byte: the
+kernel unlocks what a dead process wrote to or read from. All other state is made of that, by each process for
+itself: the index follows `log`, where a slot is named before its `held` changes.
+
+Of the records that no other follows, those of the lowest priority go first, of these what was used longest
+ago. Of a run the first record counts as the one used last, and a newcomer as used before what it follows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvkit.staging import Arena, Lease
+from kvkit.tiers.base import TierError, TierFull, too_large
+from kvkit.tiers.eviction.policies import NORMAL, prevails
+from kvkit.tiers.folder import check_name
+from kvkit.tiers.shm.file import PoolFile
+
+_WAIT_S = 2.0
+"""How long a call waits for other processes: one that was stopped may have the mutex."""
+_STEP = 1 << 20
+"""Of the clock. No run has more records."""
+_PRIORITY = 56
+"""Bits that a time of use has in a rank: 2**36 uses."""
+_MOST_REFUSED = 1024  # names
+_PARTS = 64
+"""So many orders, one after the other, are made of all records: each costs a look at every record."""
+
+
+class Pool(Arena):
+    """The pool in the file at `path`. Thread-safe and process-safe.
+
+    Every method but `close` raises `TierError` when the pool is closed, or locked by a stopped process.
+
+    Args, Raises: as `PoolFile` has them.
+
+    Attributes:
+        evicted: records that this process evicted.
+    """
+
+    def __init__(self, path: str, slot_bytes: int, capacity_bytes: int) -> None:
+        self._file = PoolFile(path, slot_bytes, capacity_bytes)
+        super().__init__(self._file.records, self._file.slot_bytes, f"the pool {path}")
+        self.evicted = 0
+        self._lock = threading.Lock()
+        self._index: dict[str, int] = {}  # name -> slot
+        self._named: list[str | None] = []
+        self._seen = 0  # changes that the index knows of
+        self._free = 0  # where room was found last
+        self._order: list[tuple[int, int]] = []  # ranks, negated, and slots: the last one goes first
+        self._ordered = 0  # what may go and has no higher rank than that is in the order
+        self._made: dict[str, int] = {}  # slots of this process that have no record yet
+        self._refused: dict[str, None] = {}  # names that found no room, oldest first
+        self._ended = False
+        self._read_all()  # others need not wait for it: what they change meanwhile is logged
+        self._seen = max(0, self._seen - 1)  # and so is what one of them was about to change
+
+    def use_run(self, names: Sequence[str]) -> int:
+        """How many of `names`, a chain, are held from the first on; these were used. Mutates."""
+        with self._locked():
+            run: list[int] = []
+            for name in names[:_STEP]:
+                slot = self._index.get(name)
+                if slot is None:
+                    break
+                run.append(slot)
+            if run:
+                self._file.last[run] = np.uint64(self._tick()) - np.arange(len(run), dtype=np.uint64)
+            return len(run)
+
+    def lend(self, name: str) -> Lease | None:
+        """The slot with that record, if it is held. Nobody writes to it until the lease was released."""
+        self._opener.check()
+        with self._lock:  # not the mutex: who has the slot sees whether it still is the record's
+            lease = self._lend(name)
+        if lease is not None:
+            return lease
+        with self._locked():
+            return self._lend(name)
+
+    def _lend(self, name: str) -> Lease | None:
+        slot = self._index.get(name)
+        if slot is None or self._closed or not self._reserve(slot, shared=True):
+            return None
+        lease = Lease(self, slot)
+        if not self._file.held[slot] or self._file.names[slot] != name.encode():
+            lease.release()
+            return None
+        self.used[slot] = int(self._file.used[slot])
+        return lease
+
+    def take(self, name: str, size: int, parent: str | None) -> Lease | None:
+        """A slot to write a record of `size` bytes to, then to `publish`; None: it is held already.
+
+        Until it was published it is nobody else's, and room again when its lease is released, or its process
+        dies.
+
+        Raises:
+            TierFull: there is no room, and what else is held was used later; nothing was evicted.
+            TierError: no record has such a name; or, in its subclass DamagedObject, it is larger than a slot.
+        """
+        check_name(name)
+        if size > self.slot_bytes:
+            raise too_large(name, size, self.slot_bytes)
+        with self._locked():
+            if name in self._index:
+                return None
+            before = self._index.get(parent or "", self._made.get(parent or ""))
+            stamp = self._tick() if before is None else int(self._file.last[before]) - 1
+            slot = None if before is None and parent in self._refused else self._room(stamp)
+            if slot is None:
+                self._refused[name] = None  # what follows it is of no use until it is held
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+                raise TierFull(f"{self._file.path}: {name} does not fit")
+            self._refused.pop(name, None)
+            self._made[name] = slot
+            row = self._file
+            row.names[slot], row.used[slot], row.last[slot], row.pins[slot] = name.encode(), size, stamp, 0
+            row.parents[slot] = 0 if before is None else before + 1
+            self.used[slot] = size
+            return Lease(self, slot)
+
+    def publish(self, name: str, lease: Lease) -> None:
+        """Have the record in a slot that was taken be held, and release the lease."""
+        try:
+            with self._locked():
+                if name not in self._index:
+                    self._hold(lease.slot, 1 + NORMAL)
+                lease.release()
+        finally:
+            self._made.pop(name, None)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Hold none of `names`. What is lent of them is room when it was given back."""
+        with self._locked():
+            for name in names:
+                if name in self._index:
+                    self._hold(self._index[name], 0)
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        """Evict none of `names` within so many seconds; how many are held."""
+        with self._locked():
+            slots = [self._index[name] for name in names if name in self._index]
+            self._file.pins[slots] = np.maximum(self._file.pins[slots], time.monotonic() + seconds)
+            return len(slots)
+
+    def prioritise(self, names: Sequence[str], priority: int) -> None:
+        """As in `Tier`: for all processes, and those that come after them."""
+        with self._locked():
+            for name in names:
+                slot = self._index.get(name)
+                if slot is not None and prevails(priority, int(self._file.held[slot]) - 1):
+                    self._hold(slot, 1 + priority)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a record, None if it is not held."""
+        with self._locked():
+            slot = self._index.get(name)
+            return None if slot is None else int(self._file.used[slot])
+
+    def listed(self) -> list[tuple[str, int]]:
+        """Name and bytes of every record."""
+        with self._locked():
+            return list(zip(self._index, self._file.used[list(self._index.values())].tolist(), strict=True))
+
+    def close(self) -> None:
+        super().close()
+        with self._lock, self._changed:
+            self._ended = True
+            self._end_unused()
+
+    def _end_unused(self) -> None:
+        """Once nobody calls any more: give up the file when the last lease is back."""
+        if self._ended and not any(self._references):
+            self._file.close()
+
+    def _release(self, lease: Lease) -> None:
+        self._opener.check()
+        with self._changed:
+            if self._drop(lease):
+                if not self._file.held[lease.slot]:  # nobody published it
+                    self._made.pop(self._file.names[lease.slot].decode("ascii", "replace"), None)
+                self._file.unlock(lease.slot)
+                self._end_unused()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """With the mutex, and an index that knows all changes."""
+        self._opener.check()
+        with self._lock:
+            if self._closed:
+                raise TierError(f"{self._file.path} is closed")
+            self._file.wait(_WAIT_S)
+            try:
+                self._catch_up()
+                yield
+            finally:
+                self._file.unlock_mutex()
+
+    def _catch_up(self) -> None:
+        changes = int(self._file.changes[0])
+        if changes - self._seen > self.slots:
+            self._read_all()
+        else:
+            for change in range(self._seen, changes):
+                self._learn(int(self._file.log[change % self.slots]))
+            self._seen = changes
+
+    def _read_all(self) -> None:
+        """Have the index say what all rows say."""
+        self._seen = int(self._file.changes[0])
+        slots = np.flatnonzero(self._file.held.copy())  # NumPy refuses what changes while it counts
+        names = [name.decode("ascii", "replace") for name in self._file.names[slots].tolist()]
+        self._index = dict(zip(names, slots.tolist(), strict=True))
+        self._named = [None] * self.slots
+        for name, slot in self._index.items():
+            self._named[slot] = name
+        slots = np.fromiter(self._index.values(), np.int64, len(self._index))
+        self._parents = np.zeros(self.slots, np.uint32)
+        self._parents[slots] = self._file.parents[slots]
+        self._followers = np.bincount(self._parents[slots], minlength=self.slots + 1).astype(np.int32)
+        self._order, self._ordered = [], 0
+
+    def _learn(self, slot: int) -> None:
+        """Have the index say of a slot what its row says."""
+        before, self._named[slot] = self._named[slot], None
+        if before is not None:
+            if self._index.get(before) == slot:
+                del self._index[before]
+            parent = int(self._parents[slot])
+            self._followers[parent] -= 1
+            if parent:
+                self._may_go(parent - 1)
+        if self._file.held[slot]:
+            name = self._file.names[slot].decode("ascii", "replace")
+            self._index[name], self._named[slot] = slot, name
+            self._parents[slot] = parent = self._file.parents[slot]
+            self._followers[parent] += 1
+            self._may_go(slot)
+
+    def _may_go(self, slot: int) -> None:
+        """Put a slot into the order, if it goes before others there. `_evict` sees whether it may."""
+        rank = self._rank(slot)
+        if self._file.held[slot] and rank <= self._ordered:
+            insort(self._order, (-rank, slot))
+
+    def _rank(self, slot: int) -> int:
+        """What is least of the record to evict first."""
+        return (int(self._file.held[slot]) << _PRIORITY) + int(self._file.last[slot])
+
+    def _hold(self, slot: int, held: int) -> None:
+        """Log that a slot changes, then change it: who dies in between has others look at it for nothing."""
+        self._file.log[self._seen % self.slots] = slot
+        self._file.changes[0] = self._seen + 1
+        self._file.held[slot] = held
+        self._catch_up()
+
+    def _tick(self) -> int:
+        """A time later than all others."""
+        clock = int(self._file.clock[0]) + _STEP
+        self._file.clock[0] = clock
+        return clock
+
+    def _room(self, stamp: int) -> int | None:
+        """A slot to write to, reserved; evicts what goes first, of what was used before `stamp`."""
+        held = self._file.held
+        for first, stop in (self._free, self.slots), (0, self._free):
+            while first < stop and len(self._index) + len(self._made) < self.slots:
+                slot = first + int(held[first:stop].argmin())
+                if held[slot]:
+                    break
+                first = slot + 1
+                if self._reserve(slot, shared=False):
+                    self._free = first
+                    return slot  # else somebody writes to it, or reads what it had
+        return self._evict(stamp)
+
+    def _evict(self, stamp: int) -> int | None:
+        """The slot of the record that goes first, of those used before `stamp`: reserved, and without it."""
+        row, now = self._file, time.monotonic()
+        for most in (0, self.slots // _PARTS, self.slots):  # an order lacks what could not be had before
+            if most and not self._put_in_order(most, stamp, now):
+                return None
+            found, later = None, []
+            while self._order and found is None:
+                below, slot = entry = self._order.pop()
+                if -below != self._rank(slot) or self._followers[slot + 1] or row.pins[slot] > now:
+                    continue
+                if row.last[slot] >= stamp:
+                    later.append(entry)
+                elif self._reserve(slot, shared=False):
+                    found = slot
+            self._order += reversed(later)
+            if found is not None:
+                self._hold(found, 0)
+                self.evicted += 1
+                return found
+        return None
+
+    def _put_in_order(self, most: int, stamp: int, now: float) -> bool:
+        """Make an order of at most so many records; whether any that may go was used before `stamp`."""
+        row = self._file
+        slots = np.flatnonzero((row.held != 0) & (row.pins <= now) & (self._followers[1:] == 0))
+        ranks = (row.held[slots].astype(np.uint64) << np.uint64(_PRIORITY)) + row.last[slots]
+        if not (row.last[slots] < stamp).any():
+            return False
+        if most < len(slots):
+            first = np.argpartition(ranks, most)[:most]
+            slots, ranks = slots[first], ranks[first]
+        order = np.argsort(ranks)[::-1]
+        ordered = zip(ranks[order].tolist(), slots[order].tolist(), strict=True)
+        self._order = [(-rank, slot) for rank, slot in ordered]
+        self._ordered = -self._order[0][0]
+        return True
+
+    def _reserve(self, slot: int, *, shared: bool) -> bool:
+        """Count a reference to a slot, if others let this process read it (`shared`), or write to it."""
+        with self._changed:
+            if not self._references[slot]:
+                if not self._file.lock(slot, shared=shared):
+                    return False
+            elif not shared:
+                return False
+            self._references[slot] += 1
+            return True

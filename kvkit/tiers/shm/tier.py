@@ -1,0 +1,136 @@
+"""The tier of a pool in shared memory: what one process of this host stores, all of them hit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from kvkit.format.record import parent_name
+from kvkit.staging import Lease, Staging
+from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, complete, get_by_copy
+from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.shm.file import pool_path
+from kvkit.tiers.shm.pool import Pool
+from kvkit.workers import Closed, Workers
+
+log = logging.getLogger(__name__)
+
+_THREADS = 2  # they copy, at the speed of memory
+
+
+class ShmTier(Tier):
+    """Records in slots of a `Pool`, which it lends; a put copies its slot, once.
+
+    Args:
+        path: of the pool's file.
+        staging: no record is larger than its slots.
+        capacity_bytes: of the pool; a record counts as a whole slot.
+
+    Raises:
+        ValueError, OSError: as `kvkit.tiers.shm.file.PoolFile` does; or the capacity is below one slot.
+    """
+
+    near = True
+
+    def __init__(
+        self, path: str, staging: Staging, capacity_bytes: int, name: str = "shm", threads: int = _THREADS
+    ) -> None:
+        if capacity_bytes < staging.slot_bytes:
+            raise ValueError(
+                f"tier {name!r}: capacity_bytes={capacity_bytes}, want at least a slot, {staging.slot_bytes}"
+            )
+        self.name = name
+        try:
+            self._pool = Pool(path, staging.slot_bytes, capacity_bytes)
+        except ValueError as error:
+            raise ValueError(f"tier {name!r}: {error}") from None
+        self._workers = Workers(threads, f"kvkit-{name}")
+        self._lock = threading.Lock()
+        self._puts: dict[str, list[tuple[Lease, OnComplete]]] = {}  # under way, and what waits for the same
+
+    @classmethod
+    def open(cls, name: str, config: TierConfig, staging: Staging) -> ShmTier:
+        return cls(
+            pool_path(config.urls[0]), staging, config.capacities[0] or 0, name, config.threads or _THREADS
+        )
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        return self._pool.use_run(names)
+
+    def pin(self, names: Sequence[str], seconds: float) -> int:
+        return self._pool.pin(names, seconds)
+
+    def prioritise(self, names: Sequence[str], priority: int) -> None:
+        self._pool.prioritise(names, priority)
+
+    def borrow(self, name: str) -> Lease | None:
+        try:
+            return self._pool.lend(name)
+        except TierError as error:
+            log.warning("tier %r: %s", self.name, error)
+            return None
+
+    def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        get_by_copy(self, names, leases, on_complete)
+
+    def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        stuck: OSError | None = None
+        for name, lease in zip(names, leases, strict=True):
+            share = lease.share()
+            with self._lock:
+                self._puts.setdefault(name, []).append((share, on_complete))
+                if len(self._puts[name]) > 1:
+                    continue
+            try:
+                if stuck:
+                    raise stuck
+                # in the order of the names, so that each finds the one before it
+                slot = self._pool.take(name, share.used, parent_name(share.buffer, name))
+            except OSError as error:
+                if not isinstance(error, TierFull | DamagedObject):
+                    stuck = error  # it waited long enough for the first
+                self._end(name, error)
+                continue
+            self.evicted = self._pool.evicted
+            if slot is None:
+                self._end(name, None)
+                continue
+            try:
+                self._workers.start(partial(self._write, name, slot, share))
+            except Closed:
+                slot.release()
+                self._end(name, TierError(f"tier {self.name!r} is closed"))
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._pool.remove(names)
+
+    def size(self, name: str) -> int | None:
+        return self._pool.size(name)
+
+    def scan(self) -> Iterator[tuple[str, int]]:
+        return iter(self._pool.listed())
+
+    def waiting(self) -> int:
+        return self._workers.waiting
+
+    def close(self) -> None:
+        self._workers.close()
+        self._pool.close()
+
+    def _write(self, name: str, slot: Lease, source: Lease) -> None:
+        error: BaseException | None = None
+        try:
+            with slot:
+                slot.record[:] = source.record
+                self._pool.publish(name, slot)
+        except BaseException as caught:  # a tier's thread outlives whatever goes wrong
+            error = caught
+        self._end(name, error)
+
+    def _end(self, name: str, error: BaseException | None) -> None:
+        with self._lock:
+            ended = self._puts.pop(name)
+        for lease, on_complete in ended:
+            complete(on_complete, name, lease, error)
