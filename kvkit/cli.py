@@ -10,9 +10,10 @@ from typer.core import TyperGroup
 from kvkit.adapters.huggingface.smollm2 import ModelError
 from kvkit.bench.commands import bench, demo, doctor
 from kvkit.bench.files import BenchError
+from kvkit.bench.prove.commands import prove
 from kvkit.environment import printable
 from kvkit.kernels.tuning.commands import tune
-from kvkit.observe.commands import inspect, top
+from kvkit.observe.commands import inspect, report, top
 from kvkit.router.commands import router
 from kvkit.settings import ConfigError
 from kvkit.simulate.commands import simulate
@@ -42,7 +43,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, doctor, inspect, router, simulate, top, tune):
+for command in (demo, doctor, inspect, prove, report, router, simulate, top, tune):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

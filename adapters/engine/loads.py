@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from kvkit.cache import Cache, Loaded
@@ -24,10 +24,11 @@ NOTHING = Loaded(0)
 
 @dataclass(frozen=True, slots=True)
 class PromptHit:
-    """What was found of a prompt: whole chunks, and the blocks of an unfilled one after them."""
+    """What was found of a prompt: whole chunks, the blocks of an unfilled one after them, its documents."""
 
     whole: Hit
     tail: Hit | None = None
+    documents: tuple[Hit, ...] = ()
 
     @property
     def segments(self) -> tuple[tuple[str, int], ...]:
@@ -75,7 +76,7 @@ class PromptLoad:
         self.base = first * size
         self.began = time.monotonic()
         self._stop = stop
-        self._whole: Transfer[Loaded] | LayerLoad | Loaded = NOTHING
+        self._whole: list[tuple[int, Transfer[Loaded]]] | LayerLoad | Loaded = NOTHING
         self._tail: Transfer[Loaded] | None = None
         if hit is None:
             return
@@ -87,15 +88,38 @@ class PromptLoad:
             tail = hit.tail.part(skipped, end)
             self._tail = cache.load_async(tail, pages(self._from_tail, at + end * block))
             self._tail.add_done_callback(wake)
+        if how == "async":
+            self._whole = self._begin(cache, hit.whole, first, min(last, hit.whole.plan.chunks), pages)
+            for _, move in self._whole:
+                move.add_done_callback(wake)
+            return
         part, places = hit.whole.part(min(first, hit.whole.plan.chunks), last), pages(self.base, last * size)
         if how == "layerwise":
             self._whole = cache.load_layers(part, places)
-        elif how == "sync":
+        else:
             # in this thread, so in the order of the engine's stream, which may be zeroing the pages
             self._whole = cache.load(part, places)
-        else:
-            self._whole = cache.load_async(part, places)
-            self._whole.add_done_callback(wake)
+
+    @staticmethod
+    def _begin(
+        cache: Cache, hit: Hit, first: int, last: int, pages: PagesOf
+    ) -> list[tuple[int, Transfer[Loaded]]]:
+        """Load chunks [first, last) of a hit in parts, with the tokens of each.
+
+        What lies in memory is in two, as to verify and to unpack is all that is left to do; but in one where
+        there are states, which are those after its last token.
+        """
+        size = hit.chunks.chunk_tokens
+        near = all(cache.tiers[segment.tier].near for segment in hit.plan.segments)
+        middle = (first + last) // 2 if near and not hit.chunks.states else first
+        parts = [(start, stop) for start, stop in ((first, middle), (middle, last)) if start < stop]
+        return [
+            (
+                (stop - start) * size,
+                cache.load_async(hit.part(start, stop), pages(start * size, stop * size)),
+            )
+            for start, stop in parts
+        ]
 
     @property
     def layers(self) -> LayerLoad | None:
@@ -119,8 +143,8 @@ class PromptLoad:
             for _ in whole:
                 pass
             whole = whole.loaded
-        elif isinstance(whole, Transfer):
-            whole = result_of(whole) or NOTHING
+        elif isinstance(whole, list):
+            whole = _leading([(tokens, result_of(move) or NOTHING) for tokens, move in whole])
         end = self.base + whole.tokens
         if self._tail is None or end < self._tail_at:
             return min(end, self._stop), whole
@@ -128,11 +152,26 @@ class PromptLoad:
         end = min(self._from_tail + tail.tokens, self._stop)
         by_tier = Counter(whole.by_tier)
         by_tier.update({tier: min(tokens, end - self._from_tail) for tier, tokens in tail.by_tier.items()})
-        return end, Loaded(whole.tokens + end - self._from_tail, by_tier)
+        return end, replace(whole, tokens=whole.tokens + end - self._from_tail, by_tier=by_tier)
 
     @property
     def _moves(self) -> list[Transfer[Loaded]]:
-        return [move for move in (self._whole, self._tail) if isinstance(move, Transfer)]
+        whole = [move for _, move in self._whole] if isinstance(self._whole, list) else []
+        return [*whole, self._tail] if self._tail is not None else whole
+
+
+def _leading(parts: Sequence[tuple[int, Loaded]]) -> Loaded:
+    """What was loaded up to the first gap, of parts that should have so many tokens each."""
+    tokens, by_tier, approximate, first = 0, Counter[str](), 0, None
+    for wanted, loaded in parts:
+        if first is None and loaded.approximate_from is not None:
+            first = tokens + loaded.approximate_from
+        tokens += loaded.tokens
+        by_tier.update(loaded.by_tier)
+        approximate += loaded.approximate
+        if loaded.tokens < wanted:
+            break
+    return Loaded(tokens, dict(by_tier), approximate, first)
 
 
 T = TypeVar("T")

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from kvkit.adapters.engine.loads import PromptHit, result_of
 from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.speed import saved_tokens_per_s
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.handoff.prompt import tail_of
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
-from kvkit.moving.sequence import Hit
+from kvkit.moving.sequence import Chunks, Hit
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptLookups:
+    """A question whose prompt and documents are being looked up, until `until` (monotonic)."""
+
+    question: Question
+    prompt: Transfer[Hit]
+    documents: tuple[Transfer[Hit], ...]
+    until: float
+
+    @property
+    def done(self) -> bool:
+        return all(lookup.done() for lookup in (self.prompt, *self.documents))
+
+    def cancel(self) -> None:
+        for lookup in (self.prompt, *self.documents):
+            lookup.cancel()
+
 
 NEWS_S = 5.0
 """How long a request waits for word of its transfer once the prefill engine has answered: that one asks for
@@ -36,11 +58,12 @@ class Lookups:
         timeout_s: how long a lookup may take.
         handoff_timeout_s: how long what is sent may take to come.
         tokens_per_s: how fast the engine computes prompts; None: not known.
+        rows_per_s: how fast it computes tokens of documents again; None: not known.
         wake: called when a lookup is over, from any thread.
 
     Attributes:
         awaited: by request, what waits for a prefill engine, and since when (monotonic).
-        asked: by request, what is being looked up, and until when.
+        asked: by request, what is being looked up.
     """
 
     cache: Cache
@@ -51,10 +74,11 @@ class Lookups:
     timeout_s: float
     handoff_timeout_s: float
     tokens_per_s: Callable[[], float | None]
+    rows_per_s: Callable[[], float | None]
     wake: Callable[[object], object]
     awaited: dict[str, tuple[Question, float]] = field(default_factory=dict, init=False)
     _received: dict[str, str] = field(default_factory=dict, init=False)
-    asked: dict[str, tuple[Question, Transfer[Hit], float]] = field(default_factory=dict, init=False)
+    asked: dict[str, _PromptLookups] = field(default_factory=dict, init=False)
     _answered: list[LookupAnswer] = field(default_factory=list, init=False)
     _found: dict[str, tuple[int, PromptHit]] = field(default_factory=dict, init=False)
 
@@ -65,6 +89,22 @@ class Lookups:
             self.awaited[question.request] = question, time.monotonic()
         else:
             self._look_up(question)
+
+    def answer_now(self, question: Question) -> LookupAnswer | None:
+        """The answer, where what is sent for a question has come, and all tiers to be asked are in memory.
+
+        None: it is to be asked; nothing is noted then.
+        """
+        cache, space = self.cache, self.space_of(question.sequence)
+        status = None if self.receiver is None else self.receiver.status(question.transfer)
+        if space is None or status is None or status.phase is not Phase.COMMITTED or question.documents:
+            return None
+        if question.policy.load_from or not all(cache.tiers[n].near for n in cache.policy.retrieve_from):
+            return None
+        self.cancel(question.request)
+        self._received[question.request] = question.transfer
+        self._answer(question, cache.lookup(question.sequence.tokens, space, **self._how(question, space)))
+        return self._answered.pop()
 
     def receive(self) -> bool:
         """Look up the prompts whose transfers arrived, or will not; whether there were any."""
@@ -87,13 +127,14 @@ class Lookups:
     def answers(self) -> list[LookupAnswer]:
         """What was found since the last call. `claim` has it, too."""
         now = time.monotonic()
-        for name, (question, lookup, until) in list(self.asked.items()):
-            if lookup.done():
-                self._answer(question, result_of(lookup))
-            elif now >= until:
-                lookup.cancel()
+        for name, asked in list(self.asked.items()):
+            if asked.done:
+                documents = [result_of(lookup) for lookup in asked.documents]
+                self._answer(asked.question, result_of(asked.prompt), documents)
+            elif now >= asked.until:
+                asked.cancel()
                 log.info("%s: not looked up within %s s", name, self.timeout_s)
-                self._answer(question, None)
+                self._answer(asked.question, None)
             else:
                 continue
             del self.asked[name]
@@ -105,12 +146,17 @@ class Lookups:
         last, hit = self._found.pop(request, (None, None))
         return hit if last == number else None
 
+    def found(self, request: str) -> Chunks | None:
+        """The whole chunks that were found for a request, until they are claimed."""
+        _, hit = self._found.get(request, (None, None))
+        return None if hit is None else hit.whole.chunks.part(0, hit.whole.plan.chunks)
+
     def cancel(self, request: str) -> None:
         """Forget a request's questions and answers, but not what it was sent."""
         self._found.pop(request, None)
         self.awaited.pop(request, None)
         if request in self.asked:
-            self.asked.pop(request)[1].cancel()
+            self.asked.pop(request).cancel()
 
     def release(self, request: str) -> None:
         """Give back what was received for a request: it was loaded, or will not be."""
@@ -125,36 +171,53 @@ class Lookups:
     @property
     def done(self) -> bool:
         """Whether there is something new for `answers`."""
-        return any(lookup.done() for _, lookup, _ in self.asked.values())
+        return any(asked.done for asked in self.asked.values())
 
     def _look_up(self, question: Question) -> None:
         space = self.space_of(question.sequence)
         if space is None:
             self._answer(question, None)
             return
-        lookup = self.cache.lookup_async(
-            question.sequence.tokens,
-            space,
-            wait_s=self.timeout_s / 2,  # a slow save shall not cost what the tiers have already
-            first=question.computed // space.chunk_tokens,
-            prefill_tokens_per_s=self.tokens_per_s(),
-        )
-        lookup.add_done_callback(self.wake)
+        how = self._how(question, space)
+        # a slow save shall not cost a hit
+        look = partial(self.cache.lookup_async, wait_s=self.timeout_s / 2, policy=how.pop("policy"))
+        lookup = look(question.sequence.tokens, space, **how)
+        saved = saved_tokens_per_s(how["prefill_tokens_per_s"], self.rows_per_s(), question.recomputed)
+        sequences = question.documents
+        if sequences and saved == 0.0:
+            log.info("%s: its documents are computed, as blending them is slower", question.request)
+            sequences = ()
+        documents = tuple(look(d.tokens, space, prefill_tokens_per_s=saved) for d in sequences)
+        asked = _PromptLookups(question, lookup, documents, time.monotonic() + self.timeout_s)
+        for found in (lookup, *documents):
+            found.add_done_callback(self.wake)
         if question.request in self.asked:  # nobody waits for the answer to an earlier question
-            self.asked[question.request][1].cancel()
-        self.asked[question.request] = question, lookup, time.monotonic() + self.timeout_s
+            self.asked[question.request].cancel()
+        self.asked[question.request] = asked
 
-    def _answer(self, question: Question, whole: Hit | None) -> None:
+    def _how(self, question: Question, space: Namespace) -> dict[str, Any]:
+        """How a prompt is looked up, as `Cache.lookup` takes it."""
+        policy = question.policy
+        if question.transfer and policy.load_from is not None:
+            policy = replace(policy, load_from=(HANDOFF, *policy.load_from))
+        first = question.computed // space.chunk_tokens
+        return {"first": first, "prefill_tokens_per_s": self.tokens_per_s(), "policy": policy}
+
+    def _answer(self, question: Question, whole: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
         """Note an answer, with the blocks of an unfilled chunk that came with the whole ones."""
-        tail, prompt = None, question.sequence
+        tail, prompt, found = None, question.sequence, (0,) * len(question.documents)
         segments: tuple[tuple[str, int], ...] = ()
         if whole is not None and self.space_of(prompt) is not None:
             if question.request in self._received and len(whole.chunks) == whole.plan.chunks:
                 rest = tail_of(whole.chunks, prompt.tokens, self.block_tokens, prompt.rest)
                 tail = rest and self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
-            hit = PromptHit(whole, tail)
+            nothing = whole.part(0, 0)
+            hits = tuple(document or nothing for document in documents)
+            found = tuple(document.tokens for document in hits) or found
+            hit = PromptHit(whole, tail, hits)
             self._found[question.request] = question.number, hit
             segments = hit.segments
         tokens = min(sum(tokens for _, tokens in segments), len(prompt.tokens))
         rank = self.cache.namespace.rank
-        self._answered.append(LookupAnswer(question.request, question.number, rank, tokens, segments))
+        answer = LookupAnswer(question.request, question.number, rank, tokens, segments, found)
+        self._answered.append(answer)

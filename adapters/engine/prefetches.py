@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkit.adapters.engine.question import TokenIds
@@ -13,8 +14,9 @@ from kvkit.workers import Transfer
 
 @dataclass(slots=True)
 class _Wanted:
-    """Chunks [first, last) of a request's tokens; `move` brings them near once there is room."""
+    """Chunks [first, last) of what a request will hit; `move` brings them near once there is room."""
 
+    request: str
     tokens: TokenIds
     space: Namespace
     first: int
@@ -38,29 +40,26 @@ class Prefetches:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._wanted: dict[str, _Wanted] = {}
+        self._wanted: list[_Wanted] = []
 
     def add(self, request: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
-        """Bring near what whole chunks of `tokens` (int32 [T]) will hit after the first `computed`."""
+        """Bring near what whole chunks of `tokens` (int32 [T]) will hit after the first `computed`, too."""
         first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
         if first < last:
-            self._wanted[request] = _Wanted(tokens, space, first, last)
+            self._wanted.append(_Wanted(request, tokens, space, first, last))
 
     def end(self, request: str) -> None:
         """Stop; what is near already stays."""
-        wanted = self._wanted.pop(request, None)
-        if wanted is not None and wanted.move is not None:
-            wanted.move.cancel()
+        self._end(lambda wanted: wanted.request == request)
 
     def end_all(self) -> None:
         """Stop all of them."""
-        for request in list(self._wanted):
-            self.end(request)
+        self._end(lambda _: True)
 
     def go_on(self) -> None:
         """Start what has room, in the order of requests."""
         room = self._cache.prefetch_chunks
-        for wanted in self._wanted.values():
+        for wanted in self._wanted:
             if wanted.move is None:
                 if room < 1:
                     return
@@ -68,3 +67,9 @@ class Prefetches:
                 part = wanted.tokens[: wanted.last * wanted.space.chunk_tokens]
                 wanted.move = self._cache.prefetch(part, wanted.space, first=wanted.first)
             room -= wanted.chunks
+
+    def _end(self, ends: Callable[[_Wanted], bool]) -> None:
+        for wanted in filter(ends, self._wanted):
+            if wanted.move is not None:
+                wanted.move.cancel()
+        self._wanted = [wanted for wanted in self._wanted if not ends(wanted)]

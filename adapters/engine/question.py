@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
+
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -54,6 +56,9 @@ class Question:
         computed: tokens that the engine has.
         transfer: what a prefill engine sends, to be waited for; empty for none.
         computed_there: whether that engine said that it has computed what it sends.
+        documents: what is looked up besides, each a sequence of its own.
+        recomputed: the share of the documents' tokens that will be computed all the same.
+        policy: what the request wants; the sequence is no longer than it wants to load.
     """
 
     request: str
@@ -62,14 +67,22 @@ class Question:
     computed: int = 0
     transfer: str = ""
     computed_there: bool = False
+    documents: tuple[Sequence, ...] = ()
+    recomputed: float = 0.0
+    policy: RequestPolicy = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order."""
+    """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order.
+
+    Args:
+        documents: leading tokens found of each of the question's.
+    """
 
     request: str
     number: int
     rank: int
     tokens: int
     segments: tuple[tuple[str, int], ...] = ()
+    documents: tuple[int, ...] = ()

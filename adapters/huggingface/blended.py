@@ -26,8 +26,10 @@ from kvkit.adapters.huggingface.cached import (
     probe_layout,
 )
 from kvkit.blend import gate
+from kvkit.blend.methods.method import NeedsRecompute
+from kvkit.blend.methods.registry import named
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend, split
-from kvkit.blend.run import Attention, PagedKV, blend, recompute
+from kvkit.blend.run import Attention, PagedKV, Reader, blend, recompute
 from kvkit.cache import Cache, SequencePages, Stored
 from kvkit.config import Config
 from kvkit.format.keys import as_tokens
@@ -35,6 +37,7 @@ from kvkit.format.layout import LayoutError, Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.checks import LaunchError
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
 
 _PROBE_TOKENS = 12
 
@@ -176,19 +179,30 @@ class BlendedModel(OverCache):
         cached: of the model, with a cache.
         selection: how tokens to recompute are chosen.
         unchecked: blend although `kvkit doctor --blend` has not measured this model.
+        auxiliary: for methods that need one: an `AuxiliaryModel`, say.
 
     Raises:
-        BlendError: the model cannot be blended, there is no cache, or the model has not passed the check.
+        BlendError: the model cannot be blended, there is no cache, the model has not passed the check, or
+            the method needs full recompute.
     """
 
     def __init__(
-        self, cached: CachedModel, selection: Selection | None = None, *, unchecked: bool = False
+        self,
+        cached: CachedModel,
+        selection: Selection | None = None,
+        *,
+        unchecked: bool = False,
+        auxiliary: Reader | None = None,
     ) -> None:
         if cached.cache is None:
             raise BlendError("cached: has no cache to take documents from")
-        self.selection = selection or Selection()
+        self.selection, self.auxiliary = selection or Selection(), auxiliary
+        if isinstance(needs := named(self.selection.method).needs, NeedsRecompute):
+            raise BlendError(
+                f"method={self.selection.method!r}: needs {needs}: for `kvkit bench blend` alone"
+            )
         if not unchecked:
-            gate.check(model_fingerprint(cached.model), self.selection)
+            gate.check(model_fingerprint(cached.model), self.selection, "unchecked=True")
         self.cached = cached
         self.cache: Cache = cached.cache
         self.decoder = HuggingFaceDecoder(cached.model)
@@ -196,34 +210,40 @@ class BlendedModel(OverCache):
 
     @staticmethod
     def open(
-        model: Any, config: Config, selection: Selection | None = None, *, unchecked: bool = False
+        model: Any,
+        config: Config,
+        selection: Selection | None = None,
+        *,
+        unchecked: bool = False,
+        auxiliary: Reader | None = None,
     ) -> BlendedModel:
         """`model` with the tiers of `config`; errors: those of `CachedModel.open` and the constructor."""
         cached = CachedModel.open(model, config)
         try:
-            return BlendedModel(cached, selection, unchecked=unchecked)
+            return BlendedModel(cached, selection, unchecked=unchecked, auxiliary=auxiliary)
         except BaseException:
             cached.close()
             raise
 
     @torch.inference_mode()
-    def precompute(self, document: Any, prefix: Any = ()) -> Stored:
+    def precompute(self, document: Any, prefix: Any = (), policy: RequestPolicy = NO_WISHES) -> Stored:
         """Compute a document's KV alone, int32 [T], and store its whole chunks.
 
         With a `prefix` (a system prompt, say) the document is computed after it, where it ends.
-        It is then found only by a `prefill` with the same `prefix`.
+        It is then found only by a `prefill` with the same `prefix`. `policy`: what is wanted of the cache.
 
         Raises:
             BlendError: the document is empty.
+            PolicyError: `policy` names a tier that does not exist.
         """
         ids = np.concatenate([as_tokens(prefix), as_tokens(document)])
         if not len(as_tokens(document)):
             raise BlendError("document: it has no tokens")
         kv = GrowingCache(self.cached.layout, len(ids), self.cached.device)
-        kv.load(self.cache, ids, self.namespace)
+        kv.load(self.cache, ids, self.namespace, policy)
         if kv.length < len(ids):
             forward(self.cached.model, ids[kv.length :], kv)
-        return self.cache.store(ids, kv.places(len(ids)), self.namespace)
+        return self.cache.store(ids[: kv.exact], kv.places(kv.exact), self.namespace, policy=policy)
 
     @torch.inference_mode()
     def prefill(
@@ -233,6 +253,7 @@ class BlendedModel(OverCache):
         *,
         prefix: Any = (),
         room: int = 0,
+        policy: RequestPolicy = NO_WISHES,
     ) -> BlendedPrefill:
         """Load what is exact, load and move what is known elsewhere, compute the rest. Stores nothing.
 
@@ -243,9 +264,12 @@ class BlendedModel(OverCache):
                 its pieces.
             prefix: what the documents were precomputed after.
             room: so many tokens more fit before the KV has to be moved to larger memory.
+            policy: what is wanted of the cache, of the prefix and each document; `max_load_tokens` is for
+                each.
 
         Raises:
             BlendError: the prompt is empty, or documents lie outside it, overlap or are out of order.
+            PolicyError: `policy` names a tier that does not exist.
         """
         ids, before = as_tokens(tokens), as_tokens(prefix)
         if not len(ids):
@@ -254,10 +278,10 @@ class BlendedModel(OverCache):
             documents = list(itertools.pairwise(split(ids).tolist()))
         plan_blend(len(ids), 0, [Span(*document) for document in documents])  # checked before anything moves
         kv = GrowingCache(self.cached.layout, len(ids) + room, self.cached.device)
-        exact = kv.load(self.cache, ids[:-1]).tokens
-        spans = [self._load(ids, start, stop, exact, before, kv) for start, stop in documents]
+        exact = kv.load(self.cache, ids[:-1], policy=policy).tokens
+        spans = [self._load(ids, Span(*document), exact, before, kv, policy) for document in documents]
         plan = plan_blend(len(ids), exact, spans)
-        blended = blend(self.decoder, paged(kv), ids, plan, self.selection)
+        blended = blend(self.decoder, paged(kv), ids, plan, self.selection, auxiliary=self.auxiliary)
         kv.mark_filled(len(ids))
         reused = sum(span.stop - span.start for span in plan.spans)
         self.cache.note_blend(reused, len(blended.selected), len(plan.computed))
@@ -284,14 +308,20 @@ class BlendedModel(OverCache):
         return list(decode(self.cached.model, prefill.logits, prefill.kv, max_new_tokens, stop))
 
     def _load(
-        self, ids: TokenIds, start: int, stop: int, exact: int, before: TokenIds, kv: GrowingCache
+        self,
+        ids: TokenIds,
+        document: Span,
+        exact: int,
+        before: TokenIds,
+        kv: GrowingCache,
+        policy: RequestPolicy,
     ) -> Span:
         """Load a document's KV to its place after the exact prefix, moved; what was found of it."""
-        first = len(before)
+        first, start, stop = len(before), document.start, document.stop
         wanted = np.concatenate([before, ids[start:stop]])
         if stop <= exact:
             return Span(start, start, first)
-        hit = self.cache.lookup(wanted, self.namespace)
+        hit = self.cache.lookup(wanted, self.namespace, policy=policy)
         where = np.arange(hit.tokens, dtype=np.int64) - first + start
         where[: min(first, hit.tokens)] = -1
         where[where < exact] = -1

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +28,8 @@ from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import KVLayout, LayoutError, Namespace, layer_windows
 from kvkit.kernels.pages.api import Pages
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.precision import check
 from kvkit.settings import ConfigError
 
 ROUND_TOKENS = 256
@@ -102,10 +105,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
 
 class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is untyped
-    """`past_key_values` whose layers kvkit reads and writes in place."""
+    """`past_key_values` whose layers kvkit reads and writes in place.
+
+    Attributes:
+        approximate_from: the first token whose KV is approximate, and so is all behind it; None: none is.
+    """
 
     def __init__(self, layout: KVLayout, room: int, device: torch.device) -> None:
         self.layout = layout
+        self.approximate_from: int | None = None
         layers: dict[int, GrowingLayer] = {}
         for group in layout.groups:
             dtype = getattr(torch, group.dtype)
@@ -125,11 +133,23 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         for layer in self.layers:
             layer.length = tokens
 
-    def load(self, cache: Cache, tokens: TokenIds, space: Namespace | None = None) -> Loaded:
+    @property
+    def exact(self) -> int:
+        """Tokens whose KV is complete and may be stored: none that is approximate."""
+        return self.length if self.approximate_from is None else min(self.length, self.approximate_from)
+
+    def load(
+        self,
+        cache: Cache,
+        tokens: TokenIds,
+        space: Namespace | None = None,
+        policy: RequestPolicy = NO_WISHES,
+    ) -> Loaded:
         """Fill in what is cached of `tokens`, int32 [T], from the first on. Mutates every layer."""
-        hit = cache.lookup(tokens, space)
+        hit = cache.lookup(tokens, space, policy=policy)
         loaded = cache.load(hit, self.places(hit.tokens))
         self.mark_filled(loaded.tokens)
+        self.approximate_from = loaded.approximate_from
         return loaded
 
     def places(self, tokens: int) -> list[SequencePages]:
@@ -169,6 +189,9 @@ class OverCache:
 class CachedModel(OverCache):
     """A decoder-only model that prefills from, and stores to, a kvkit cache. One sequence at a time.
 
+    A `policy` is what a request wants of the cache. Where it names a tier that does not exist, PolicyError is
+    raised.
+
     Args:
         model: a Hugging Face causal language model, in eval mode.
         layout: of its KV, see `probe_layout`.
@@ -189,20 +212,18 @@ class CachedModel(OverCache):
         weights under the same name share nothing. Change none of them while the cache is open.
 
         Raises:
-            ConfigError: a setting is impossible for this model.
+            ConfigError: a setting is impossible for this model, or its KV was not found fit for `precision`.
             LayoutError: its KV cannot be cached, see `probe_layout`.
         """
-        layout = probe_layout(model)
+        layout, weights = config.layout(probe_layout(model)), model_fingerprint(model)
+        config.check_model(partial(check, weights))
         namespace = config.namespace(
-            layout,
-            model=_name(model),
-            dtype=str(model.dtype).removeprefix("torch."),
-            revision=model_fingerprint(model),
+            layout, model=_name(model), dtype=str(model.dtype).removeprefix("torch."), revision=weights
         )
         return CachedModel(model, layout, open_cache(config, layout, namespace))
 
     @torch.inference_mode()
-    def prefill(self, tokens: Any, room: int = 0) -> Prefill:
+    def prefill(self, tokens: Any, room: int = 0, policy: RequestPolicy = NO_WISHES) -> Prefill:
         """Compute or load the KV of a prompt, int32 [T]; the last token is always computed, for its logits.
 
         `room` tokens more than the prompt fit before the KV has to be moved to larger memory.
@@ -214,13 +235,19 @@ class CachedModel(OverCache):
         if not len(ids):
             raise ValueError("tokens: the prompt is empty")
         kv = GrowingCache(self.layout, _rounded(len(ids) + room), self.device)
-        hit_tokens = {} if self.cache is None else kv.load(self.cache, ids[:-1]).by_tier
+        hit_tokens = {} if self.cache is None else kv.load(self.cache, ids[:-1], policy=policy).by_tier
         computed = len(ids) - kv.length
         logits = forward(self.model, ids[kv.length :], kv)
         return Prefill(logits, kv, hit_tokens, computed)
 
     @torch.inference_mode()
-    def generate(self, tokens: Any, max_new_tokens: int, stop: Collection[int] | None = None) -> Generation:
+    def generate(
+        self,
+        tokens: Any,
+        max_new_tokens: int,
+        stop: Collection[int] | None = None,
+        policy: RequestPolicy = NO_WISHES,
+    ) -> Generation:
         """Prefill, decode greedily until a token of `stop` (default: the model's end tokens), store.
 
         Returns when the KV is on its way to the tiers; `flush` waits until it is there.
@@ -235,7 +262,7 @@ class CachedModel(OverCache):
         if stop is None:
             end = self.model.generation_config.eos_token_id
             stop = end if isinstance(end, list) else (end,)
-        prefill = self.prefill(ids, room=max_new_tokens)
+        prefill = self.prefill(ids, max_new_tokens, policy)
         decoded = decode(self.model, prefill.logits, prefill.kv, max_new_tokens, stop)
         new = [next(decoded)]
         ttft_s = time.perf_counter() - start
@@ -246,14 +273,14 @@ class CachedModel(OverCache):
             hit_tokens=prefill.hit_tokens,
             computed_tokens=prefill.computed_tokens,
             ttft_s=ttft_s,
-            stored=self.store(np.concatenate([ids, np.array(new, np.int32)]), prefill.kv),
+            stored=self.store(np.concatenate([ids, np.array(new, np.int32)]), prefill.kv, policy),
         )
 
-    def store(self, tokens: Any, kv: GrowingCache) -> Stored | None:
-        """Store the whole chunks of the first `kv.length` of `tokens`; None without a cache."""
+    def store(self, tokens: Any, kv: GrowingCache, policy: RequestPolicy = NO_WISHES) -> Stored | None:
+        """Store the whole chunks of the first `kv.exact` of `tokens`; None without a cache."""
         if self.cache is None:
             return None
-        return self.cache.store(as_tokens(tokens)[: kv.length], kv.places(kv.length))
+        return self.cache.store(as_tokens(tokens)[: kv.exact], kv.places(kv.exact), policy=policy)
 
 
 def forward(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:

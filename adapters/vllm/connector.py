@@ -10,6 +10,8 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,24 +23,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvkit.adapters.engine.question import Lora, Sequence
-from kvkit.adapters.vllm import pages
+from kvkit.adapters.engine.question import LookupAnswer, Lora, Question, Sequence
+from kvkit.adapters.vllm import pages, states
 from kvkit.adapters.vllm import params as parameters
+from kvkit.adapters.vllm.blending import reach, requests
+from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.adapters.vllm.blending.private import PrivateBlocks
+from kvkit.adapters.vllm.blending.scheduling import Blends
+from kvkit.adapters.vllm.blending.scratch import Scratch
 from kvkit.adapters.vllm.events import Events
-from kvkit.adapters.vllm.identity import model_identity
+from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.adapters.vllm.identity import draft_identity, model_identity
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
-from kvkit.adapters.vllm.settings import Settings, read_settings
+from kvkit.adapters.vllm.settings import WHERE, Settings, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.blend.plan import BlendError, Selection
 from kvkit.config import Config
 from kvkit.format.layout import KVLayout, Namespace
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.requests import FIELD, read
 from kvkit.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +68,7 @@ def register() -> None:
     """Make the connector known to vLLM by its name. May be called again; vLLM does so in each process."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
+    reach.install()
 
 
 def log_as_vllm() -> None:
@@ -71,6 +86,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     Raises:
         ConfigError: a setting is unknown, or impossible for this model.
+        BlendError: it is to blend a model that has not been found fit for that; so with `precision`.
     """
 
     _scheduler: Scheduler
@@ -81,8 +97,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         log_as_vllm()
         self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._specs = pages.layer_specs(kv_cache_config, current_platform.is_cpu())
-        blocks = pages.check_chunks(self._config.chunk_tokens, self._specs)
-        _check(self._settings, self._config, vllm_config, len(blocks))
+        self._tables = pages.table_specs(kv_cache_config)
+        blocks = pages.check_chunks(self._config.chunk_tokens, self._tables)
+        self._states = {
+            table: states.runs(spec) for table, spec in enumerate(self._tables) if isinstance(spec, MambaSpec)
+        }
+        _check(self._settings, self._config, vllm_config, len(blocks), self._states.values())
+        stores = not self._reads_parts()
         events, lora = vllm_config.kv_events_config, vllm_config.lora_config
         self._tells_stores = events is not None and events.enable_kv_cache_events
         self._loras: Loras | None = None
@@ -91,25 +112,54 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             if lora is not None:
                 self._loras = Loras(str(lora.lora_dtype).removeprefix("torch."))
                 self._loras.watch()
+            if self._settings.blend is not None and not reach.installed():
+                raise ConfigError(
+                    f"{WHERE}.blend: want kvkit among vLLM's plug-ins, which VLLM_PLUGINS leaves out"
+                )
             return
+        blend = self._settings.blend
+        if blend is not None and not blend.unchecked:
+            selection = Selection(blend.methods[0], blend.ratio, coverage=blend.coverage)
+            check_model(vllm_config, selection, "blend.unchecked = true")
+        self._config.check_model(partial(check_precision, vllm_config))
+        if not stores:
+            log.info("records hold the heads of several ranks: each reads its part, and nothing is stored")
         self._media = Media()
-        ranks = vllm_config.parallel_config.world_size
+        ranks, drafts = vllm_config.parallel_config.world_size, vllm_config.speculative_config
         self._scheduler = Scheduler(
             self._config.chunk_tokens,
             blocks,
             self._sequence,
-            windows=pages.has_windows(spec for group in self._specs for spec in group.values()),
+            windows=pages.has_windows(s for s in self._tables if not isinstance(s, MambaSpec)),
+            states=self._states,
+            snapshot_every=self._settings.snapshot_every,
+            looks_ahead=drafts is not None and drafts.use_eagle_block_drop(),
             ranks=ranks,
             waits=self._settings.load != "async",
+            stores=stores,
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
             handoff=self._handoff,
             has=self._has,
-            on_save=self._on_save,
+            free=lambda: self._kv_cache_manager.block_pool.get_num_free_blocks(),
+            on_chunks=self._on_chunks,
+            wants=self._wants,
+            approximate=frozenset(n for n, t in self._config.tiers.items() if t.precision is not None),
+            answer_now=self._answer_now,
         )
+        self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         if self._tells_stores:
-            hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
-            self._events = Events(self._config.tiers, self._config.chunk_tokens, hash_tokens, ranks)
+            hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+            sizes = self._config.chunk_tokens, self._hash_tokens
+            near = pages.ranks_per_host(vllm_config.parallel_config)
+            self._events = Events(
+                self._config.tiers,
+                *sizes,
+                ranks,
+                near,
+                events.buffer_steps,
+                partial(hash_block_tokens, hash_function),
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -124,18 +174,56 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         opaque = next(iter(kv_caches.values())).device.type == "cpu"
-        layout, groups = pages.group_pages(self._specs, kv_caches, self._kv_cache_config.num_blocks, opaque)
-        model = self._vllm_config.model_config
+        model, blocks = self._vllm_config.model_config, self._kv_cache_config.num_blocks
+        ranks, stages = self._settings.record_ranks, self._settings.record_stages
+        heads = pages.rank_heads(self._vllm_config, self._specs, ranks, stages)
+        size = self._vllm_config.parallel_config.pipeline_parallel_size
+        layers = pages.stage_layers(self._specs, stages, size)
+        parallel = self._vllm_config.parallel_config
+        others = parallel.data_parallel_index * parallel.world_size
+        config = self._config.model_copy(update={"server": self._config.server.of_rank(others)})
+        precision = self._config.precision
+        orders = self._orders(kv_caches) if opaque and precision is not None else None
+        layout, groups = pages.group_pages(
+            self._specs, kv_caches, blocks, opaque, heads, layers, precision, orders
+        )
+        if self._states:
+            found = layout, groups
+            layout, groups = pages.add_states(found, self._specs, kv_caches, self._config.chunk_tokens)
         self._worker = Worker(
-            self._config,
+            config,
             self._settings,
             layout,
             groups,
-            self._namespace(layout),
+            self._namespace(layout, ranks_share=heads is not None),
             self._tells_stores,
             None if self._loras is None else (model.served_model_name, model.model),
             self._loras,
         )
+
+    def _orders(self, kv_caches: dict[str, torch.Tensor]) -> dict[str, PageOrder]:
+        """Where K and V are in a CPU's pages, by layer. Mutates blocks that nobody reads.
+
+        Raises:
+            ConfigError: in pages of some layer something else is, or K and V in fewer bits already.
+        """
+        modules = self._vllm_config.compilation_config.static_forward_context
+        known: dict[Any, PageOrder | None] = {}
+        for name, held in kv_caches.items():
+            form = held.shape[1:], held.dtype, getattr(modules[name], "head_size", None)
+            where = f"precision = {self._config.precision!r}: layer {name}"
+            if not held.dtype.is_floating_point or held.element_size() < 2:
+                raise ConfigError(f"{where} holds {held.dtype}; want none")
+            try:
+                known[name] = known[form] = known.get(form) or PageOrder.of(modules[name])
+            except BlendError as error:
+                raise ConfigError(f"{where}: {error}") from error
+        return {name: order for name in kv_caches if (order := known[name])}
+
+    def open_blending(self, runner: Any) -> None:
+        """Be told of vLLM's model runner, once it has its pages (`blending.reach`)."""
+        if self._settings.blend is not None:
+            self._worker.open_blending(runner)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if kv_connector_metadata.preempted:
@@ -158,7 +246,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: whole chunks are saved after the forward, over all layers at once."""
+        """Have what is handed off packed; chunks are saved after the forward, over all layers at once."""
+        self._worker.computed(layer_name)
 
     def wait_for_save(self) -> None:
         self._worker.save(self._step)
@@ -186,6 +275,22 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     # the scheduler's side
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        blend = self._settings.blend
+        if blend is None and not self._scheduler.approximate:
+            return
+        private = self._scheduler.private = PrivateBlocks(kv_cache_manager, self._hash_tokens)
+        if blend is None:
+            return
+        marks = blend.marks and requests.Marks.of(blend.marks, self._encode)
+        windows = tuple(pages.window_of(spec, self._config.chunk_tokens) for spec in self._tables)
+        self._scheduler.blends = Blends(
+            lambda request: requests.read(request, blend, marks),
+            private,
+            Scratch(kv_cache_manager, self._scheduler.block_tokens, windows),
+        )
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrive(request)
 
@@ -202,7 +307,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         found: Counter[CacheHitSource] = Counter()
         for tier, tokens in self._scheduler.sources(request.request_id, num_external_tokens).items():
             found[self._source(tier)] += tokens
-        return found
+        blended = num_external_tokens - found.total()
+        return found | Counter({CacheHitSource.EXTERNAL_UNSPECIFIED: blended} if blended > 0 else {})
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         state = scheduler_output.kv_connector_block_state
@@ -212,11 +318,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
+        for name in connector_output.finished_recving or ():
+            self._scheduler.received(name)
         if report is not None:
             self._scheduler.hear(report)
             if self._events is not None:
-                for stored in report.stored:
-                    self._events.stored(*stored)
+                self._events.hear(report)
 
     def take_events(self) -> list[KVCacheEvent]:
         return [] if self._events is None else self._events.take()
@@ -232,7 +339,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._scheduler.finish(request, block_ids if whole else None), told if whole else None
 
     def reset_cache(self) -> bool:
-        self._scheduler.forget(uuid.uuid4().hex)
+        epoch = uuid.uuid4().hex
+        self._scheduler.forget(epoch)
+        if self._events is not None:
+            self._events.forget(epoch)
         return True
 
     def has_pending_push_work(self) -> bool:
@@ -256,14 +366,63 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             log.warning("%s: nothing is handed off: %s", request.request_id, error)
             return None
 
+    def _reads_parts(self) -> bool:
+        """Whether records hold more heads than a rank has: it takes its part of those that others stored.
+
+        Raises:
+            ConfigError: it is to hand off or to blend, too.
+        """
+        ranks, stages = self._settings.record_ranks, self._settings.record_stages
+        heads = pages.rank_heads(self._vllm_config, self._specs, ranks, stages)
+        each = (spec for specs in self._specs for spec in specs.values())
+        if heads is None or not any(heads.reads_parts(spec) for spec in each):
+            return False
+        for name, given in (("handoff", self._config.handoff), ("blend", self._settings.blend)):
+            if given is not None:
+                raise ConfigError(
+                    f"record_ranks = {ranks}: this engine's {heads.ranks} ranks have parts of such records, "
+                    f"which they read, but neither hand off nor blend; want {heads.ranks}, or no {name}"
+                )
+        return True
+
+    def _wants(self, request: Any) -> RequestPolicy:
+        """What a request wants of the cache. What is wrong costs it all of that, but for `store = false`."""
+        said = (request.kv_transfer_params or {}).get(FIELD)
+        if said is None:
+            return NO_WISHES
+        where, limits = f"{parameters.WHERE}.{FIELD}", f"{WHERE}.requests"
+        try:
+            return read(said, self._settings.requests, where, limits)
+        except ConfigError as error:
+            unstored = isinstance(said, dict) and said.get("store") is False
+            log.warning("%s has no wishes of the cache: %s", request.request_id, error)
+            return RequestPolicy(store_to=()) if unstored else NO_WISHES
+
+    def _answer_now(self, question: Question) -> LookupAnswer | None:
+        """Ask the worker where it is the only one and in this process, so in the thread that schedules."""
+        engine = self._kv_transfer_config.engine_id
+        for connector in reach.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
+            if isinstance(connector, KVKitConnector) and connector._kv_transfer_config.engine_id == engine:
+                return connector._worker.answer_now(question)
+        return None
+
+    def _encode(self, text: str) -> list[int]:
+        """A mark's token ids."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        ids: list[int] = cached_tokenizer_from_config(self._vllm_config.model_config).encode(
+            text, add_special_tokens=False
+        )
+        return ids
+
     def _has(self, request: Any) -> int:
         """Tokens that vLLM's own prefix cache has of a request."""
         _, tokens, _ = self._kv_cache_manager.get_computed_blocks(request)
         return int(tokens)
 
-    def _on_save(self, request: Any, first: int, stop: int) -> None:
+    def _on_chunks(self, request: Any, first: int, stop: int) -> None:
         if self._events is not None:
-            self._events.saved(request, first, stop)
+            self._events.expect(request, first, stop)
 
     def _source(self, tier: str) -> CacheHitSource:
         if tier not in self._config.tiers:
@@ -282,7 +441,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
         return Sequence(ids, lora, request.cache_salt or "", rest)
 
-    def _namespace(self, layout: KVLayout) -> Namespace:
+    def _namespace(self, layout: KVLayout, ranks_share: bool = False) -> Namespace:
         """Of this rank's KV, without LoRA and salt."""
         config, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
         name, revision = model_identity(self._vllm_config)
@@ -291,14 +450,25 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             model=name,
             dtype=str(config.dtype).removeprefix("torch."),
             revision=revision,
+            draft=draft_identity(self._vllm_config),
             rank=parallel.rank % parallel.world_size,
             world=parallel.world_size,
+            ranks_share=ranks_share,
             isa=_instruction_set(self._vllm_config) if layout.groups[0].opaque else "",
         )
 
 
-def _check(settings: Settings, config: Config, vllm_config: Any, tables: int) -> None:
+def _check(
+    settings: Settings,
+    config: Config,
+    vllm_config: Any,
+    tables: int,
+    states_run: Collection[bool] = (),
+) -> None:
     """
+    Args:
+        states_run: of each table of states, whether these run (`kvkit.adapters.vllm.states`).
+
     Raises:
         ConfigError: kvkit cannot serve this arrangement, or its settings do not go with vLLM's.
     """
@@ -309,10 +479,25 @@ def _check(settings: Settings, config: Config, vllm_config: Any, tables: int) ->
             f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
             "take back a step whose load failed; want load = 'async'"
         )
+    bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
+    for name, set_to in (("blend", settings.blend), ("precision", bits)):
+        if states_run and set_to is not None:
+            raise ConfigError(f"{name}: this model has layers with states, which it does not know; want none")
+    if handoff is not None and handoff.sends and any(states_run):
+        raise ConfigError(
+            "handoff: vLLM keeps the states at the end of a prompt's last chunk with its prefix cache alone; "
+            "want enable_prefix_caching"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+    stages = parallel.pipeline_parallel_size if parallel.world_size > 1 else 1
+    if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            f"pipeline_parallel_size = {stages}: with speculative decoding vLLM's model runner V1 has only "
+            "the last stage save what it computes; want 1"
+        )
     if media is not None and config.chunk_tokens < LEAST_TOKENS:
         raise ConfigError(
             f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "

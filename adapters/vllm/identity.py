@@ -43,8 +43,8 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
     digest of the model's config as vLLM uses it and of what else decides KV. If nobody can tell what the
     weights are, it is this engine's alone.
     """
-    model, load, draft = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
-    name, weights = _weights(model, load)
+    model, load = vllm_config.model_config, vllm_config.load_config
+    name, weights = weights_of(model, load)
     parts = [described(model.hf_config), load.load_format, load.model_loader_extra_config]
     if load.load_format == "dummy":
         parts.append(model.seed)
@@ -55,12 +55,21 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
     if model.multimodal_config is not None:
         media = model.multimodal_config
         parts += [media.video_pruning_rate, media.video_pruning_method, media.mm_encoder_attn_dtype]
-    if draft is not None and draft.draft_model_config not in (None, model):
-        # its layers' KV lies beside the model's
-        parts += [draft.method, described(draft.draft_model_config.hf_config)]
-        parts += _weights(draft.draft_model_config, draft.draft_load_config or load)
-    digest = hashlib.blake2b(stable_json(parts), digest_size=8)
-    return name, f"{weights}+{digest.hexdigest()}"
+    return name, f"{weights}+{_digest(parts)}"
+
+
+def draft_identity(vllm_config: Any) -> str:
+    """Likewise of the draft whose layers' KV lies beside the model's; empty where there is none."""
+    draft = vllm_config.speculative_config
+    if draft is None or not draft.uses_draft_kv_cache():
+        return ""
+    model = draft.draft_model_config
+    name, weights = weights_of(model, draft.draft_load_config or vllm_config.load_config)
+    return f"{draft.method} {name} {weights}+{_digest([described(model.hf_config)])}"
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.blake2b(stable_json(parts), digest_size=8).hexdigest()
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -120,8 +129,8 @@ def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _weights(model: Any, load: Any) -> tuple[str, str]:
-    """(name, what tells the weights apart) of vLLM's model config."""
+def weights_of(model: Any, load: Any) -> tuple[str, str]:
+    """(name, what tells the weights apart) of vLLM's model and load configs."""
     source = model.model_weights or model.model
     path = Path(source)
     name = path.resolve().name if path.exists() else source

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,21 +11,137 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from kvkit.format.layout import KVLayout, LayerGroup
+from kvkit.adapters.vllm import states
+from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.format.layout import KVLayout, LayerGroup, LayoutError, Precision, heads_of
 from kvkit.kernels.pages.api import Pages
 from kvkit.moving.sequence import SequencePages
 from kvkit.settings import ConfigError
 
-_KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeads:
+    """Which of the model's KV heads a rank has, and how they are divided into records.
+
+    Args:
+        model: KV heads of a layer over all ranks, where each head is on one; latents (MLA) are one head.
+        rank, ranks: of tensor parallelism. More ranks than heads have them repeatedly, neighbours alike.
+        record_ranks: a record holds what each of so many ranks would have.
+        per_host: neighbouring ranks that are on one host for sure.
+    """
+
+    model: int
+    rank: int
+    ranks: int
+    record_ranks: int
+    per_host: int = 1
+
+    def held(self, spec: KVCacheSpec) -> int:
+        """Heads of a layer that the rank has."""
+        return len(self._heads(spec))
+
+    def reads_parts(self, spec: KVCacheSpec) -> bool:
+        """Whether records hold more heads of a layer than the rank has: it reads them, and stores none."""
+        return self.held(spec) < self._all(spec) // min(self.record_ranks, self._all(spec))
+
+    def copies(self, specs: Iterable[KVCacheSpec]) -> tuple[int, int]:
+        """Which this is of the ranks on its host with the same records of all `specs`, and how many."""
+        size = min(max(1, self.ranks // min(self.record_ranks, self._all(spec))) for spec in specs)
+        size = math.gcd(size, self.per_host)
+        return self.rank % size, size
+
+    def parts(self, form: LayerGroup, spec: KVCacheSpec) -> list[LayerGroup]:
+        """What has records of its own of a layer whose form, with all heads of the rank, is given.
+
+        Raises:
+            ConfigError: the rank's heads do not divide into such records, nor are they an equal part of one.
+        """
+        heads, held = self._all(spec), self.held(spec)
+        records = min(self.record_ranks, heads)
+        each = heads // records
+        if heads % records or (held % each and each % held):
+            sizes = [n for n in divisors(heads) if held % (heads // n) == 0 or (heads // n) % held == 0]
+            raise ConfigError(
+                f"record_ranks = {self.record_ranks}: this engine's {self.ranks} ranks have {held} KV heads "
+                f"each of the model's {heads}; want one of {', '.join(map(str, sizes))}"
+            )
+        page = form.page_bytes and form.page_bytes * each // held
+        firsts = dict.fromkeys(head // each * each for head in self._heads(spec))
+        return [
+            replace(form, kv_heads=each, page_bytes=page, first_head=first, model_heads=heads)
+            for first in firsts
+        ]
+
+    def within(self, part: LayerGroup, spec: KVCacheSpec) -> tuple[range, range]:
+        """The heads that the rank has of one of its `parts`: among the rank's, and among the record's."""
+        mine, start = self._heads(spec), part.first_head
+        both = range(max(mine.start, start), min(mine.stop, start + part.kv_heads))
+        ours, theirs = (range(both.start - n, both.stop - n) for n in (mine.start, start))
+        return ours, theirs
+
+    def _heads(self, spec: KVCacheSpec) -> range:
+        return heads_of(self._all(spec), self.rank, self.ranks)
+
+    def _all(self, spec: KVCacheSpec) -> int:
+        return 1 if isinstance(spec, MLAAttentionSpec) else self.model
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """Which of the model's layers the stages of a pipeline have, and how they are divided into records.
+
+    Args:
+        stages: what each has, as `layer_specs` gives it.
+        record_stages: a record holds what each of so many stages would have.
+    """
+
+    stages: Sequence[Sequence[Mapping[str, KVCacheSpec]]]
+    record_stages: int
+
+    def parts(self, table: int, names: Sequence[str]) -> tuple[list[str], list[range]]:
+        """The model's layers of one form, in their order, and those among them that each record here has.
+
+        Args:
+            table: the KV cache group of vLLM.
+            names: of this stage's layers of that form.
+
+        Raises:
+            ConfigError: some stage's layers do not divide into such records.
+        """
+        of_stages = [stage[table] for stage in self.stages]
+        spec = next(specs[names[0]] for specs in of_stages if names[0] in specs)
+        alike = [[name for name in specs if specs[name] == spec] for specs in of_stages]
+        every = sorted(itertools.chain(*alike), key=layer_order)
+        total, first, setting = len(every), every.index(names[0]), f"record_stages = {self.record_stages}"
+        mine = range(first, first + len(names))
+        if every[mine.start : mine.stop] != list(names) or not all(alike):
+            raise ConfigError(
+                f"{setting}: layers like {names[0]} are not in all stages in the same form; want none"
+            )
+        ends = list(itertools.accumulate(map(len, alike)))
+        fits = [n for n in divisors(total) if not any(end % (total // n) for end in ends)]
+        records = min(self.record_stages, total)
+        if records not in fits:
+            counts = ", ".join(str(len(layers)) for layers in alike)
+            raise ConfigError(
+                f"{setting}: the stages have {counts} of the {total} layers like {names[0]}; "
+                f"want one of {', '.join(map(str, fits))}"
+            )
+        each = total // records
+        return every, [range(at, at + each) for at in mine[::each]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +150,7 @@ class GroupPages:
 
     Args:
         table: which of vLLM's block tables is theirs.
-        block_tokens: tokens of a block of that table.
+        block_tokens: tokens of a block of that table; of states those of a chunk.
         ratio: the kernel's blocks in one of them.
         pages: of the kernel's blocks; opaque: of vLLM's.
         names: vLLM's names of the layers, in their order.
@@ -59,6 +177,8 @@ class GroupPages:
         Args:
             start: token that the first of `blocks` begins with.
         """
+        if isinstance(self.spec, MambaSpec):
+            return True  # where there is no snapshot, there is no hit
         if isinstance(self.spec, SlidingWindowSpec):
             first = max(first, stop - self.spec.sliding_window + 1)
         elif isinstance(self.spec, ChunkedLocalAttentionSpec):
@@ -91,22 +211,104 @@ def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]
                     f"layer {name}: its attention ({type(found).__name__}) computes prompts from their first "
                     "token on, whatever was loaded; want an engine without kvkit"
                 )
-            if type(found) not in _KNOWN or getattr(found, "tokens_per_state", 1) != 1:
+            if isinstance(found, MambaSpec):
+                states.check_state(name, found, getattr(kv_cache_config, "hash_block_size", None))
+            elif type(found) not in _KNOWN or getattr(found, "tokens_per_state", 1) != 1:
                 raise ConfigError(
                     f"layer {name}: its cache is a {type(found).__name__}, which kvkit "
                     f"cannot restore at a chunk's end; want {', '.join(known.__name__ for known in _KNOWN)}"
                 )
         groups.append(specs)
+    if {isinstance(spec, MambaSpec) for specs in groups for spec in specs.values()} == {True}:
+        raise ConfigError("no layer keeps K and V: a chunk has no records; want an engine without kvkit")
     return groups
 
 
-def check_chunks(chunk_tokens: int, groups: Sequence[Mapping[str, KVCacheSpec]]) -> tuple[int, ...]:
-    """The block size of every group, in tokens.
+def table_specs(kv_cache_config: Any) -> list[KVCacheSpec]:
+    """What each KV cache group of vLLM is like: one for each block table, as all layers of a group are alike.
+
+    Also where all of its layers are on other stages of a pipeline, so that `layer_specs` has none.
+    """
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return [
+        next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        for spec in specs
+    ]
+
+
+def rank_heads(
+    vllm_config: Any,
+    groups: Sequence[Mapping[str, KVCacheSpec]],
+    record_ranks: int | None,
+    record_stages: int | None = None,
+) -> RankHeads | None:
+    """Which of the model's heads this rank has; None where its records are its own: nobody else can use them.
+
+    Args:
+        record_ranks, record_stages: of the settings.
 
     Raises:
-        ConfigError: a chunk is no multiple of one.
+        ConfigError: others are to use them.
     """
-    sizes = tuple(next(iter(specs.values())).block_size for specs in groups)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    rank = parallel.rank % ranks
+    near = ranks_per_host(parallel)
+    heads = RankHeads(model.get_total_num_kv_heads(), rank, ranks, record_ranks or ranks, near)
+    specs: list[tuple[str, Any]] = [item for group in groups for item in group.items()]
+    other = [n for n, spec in specs if isinstance(spec, MambaSpec) or spec.num_heads != heads.held(spec)]
+    if (parallel.world_size == ranks or record_stages is not None) and not other:
+        return heads
+    kept = any(isinstance(spec, MambaSpec) for _, spec in specs)
+    what = "a state" if kept else "another number of KV heads than the model"
+    for name, value in (("record_ranks", record_ranks), ("record_stages", record_stages)):
+        if value is not None and other:
+            raise ConfigError(f"{name} = {value}: layer {other[0]} has {what}; want none")
+        if value is not None:
+            raise ConfigError(f"{name} = {value}: it is a pipeline; want none, or record_stages, too")
+    return None
+
+
+def stage_layers(
+    groups: Sequence[Mapping[str, KVCacheSpec]], record_stages: int | None, stages: int
+) -> StageLayers | None:
+    """The layers of all `stages`, each of which calls this at the same time; None: what it has is its own.
+
+    Args:
+        record_stages: of the settings.
+    """
+    if record_stages is None:
+        return None
+    told: list[Sequence[Mapping[str, KVCacheSpec]]] = [groups] * stages
+    if stages > 1:
+        torch.distributed.all_gather_object(told, groups, group=get_pp_group().cpu_group)
+    return StageLayers(told, record_stages)
+
+
+def divisors(number: int) -> list[int]:
+    """Those of a number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def ranks_per_host(parallel: Any) -> int:
+    """How many neighbouring ranks are on one host, as far as vLLM's parallel config tells."""
+    known = getattr(parallel, "distributed_executor_backend", None) == "mp"
+    return parallel.local_world_size if known else 1
+
+
+def check_chunks(chunk_tokens: int, tables: Sequence[KVCacheSpec]) -> tuple[int, ...]:
+    """The block size of every group, in tokens; of states a chunk's.
+
+    Args:
+        tables: as `table_specs` gives them.
+
+    Raises:
+        ConfigError: a chunk is no multiple of one, or states are not kept at the ends of chunks.
+    """
+    sizes = tuple(
+        states.table_tokens(spec, chunk_tokens) if isinstance(spec, MambaSpec) else spec.block_size
+        for spec in tables
+    )
     if any(chunk_tokens % size for size in sizes):
         step = int(np.lcm.reduce(sizes))
         near = max(step, round(chunk_tokens / step) * step)
@@ -118,8 +320,28 @@ def check_chunks(chunk_tokens: int, groups: Sequence[Mapping[str, KVCacheSpec]])
 
 
 def has_windows(specs: Iterable[KVCacheSpec]) -> bool:
-    """Whether one of them evicts blocks that later tokens do not attend to."""
-    return any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
+    """Whether one of them gives up blocks of a request that goes on, which later tokens do not look at."""
+    some = SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
+    return any(isinstance(spec, some) for spec in specs)
+
+
+def window_of(spec: KVCacheSpec, chunk_tokens: int) -> int | None:
+    """How many tokens a token of a KV cache group attends to, itself among them; None: all before it.
+
+    Raises:
+        ConfigError: documents of such layers cannot be blended.
+    """
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        raise ConfigError("blend: chunks of local attention are not blended; want a model without")
+    if not isinstance(spec, SlidingWindowSpec):
+        return None
+    window: int = spec.sliding_window
+    if window <= chunk_tokens:
+        raise ConfigError(
+            f"chunk_tokens = {chunk_tokens}: want less than {window} with blend: a longer "
+            "chunk's record may lack what the sliding window has left behind"
+        )
+    return window
 
 
 def complete_tokens(
@@ -146,40 +368,124 @@ def group_pages(
     tensors: Mapping[str, torch.Tensor],
     blocks: int,
     opaque: bool,
+    heads: RankHeads | None = None,
+    stages: StageLayers | None = None,
+    precision: Precision | None = None,
+    orders: Mapping[str, PageOrder] | None = None,
 ) -> tuple[KVLayout, list[GroupPages]]:
     """The layout of vLLM's KV cache, and where it lies: an entry per layer group, in the layout's order.
 
-    Layers of one form are a group, but never those of two of vLLM's, which have block tables of their own.
+    Layers of one form are a group, but never those of two of vLLM's, which have block tables of their own;
+    with `heads` and `stages`, a group for each of the records that their heads and layers are divided into.
 
     Args:
         tensors: [B, H, N, C] by layer name. B counts the kernel's blocks, K and V lie side by side in C.
         blocks: vLLM's blocks.
-        opaque: every block is, as on a CPU, where the order of K within depends on the instruction set.
+        opaque: every block is, as on a CPU, where the order of K within depends on the instruction set. A
+            head's K and V are neighbours there.
+        heads: None: which of the model's heads these are is not known.
+        stages: None: these are all layers, and a record holds all of one form.
+        precision: of records.
+        orders: by layer name, where in the kernel's blocks K and V are: blocks are not opaque then.
+
+    Raises:
+        ConfigError: heads or layers are to be divided, or KV held in fewer bits, and cannot be.
     """
-    order = {name: i for i, name in enumerate(sorted((n for specs in groups for n in specs), key=_natural))}
+    everywhere = [groups] if stages is None else stages.stages
+    names = sorted((name for stage in everywhere for specs in stage for name in specs), key=layer_order)
+    order = {name: i for i, name in enumerate(names)}
     found: list[GroupPages] = []
     for table, specs in enumerate(groups):
         forms: dict[tuple[LayerGroup, int], list[str]] = {}
-        for name in sorted(specs, key=_natural):
-            form = _form(specs[name], tensors[name], blocks, opaque)
-            ratio = 1 if form.opaque else tensors[name].shape[0] // blocks
-            forms.setdefault((form, ratio), []).append(name)
+        for name in sorted(specs, key=layer_order):
+            if isinstance(specs[name], MambaSpec):
+                continue
+            order_of = None if orders is None else orders[name]
+            form = _form(specs[name], tensors[name], blocks, opaque, order_of)
+            try:
+                form = replace(form, precision=precision)
+            except LayoutError as error:
+                raise ConfigError(f"layer {name}: {error}") from error
+            forms.setdefault((form, tensors[name].shape[0] // blocks), []).append(name)
         for (form, ratio), names in forms.items():
-            spec = specs[names[0]]
-            group = replace(form, layers=tuple(order[name] for name in names))
-            held = [
-                tensors[n].view(blocks, -1, *tensors[n].shape[1:]) if form.opaque else tensors[n]
-                for n in names
-            ]
-            pages = Pages.of(group, held)
-            found.append(GroupPages(table, spec.block_size, ratio, pages, tuple(names), spec))
-    found.sort(key=lambda entry: entry.pages.group.layers)
-    return KVLayout(tuple(entry.pages.group for entry in found)), found
+            spec, held = specs[names[0]], [tensors[name] for name in names]
+            every, ranges = (names, [range(len(names))]) if stages is None else stages.parts(table, names)
+            layers = tuple(order[name] for name in every)
+            whole = replace(form, layers=layers)
+            parts = [whole] if heads is None else heads.parts(whole, spec)
+            reads_parts = heads is not None and heads.reads_parts(spec)
+            if form.opaque and parts[0].parts == 1 and not reads_parts:
+                ratio, held = 1, [tensor.view(blocks, -1, *tensor.shape[1:]) for tensor in held]
+            elif form.opaque:  # the heads of one of the kernel's blocks are neighbours, not those of vLLM's
+                if (len(parts) > 1 or reads_parts) and not opaque:
+                    raise ConfigError(
+                        f"record_ranks: the pages of layer {names[0]} cannot be divided into heads: its "
+                        "attention packs K and V in an order of its own; want none"
+                    )
+                if parts[0].parts == 1 and ratio > 1:
+                    raise ConfigError(
+                        f"record_ranks: {ratio} blocks of the kernel are one of the {spec.block_size} tokens "
+                        f"of layer {names[0]}, and one page of such records; want none"
+                    )
+                parts = [
+                    replace(p, block_tokens=p.block_tokens // ratio, page_bytes=(p.page_bytes or 0) // ratio)
+                    for p in parts
+                ]
+            for part, mine in itertools.product(parts, ranges):
+                every_head = range(part.kv_heads), range(part.kv_heads)
+                ours, theirs = every_head if heads is None else heads.within(part, spec)
+                begin = mine.start - ranges[0].start
+                some = held[begin : begin + len(mine)]
+                if len(parts) > 1:
+                    some = [tensor[:, ours.start : ours.stop] for tensor in some]
+                if len(mine) < len(every):
+                    part = replace(part, layers=layers[mine.start : mine.stop], model_layers=layers)
+                its = tuple(every[mine.start : mine.stop])
+                placed = None if orders is None else orders[its[0]].part(ours.start, len(ours)).joined
+                pages = Pages.of(part, some, placed, theirs)
+                found.append(GroupPages(table, spec.block_size, ratio, pages, its, spec))
+    # by the model's layers: all stages have the same order of arrays
+    found.sort(key=lambda e: (e.pages.group.all_layers, e.pages.group.layers, e.pages.group.first_head))
+    share = (0, 1) if heads is None else heads.copies(entry.spec for entry in found)
+    return KVLayout(tuple(entry.pages.group for entry in found), *share), found
 
 
-def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool) -> LayerGroup:
+def add_states(
+    found: tuple[KVLayout, list[GroupPages]],
+    groups: Sequence[Mapping[str, KVCacheSpec]],
+    tensors: Mapping[str, torch.Tensor],
+    chunk_tokens: int,
+) -> tuple[KVLayout, list[GroupPages]]:
+    """What `group_pages` found, and the pages of states after that, in groups with records of no more bytes.
+
+    Args:
+        groups, tensors: as in `group_pages`; of layers with states [B, 1, 1, bytes].
+        chunk_tokens: of a chunk, at whose end states are kept.
+    """
+    layout, pages = found
+    names = sorted((name for specs in groups for name in specs), key=layer_order)
+    most = max(group.chunk_bytes(chunk_tokens) for group in layout.groups)
+    added = []
+    for table, specs in enumerate(groups):
+        forms: dict[LayerGroup, list[str]] = {}
+        for name in sorted(specs, key=layer_order):
+            if isinstance(spec := specs[name], MambaSpec):
+                forms.setdefault(states.form_of(spec, tensors[name], chunk_tokens), []).append(name)
+        for form, alike in forms.items():
+            for part in states.divide(alike, form.block_bytes, most):
+                group = replace(form, layers=tuple(names.index(name) for name in part))
+                where = Pages.of(group, [tensors[name] for name in part])
+                added.append(GroupPages(table, chunk_tokens, 1, where, tuple(part), specs[part[0]]))
+    return replace(layout, groups=(*layout.groups, *(entry.pages.group for entry in added))), pages + added
+
+
+def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool, order: PageOrder | None) -> LayerGroup:
     """The form of one layer alone, as layer 0. Where a backend packs K and V its own way, it is opaque."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    if order is not None:
+        heads, tokens, k_size = order.k.shape
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return LayerGroup((0,), heads, k_size, order.v.shape[2], kind, tokens, window=window)
     if not opaque and spec.num_head_slots is None and spec.state_content_bytes is None:
         v_size = tensor.shape[3] * spec.head_size_v // (spec.head_size + spec.head_size_v)
         return KVLayout.from_tensors([tensor], v_size=v_size, windows=[window]).groups[0]
@@ -195,6 +501,6 @@ def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool) -> LayerGr
     )
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
+def layer_order(name: str) -> list[tuple[int, int | str]]:
     """A sort key that puts layer 10 after layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

@@ -3,7 +3,8 @@
 Nothing here waits. A lookup is a message: `match` notes a question, `plan` puts it into the next step's
 message, the workers look up in the background, and `hear` notes their answers. Until all ranks have answered,
 `match` says None and vLLM asks again in its next step. The workers keep the deadline: with asynchronous
-scheduling, a question may lie for as long as a step takes before they hear of it.
+scheduling, a question may lie for as long as a step takes before they hear of it. Only what was handed off
+is known without a message where the one worker shares the process: it looks into memory, at once.
 
 What vLLM does not admit in the step in which it could be asked about is queued: the workers are told of the
 first few such requests, and bring near what they will hit, until a request is admitted or ends.
@@ -11,28 +12,43 @@ first few such requests, and bring near what they will hit, until a request is a
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
-from itertools import count, islice
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import count, islice, takewhile
 from typing import Any
 
 from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
 from kvkit.adapters.vllm import params as parameters
+from kvkit.adapters.vllm.blending.private import PrivateBlocks
+from kvkit.adapters.vllm.blending.scheduling import Blend, Blends
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
+from kvkit.adapters.vllm.standing import Standing
+from kvkit.adapters.vllm.states import spread
 from kvkit.adapters.vllm.step import (
     LoadTask,
     PrefetchTask,
+    RetainTask,
     SaveTask,
     SendTask,
     StepMetadata,
     Tables,
     WorkerReport,
+    cut,
 )
+from kvkit.moving.plan import is_snapshot_kept
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
+
+log = logging.getLogger(__name__)
 
 FRESH_S = 10.0
 """Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
+
+PATIENCE_S = 5.0
+"""How long a request waits for the blocks that its blend takes; then it is computed in full."""
 
 AHEAD = 8
 """Queued requests for which something is brought near at a time. The workers bound its bytes."""
@@ -55,9 +71,13 @@ class _Request:
         handoff: with whom its KV is exchanged.
         sent: tokens of its prompt that were told to be sent; None before the first.
         passed_over: there is nothing to bring near for it, until it is admitted.
+        blend: what of it is to be blended, or was; None: nothing, for good.
+        private: the first token whose KV is, or will be, approximate for a tier's fewer bits; None: none is.
+        policy: what it wants of the cache.
     """
 
     view: Any
+    policy: RequestPolicy
     handoff: RemoteDecode | RemotePrefill | None = None
     sent: int | None = None
     question: _Question | None = None
@@ -66,6 +86,8 @@ class _Request:
     saved: int | None = None
     barred: bool = False
     passed_over: bool = False
+    blend: Blend | None = None
+    private: int | None = None
 
 
 @dataclass(eq=False)
@@ -77,14 +99,24 @@ class Scheduler:
     Args:
         block_tokens: tokens of a block, per KV cache group of vLLM; each divides a chunk.
         sequence: the first n tokens of a request, as the keys see them; None where it cannot be cached.
-        windows: whether a request loses blocks before its end, which sliding windows leave.
+        windows: whether a request loses blocks of K and V before its end: what sliding windows leave.
+        states: by number, the tables of states, and whether these run (`kvkit.adapters.vllm.states`).
+        snapshot_every: as in `kvkit.moving.plan.is_snapshot_kept`.
+        looks_ahead: whether a draft's KV of a token rests on later ones: the end of a hit is computed again.
         ranks: workers that answer.
         waits: whether the step that loads waits for it (sync and layerwise loading).
+        stores: whether anything is saved.
         save_generated: whether chunks with generated tokens are saved.
         clock: seconds that never go back.
         handoff: what a request's parameters ask for.
         has: how many tokens of a request vLLM has in its own cache.
-        on_save: called with a request whose chunks [first, stop) are to be saved.
+        free: how many of vLLM's blocks nobody holds.
+        on_chunks: called with a request whose chunks [first, stop) are to be saved, or were found.
+        approximate: tiers with fewer bits. What is computed behind what comes from them is saved nowhere.
+        private: keeps blocks of approximate KV to their request; None: there is none.
+        blends: what blending takes; None: nothing is blended.
+        wants: what a request wants of the cache.
+        answer_now: answers a question about what is handed off, where it can; None: the workers are asked.
     """
 
     chunk_tokens: int
@@ -92,20 +124,32 @@ class Scheduler:
     sequence: Callable[[Any, int], Sequence | None]
     _: KW_ONLY
     windows: bool = False
+    states: Mapping[int, bool] = field(default_factory=dict)
+    snapshot_every: int = 1
+    looks_ahead: bool = False
     ranks: int
     waits: bool
     save_generated: bool
     clock: Callable[[], float]
+    stores: bool = True
     handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda view: None
     has: Callable[[Any], int] = lambda view: 0
-    on_save: Callable[[Any, int, int], object] = lambda view, first, stop: None
+    free: Callable[[], int] = lambda: sys.maxsize
+    on_chunks: Callable[[Any, int, int], object] = lambda view, first, stop: None
+    approximate: frozenset[str] = frozenset()
+    private: PrivateBlocks | None = None
+    blends: Blends | None = None
+    wants: Callable[[Any], RequestPolicy] = lambda view: NO_WISHES
+    answer_now: Callable[[Question], LookupAnswer | None] = lambda question: None
 
     def __post_init__(self) -> None:
+        self._loses = self.windows or bool(self.states)  # windows, and former states
         # after a window's end, only whole chunks are known to hold all that is attended to
-        self._grain_tokens = self.chunk_tokens if self.windows else math.lcm(*self.block_tokens)
+        self._grain_tokens = self.chunk_tokens if self._loses else math.lcm(*self.block_tokens)
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, None] = {}  # in the order in which they came
         self._ahead: set[str] = set()
+        self._standing = Standing(self.block_tokens, self.states, self.free)
         self._numbers, self._steps = count(1), count(1)
         self._next = StepMetadata()
         self._heard = 0
@@ -124,10 +168,22 @@ class Scheduler:
         request = self._request(view)
         if not request.passed_over:
             self._queue.setdefault(view.request_id)  # a preempted one is queued again
+        self._standing.leave(view.request_id)  # vLLM asks about those alone that have no blocks
+        if request.barred and not self._standing.fits(view):
+            return None, False  # vLLM would have those wait behind it that hold some
         receiving = request.handoff if isinstance(request.handoff, RemotePrefill) else None
-        asked, most = self._asked(view, receiving)
+        asked, most = self._asked(request, computed)
         wanted = -(-asked // self.chunk_tokens)
-        if view.skip_reading_prefix_cache or request.barred or min(asked, most) <= computed:
+        blend = request.blend
+        if blend is not None:
+            blend.plan = None
+            if not blend.wants(computed):
+                if blend.private is not None:
+                    return 0, False  # what is exact elsewhere would not be what it had before
+                blend = None
+        if view.skip_reading_prefix_cache or request.barred:
+            return 0, False
+        if blend is None and min(asked, most) <= computed:
             return 0, False
         question = request.question
         if question is None or question.chunks != wanted or self.clock() > question.known_at + FRESH_S:
@@ -137,14 +193,32 @@ class Scheduler:
                 return 0, False
             question = request.question = _Question(next(self._numbers), wanted)
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
-            self._next.questions.append(
-                Question(view.request_id, question.number, sequence, computed, *transfer)
-            )
-            return None, False
+            policy = replace(request.policy, max_load_tokens=None)  # the sequence ends there
+            told = Question(view.request_id, question.number, sequence, computed, *transfer, policy=policy)
+            ask_now = blend is None and receiving is not None and not self.has_news
+            answer = self.answer_now(told) if ask_now else None
+            if answer is None:
+                self._next.questions.append(told if blend is None else blend.ask(told, self._whole(view)))
+                return None, False
+            self._take(answer)
         if not self._is_known(question):
             return None, False
         question.computed = computed
-        found = max(0, min(self._least(question).tokens, most) - computed)
+        least, exact = self._least(question), self._exact(question)
+        most = min(most, least.tokens if receiving else self._usable(least.tokens))
+        if isinstance(request.handoff, RemoteDecode):  # others take what it sends for exact
+            most = min(most, self._whole_grains(exact))
+        if blend is not None and blend.private is not None:
+            # what was blended is again, although it may be found as exact by now
+            most = min(most, self._whole_grains(blend.private))
+        found = max(0, min(least.tokens, most) - computed)
+        if found and computed + found > exact:  # before vLLM gives it blocks, which it may name at once
+            self._keep_private(request, max(computed, exact))
+        blends = blend is not None and blend.promise(view.num_tokens, computed + found, least.documents)
+        if (found or blends) and self._loses and not self.waits and not self._standing.fits(view):
+            return None, False
+        if blend is not None and blends:
+            return self._promise_blend(request, blend, question)
         return found, found > 0 and not self.waits
 
     def admit(self, view: Any, blocks: Tables, tokens: int) -> None:
@@ -152,16 +226,21 @@ class Scheduler:
         request = self._request(view)
         self._leave(view.request_id)
         request.saved, request.passed_over = None, False
+        self._retain(request)
         question, request.question = request.question, None
+        blend = request.blend
+        if blend is not None and question is not None and blend.plan is not None and tokens:
+            self._standing.add(view)
+            self._admit_blend(request, blend, question, blocks)
+            return
+        if blend is not None and blend.private is None:
+            request.blend = None  # what it has from now on is exact, and stays so
         if not tokens or question is None:
             if isinstance(request.handoff, RemotePrefill):
                 self._next.unwanted.append(request.handoff.transfer)
             return
-        request.admitted = self._least(question)
-        request.start = start = question.computed
-        stop, chunk = start + tokens, self.chunk_tokens
-        table = self._cut(blocks, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
-        self._next.loads.append(LoadTask(view.request_id, question.number, start, stop, table))
+        self._standing.add(view)
+        self._next.loads.append(self._load(request, question, question.computed + tokens, blocks))
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Which tiers the last `tokens` tokens of what was admitted come from."""
@@ -177,6 +256,9 @@ class Scheduler:
 
     def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> StepMetadata:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
+        if self.blends is not None:
+            self.blends.scratch.unpin()
+        self._standing.go(scheduled)
         step, self._next = self._next, StepMetadata()
         step.number = next(self._steps)
         step.prefetches += self._prefetches()
@@ -190,16 +272,20 @@ class Scheduler:
     def hear(self, report: WorkerReport) -> None:
         """Note what the workers tell."""
         for answer in report.answers:
-            request = self._requests.get(answer.request)
-            question = None if request is None else request.question
-            if question is None or question.number != answer.number:
-                continue  # about an earlier question
-            question.answers[answer.rank] = answer
-            if self._is_known(question):
-                question.known_at = self.clock()
+            self._take(answer)
+        for arrival in report.arrivals:
+            blend = self._blend(arrival.request)
+            go = None if blend is None else blend.arrive(arrival, self.ranks)
+            if go is not None:
+                self._next.arrivals.append(go)
+        for done in report.blended:
+            if blend := self._blend(done.request):
+                blend.finish(self._requests[done.request].view, done)
         for name in report.failed:
             if name in self._requests:  # it would be tried again and again
                 self._requests[name].barred = True
+            if blend := self._blend(name):
+                blend.fail(self._requests[name].view)
         self._heard = max(self._heard, report.failed_step)
 
     def finish(self, view: Any, blocks: Tables | None) -> bool:
@@ -211,34 +297,45 @@ class Scheduler:
         """
         request = self._requests.pop(view.request_id, None)
         self._leave(view.request_id)
+        self._standing.leave(view.request_id)
         if request is None:
             return False
         self._next.ended[view.request_id] = view.num_prompt_tokens
+        if self.private is not None:
+            self.private.end(view)
         if isinstance(request.handoff, RemotePrefill):
             self._next.unwanted.append(request.handoff.transfer)
         sends = request.sent is not None
         if request.saved is None or blocks is None:
             return sends
         chunk, first = self.chunk_tokens, request.saved
-        stop = min(view.num_computed_tokens, self._known(view, view.num_tokens - 1)) // chunk
+        stop = min(view.num_computed_tokens, self._known(request, view.num_tokens - 1)) // chunk
         if stop <= first:
             return sends
         end = stop * chunk
         sequence = self.sequence(view, end)
-        table = self._cut(blocks, first * chunk, end, 0, end)
+        table = self._to_save(view, blocks, 0, first, stop)
         sizes = zip(table, self.block_tokens, strict=True)
-        if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in sizes):
+        parts = [part for number, part in enumerate(sizes) if number not in self.states]
+        if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in parts):
             return sends  # a window has left some behind
-        self._next.saves.append(SaveTask(view.request_id, sequence, first, table, last=True))
-        self.on_save(view, first, stop)
+        self._next.saves.append(SaveTask(view.request_id, sequence, first, table, request.policy, last=True))
+        self.on_chunks(view, first, stop)
         return True
 
     def answer(self, view: Any) -> dict[str, Any] | None:
-        """What a request that ends tells the router: the parameters of the decode engine's request."""
+        """What a request that ends tells: the decode engine's parameters, or how it was blended."""
         request = self._requests.get(view.request_id)
+        if request is not None and request.blend is not None:
+            return request.blend.answer()
         if request is None or request.sent is None or not isinstance(request.handoff, RemoteDecode):
             return None
         return parameters.answer(request.handoff, request.sent)
+
+    def received(self, name: str) -> None:
+        """Note that no rank touches what was loaded for a request any more."""
+        if self.blends is not None:
+            self.blends.scratch.give_back(name)
 
     def forget(self, epoch: str) -> None:
         """Have nothing found from now on that was saved before. `epoch` differs from every earlier one."""
@@ -255,7 +352,8 @@ class Scheduler:
     def _request(self, view: Any) -> _Request:
         request = self._requests.get(view.request_id)
         if request is None:
-            request = self._requests[view.request_id] = _Request(view, self.handoff(view))
+            request = self._requests[view.request_id] = _Request(view, self.wants(view), self.handoff(view))
+            request.blend = None if self.blends is None else self.blends.begin(view)
         request.view = view
         return request
 
@@ -275,9 +373,11 @@ class Scheduler:
                 continue  # once there is an answer, it may be admitted
             view, sequence, computed = request.view, None, 0
             receives = isinstance(request.handoff, RemotePrefill)
-            if not (receives or request.barred or view.skip_reading_prefix_cache):
-                asked, most = self._asked(view, None)
+            # what is brought near goes from and to the policy's tiers
+            names_tiers = (request.policy.load_from, request.policy.store_to) != (None, None)
+            if not (receives or names_tiers or request.barred or view.skip_reading_prefix_cache):
                 computed = self.has(view)
+                asked, most = self._asked(request, computed)
                 sequence = self.sequence(view, asked) if computed < min(asked, most) else None
             if sequence is None:  # it is not looked at again in each step
                 request.passed_over = True
@@ -285,15 +385,27 @@ class Scheduler:
             else:
                 self._ahead.add(name)
                 yield PrefetchTask(name, sequence, computed)
+                blend = request.blend
+                if blend is not None and blend.wants(computed):
+                    for document in blend.documents(self._whole(view)):
+                        yield PrefetchTask(name, document, blend.asked.prefix)
 
-    def _asked(self, view: Any, receiving: RemotePrefill | None) -> tuple[int, int]:
-        """How many tokens of a request are looked up, and how many of them may be loaded."""
-        if receiving is not None:  # the unfilled last chunk comes, too
+    def _asked(self, request: _Request, computed: int) -> tuple[int, int]:
+        """How many tokens of a request are looked up, and up to which they may be loaded."""
+        view, limit = request.view, request.policy.max_load_tokens
+        if isinstance(request.handoff, RemotePrefill):  # the unfilled last chunk comes, too
             asked = self._handed(view.num_tokens)
             return asked, min(asked, view.num_tokens - 1)
         # the last token is always computed, for its logits
         chunk, most = self.chunk_tokens, self._whole_grains(view.num_tokens - 1)
-        return min(view.num_tokens // chunk, -(-most // chunk)) * chunk, most
+        if limit is not None:
+            most = min(most, self._whole_grains(computed + limit))
+        asked = min(view.num_tokens // chunk, -(-(most + self.looks_ahead) // chunk)) * chunk
+        return asked, min(most, self._usable(asked))
+
+    def _usable(self, tokens: int) -> int:
+        """Up to where what was found of so many tokens, whole chunks, may be loaded."""
+        return self._whole_grains(tokens - 1) if self.looks_ahead else tokens
 
     def _whole_grains(self, tokens: int) -> int:
         """What of so many tokens a hit may be: a multiple of a chunk, or of every block."""
@@ -305,14 +417,85 @@ class Scheduler:
         Whoever takes them computes the last one in any case: if that has a block of its own, it does not go.
         """
         grains = self._whole_grains(tokens - 1)
-        return grains if self.windows or grains == tokens - 1 else tokens
+        return grains if self._loses or grains == tokens - 1 else tokens
+
+    def _promise_blend(self, request: _Request, blend: Blend, question: _Question) -> tuple[int | None, bool]:
+        """Claim the whole of a request, if there are blocks for it; otherwise, it waits for some a while."""
+        assert self.blends is not None
+        view, scratch, computed = request.view, self.blends.scratch, question.computed
+        room = scratch.has_room(view.num_tokens)
+        if room and scratch.pin(view, computed):
+            # vLLM computes the last token; of windows it keeps what the token after the claim sees
+            return view.num_tokens - self.windows - computed, True
+        blend.plan = None
+        if room is None or self.clock() > question.known_at + PATIENCE_S:
+            log.warning("%s is not blended: there are too few blocks", view.request_id)
+            request.blend = None
+        return None, False
+
+    def _admit_blend(self, request: _Request, blend: Blend, question: _Question, blocks: Tables) -> None:
+        assert self.blends is not None
+        view = request.view
+        tables = self.blends.admit(view, blend, question.computed, blocks)
+        load = self._load(request, question, blend.exact, tables)
+        found = self._least(question).documents
+        self._next.blends.append(blend.task(self._whole(view), found, load, tables))
+
+    def _load(self, request: _Request, question: _Question, stop: int, blocks: Tables) -> LoadTask:
+        """The load of what was found, up to token `stop`."""
+        request.admitted = self._least(question)
+        request.start = start = question.computed
+        chunk = self.chunk_tokens
+        blocks = spread(blocks, self.states, stop, chunk)
+        table = cut(blocks, self.block_tokens, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
+        return LoadTask(request.view.request_id, question.number, start, stop, table)
+
+    def _blend(self, name: str) -> Blend | None:
+        request = self._requests.get(name)
+        return None if request is None else request.blend
+
+    def _whole(self, view: Any) -> Sequence:
+        sequence = self.sequence(view, view.num_tokens)
+        assert sequence is not None  # or it would not have been asked about
+        return sequence
+
+    def _take(self, answer: LookupAnswer) -> None:
+        """Note what a rank found."""
+        request = self._requests.get(answer.request)
+        question = None if request is None else request.question
+        if request is None or question is None or question.number != answer.number:
+            return  # about an earlier question
+        question.answers[answer.rank] = answer
+        if found := self._known(request, answer.tokens) // self.chunk_tokens:
+            self.on_chunks(request.view, 0, found)
+        if self._is_known(question):
+            question.known_at = self.clock()
 
     def _is_known(self, question: _Question) -> bool:
         return len(question.answers) == self.ranks
 
     def _least(self, question: _Question) -> LookupAnswer:
-        """What every rank can load. All have answered."""
-        return min(question.answers.values(), key=lambda answer: (answer.tokens, answer.rank))
+        """What every rank can load, with states at the same place. All have answered."""
+        answers = question.answers.values()
+        least = min(answers, key=lambda answer: (answer.tokens, answer.rank))
+        if self.states and any(answer.tokens != least.tokens for answer in answers):
+            least = replace(least, tokens=0, segments=())  # not all have a snapshot there
+        documents = zip(*(answer.documents for answer in answers), strict=True)
+        return replace(least, documents=tuple(map(min, documents)))
+
+    def _exact(self, question: _Question) -> int:
+        """Tokens that every rank can load before the first of fewer bits."""
+        return min(
+            sum(size for _, size in takewhile(lambda s: s[0] not in self.approximate, answer.segments))
+            for answer in question.answers.values()
+        )
+
+    def _keep_private(self, request: _Request, first: int) -> None:
+        """Have a request's tokens from `first` on, which will be approximate, be its own. For good."""
+        assert self.private is not None
+        if request.private is None:
+            request.private = first
+            self.private.begin(request.view, first)
 
     def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SaveTask]:
         """The chunks that this step completes.
@@ -338,15 +521,18 @@ class Scheduler:
             first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
             if request.saved is None and isinstance(request.handoff, RemotePrefill) and not self.windows:
                 first = 0  # what was received is in no tier
-            stop = min(computed + tokens, self._known(view, view.num_tokens)) // chunk
+            if request.saved is None and request.blend is not None and not self.windows:
+                first = min(first, request.blend.exact // chunk)  # nor is what blending computed
+            stop = min(computed + tokens, self._known(request, view.num_tokens)) // chunk
             request.saved = max(first, stop)
             if stop <= first:
                 continue
             end = stop * chunk
             sequence, table = self.sequence(view, end), blocks(name)
             if sequence is not None and table is not None:
-                self.on_save(view, first, stop)
-                yield SaveTask(name, sequence, first, self._cut(table, first * chunk, end, 0, end))
+                self.on_chunks(view, first, stop)
+                part = self._to_save(view, table, computed + tokens, first, stop)
+                yield SaveTask(name, sequence, first, part, request.policy)
 
     def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SendTask]:
         """What of prompts that are handed off this step completes: whole chunks, and the rest at the end.
@@ -372,19 +558,34 @@ class Scheduler:
                 continue
             request.sent = stop
             transfer, address = request.handoff.transfer, request.handoff.address
-            cut = self._cut(table, first, -(-stop // chunk) * chunk, 0, stop)
-            yield SendTask(name, transfer, address, sequence, first, stop, cut, last=stop == whole)
+            table = spread(table, self.states, computed, chunk)
+            part = cut(table, self.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
+            yield SendTask(name, transfer, address, sequence, first, stop, part, last=stop == whole)
 
-    def _known(self, view: Any, tokens: int) -> int:
-        """How many of the first `tokens` tokens may be saved."""
-        return tokens if self.save_generated else min(tokens, view.num_prompt_tokens)
+    def _retain(self, request: _Request) -> None:
+        """Have tiers evict what they hold of a request as it wants: what it hits is not saved."""
+        view, policy = request.view, request.policy
+        sequence = self.sequence(view, view.num_tokens) if policy.retains else None
+        if sequence is not None:
+            self._next.retains.append(RetainTask(sequence, policy))
 
-    def _cut(self, blocks: Tables, first: int, last: int, start: int, stop: int) -> Tables:
-        """The blocks of tokens [first, last); -1 for the null block and those outside of [start, stop)."""
-        return tuple(
-            [
-                block if block and start <= i * size < stop else -1
-                for i, block in enumerate(table[first // size : last // size], first // size)
-            ]
-            for table, size in zip(blocks, self.block_tokens, strict=True)
-        )
+    def _known(self, request: _Request, tokens: int) -> int:
+        """How many of the first `tokens` tokens may be saved: none that is approximate."""
+        if request.policy.store_to == () or not self.stores:
+            return 0
+        if request.blend is not None and request.blend.private is not None:
+            tokens = min(tokens, request.blend.private)
+        if request.private is not None:
+            tokens = min(tokens, request.private)
+        return tokens if self.save_generated else min(tokens, request.view.num_prompt_tokens)
+
+    def _to_save(self, view: Any, blocks: Tables, at: int, first: int, stop: int) -> Tables:
+        """The blocks of chunks [first, stop), of states those to be stored; running ones are after `at`."""
+        chunk, prompt = self.chunk_tokens, (view.num_prompt_tokens - 1) // self.chunk_tokens
+        tables, end = spread(blocks, self.states, at, chunk), stop * chunk
+        part = cut(tables, self.block_tokens, first * chunk, end, 0, end)
+        for table in self.states:
+            for i in range(len(part[table])):
+                if not is_snapshot_kept(first + i + 1, self.snapshot_every, prompt):
+                    part[table][i] = -1
+        return part

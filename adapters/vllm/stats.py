@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.moving.counts import BYTES_PER_SECOND, Counts
@@ -24,12 +25,18 @@ METRICS = """\
 |---|---|---|
 | vllm:kvkit_lookup_tokens | rank | tokens of whole chunks that were asked for |
 | vllm:kvkit_hit_tokens | rank, tier | tokens that a lookup found |
+| vllm:kvkit_approximate_tokens | rank, tier | those of them that are kept with fewer bits |
 | vllm:kvkit_loaded_tokens | rank, tier | tokens of records put into vLLM's pages, by their tier |
 | vllm:kvkit_stored_tokens | rank, tier | tokens put completely, written-back ones too; not those handed off |
 | vllm:kvkit_loaded_bytes | rank, tier | bytes put into vLLM's pages |
 | vllm:kvkit_stored_bytes | rank, tier | bytes that were put completely |
 | vllm:kvkit_load_errors | rank | loads that brought less than was promised |
 | vllm:kvkit_saves_called_off | rank | saves that a step had to call off, as slots were short |
+| vllm:kvkit_blend_exact_tokens | rank | tokens of blended prompts whose KV is that of a full prefill |
+| vllm:kvkit_blend_reused_tokens | rank | those whose KV was found elsewhere and moved, selected ones too |
+| vllm:kvkit_blend_selected_tokens | rank | reused ones that were computed again |
+| vllm:kvkit_blend_computed_tokens | rank | those without KV, which were computed |
+| vllm:kvkit_blend_seconds | rank, stage | of blends: load, place (a part of load), choose, rows |
 | vllm:kvkit_load_bytes_per_second | rank | histogram: throughput of a request's load |
 | vllm:kvkit_store_bytes_per_second | rank | histogram: throughput of a save out of vLLM's pages |
 """
@@ -112,7 +119,7 @@ class Recorder:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._rank = str(cache.namespace.rank)
-        formats = formats_of(cache.layout, cache.namespace)
+        formats = formats_of(cache.layout, cache.namespace)[: cache.layout.token_groups]
         self._tokens_per_record = cache.namespace.chunk_tokens / len(formats)
         self._bytes_per_token = sum(form.record_bytes for form in formats) / cache.namespace.chunk_tokens
         self._lock = threading.Lock()
@@ -131,6 +138,16 @@ class Recorder:
         if saves:
             self._note(saves_called_off=saves)
 
+    def blended(self, done: BlendDone) -> None:
+        """Note a blend."""
+        self._note(
+            blend_exact_tokens=done.exact,
+            blend_reused_tokens=done.reused,
+            blend_selected_tokens=len(done.selected),
+            blend_computed_tokens=done.computed,
+            blend_seconds=done.seconds,
+        )
+
     def stored(self, stored: Stored | None, seconds: float) -> None:
         """Note a save."""
         if stored is not None and stored.new_tokens:
@@ -141,7 +158,7 @@ class Recorder:
         now, before = self._cache.counts(), self._before
         self._before = now
         grown: dict[str, Any] = {"lookup_tokens": now.lookup_tokens - before.lookup_tokens}
-        for name in ("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
+        for name in ("hit_tokens", "approximate_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
             grown[name] = dict(getattr(now, name) - getattr(before, name))
         grown["stored_tokens"] = dict(self._stored_tokens(now) - self._stored_tokens(before))
         self._note(**{name: value for name, value in grown.items() if value})
@@ -156,5 +173,5 @@ class Recorder:
 
     def _stored_tokens(self, counts: Counts) -> Counter[str]:
         """By tier, of all records so far: of an interval's alone, the rest of a chunk would be lost."""
-        each = self._tokens_per_record
-        return Counter({t: round(n * each) for t, n in counts.stored_records.items() if t != HANDOFF})
+        each, records = self._tokens_per_record, counts.stored_records - counts.snapshot_records
+        return Counter({t: round(n * each) for t, n in records.items() if t != HANDOFF})

@@ -8,19 +8,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvkit.adapters.engine.changes import Change
+from kvkit.adapters.engine.listing import ListedChunk
 from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.blend.plan import Selection, Span
+from kvkit.moving.policy import NO_WISHES, RequestPolicy
 
 Tables = tuple[list[int], ...]
 """Block ids of a request per KV cache group of vLLM; -1: the block is not there, or not to be touched."""
+
+
+def cut(tables: Tables, sizes: tuple[int, ...], first: int, last: int, start: int, stop: int) -> Tables:
+    """The blocks of tokens [first, last), of `sizes` tokens; -1: vLLM's null block, and what is outside of
+    [start, stop)."""
+    return tuple(
+        [
+            block if block and start <= i * size < stop else -1
+            for i, block in enumerate(table[first // size : last // size], first // size)
+        ]
+        for table, size in zip(tables, sizes, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTask:
     """Bring near what `sequence` will hit after its first `computed` tokens, which vLLM has.
 
-    For a request that waits for its turn in vLLM's queue.
+    For a request that waits for its turn in vLLM's queue: its prompt, or a document in it.
     """
 
     request: str
@@ -43,18 +61,92 @@ class LoadTask:
     blocks: Tables
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendTask:
+    """Complete a prompt's KV but for its last token's, of what the answer `number` found.
+
+    Args:
+        sequence: the whole prompt; after a preemption with what was generated.
+        prefix: the load of what is exact, from what vLLM has on; None: vLLM has all of that.
+        exact: leading tokens that are left as they are, once `prefix` is loaded: their KV is that of a full
+            prefill, or, after a preemption, what this request's first blend made of it.
+        spans: where the question's documents stand, as far as every rank found them and behind `exact`.
+        selection: how tokens to recompute are chosen.
+        selected: what was chosen before a preemption, int32 ascending; None: it is to be chosen.
+        blocks: the request's, from token 0 to the last; where it has none (a window has left them out), some
+            that are its own until the blend is over; -1 where no row looks.
+    """
+
+    request: str
+    number: int
+    sequence: Sequence
+    prefix: LoadTask | None
+    exact: int
+    spans: tuple[Span, ...]
+    selection: Selection
+    selected: NDArray[np.int32] | None
+    blocks: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What of a blend was loaded: by one rank, or (`rank` -1, to the workers) by all of them.
+
+    Args:
+        exact: leading tokens that are exact.
+        documents: leading tokens of each of the question's documents, what it was computed behind among them.
+    """
+
+    request: str
+    number: int
+    rank: int
+    exact: int
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendDone:
+    """What blending a prompt took, as rank 0 tells it.
+
+    Args:
+        exact, reused, computed: tokens by kind, together all of them; reused ones include the selected.
+        spans: the task's, as far as they were placed.
+        selected: int32, positions that were recomputed, ascending.
+        seconds: by stage: load, place, choose, rows.
+    """
+
+    request: str
+    exact: int
+    reused: int
+    computed: int
+    spans: tuple[Span, ...]
+    selected: NDArray[np.int32]
+    seconds: dict[str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class SaveTask:
     """Store the whole chunks of `sequence` from chunk `first` on, where `blocks` begin.
 
-    `last`: the request has ended, and its blocks are kept until this is done.
+    Args:
+        policy: what the request wants.
+        last: it has ended, and its blocks are kept until this is done.
     """
 
     request: str
     sequence: Sequence
     first: int
     blocks: Tables
+    policy: RequestPolicy = NO_WISHES
     last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RetainTask:
+    """Have what tiers hold of `sequence` evicted as its request wants, although nothing of it is saved."""
+
+    sequence: Sequence
+    policy: RequestPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +154,7 @@ class SendTask:
     """Send a prompt's KV to the decode engine, as the transfer `transfer`, from token `first` on.
 
     Args:
-        address: where the decode engine's rank 0 listens.
+        address: where the decode engine's ranks listen.
         sequence: what of the prompt is sent.
         first: a multiple of the chunk size; `blocks` begin there.
         stop: one past the last token of this piece; a multiple of the chunk size, but at the prompt's end.
@@ -87,6 +179,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
         computed: tokens that are computed.
         preempted: requests lost their blocks.
         idle: nothing is computed, so that there is time to wait for lookups and loads.
+        arrivals: blends that every rank can go on with, in this order.
         called_off: requests whose prefetch is to end: they wait no more.
         unwanted: transfers from prefill engines that nobody waits for any more.
         heard: the last step whose failed load the scheduler knew of when it made this one.
@@ -99,7 +192,10 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     prefetches: list[PrefetchTask] = field(default_factory=list)
     called_off: list[str] = field(default_factory=list)
     loads: list[LoadTask] = field(default_factory=list)
+    blends: list[BlendTask] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
     saves: list[SaveTask] = field(default_factory=list)
+    retains: list[RetainTask] = field(default_factory=list)
     sends: list[SendTask] = field(default_factory=list)
     computed: int = 0
     preempted: bool = False
@@ -110,6 +206,30 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     ended: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class NamedChunks:
+    """The records that a rank has of chunks `first` and so on of a request, a tuple for each chunk.
+
+    `epoch`: that of the step in which it named them.
+    """
+
+    rank: int
+    epoch: str
+    request: str
+    first: int
+    names: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """Chunks that a rank's tiers held when it was started; `is_all`: there is no more that could be hit."""
+
+    rank: int
+    epoch: str
+    chunks: list[ListedChunk]
+    is_all: bool
+
+
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What happened since the last report, of one rank or of several.
@@ -117,20 +237,34 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         failed: requests of which less was loaded than was promised.
         failed_step: the last step in which a load that the step waited for failed; 0 for none.
-        stored: (request, tier, chunk) of what a tier has completely, if anyone wants to know.
+        named, changes: what is saved or was found, and what a rank's tiers hold since, if anyone wants to
+            know.
+        watches: None: what tiers were told to hold stays. Otherwise that is void, and all of it is told from
+            now on (True), or they may hold what is not (False), until all of it was `listed`.
     """
 
     answers: list[LookupAnswer] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     failed_step: int = 0
-    stored: list[tuple[str, str, int]] = field(default_factory=list)
+    named: list[NamedChunks] = field(default_factory=list)
+    changes: list[tuple[int, Change]] = field(default_factory=list)
+    watches: bool | None = None
+    listed: list[Listed] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    blended: list[BlendDone] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both reports as one. Mutates neither."""
         assert isinstance(other, WorkerReport)
+        watches = [one for one in (self.watches, other.watches) if one is not None]
         return WorkerReport(
             self.answers + other.answers,
             self.failed + other.failed,
             max(self.failed_step, other.failed_step),
-            self.stored + other.stored,
+            self.named + other.named,
+            self.changes + other.changes,
+            all(watches) if watches else None,
+            self.listed + other.listed,
+            self.arrivals + other.arrivals,
+            self.blended + other.blended,
         )

@@ -6,46 +6,57 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from kvkit.adapters.engine.changes import Changes
+from kvkit.adapters.engine.listing import Listing
 from kvkit.adapters.engine.loads import PromptLoad, result_of
 from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.engine.prefetches import Prefetches
-from kvkit.adapters.engine.question import Sequence
+from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.engine.tally import Tally
+from kvkit.adapters.vllm.blending.blender import Blender
+from kvkit.adapters.vllm.blending.check import open_rows
+from kvkit.adapters.vllm.blending.choosing import PagesOfLayers
+from kvkit.adapters.vllm.blending.placing import Placing
+from kvkit.adapters.vllm.blending.under_way import BlendsUnderWay
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.pages import GroupPages, complete_tokens, has_windows
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.stats import Recorder
 from kvkit.adapters.vllm.step import (
+    BlendDone,
+    Listed,
     LoadTask,
+    NamedChunks,
     SaveTask,
     SendTask,
     StepMetadata,
     Tables,
     WorkerReport,
 )
-from kvkit.cache import Cache, Stored
+from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.prompt import PromptPiece, Prompts
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.tier import HandoffTier
-from kvkit.handoff.transport.addresses import of_rank
-from kvkit.moving.sequence import SequencePages, UnknownModel
+from kvkit.moving.sequence import Chunks, SequencePages, UnknownModel, formats_of
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.01
 """How long a step that computes nothing waits for a lookup or a load, so that the engine does not spin."""
+LISTED_AT_ONCE = 32
+"""Chunks that tiers held before, which one step tells the scheduler of."""
 SAVE_WAIT_S = 0.25
 """How long a step waits for the last one's saves while there are too few slots, before it calls them off."""
 
@@ -59,7 +70,7 @@ class Worker:
         layout: of vLLM's KV cache.
         groups: where it lies, an entry per group of the layout.
         namespace: this rank's, without LoRA and salt.
-        tells_stores: whether reports say what was stored.
+        tells_stores: whether reports say what tiers hold.
         served: what requests call the base model, where they may name adapters, too; None: it has any name.
         loras: the adapters of this worker; None where there are none.
 
@@ -111,6 +122,7 @@ class Worker:
                 allocation_s=settings.handoff_timeout_s,
                 wake=self._wake,
             )
+        self._blends: BlendsUnderWay | None = None
         self._lookups = Lookups(
             self.cache,
             self._receiver,
@@ -119,6 +131,7 @@ class Worker:
             timeout_s=settings.lookup_timeout_s,
             handoff_timeout_s=settings.handoff_timeout_s,
             tokens_per_s=lambda: settings.prefill_tokens_per_s or self._speed.tokens_per_s,
+            rows_per_s=lambda: None if self._blends is None else self._blends.speed.tokens_per_s,
             wake=self._wake,
         )
         self._layers = {
@@ -136,12 +149,40 @@ class Worker:
         self._kept: set[str] = set()  # requests whose blocks stay for their last save
         self._freed: set[str] = set()  # those whose save or transfer is over, until `finish` tells
         self._lengths: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
-        self._stored: deque[tuple[str, str, int]] = deque()
         self._invalid: set[int] = set()
         self._report = WorkerReport()
-        self._failed_step = 0
+        self._changes = Changes()
+        self._listing: Listing | None = None
+        self._watches_all = False
+        if tells_stores:
+            self._watches_all = self.cache.watch(tuple(config.tiers), self._changes.note)
+            held = self._changes.records
+            self._report.watches = self._watches_all and not held
+            self._listing = Listing(self.cache, held, namespace)
+        self._number = self._failed_step = 0
         self._epoch = ""
         self._began = time.monotonic()
+
+    def open_blending(self, runner: Any) -> None:
+        """Have prompts blended by vLLM's model runner, which has its pages. Mutates pages: none is in use.
+
+        Raises:
+            BlendError: this model, or how it is run, cannot be blended.
+        """
+        rows, ropes = open_rows(runner)
+        pages = PagesOfLayers(rows)
+        placing = Placing.of(self._groups, pages, ropes)
+        placing.warm_up(formats_of(self.cache.layout, self._namespace))
+        self._blends = BlendsUnderWay(
+            self.cache,
+            Blender(rows, pages),
+            placing,
+            pages=self._pages,
+            world=self._namespace.world,
+            wake=self._wake,
+            on_loaded=self._blend_loaded,
+            on_done=self._blended,
+        )
 
     def space_of(self, model: str | None, salt: str) -> Namespace:
         """What is stored now for requests with that model's name (None: the base model) and cache salt.
@@ -173,11 +214,13 @@ class Worker:
         if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
             self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
+        for name in self._kept:
+            self._over(name)
         self._freed |= self._kept
         self._kept.clear()
 
     def vacate(self) -> None:
-        """See to it that nothing reads the pages any more, what is handed off included."""
+        """See to it that nothing reads the pages any more, what is handed off included: it is copied."""
         self.settle()
         if self._prompts is not None:
             self._prompts.release_pages()
@@ -190,12 +233,21 @@ class Worker:
             self.settle()
         if step.epoch != self._epoch:
             self._forget(step.epoch)
+        self._number = step.number
         self._lengths.update(step.ended)
+        # with drafts, vLLM asks what is finished before it has anything saved
+        self._kept.update(save.request for save in step.saves if save.last)
         if self._receiver is not None:
             for transfer in step.unwanted:
                 self._receiver.release(transfer, "not wanted")
         for question in step.questions:
             self._lookups.ask(question)
+        for task in step.retains:
+            if space := self._space(task.sequence):
+                self.cache.retain(task.sequence.tokens, task.policy, space)
+        if self._blends is not None:
+            for agreed in step.arrivals:
+                self._blends.go(agreed)
         self._receive()
         for name in step.called_off:
             self._prefetches.end(name)
@@ -206,10 +258,20 @@ class Worker:
         self._prefetches.go_on()
         if self._prompts is not None:
             for send in step.sends:
-                address, prompt = of_rank(send.address, self._namespace.rank), send.sequence
-                space = self._space(prompt)
-                self._prompts.begin(send.request, send.transfer, address, prompt.tokens, space, prompt.rest)
+                prompt, space = send.sequence, self._space(send.sequence)
+                self._prompts.begin(
+                    send.request, send.transfer, send.address, prompt.tokens, space, prompt.rest
+                )
+            # memory of a peer is not pinned for a GPU, which copies faster into what is
+            self._prompts.compute({} if self._cuda else self._pieces(step))
         self._began = time.monotonic()
+
+    def answer_now(self, question: Question) -> LookupAnswer | None:
+        """As `Lookups.answer_now`, between steps."""
+        answer = self._lookups.answer_now(question)
+        if answer is not None:
+            self._name(self._report, answer.request, 0, self._lookups.found(answer.request))
+        return answer
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
@@ -221,8 +283,12 @@ class Worker:
             how = self._settings.load
             load = PromptLoad(self.cache, hit, task.start, task.stop, where, how, self._wake)
             self._loading[task.request] = task, load
+        if self._blends is not None:
+            for blend in step.blends:
+                self._tally.begin(blend.request)
+                self._blends.begin(blend, self._lookups.claim(blend.request, blend.number))
         if self._settings.load == "sync":
-            self._finish_all(step.number)
+            self._finish_all()
 
     def wait_for_layer(self, name: str) -> None:
         """Return when a layer is loaded, for every load of this step."""
@@ -231,12 +297,18 @@ class Worker:
                 if number == self._layers[name]:
                     break
 
+    def computed(self, name: str) -> None:
+        """A layer of this step is computed."""
+        if self._prompts is not None and name in self._layers:
+            self._prompts.computed(self._layers[name])
+
     def save(self, step: StepMetadata) -> None:
         """Start the saves of a step; they read the pages until `settle`."""
-        self._kept.update(save.request for save in step.saves if save.last)
         if self._settings.load == "layerwise":
-            self._finish_all(step.number)
+            self._finish_all()
         if self._failed_step > step.heard:
+            if self._prompts is not None:
+                self._prompts.drop()
             return  # what was computed since may rest on tokens that were not loaded
         if not self._cuda:
             self._speed.note(step.computed, time.monotonic() - self._began)
@@ -245,11 +317,10 @@ class Worker:
         for save in step.saves:
             self._save(save, ready)
         if self._prompts is not None:
+            pieces = self._pieces(step, ready)
             for send in step.sends:
-                if self._complete(send, send.first, send.stop) == send.stop - send.first:
-                    where = partial(self._pages, send.blocks, send.first)
-                    piece = PromptPiece(send.first, send.stop, where, ready, send.last)
-                    self._prompts.send(send.request, piece)
+                if send.request in pieces:
+                    self._prompts.send(send.request, pieces[send.request])
                 else:
                     self._prompts.cancel(send.request, send.last)
             if self._settings.send == "sync" and step.sends:
@@ -260,25 +331,33 @@ class Worker:
             self._rest()
 
     def finish(self, requests: set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Forget requests. Returns those whose loads are done, and those among them that got less.
+        """Forget requests, and take blends further.
+
+        Returns those whose loads or blends are done, and those among them that got less.
 
         The third set is of those whose blocks were kept for a last save, and no longer need to be.
         """
+        if self._settings.load == "layerwise":  # with drafts this comes before `save`, and before they run
+            self._finish_all()
         for name in requests:
             self._lookups.cancel(name)
             if name in self._loading:
                 self._loading[name][1].cancel()
-            else:
+            elif self._blends is None or not self._blends.cancel(name):
                 self._lookups.release(name)
-            if name in self._lengths:  # what was to be begun for it has been
-                self._tally.over(name, self._lengths.pop(name))
+            if name not in self._kept:  # what was to be begun for it has been
+                self._over(name)
         done = {name for name, (_, load) in self._loading.items() if load.done}
         if self._prompts is not None:
             self._prompts.go_on()
             self._freed |= self._prompts.done(requests)
         sent = {name for name in self._freed - self._kept if name not in (self._prompts or ())}
         self._freed -= sent
-        return done, {name for name in done if not self._finish(*self._loading.pop(name))}, sent
+        failed = {name for name in done if not self._finish(*self._loading.pop(name))}
+        blended = set() if self._blends is None else self._blends.step()
+        for name in blended:
+            self._tally.done(name)
+        return done | blended, failed, sent
 
     def invalid_blocks(self) -> set[int]:
         """Blocks that were to be loaded since the last call and hold nothing."""
@@ -290,14 +369,28 @@ class Worker:
         self._receive()
         report, self._report = self._report, WorkerReport()
         report.answers = self._lookups.answers()
-        report.stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        if self._blends is not None:
+            report.arrivals = self._blends.arrivals()
+        if self._tells_stores:
+            for answer in report.answers:
+                self._name(report, answer.request, 0, self._lookups.found(answer.request))
+            changes, lost = self._changes.take()
+            report.changes = [(self._namespace.rank, change) for change in changes]
+            if lost:
+                report.watches = self._watches_all = False
+            if self._listing is not None:
+                self._list(report, self._listing)
         return report if report != WorkerReport() else None
 
     def close(self) -> None:
         """Finish what was started, but for prefetches, and close the cache."""
         self._prefetches.end_all()
+        if self._listing is not None:
+            self._listing.close()
         if self._loras is not None:
             self._loras.close()
+        if self._prompts is not None:
+            self._prompts.close()
         self.cache.close()
 
     def _receive(self) -> bool:
@@ -317,20 +410,21 @@ class Worker:
         sequence, began, space = save.sequence, time.monotonic(), self._space(save.sequence)
         first = save.first * self._namespace.chunk_tokens
         tokens = self._complete(save, first, len(sequence.tokens))
-        if not self._save_to or space is None or not tokens:
+        to = self._save_to if save.policy.store_to is None else save.policy.store_to
+        if not to or space is None or not tokens:
             return
 
-        def on_stored(tier: str, chunk: int) -> None:
+        def on_stored(tier: str, _: int) -> None:
             self._tally.stored(save.request, tier, self._namespace.chunk_tokens)
-            if self._tells_stores:
-                self._stored.append((save.request, tier, save.first + chunk))
 
         self._tally.begin(save.request)
-        chunks = self.cache.chunks(sequence.tokens[: first + tokens], space)
+        chunks = self.cache.chunks(sequence.tokens[: first + tokens], space, save.policy)
+        chunks = chunks.part(save.first, len(chunks))
+        self._name(self._report, save.request, save.first, chunks)
         transfer = self.cache.store_chunks(
-            chunks.part(save.first, len(chunks)),
+            chunks,
             self._pages(save.blocks, first, first, first + tokens),
-            to=self._save_to,
+            to=to,
             ready=ready,
             on_stored=on_stored,
             on_done=lambda: self._tally.done(save.request),
@@ -339,6 +433,37 @@ class Worker:
         transfer.add_done_callback(lambda done: self.stats.stored(result_of(done), time.monotonic() - began))
         self._saving.append(transfer)
 
+    def _name(self, report: WorkerReport, request: str, first: int, chunks: Chunks | None) -> None:
+        """Report the names of the records of chunks `first` and so on of a request, if anyone wants them."""
+        if not self._tells_stores or chunks is None:
+            return
+        if chunks.formats[0].namespace.revision == self._namespace.revision:  # not of before a reset
+            names = [tuple(chunks.records(i, i + 1)) for i in range(len(chunks))]
+            named = NamedChunks(self._namespace.rank, self._epoch, request, first, names)
+            report.named.append(named)
+
+    def _list(self, report: WorkerReport, listing: Listing) -> None:
+        """Report a part of what tiers held before."""
+        chunks = listing.take(LISTED_AT_ONCE)
+        is_all = listing.done and listing.is_all and self._watches_all
+        if listing.done:
+            listing.close()
+            self._listing = None
+        if chunks or is_all:
+            report.listed.append(Listed(self._namespace.rank, self._epoch, chunks, is_all))
+
+    def _pieces(
+        self, step: StepMetadata, ready: Callable[[], object] = lambda: None
+    ) -> dict[str, PromptPiece]:
+        """What a step sends, but for what lacks blocks."""
+        return {
+            send.request: PromptPiece(
+                send.first, send.stop, partial(self._pages, send.blocks, send.first), ready, send.last
+            )
+            for send in step.sends
+            if self._complete(send, send.first, send.stop) == send.stop - send.first
+        }
+
     def _complete(self, part: SaveTask | SendTask, first: int, stop: int) -> int:
         """How many of tokens [first, stop) have all of their blocks."""
         count = complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
@@ -346,11 +471,16 @@ class Worker:
             log.warning("%s: tokens from %d on lack blocks, and are not stored", part.request, first + count)
         return count
 
-    def _finish_all(self, step: int) -> None:
+    def _finish_all(self) -> None:
         """End the loads that a step waits for."""
         for name in list(self._loading):
             if not self._finish(*self._loading.pop(name)):
-                self._failed_step = self._report.failed_step = step
+                self._failed_step = self._report.failed_step = self._number
+
+    def _over(self, name: str) -> None:
+        """A request that has ended has nothing begun for it any more."""
+        if name in self._lengths:
+            self._tally.over(name, self._lengths.pop(name))
 
     def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
         """Note how a load ended; whether it kept its promise."""
@@ -369,6 +499,18 @@ class Worker:
                 self._invalid.update(task.blocks[0][(end - load.base) // size :])
                 self._invalid.discard(-1)
         return kept
+
+    def _blend_loaded(self, request: str, loaded: Loaded, seconds: float, kept: bool) -> None:
+        """Note what was loaded for a blend."""
+        self._lookups.release(request)
+        self.stats.loaded(loaded, seconds, kept)
+        self._tally.hit(request, loaded.by_tier)
+
+    def _blended(self, done: BlendDone) -> None:
+        """Note a blend; the scheduler hears of it from one rank."""
+        self.stats.blended(done)
+        if self._namespace.rank == 0:
+            self._report.blended.append(done)
 
     def _forward_done(self, computed: int) -> Callable[[], object]:
         """What waits until the pages hold what this step computes."""
@@ -393,9 +535,12 @@ class Worker:
         def something() -> bool:
             if self._lookups.done or any(load.done for _, load in self._loading.values()):
                 return True
+            if self._blends is not None and self._blends.can_go_on:
+                return True
             if self._lookups.awaited or (self._prompts is not None and self._prompts.under_way):
                 return self._wakes != self._seen
-            return not self._lookups.asked and not self._loading
+            blends = self._blends is not None and self._blends.busy
+            return not (self._lookups.asked or self._loading or blends)
 
         until, came_last = time.monotonic() + IDLE_WAIT_S, True
         while came_last:
@@ -409,13 +554,16 @@ class Worker:
             self._changed.notify_all()
 
     def _forget(self, epoch: str) -> None:
-        """Have nothing found that was stored before: other weights wrote it. Shared tiers keep it."""
+        """Have nothing found that was stored before: other weights wrote it. What others use keeps it."""
         self._epoch = epoch
+        if self._listing is not None:
+            self._listing.close()
+            self._listing = None
         self._namespace = replace(self._base, revision=f"{self._base.revision}#{epoch}")
         self._lookups.clear()
         self._prefetches.end_all()
         for name, tier in self.cache.tiers.items():
-            if tier.near:
+            if tier.slots or tier.transient:  # in slots of this process
                 self.cache.clear(name)
 
     def _space(self, sequence: Sequence) -> Namespace | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvkit.blend.plan import BlendError, Selection
-from kvkit.environment import cache_folder
+from kvkit.environment import keep_verdict, verdict_path
 
 MAX_KL = 0.1
 """Blending is not enabled above this KL divergence, in nats a token, ..."""
@@ -39,34 +39,40 @@ def decide(kl: float, naive_kl: float) -> dict[str, Any]:
     }
 
 
-def path_of(fingerprint: str) -> Path:
+def path_of(name: str) -> Path:
     """Where what was measured of these weights is kept: below XDG_CACHE_HOME or ~/.cache."""
-    return cache_folder() / "blend" / f"{fingerprint}.json"
+    return verdict_path("blend", name)
 
 
-def keep(fingerprint: str, selection: Selection, measured: Mapping[str, Any]) -> Path:
-    """Write down a decision (`passed`) and its figures, for `check`; returns where."""
-    path = path_of(fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def keep(names: Iterable[str], selection: Selection, measured: Mapping[str, Any]) -> list[Path]:
+    """Write down a decision (`passed`) and its figures, for `check`; returns where.
+
+    Args:
+        names: what those call the weights who will ask: each adapter has a name of its own for them.
+    """
     content = {"passed": measured["passed"], "selection": asdict(selection), "measured": dict(measured)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
+    return keep_verdict("blend", names, content)
 
 
-def check(fingerprint: str, selection: Selection) -> None:
+def check(name: str, selection: Selection, unless: str) -> None:
     """Refuse weights that have not been found fit for blending with this selection.
+
+    What passed with a ratio passes with a larger one: more is computed again.
+
+    Args:
+        unless: the setting that has them blended all the same, for the message.
 
     Raises:
         BlendError: they were not measured, were measured with another selection, or failed.
     """
-    path = path_of(fingerprint)
-    advice = "run `kvkit doctor --blend MODEL`, or pass unchecked=True"
+    path = path_of(name)
+    advice = f"run `kvkit doctor --blend MODEL`, or set {unless}"
     try:
         kept = json.loads(path.read_text())
-        passed, measured_with = kept["passed"], kept["selection"]
+        passed, measured_with = kept["passed"], Selection(**kept["selection"])
     except (OSError, ValueError, KeyError, TypeError):
         raise BlendError(f"blending has not been measured with these weights ({path}): {advice}") from None
-    if measured_with != asdict(selection):
-        raise BlendError(f"blending was measured with {measured_with}, not {asdict(selection)}: {advice}")
+    if selection.ratio < measured_with.ratio or selection != replace(measured_with, ratio=selection.ratio):
+        raise BlendError(f"blending was measured with {measured_with}, not {selection}: {advice}")
     if passed is not True:
-        raise BlendError(f"blending changes what these weights say too much ({path}); or pass unchecked=True")
+        raise BlendError(f"blending changes too much of what these weights say ({path}); or set {unless}")

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkit.blend.methods.method import NeedsDeviation, NeedsQuestion, View, offsets
+from kvkit.blend.methods.registry import named
 from kvkit.format.keys import Tokens, as_tokens
 
-METHODS = ("question_attention", "k_deviation", "v_deviation", "first_n")
 QUESTION_TOKENS = 64
 """The last computed tokens of a prompt, at most so many, are its question."""
 _HASHED_TOKENS = 8
@@ -47,6 +48,15 @@ class Span:
     def delta(self) -> int:
         """By how many positions the keys move."""
         return self.start - self.first
+
+    def found(self, tokens: int, after: int = 0) -> Span:
+        """What of it is not before position `after`, where `tokens` tokens were found.
+
+        They are the leading ones of what the span was computed in, those before the span among them.
+        """
+        start = min(max(self.start, after), self.stop)
+        stop = max(start, min(self.stop, self.start + tokens - self.first))
+        return Span(start, stop, self.first + start - self.start, self.exact)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,10 +91,10 @@ class Selection:
     """How the tokens to recompute are chosen.
 
     Args:
-        method: one of `METHODS`. `question_attention`: those that the question attends to most (ProphetKV and
-            InfoFlow KV choose so); `k_deviation`, `v_deviation`: those whose K or V of layer 1 changes most
-            when layer 0 is computed in full (CacheBlend); `first_n`: the first of every span (EPIC,
-            https://arxiv.org/abs/2410.15332).
+        method: one of `kvkit.blend.methods.registry.METHODS`, each of which names its paper, or the
+            "package.module:name" of another `BlendMethod`. `question_attention`: those that the question
+            attends to most; `k_deviation`, `v_deviation`: those whose K or V of layer 1 changes most when
+            layer 0 is computed in full (CacheBlend); `first_n`: the first of every span (EPIC).
         ratio: what recomputing may cost, 0 to 1: this share of the reused tokens' rows through all layers.
             What choosing costs is part of it, so somewhat fewer tokens are chosen.
         first_n: the first so many tokens of every span are always among them. They lost most: each span was
@@ -92,12 +102,19 @@ class Selection:
         layers: of `question_attention`: in how many layers the question looks before the choice is made, or
             fewer where that would take more than half of the budget.
         value_norm: of `question_attention`: weigh attention by the norm of the value that is attended to.
+            As `layers`, of other methods too, if their `NeedsQuestion` does not say.
         fade: of `question_attention`: a score counts half so many tokens after its span's start, a third at
             twice as many, and so on: the KV of later tokens, which saw more of their own span, differs less
             from what a full prefill computes. 0: scores do not fade.
+        drift: this share of what changes on average in the tokens that are computed again, K before its rope
+            and V, is added to the other reused tokens, layer by layer: see `kvkit.blend.drift`. 0: they stay
+            as they were found.
+        coverage: the tokens with the highest scores are chosen until they have this share of all the scores,
+            so `ratio` is the most that recomputing may cost. Methods that see nothing choose as with 1: as
+            many as `ratio` has room for.
 
     Raises:
-        BlendError: a field is out of range.
+        BlendError: a field is out of range, or the method cannot be had.
     """
 
     method: str = "question_attention"
@@ -106,12 +123,17 @@ class Selection:
     layers: int = 8
     value_norm: bool = True
     fade: int = 64
+    drift: float = 0.0
+    coverage: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise BlendError(f"method={self.method!r}: want one of {', '.join(METHODS)}")
-        if not 0 <= self.ratio <= 1:
-            raise BlendError(f"ratio={self.ratio}: want 0 to 1")
+        try:
+            named(self.method)
+        except ValueError as error:
+            raise BlendError(str(error)) from error
+        for share in ("ratio", "drift", "coverage"):
+            if not 0 <= getattr(self, share) <= 1:
+                raise BlendError(f"{share}={getattr(self, share)}: want 0 to 1")
         if self.first_n < 0 or self.layers < 1 or self.fade < 0:
             raise BlendError(
                 f"first_n={self.first_n}, layers={self.layers}, fade={self.fade}: want at least 0, 1 and 0"
@@ -153,41 +175,25 @@ def plan_blend(
     return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question:])
 
 
-def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) -> NDArray[np.float32]:
-    """What a question attends to, [N], corrected for where tokens stand: `scores` times
-
-        sqrt(N - position) / (1 + offset / fade)
-
-    The numerator takes back half (on a logarithmic scale) of attention's preference for what is near. The
-    offset is that from the start of a token's span; what stands before the first span gets nothing.
-
-    Args:
-        starts: int [spans], ascending, where spans begin.
-        fade: as in `Selection`.
-    """
-    distance = np.arange(len(scores), 0, -1)
-    fading = 1 + _offsets(starts, len(scores)) / fade if fade else 1.0
-    placed: NDArray[np.float32] = (scores * np.sqrt(distance) / fading).astype(np.float32)
-    return placed
-
-
 def select_tokens(
-    scores: NDArray[np.float32] | None,
+    scores: NDArray[np.floating] | None,
     starts: NDArray[np.int32],
     free: NDArray[np.bool_],
     count: int,
     first_n: int = 0,
+    coverage: float = 1.0,
 ) -> NDArray[np.int32]:
     """The positions to recompute, ascending: the first of every span, then those with the highest scores.
 
     Args:
-        scores: float [N]; equal ones go by position. None: a token scores the higher, the nearer it is to
-            its span's start.
+        scores: float [N]; equal ones go by position, and those of -inf are not chosen. None: a token scores
+            the higher, the nearer it is to its span's start.
         starts: int [spans], ascending, where spans begin.
         free: bool [N], tokens that may be chosen.
         count: how many are wanted. More are returned only where the first of every span are more, fewer
-            only where fewer are free.
+            only where fewer can be chosen.
         first_n: of every span, so many tokens are chosen whatever their scores.
+        coverage: as in `Selection`; a score below 0 counts as 0.
 
     Raises:
         BlendError: lengths do not fit, or `count` or `first_n` is negative.
@@ -196,39 +202,101 @@ def select_tokens(
         raise BlendError(f"count={count}, first_n={first_n}: want at least 0")
     if scores is not None and scores.shape != free.shape:
         raise BlendError(f"scores: {scores.shape}, want {free.shape} as free")
-    positions, offset = np.arange(len(free)), _offsets(starts, len(free))
+    positions, offset = np.arange(len(free)), offsets(starts, len(free))
     ranked = -offset if scores is None else scores
+    free = free & ((ranked > -np.inf) | (offset < first_n))
     order = np.lexsort((positions, -ranked, offset >= first_n))  # the first of every span, then by score
     order = order[free[order]]
     must = int((offset[free] < first_n).sum())
+    if coverage < 1 and scores is not None and len(order):
+        paid = np.maximum(scores[order], 0).cumsum(dtype=np.float64)
+        count = min(count, int(np.searchsorted(paid, coverage * paid[-1])) + 1)
     return np.sort(order[: max(count, must)]).astype(np.int32)
-
-
-def _offsets(starts: NDArray[np.int32], tokens: int) -> NDArray[np.int64]:
-    """How far each of so many tokens is from its span's start, int64 [tokens]; huge before the first."""
-    positions = np.arange(tokens)
-    span = np.searchsorted(starts, positions, side="right") - 1  # -1 before the first
-    origin = starts[span] if len(starts) else np.zeros(tokens, np.int64)
-    return np.where(span >= 0, positions - origin, np.iinfo(np.int64).max)
 
 
 def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, int]:
     """How many tokens a selection chooses in a model of `layers` layers, and in how many of them it looks.
 
     `selection.ratio` of the reused tokens is a budget of rows through layers, out of which choosing is paid
-    too, so that methods can be compared at equal cost: question attention runs the computed rows through the
-    layers that it looks into, deviations run every row through layer 0.
+    too, so that methods can be compared at equal cost: the question's attention takes the computed rows
+    through the layers that it looks into, deviations take every row through layer 0. Where the number of
+    tokens differs by layer, it is the mean. What other models or full recompute see (`NeedsAuxiliary`,
+    `NeedsRecompute`) is not paid for.
     """
     rows = round(selection.ratio * int(plan.reused.sum()))
-    if selection.method == "first_n" or not 0 < rows < int(plan.reused.sum()):
+    needs = named(selection.method).needs
+    if needs is None or not 0 < rows < int(plan.reused.sum()):
         return rows, 0
     budget = rows * layers
-    if selection.method != "question_attention":
+    if isinstance(needs, NeedsDeviation):
         every = int((~plan.exact).sum()) - len(plan.computed)
         return max(0, round((budget - every) / max(1, layers - 1))), 1
+    if not isinstance(needs, NeedsQuestion):
+        return rows, layers
+    wanted = min(selection.layers, layers - 1) if needs.depth is None else round(needs.depth * layers)
     affordable = budget // (2 * len(plan.computed))  # at least half of it is for what is chosen
-    looked = max(1, min(selection.layers, affordable, layers - 1))
+    looked = max(1, min(wanted, affordable))
     return max(0, round((budget - looked * len(plan.computed)) / layers)), looked
+
+
+def looks(selection: Selection, plan: BlendPlan, layers: int) -> int:
+    """In how many of a model's `layers` to look before tokens are chosen; 0: scores would change nothing."""
+    count, looked = count_of(selection, plan, layers)
+    first = select_tokens(None, plan.starts, plan.reused, 0, selection.first_n)
+    return looked if len(first) < count else 0
+
+
+def question_of(selection: Selection) -> NeedsQuestion:
+    """What the selection's method needs to see of the question's attention, all of it said.
+
+    Raises:
+        BlendError: it does not go by that.
+    """
+    needs = named(selection.method).needs
+    if not isinstance(needs, NeedsQuestion):
+        raise BlendError(f"method={selection.method!r}: does not go by the question's attention")
+    return needs if needs.value_norm is not None else replace(needs, value_norm=selection.value_norm)
+
+
+def filtered(selection: Selection, plan: BlendPlan, layers: int) -> list[int]:
+    """How many tokens a selection by deviation chooses in layer 1 and, where it is gradual, in each after it.
+
+    On a straight line from a third more than the mean to a third fewer, never more than in the layer before.
+    """
+    count, _ = count_of(selection, plan, layers)
+    needs = named(selection.method).needs
+    if not (isinstance(needs, NeedsDeviation) and needs.gradual):
+        return [count]
+    spread = min(1 / 3, int(plan.reused.sum()) / max(1, count) - 1)
+    line = count * np.linspace(1 + spread, 1 - spread, layers - 1) if layers > 2 else np.full(1, count)
+    parts = np.diff(np.round(np.cumsum(line)), prepend=0)
+    return [int(part) for part in sorted(parts, reverse=True)]
+
+
+def choose(
+    selection: Selection,
+    plan: BlendPlan,
+    layers: int,
+    seen: NDArray[np.float32] | None = None,
+    among: tuple[NDArray[np.bool_], int] | None = None,
+) -> NDArray[np.int32]:
+    """The reused tokens to compute again, int32 ascending, in a model of `layers` layers.
+
+    Args:
+        seen: what the selection's method needs, see `kvkit.blend.methods.method`. None where `looks` is 0.
+        among: bool [N] and a number: of these so many are chosen; None: of the reused as `count_of` says.
+
+    Raises:
+        BlendError: the method's scores are not [N].
+    """
+    free, count = among or (plan.reused, count_of(selection, plan, layers)[0])
+    method, scores = named(selection.method), None
+    if seen is not None or method.needs is None:
+        nothing = np.zeros((0, plan.tokens), np.float32)
+        view = View(plan.starts, free, nothing if seen is None else seen, selection.fade)
+        scores = method.scores(view)
+    coverage = 1.0 if seen is None else selection.coverage
+    return select_tokens(scores, plan.starts, free, count, selection.first_n, coverage)
 
 
 def split(tokens: Tokens, minimum: int = 64, maximum: int = 512) -> NDArray[np.int64]:

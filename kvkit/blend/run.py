@@ -4,17 +4,18 @@ For every layer: the rows' q, k, v -> rotate q and k, write K and V into the pag
 all keys at or before them -> the rest of the layer. The rows are the prompt's computed tokens (gaps and the
 question) and the selected ones, together and in order; the KV of all other tokens stays as it was found.
 
-Which rows are selected is decided first, and all of them then start at layer 0:
+Which rows are selected is decided first, by what the selection's method needs to see (`kvkit.blend.methods`),
+and all of them then start at layer 0:
 
-    question_attention   the computed rows alone run through `layers` layers against the KV as found; there
-                         the question's attention is summed over its rows, and over layers that of the
-                         head that pays most: few heads look for what the question is about. The rows run
-                         again with the selected ones, so that each that counts has seen the updated keys.
-                         Choosing costs computed rows * layers looked into.
-    k_, v_deviation      every row that is not exact runs through layer 0, and its K and V of layer 1 are
-                         computed and compared with what was there; the selected rows go on from layer 1.
-                         Choosing costs the other rows' layer 0.
-    first_n              choosing costs nothing.
+    the question's attention   the computed rows alone run through the first layers against the KV as found.
+                               They run again with the selected ones, so that each that counts has seen the
+                               updated keys. Choosing costs computed rows * layers looked into.
+    deviations                 every row that is not exact runs through layer 0, and its K and V of layer 1
+                               are computed and compared with what was there; the selected rows go on from
+                               layer 1. Where the choice is gradual, each layer after it does the same with
+                               the rows that are left. Choosing costs the other rows' layer 0.
+    an auxiliary model         tells; or full recompute, in other pages, does. Neither is counted.
+    nothing                    choosing costs nothing.
 
 A selection's ratio is a budget of which the cost of choosing is a part. With every reused token selected the
 result is that of a full prefill, up to rounding.
@@ -22,15 +23,19 @@ result is that of a full prefill, up to rounding.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.blend.plan import BlendError, BlendPlan, Selection, by_place, count_of, select_tokens
+from kvkit.blend.drift import Drift
+from kvkit.blend.methods.method import NeedsAuxiliary, NeedsDeviation, NeedsQuestion
+from kvkit.blend.methods.registry import named
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, choose, filtered, looks, question_of
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
 from kvkit.kernels.attention.layer import RowTurns, Scoring
@@ -39,6 +44,10 @@ from kvkit.kernels.attention.rows import Rows
 Positions = NDArray[np.int32]
 Sees = Callable[[Positions], Positions]
 """From the rows' positions, ascending, to the last key that each row attends to, ascending too."""
+Reader = Callable[[NDArray[np.int32], BlendPlan], NDArray[np.float32]]
+"""An auxiliary model: from a prompt's token ids and its plan to what `NeedsAuxiliary` shows."""
+_Look = Callable[[int, torch.Tensor, torch.Tensor], None]
+ANCHORS_FIRST = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +120,13 @@ def blend(
     selection: Selection | None = None,
     *,
     sees: Sees | None = None,
+    auxiliary: Reader | None = None,
 ) -> Blended:
     """Complete a prompt's KV: compute what is missing, recompute what `selection` chooses.
 
-    Mutates the pages of the computed and the selected tokens, and (K or V deviation) layers 0 and 1 of all
-    that are not exact; no others.
+    Mutates the pages of the computed and the selected tokens, and (by deviation) layers 0 and 1 of all that
+    are not exact, where the choice is gradual also the next layer of those that were left; with `drift` all
+    reused ones; no others.
 
     Args:
         kv: pages that hold the KV of all of the plan's tokens but the computed ones, rotated to its position.
@@ -123,22 +134,28 @@ def blend(
         selection: None is the default one.
         sees: what a row attends to; None: keys at or before its own position, which alone is right. Others
             imitate the masks of other systems.
+        auxiliary: the model by which methods choose that need one.
 
     Raises:
-        BlendError: the plan is of another length than the prompt.
+        BlendError: the plan is of another length than the prompt; a method needs an auxiliary model.
     """
     selection = selection or Selection()
-    run = _Run(decoder, kv, tokens, plan, sees)
-    count, looked = count_of(selection, plan, decoder.layers)
-    starts, reused = plan.starts, plan.reused
-    first = select_tokens(None, starts, reused, 0, selection.first_n)
-    after, scores = None, None
-    if len(first) < count and looked > 0:  # otherwise no score would change anything
-        if selection.method == "question_attention":
-            scores = run.question_scores(selection, looked)
+    run = _Run(decoder, kv, tokens, plan, sees, selection)
+    needs, seen = named(selection.method).needs, None
+    if isinstance(needs, NeedsAuxiliary) and auxiliary is None:
+        raise BlendError(f"method={selection.method!r}: needs {needs}: want `auxiliary`")
+    if looked := looks(selection, plan, decoder.layers):
+        if isinstance(needs, NeedsDeviation):
+            return run.by_deviation(selection)
+        if isinstance(needs, NeedsQuestion):
+            seen = run.attention(question_of(selection), looked, plan.computed)
         else:
-            after, scores = run.deviations(selection.method)
-    return run.recompute(select_tokens(scores, starts, reused, count, selection.first_n), after)
+            seen = (
+                auxiliary(tokens, plan)
+                if isinstance(needs, NeedsAuxiliary) and auxiliary
+                else run.recomputed()
+            )
+    return run.recompute(choose(selection, plan, decoder.layers, seen))
 
 
 @torch.inference_mode()
@@ -155,6 +172,11 @@ def recompute(
     return _Run(decoder, kv, tokens, plan, sees).recompute(selected)
 
 
+def together(paid: torch.Tensor, asked: NeedsQuestion) -> torch.Tensor:
+    """What heads paid, [Hq, N], brought together as `NeedsQuestion.heads` says, but for `norm`."""
+    return paid if asked.heads == "each" else paid.amax(0) if asked.heads == "max" else paid.mean(0)
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     """One prompt under way; counts what it computes."""
@@ -164,71 +186,100 @@ class _Run:
     tokens: NDArray[np.int32]
     plan: BlendPlan
     sees: Sees | None
+    selection: Selection | None = None  # whose drift there is
     row_layers: int = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != self.plan.tokens:
             raise BlendError(f"tokens: {len(self.tokens)}, the plan is of {self.plan.tokens}")
 
-    def recompute(self, selected: Positions, after: torch.Tensor | None = None) -> Blended:
-        """Run the computed and the selected rows through every layer, or on from what `deviations` gave."""
+    def recompute(self, selected: Positions) -> Blended:
+        """Run the computed and the selected rows through every layer."""
         rows = np.union1d(self.plan.computed, selected).astype(np.int32)
-        if after is None:
-            start, h = 0, self._embed(rows)
-        else:
-            which = np.searchsorted(np.flatnonzero(~self.plan.exact), rows)
-            start, h = 1, after[self._tensor(which)]
-        h = self.layers(rows, h, range(start, self.decoder.layers))
+        h = self.layers(rows, self._embed(rows), range(self.decoder.layers))
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
-    def question_scores(self, selection: Selection, layers: int) -> NDArray[np.float32]:
-        """float32 [N]: how much the question attends to each token in the first `layers` layers, by place."""
-        rows, question = self.plan.computed, self.plan.question
-        which = self._tensor(np.searchsorted(rows, question))
-        asked = self._rows(question)
-        total = torch.zeros(self.plan.tokens, device=self.decoder.device)
+    def attention(self, asked: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
+        """What `asked` shows of the first `layers` layers, through which `rows` run."""
+        question = self.plan.question
+        which = np.searchsorted(rows, question).tolist()
+        whole, single = self._rows(question), [self._rows(question[i : i + 1]) for i in range(len(question))]
+        found = []
 
         def look(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+            if asked.last is not None and layer < layers - asked.last:
+                return
             k, v = self.kv.layers[layer]
-            values = v if selection.value_norm else None
-            scoring = self.decoder.attention(layer).scoring
-            paid = query_scores(q[which], k, values, asked, scoring, lse[which])
-            total.add_(paid.amax(0))
+            values, scoring = v if asked.value_norm else None, self.decoder.attention(layer).scoring
+            if asked.heads == "norm":
+                each = zip(which, single, strict=True)
+                by_row = [query_scores(q[i : i + 1], k, values, row, scoring) for i, row in each]
+                found.append(torch.stack(by_row).mean(1).square().sum(0).sqrt())
+            else:
+                seen_by = lse[which] if asked.anchors == 1 else None
+                found.append(together(query_scores(q[which], k, values, whole, scoring, seen_by), asked))
 
-        self.layers(rows, self._embed(rows), range(layers), look)
-        scores: NDArray[np.float32] = total.cpu().numpy()
-        return by_place(scores, self.plan.starts, selection.fade)
+        self.layers(rows, self._embed(rows), range(layers), look, asked.anchors)
+        seen: NDArray[np.float32] = torch.stack(found).cpu().numpy()
+        return seen
 
-    def deviations(self, method: str) -> tuple[torch.Tensor, NDArray[np.float32]]:
-        """h after layer 0 of every row that is not exact, and how much K or V of layer 1 changes, [N]."""
+    def recomputed(self) -> NDArray[np.float32]:
+        """What `NeedsRecompute` shows, of a full prefill in copies of the pages. Mutates nothing."""
+        pages = [(k.clone(), v.clone()) for k, v in self.kv.layers]
+        other = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, sees=None)
         every = np.flatnonzero(~self.plan.exact).astype(np.int32)
-        h = self.layers(every, self._embed(every), range(1))
-        q, k, v = self.decoder.qkv(1, h)
-        k_pages, v_pages = self.kv.layers[1]
-        slots = self._rows(every).slots
-        changed = torch.empty(len(every), device=self.decoder.device)
-        if method == "v_deviation":
-            tokens = v_pages.shape[2]
-            changed = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
-        turns = self._turns(self.decoder.attention(1).rope, every)
-        k_changed = changed if method == "k_deviation" else None
-        rope_scatter(q, k, v, turns, slots, k_pages, v_pages, k_changed)
-        scores = np.zeros(self.plan.tokens, np.float32)
-        scores[every] = changed.cpu().numpy()
-        return h, scores
+        paid = other.attention(NeedsQuestion(heads="mean", value_norm=False), self.decoder.layers, every)
+        changes, reused = np.zeros_like(paid), np.flatnonzero(self.plan.reused).astype(np.int32)
+        slots, tokens = self._rows(reused).slots, pages[0][1].shape[2]
+        for change, (_, new), (_, old) in zip(changes, pages, self.kv.layers, strict=True):
+            new, old = (v[slots // tokens, :, slots % tokens] for v in (new, old))
+            change[reused] = token_deviation(new, old).sqrt().cpu().numpy()
+        return np.stack([paid, changes])
+
+    def by_deviation(self, selection: Selection) -> Blended:
+        """Run every row that is not exact through layer 0, and those that are chosen on from there."""
+        plan, layers = self.plan, self.decoder.layers
+        rows, selected = np.flatnonzero(~plan.exact).astype(np.int32), None
+        h, free = self.layers(rows, self._embed(rows), range(1)), plan.reused
+        counts = filtered(selection, plan, layers)
+        for layer, count in enumerate(counts, start=1):
+            chosen = choose(selection, plan, layers, self._deviations(layer, rows, h), (free, count))
+            selected = chosen if selected is None else selected
+            free = np.isin(np.arange(plan.tokens), chosen)
+            kept = np.union1d(plan.computed, chosen).astype(np.int32)
+            rows, h = kept, h[self._tensor(np.searchsorted(rows, kept))]
+            h = self.layers(rows, h, range(layer, layer + 1 if layer < len(counts) else layers))
+        assert selected is not None
+        return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
+
+    def _deviations(self, layer: int, rows: Positions, h: torch.Tensor) -> NDArray[np.float32]:
+        """What `NeedsDeviation` shows of these rows. Mutates their pages of the layer."""
+        q, k, v = self.decoder.qkv(layer, h)
+        k_pages, v_pages = self.kv.layers[layer]
+        slots, tokens = self._rows(rows).slots, v_pages.shape[2]
+        of_v = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
+        of_k = torch.empty_like(of_v)
+        turns = self._turns(self.decoder.attention(layer).rope, rows)
+        rope_scatter(q, k, v, turns, slots, k_pages, v_pages, of_k)
+        seen = np.zeros((2, self.plan.tokens), np.float32)
+        seen[:, rows] = torch.stack([of_k, of_v]).cpu().numpy()
+        return seen
 
     def layers(
         self,
         positions: Positions,
         h: torch.Tensor,
         layers: range,
-        look: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+        look: _Look | None = None,
+        anchors: float = 1.0,
     ) -> torch.Tensor:
         """Run rows through layers; h after them, of the last row alone after the model's last layer.
 
-        Mutates the rows' pages. `look` is shown every layer's rotated q and the logsumexp of its attention.
+        Mutates the rows' pages. `look` is shown every layer's rotated q and the logsumexp of its attention;
+        then all rows run through the last layer, too. `anchors`: as in `NeedsQuestion`.
         """
         slots = self._rows(positions).slots
+        drift = self._drift(positions) if look is None else None
         seen = positions if self.sees is None else self.sees(positions)
         rows = self._rows(seen)
         turns: dict[Rope, RowTurns] = {}
@@ -238,15 +289,54 @@ class _Run:
             q, k, v = self.decoder.qkv(layer, h)
             if form.rope not in turns:
                 turns[form.rope] = self._turns(form.rope, positions)
+            before = drift.held((k_pages, v_pages)) if drift else None
             q = rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages)
+            if drift and before:
+                drift.tell((k_pages, v_pages), before, form.rope)
             self.row_layers += len(positions)
-            if layer == self.decoder.layers - 1:  # only the last token's logits are wanted
+            if layer == self.decoder.layers - 1 and look is None:  # only the last token's logits are wanted
                 q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
-            o, lse = blend_attention(q, k_pages, v_pages, rows, form.scoring)
+            if anchors < 1:
+                o, lse = blend_attention(
+                    q, *self._anchored(positions, anchors, k_pages, v_pages), form.scoring
+                )
+            else:
+                o, lse = blend_attention(q, k_pages, v_pages, rows, form.scoring)
             if look is not None:
                 look(layer, q, lse)
             h = self.decoder.post(layer, h, o)
         return h
+
+    def _drift(self, positions: Positions) -> Drift | None:
+        chosen = self.selection
+        if chosen is None or not chosen.drift:
+            return None
+        slots = self._rows(np.arange(self.plan.tokens, dtype=np.int32)).slots
+        return Drift.of(chosen.drift, chosen.first_n, self.plan, positions, slots)
+
+    def _anchored(
+        self, positions: Positions, share: float, k_pages: torch.Tensor, v_pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """K and V of what rows see that see only anchors, in one block, and the rows in it.
+
+        A sliding window counts the tokens that are there.
+        """
+        plan, starts = self.plan, [*self.plan.starts.tolist(), self.plan.tokens]
+        slots = self._rows(np.arange(plan.tokens, dtype=np.int32)).slots
+        block, n = slots // k_pages.shape[2], slots % k_pages.shape[2]
+        size = k_pages[block, :, n].float().norm(dim=-1).mean(1).cpu().numpy()
+        kept = plan.exact.copy()
+        kept[plan.computed] = True
+        for start, stop in itertools.pairwise(starts):
+            free = start + np.flatnonzero(plan.reused[start:stop])
+            kept[free[:ANCHORS_FIRST]] = True
+            kept[free[np.argsort(size[free], kind="stable")[: round(share * len(free))]]] = True
+        there = np.flatnonzero(kept)
+        few = self._tensor(there)
+        k, v = (pages[block[few], :, n[few]].transpose(0, 1)[None] for pages in (k_pages, v_pages))
+        ends, table = np.array([0, len(positions)]), np.zeros((1, 1), np.int64)
+        at = np.searchsorted(there, positions)
+        return k, v, Rows.of(at, ends, np.array([len(there)]), table, len(there), self.decoder.device)
 
     def _rows(self, positions: Positions) -> Rows:
         ends, lengths = np.array([0, len(positions)]), np.array([self.plan.tokens])

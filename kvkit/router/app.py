@@ -1,6 +1,7 @@
 """`kvkit router`: an OpenAI-compatible server in front of vLLM engines that prefill (P) and that decode (D).
 
     POST /v1/completions, /v1/chat/completions    over a P or straight to a D: `routing.decide`
+    /v1/documents                                 KV for blending, computed ahead (`documents`)
     GET  /v1/models; POST /tokenize, /detokenize  what a D answers
     GET  /health                                  the state of each engine; HTTP status 503 while no D is up
     GET  /metrics                                 Prometheus' text (`router_metrics`)
@@ -24,12 +25,17 @@ from prometheus_client.exposition import choose_encoder
 from kvkit.environment import is_loopback
 from kvkit.observe.access import listen
 from kvkit.router import openai
-from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft
+from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft, Nobody
 from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
-from kvkit.router.engines import PLAIN, CacheLookup, Engine, EngineFailed, Lookup, Refused
+from kvkit.router.documents import Documents, PostedDocument
+from kvkit.router.engines import PLAIN, CacheLookup, EngineFailed, Lookup, Refused, engines_of
+from kvkit.router.events import Follower, FollowingLookup
+from kvkit.router.first_use import FirstUse
+from kvkit.router.marks import Marked, take_marks
 from kvkit.router.metrics import RouterMetrics
-from kvkit.router.openai import Kind
+from kvkit.router.openai import Asked, Kind
 from kvkit.router.settings import RouterConfig
+from kvkit.router.tokens import Headers, NoTokens, Tokenizer
 from kvkit.settings import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,6 +58,7 @@ class Router:
     def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
         self._config = config
         self._lookup = lookup
+        self._first_uses = 0 if config.blend is None else config.blend.first_use
 
     def app(self) -> web.Application:
         """The application. Run it with `handler_cancellation`, or clients that leave are not noticed."""
@@ -59,6 +66,10 @@ class Router:
         app.cleanup_ctx.append(self._engines_open)
         for kind, path in openai.PATHS.items():
             app.router.add_post(path, partial(self._serve, kind))
+        if self._config.blend is not None:
+            app.router.add_post("/v1/documents", self._post_document)
+            app.router.add_get("/v1/documents/{id}", self._get_document)
+            app.router.add_delete("/v1/documents/{id}", self._delete_document)
         app.router.add_get("/v1/models", self._pass_on)
         app.router.add_post("/tokenize", self._pass_on)
         app.router.add_post("/detokenize", self._pass_on)
@@ -79,20 +90,30 @@ class Router:
             headers=PLAIN,
             auto_decompress=False,
         ) as session:
-            prefills = [Engine(name, "prefill", e, config, session) for name, e in config.prefill.items()]
-            decodes = [Engine(name, "decode", e, config, session) for name, e in config.decode.items()]
+            prefills = engines_of("prefill", config, session)
+            decodes = engines_of("decode", config, session)
             self._engines = engines = [*prefills, *decodes]
             self._metrics = RouterMetrics(engines)
-            lookup = self._lookup
-            checks = []
-            if lookup is None and any(engine.config.cache for engine in engines):
-                lookup = asked = CacheLookup(session)
-                checks = [asked.check(engine, config.health_timeout_s) for engine in engines]
-            self._dispatcher = Dispatcher(config, engines, self._metrics, lookup)
+            has_cache = any(engine.config.cache for engine in engines)
+            caches = CacheLookup(session) if has_cache else None
+            lookup, checks = self._lookup, []
+            if lookup is None and caches is not None:
+                lookup = caches
+                checks = [caches.check(engine, config.health_timeout_s) for engine in engines]
+            followers = {e.name: Follower(e, config) for e in engines if e.config.events is not None}
+            if followers and self._lookup is None:
+                lookup = FollowingLookup(followers, caches)
+            self._tokenizer = Tokenizer(decodes, config.prefill_timeout_s)
+            limit_s = config.lookup_timeout_s
+            self._documents = Documents(self._tokenizer, decodes, lookup, caches, limit_s)
+            self._dispatcher = Dispatcher(config, engines, self._tokenizer, self._metrics, lookup)
             for doubt in config.doubts:
                 log.warning(doubt)
             await asyncio.gather(*(engine.probe() for engine in engines), *checks)
+            self._first_use = FirstUse(self._compute_later, self._documents, self._metrics)
             watches = [asyncio.create_task(engine.watch()) for engine in engines]
+            watches += [asyncio.create_task(follower.run()) for follower in followers.values()]
+            watches += [asyncio.create_task(self._first_use.run()) for _ in range(self._first_uses)]
             yield
             for watch in watches:
                 watch.cancel()
@@ -102,10 +123,15 @@ class Router:
         """A completion, from its request to its last byte."""
 
         async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
-            asked = openai.parse(kind, data)
+            asked = openai.take_wishes(openai.parse(kind, data), self._config.requests)
+            asked, marked = self._take_marks(asked)
+            asked, ids = await self._tokenizer.place(asked, marked, headers)
             session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
-            routed = RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers)
-            return await self._dispatcher.answer(routed)
+            routed = RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers, ids)
+            response = await self._dispatcher.answer(routed)
+            if self._first_uses and asked.kv_cache is None:
+                self._first_use.offer(asked, ids, headers)
+            return response
 
         status = _CLIENT_LEFT
         try:
@@ -115,6 +141,41 @@ class Router:
             return response
         finally:
             self._metrics.answers.labels(str(status)).inc()
+
+    def _take_marks(self, asked: Asked) -> tuple[Asked, Marked]:
+        return take_marks(asked, self._config.blend, lambda name: self._documents.text_of(name, asked))
+
+    async def _post_document(self, request: web.Request) -> web.StreamResponse:
+        """Have an engine compute a document."""
+
+        async def compute(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
+            document, seconds = await self._documents.read(data, headers)
+            await self._compute(client, document, headers)
+            return web.json_response(await self._documents.keep(document, seconds))
+
+        return await self._answer(request, compute)
+
+    async def _compute(self, client: Client, document: PostedDocument, headers: Headers) -> None:
+        request = RoutedRequest(client, document.asked, headers[_REQUEST_HEADER], document.id, headers)
+        await self._dispatcher.answer(request)
+
+    async def _compute_later(self, document: PostedDocument, headers: Headers) -> None:
+        """Of an answered prompt's headers, the engines are to know who may ask them."""
+        passed = {name: headers[name] for name in ("Authorization",) if name in headers}
+        await self._compute(Nobody(), document, passed | {_REQUEST_HEADER: document.id})
+
+    async def _get_document(self, request: web.Request) -> web.StreamResponse:
+        async def tell(*_: object) -> web.StreamResponse:
+            document = self._documents.get(request.match_info["id"])
+            return web.json_response(await self._documents.tell(document))
+
+        return await self._answer(request, tell)
+
+    async def _delete_document(self, request: web.Request) -> web.StreamResponse:
+        async def forget(*_: object) -> web.StreamResponse:
+            return web.json_response(self._documents.forget(request.match_info["id"]))
+
+        return await self._answer(request, forget)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """What any D answers: the next one is asked where one fails."""
@@ -149,6 +210,8 @@ class Router:
                     return await client.fail(error.status, str(error))
                 status, body = error.answer  # as it came
                 return web.Response(status=status, body=body, content_type="application/json")
+            except NoTokens as error:
+                return await client.fail(503, str(error))
             except TimeoutError:
                 return await client.fail(504, f"no answer within {limit_s:g} s")
             except ClientLeft:

@@ -74,3 +74,10 @@ class Client:
                 yield
         except (TimeoutError, ConnectionError) as error:
             raise ClientLeft from error
+
+
+class Nobody(Client):
+    """Of a request that the router makes itself, for no stream."""
+
+    def __init__(self) -> None:
+        self._stream = None

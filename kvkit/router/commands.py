@@ -13,7 +13,7 @@ import typer
 def router(
     prefill: Annotated[
         list[str] | None,
-        typer.Option(help="a prefill engine: [NAME=]URL[,cache=URL][,token_file=PATH]; can be repeated"),
+        typer.Option(help="a prefill engine: [NAME=]URL[,cache=URL][,events=ADDRESS]...; can be repeated"),
     ] = None,
     decode: Annotated[
         list[str] | None,

@@ -8,7 +8,6 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,14 +24,16 @@ from kvkit.router.engines import (
     EngineRole,
     EngineShare,
     Lookup,
-    LookupQuery,
     Refused,
     Said,
+    ask_each,
+    held_tokens,
 )
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Asked, Body
 from kvkit.router.routing import Candidate, Decision, decide, measured
 from kvkit.router.settings import RouterConfig
+from kvkit.router.tokens import NoTokens, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class RoutedRequest:
         id: in the log, and for the engines.
         session: the conversation that it belongs to.
         headers: for the engines.
+        token_ids: of its prompt, where an engine was asked; None: it was not.
         held: by engine, tokens of the prompt that it can have without computing.
         failed: engines that have failed it.
         answer: what there is of a stream.
@@ -75,6 +77,7 @@ class RoutedRequest:
     id: str
     session: str
     headers: Mapping[str, str]
+    token_ids: tuple[int, ...] | None = None
     held: dict[str, int | None] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     answer: Answer = field(init=False)
@@ -112,11 +115,13 @@ class Dispatcher:
         self,
         config: RouterConfig,
         engines: Sequence[Engine],
+        tokenizer: Tokenizer,
         metrics: RouterMetrics,
         lookup: Lookup | None,
     ) -> None:
         self._config = config
         self._engines = {engine.name: engine for engine in engines}
+        self._tokenizer = tokenizer
         self._metrics = metrics
         self._lookup = lookup
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -174,37 +179,26 @@ class Dispatcher:
 
     async def _look_up(self, routed: RoutedRequest) -> None:
         """Ask the engines what they hold of the prompt. Mutates `routed`: nothing is known of who is late."""
-        if self._lookup is None or not routed.hands_over:
+        if self._lookup is None or not (routed.hands_over or routed.asked.blends):
             return
+        limit_s = self._config.lookup_timeout_s
         with self._metrics.seconds.labels("lookup").time():
             tokens = await self._tokens(routed)
             if tokens is None:
                 return
             routed.prompt_tokens = len(tokens)
-            query = LookupQuery(tokens, routed.asked.model, routed.asked.salt)
-
-            async def ask(engine: Engine, lookup: Lookup) -> None:
-                try:
-                    routed.held[engine.name] = await lookup(engine, query)
-                except Exception:  # one of its own is none of the request's
-                    log.warning("what engine %s holds is not known", engine.name, exc_info=True)
-
-            asking = [ask(engine, self._lookup) for engine in self._engines.values() if engine.up]
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*asking), self._config.lookup_timeout_s)
+            lookup, up = self._lookup, list(self._engines.values())
+            routed.held = await ask_each(up, lambda e: held_tokens(lookup, e, routed.asked, tokens), limit_s)
 
     async def _tokens(self, routed: RoutedRequest) -> tuple[int, ...] | None:
         """The prompt's tokens; None where no engine says so in time."""
-        if routed.asked.prompt_ids is not None:
-            return routed.asked.prompt_ids
-        up = self._left(routed)
-        if not up:
-            return None
-        engine = min(up, key=lambda e: e.requests)
-        data, limit_s = openai.tokenize_body(routed.asked), self._config.lookup_timeout_s
+        known = routed.asked.prompt_ids if routed.token_ids is None else routed.token_ids
+        if known is not None:
+            return known
+        body, limit_s = openai.tokenize_body(routed.asked), self._config.lookup_timeout_s
         try:
-            return await engine.ask("POST", "/tokenize", data, routed.headers, limit_s, openai.read_tokens)
-        except (EngineFailed, Refused) as error:
+            return await self._tokenizer.ids(body, routed.headers, limit_s)
+        except (NoTokens, Refused) as error:
             log.warning("no lookup: /tokenize: %s", error)
             return None
 
@@ -288,7 +282,7 @@ class Dispatcher:
         body = openai.decode_body(routed.rest, params)
         reply = await self._reply(routed, decode, body, self._config.request_timeout_s)
         self._remember(routed, decode)
-        reply.pop("kv_transfer_params", None)
+        openai.show_blend(reply)
         return web.json_response(reply)
 
     async def _reply(self, routed: RoutedRequest, engine: Engine, body: Body, limit_s: float) -> Body:
@@ -325,7 +319,7 @@ class Dispatcher:
     def _learn(self, routed: RoutedRequest, decode: Engine, handed: bool, seconds: float) -> None:
         """Note how fast D was, where it is known how much was new for it. Mutates `decode`."""
         self._metrics.seconds.labels("first_event").observe(seconds)
-        if routed.held.get(decode.name) is None:
+        if routed.held.get(decode.name) is None or routed.asked.blends:
             return
         new = routed.candidate(decode).new_tokens(routed.tokens)
         if handed:

@@ -14,7 +14,7 @@ import aiohttp
 
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
-from kvkit.router.openai import Body
+from kvkit.router.openai import Asked, Body
 from kvkit.router.routing import Candidate
 from kvkit.router.settings import EngineConfig, RouterConfig
 from kvkit.settings import ConfigError
@@ -39,6 +39,7 @@ MAX_MESSAGE_CHARS = 500
 PLAIN = {"Accept-Encoding": "identity"}
 """Of all requests: what is compressed has no length that could be held against a limit."""
 
+_RANK_HEADER = "X-data-parallel-rank"
 _UNKNOWN = "%s: what engine %s holds is not known"
 _NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, TopError, ValueError)
 Said = tuple[int, bytes]
@@ -80,7 +81,10 @@ class EngineShare:
 
 
 class Engine:
-    """One engine. Lives in one event loop.
+    """One engine, or one rank of its data parallelism. Lives in one event loop.
+
+    Args:
+        rank: None: it has one alone.
 
     Attributes:
         up: whether it answered when it was last asked for its health, and no request has failed to reach it
@@ -95,6 +99,7 @@ class Engine:
         config: EngineConfig,
         settings: RouterConfig,
         session: aiohttp.ClientSession,
+        rank: int | None = None,
     ) -> None:
         self.name = name
         self.role = role
@@ -103,6 +108,7 @@ class Engine:
         self.prefill: float | None = None
         self.handoff: float | None = None
         self._shares: set[EngineShare] = set()
+        self._headers = {} if rank is None else {_RANK_HEADER: str(rank)}
         self._settings = settings
         self._session = session
         self._suspected = asyncio.Event()
@@ -156,7 +162,7 @@ class Engine:
                         method,
                         self.config.url + path,
                         data=body if isinstance(body, bytes) else json.dumps(body).encode(),
-                        headers={**headers, "Content-Type": "application/json"},
+                        headers={**headers, **self._headers, "Content-Type": "application/json"},
                         allow_redirects=False,
                     ) as response:
                         if response.status != 200:
@@ -261,6 +267,16 @@ async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes
     return bytes(found)
 
 
+def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.ClientSession) -> list[Engine]:
+    """The engines of a role: each rank of data parallelism is one."""
+    configs = settings.prefill if role == "prefill" else settings.decode
+    return [
+        Engine(name, role, config, settings, session, rank)
+        for given, engine in configs.items()
+        for name, config, rank in engine.ranks(given)
+    ]
+
+
 def _start(raw: bytes) -> str:
     """How a body begins, for a message."""
     return raw[:200].decode(errors="replace")
@@ -268,15 +284,51 @@ def _start(raw: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LookupQuery:
-    """What an engine is asked about: a prompt's tokens, and the `model` and cache salt of its request."""
+    """What an engine is asked about: a prompt's tokens, and the `model` and cache salt of its request.
+    `wait_s`: how long it may wait for what is being stored. `engine_cache`: whether what vLLM's own cache
+    holds counts, where that is known."""
 
     tokens: Sequence[int]
     model: str | None = None
     salt: str = ""
+    wait_s: float = 0.0
+    engine_cache: bool = False
 
 
 Lookup = Callable[[Engine, LookupQuery], Awaitable[int | None]]
 """How many tokens of a prompt, from its beginning, an engine can have without computing; None: not known."""
+
+
+async def ask_each(
+    engines: Sequence[Engine], ask: Callable[[Engine], Awaitable[int | None]], timeout_s: float
+) -> dict[str, int | None]:
+    """What each engine that is up answers, by its name; None: it is not known in time."""
+
+    async def answer(engine: Engine) -> int | None:
+        try:
+            return await asyncio.wait_for(ask(engine), timeout_s)
+        except Exception:  # one of its own is none of the request's
+            log.warning("what engine %s holds is not known", engine.name, exc_info=True)
+            return None
+
+    up = [engine for engine in engines if engine.up]
+    return dict(zip((e.name for e in up), await asyncio.gather(*map(answer, up)), strict=True))
+
+
+async def held_tokens(lookup: Lookup, engine: Engine, asked: Asked, ids: Sequence[int]) -> int | None:
+    """How many tokens of a request's prompt an engine can have without computing: from its beginning, and of
+    documents that it is told of. None: not known."""
+    documents = list(openai.documents_of(asked, ids))
+    texts = [(*before, *ids[start:stop]) for before, start, stop in documents]
+    found = [lookup(engine, LookupQuery(ids, asked.model, asked.salt, engine_cache=True))]
+    found += [lookup(engine, LookupQuery(text, asked.model, asked.salt)) for text in texts]
+    exact, *tokens = await asyncio.gather(*found)
+    if exact is None:
+        return None
+    held = exact
+    for (before, start, stop), hit in zip(documents, tokens, strict=True):
+        held += max(0, min(stop, start + (hit or 0) - len(before)) - max(start, exact))
+    return held
 
 
 class CacheLookup:
@@ -287,17 +339,28 @@ class CacheLookup:
         self._tokens: dict[str, str] = {}
 
     async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
+        waits = {"wait_s": query.wait_s} if query.wait_s else {}
+        return await self._tokens_of(engine, "/lookup", query, "hit_tokens", **waits)
+
+    async def pin(self, engine: Engine, query: LookupQuery, seconds: float) -> int | None:
+        """Have an engine's tiers evict none of these tokens for so long; how many they hold."""
+        return await self._tokens_of(engine, "/pin", query, "pinned_tokens", seconds=seconds)
+
+    async def _tokens_of(
+        self, engine: Engine, path: str, query: LookupQuery, name: str, **more: float
+    ) -> int | None:
+        """A field of what an engine's endpoint answers."""
         if engine.config.cache is None:
             return None
-        body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt}
+        body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt, **more}
         try:
-            status, raw = await self._ask(engine, "POST", "/lookup", json.dumps(body).encode())
+            status, raw = await self._ask(engine, "POST", path, json.dumps(body).encode())
             if status == 404:  # an adapter, say, of which it has had no request yet
                 log.info(_UNKNOWN + " for %.80r", engine.config.cache, engine.name, query.model)
                 return None
             if status != 200:
                 raise ValueError(f"HTTP {status}")
-            return openai.read_hit(raw)
+            return openai.read_hit(raw, name)
         except _NO_ANSWER as error:
             log.warning(_UNKNOWN + ": %s", engine.config.cache, engine.name, error)
             self._tokens.pop(engine.name, None)

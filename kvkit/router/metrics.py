@@ -9,6 +9,7 @@
 | kvkit_router_prompt_tokens_total | | tokens of prompts; about, where no engine was asked |
 | kvkit_router_new_tokens_total | computed | of them, those to be computed, by prefill or decode |
 | kvkit_router_seconds | phase | histogram: lookup, prefill, first_event (of D), total |
+| kvkit_router_first_uses_total | outcome | documents of answered prompts: computed, held, failed, left_out |
 | kvkit_router_engine_up | engine, role | 1 while it is given requests, else 0 |
 | kvkit_router_engine_requests | engine, role | under way |
 | kvkit_router_engine_tokens_per_second | engine, kind | measured: prefill (of prompts), handoff |
@@ -44,6 +45,7 @@ class RouterMetrics:
         self.takeovers = counter("takeovers", "Streams whose engine failed", "outcome")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.new_tokens = counter("new_tokens", "Tokens to be computed", "computed")
+        self.first_uses = counter("first_uses", "Documents of answered prompts", "outcome")
         self.seconds = Histogram(
             "kvkit_router_seconds", "Time by phase", ("phase",), buckets=_SECONDS, registry=self.registry
         )

@@ -7,10 +7,14 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
+
+from kvkit.moving import requests
+from kvkit.moving.requests import RequestLimits
+from kvkit.settings import ConfigError
 
 Kind = Literal["completions", "chat"]
 Body = dict[str, Any]
@@ -24,6 +28,8 @@ MAX_VALUES = 2 << 20
 1.6 GB once they are read. A prompt has a comma per token at most."""
 MAX_INTEGER = 2**53 - 1
 """The largest integer that every reader of JSON understands."""
+BLEND_TOKENS = ("exact", "blended", "recomputed", "computed")
+"""What an engine says of a prompt that it blended, in tokens."""
 _CHARS_PER_TOKEN = 4
 _OPENING_CHARS = 1024
 _OPENING_TOKENS = 256
@@ -64,11 +70,16 @@ class Asked:
     Attributes:
         body: as it came; not to be changed.
         token_ids: take the place of the prompt; None: the engine tokenizes what `body` holds.
+        blend: what kvkit's connector in the engine is told of documents in the prompt; False: that there are
+            none, None: nothing.
+        kv_cache: what it is told that the request wants of the cache; None: nothing.
     """
 
     kind: Kind
     body: Mapping[str, Any]
     token_ids: tuple[int, ...] | None = None
+    blend: Mapping[str, Any] | Literal[False] | None = None
+    kv_cache: Mapping[str, Any] | None = None
 
     @property
     def path(self) -> str:
@@ -111,10 +122,16 @@ class Asked:
 
     @property
     def hands_over(self) -> bool:
-        """Whether P can compute the prompt for a D: one answer, and nothing of the prompt's own is wanted."""
+        """Whether P can compute the prompt for a D: one answer, and nothing of the prompt's own is wanted.
+        What is blended is D's alone."""
         own = ("echo", "use_beam_search", "prompt_logprobs", "prompt_embeds")
         asked = [self.body.get(name) for name in own]  # (0 logprobs are logprobs)
-        return self.single and all(value is None or value is False for value in asked)
+        return not self.blends and self.single and all(value is None or value is False for value in asked)
+
+    @property
+    def blends(self) -> bool:
+        """Whether its prompt may be blended."""
+        return isinstance(self.blend, Mapping)
 
     @property
     def max_tokens(self) -> int | None:
@@ -138,9 +155,8 @@ class Asked:
         return self.token_ids
 
 
-def parse(kind: Kind, raw: bytes) -> Asked:
-    """The request in `raw`. What routing depends on is checked; the rest is the engine's to judge.
-    Raises BadRequest: it is no JSON object, of too many values, or a field has the wrong type."""
+def read_body(raw: bytes) -> Body:
+    """The JSON object that a client sent. Raises BadRequest: it is none, or one of too many values."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise BadRequest(f"the body has over {MAX_VALUES} lists, objects and commas", 413)
     try:
@@ -152,7 +168,14 @@ def parse(kind: Kind, raw: bytes) -> Asked:
     except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest(f"the body is {_shown(body)}, want an object")
+        raise BadRequest(f"the body is {shown(body)}, want an object")
+    return body
+
+
+def parse(kind: Kind, raw: bytes) -> Asked:
+    """The request in `raw`. What routing depends on is checked; the rest is the engine's to judge.
+    Raises BadRequest: it is no JSON object, of too many values, or a field has the wrong type."""
+    body = read_body(raw)
     extra = body.get("vllm_xargs")
     for name in _ROUTERS_OWN:
         if body.get(name) is not None:
@@ -162,16 +185,33 @@ def parse(kind: Kind, raw: bytes) -> Asked:
     for name, wanted in _TYPES.items():
         value = body.get(name)
         if value is not None and type(value) is not wanted:
-            raise BadRequest(f"{name} = {_shown(value)}: want {wanted.__name__}")
+            raise BadRequest(f"{name} = {shown(value)}: want {wanted.__name__}")
         if type(value) is int and abs(value) > MAX_INTEGER:
-            raise BadRequest(f"{name} = {_shown(value)}: want at most {MAX_INTEGER}")
+            raise BadRequest(f"{name} = {shown(value)}: want at most {MAX_INTEGER}")
     if kind == "chat":
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise BadRequest(f"messages = {_shown(messages)}: want a list of objects")
+            raise BadRequest(f"messages = {shown(messages)}: want a list of objects")
     elif body.get("prompt_embeds") is None and not isinstance(body.get("prompt"), str | list):
-        raise BadRequest(f"prompt = {_shown(body.get('prompt'))}: want a string or a list")
+        raise BadRequest(f"prompt = {shown(body.get('prompt'))}: want a string or a list")
     return Asked(kind, body)
+
+
+def take_wishes(asked: Asked, limits: RequestLimits | None) -> Asked:
+    """`asked` with what it wants of the cache as engines are told of it. `limits`: None: it may want nothing.
+    Raises BadRequest: that is wrong, or not allowed."""
+    said = asked.body.get(requests.FIELD)
+    if said is None:
+        return asked
+    if limits is None:
+        words = "this router passes none on; its settings have no table [requests]"
+        raise BadRequest(f"{requests.FIELD}: {words}")
+    try:
+        requests.read(said, limits, requests.FIELD, "requests")
+    except ConfigError as error:
+        raise BadRequest(str(error)) from error
+    body = {name: value for name, value in asked.body.items() if name != requests.FIELD}
+    return replace(asked, body=body, kv_cache=said)
 
 
 def session_of(asked: Asked, header: str | None) -> str:
@@ -200,6 +240,15 @@ def tokenize_body(asked: Asked) -> Body:
     return {name: asked.body[name] for name in _RENDERING[asked.kind] if name in asked.body}
 
 
+def documents_of(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
+    """What each of a prompt's documents was computed behind, in tokens, and where it stands: start, stop."""
+    told = asked.blend or {}
+    prefix, spans = ids[: told.get("prefix", 0)], told.get("documents", ())
+    joints = told.get("joints") or ((),) * len(spans)
+    for (start, stop), joint in zip(spans, joints, strict=True):
+        yield (*prefix, *joint), start, stop
+
+
 def prefill_body(asked: Asked, params: Mapping[str, Any]) -> Body:
     """What P is sent: the same prompt, one token, no stream."""
     body = {name: value for name, value in asked.body.items() if name not in _ONLY_FOR_ANSWERS}
@@ -223,6 +272,10 @@ def decode_body(asked: Asked, params: Mapping[str, Any] | None) -> Body:
 
 def _with_prompt(asked: Asked, body: Body, params: Mapping[str, Any] | None) -> Body:
     given = dict(params or {})
+    if asked.blend is not None:
+        given["blend"] = asked.blend
+    if asked.kv_cache is not None:
+        given[requests.FIELD] = asked.kv_cache
     if asked.token_ids is not None:
         if asked.kind == "completions":
             body["prompt"] = list(asked.token_ids)
@@ -288,7 +341,7 @@ def read_answer(asked: Asked, raw: bytes) -> Body:
     """An answer that is no stream. Raises ValueError: it is none: an error in its place is none, either."""
     answer = read_object(raw)
     if answer.get("error") is not None:
-        raise ValueError(f"it answered with an error: {_shown(answer['error'])}")
+        raise ValueError(f"it answered with an error: {shown(answer['error'])}")
     _check_choices(asked, answer, "message")
     if not answer["choices"]:
         raise ValueError("choices = []: want at least one")
@@ -307,17 +360,31 @@ def read_event(asked: Asked, data: bytes) -> Body:
 def read_tokens(raw: bytes) -> tuple[int, ...]:
     """The token ids that `/tokenize` answered. Raises ValueError: there are none."""
     tokens = read_object(raw).get("tokens")
-    if not isinstance(tokens, list) or not _are_token_ids(tokens):
-        raise ValueError(f"tokens = {_shown(tokens)}: want a list of token ids")
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise ValueError(f"tokens = {shown(tokens)}: want a list of token ids")
     return tuple(tokens)
 
 
-def read_hit(raw: bytes) -> int:
-    """The tokens that kvkit's `/lookup` answered. Raises ValueError: there are none."""
-    tokens = _want(read_object(raw), "hit_tokens", int)
+def read_hit(raw: bytes, name: str = "hit_tokens") -> int:
+    """The tokens that kvkit's `/lookup` answered, or its `/pin`. Raises ValueError: there are none."""
+    tokens = _want(read_object(raw), name, int)
     if tokens is None:
-        raise ValueError("hit_tokens: missing")
+        raise ValueError(f"{name}: missing")
     return int(tokens)
+
+
+def show_blend(answer: Body) -> None:
+    """Leave of what an engine's connector says the tokens by the way that they were come by, where it has
+    blended: in `usage.prompt_tokens_details.blend`. Mutates."""
+    said = answer.pop("kv_transfer_params", None)
+    blend = said.get("blend") if isinstance(said, dict) else None
+    if not isinstance(blend, dict) or not isinstance(answer.get("usage"), dict):
+        return
+    tokens = {name: n for name in BLEND_TOKENS if type(n := blend.get(name)) is int}
+    details = answer["usage"].get("prompt_tokens_details")
+    answer["usage"]["prompt_tokens_details"] = (details if isinstance(details, dict) else {}) | {
+        "blend": tokens
+    }
 
 
 def aborted(event: Mapping[str, Any]) -> bool:
@@ -359,7 +426,7 @@ def _check_choices(asked: Asked, answer: Body, part: str) -> None:
     _want(answer, "created", int)
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise ValueError(f"choices = {_shown(choices)}: want a list of objects")
+        raise ValueError(f"choices = {shown(choices)}: want a list of objects")
     if len(choices) > asked.most_choices:
         raise ValueError(f"{len(choices)} choices, want at most {asked.most_choices}")
     _want(answer, "usage", dict)
@@ -370,7 +437,7 @@ def _check_choices(asked: Asked, answer: Body, part: str) -> None:
         for name in ("prompt_token_ids", "token_ids"):
             ids = _want(holder, name, list)
             if ids and not _are_token_ids(ids):
-                raise ValueError(f"{name} = {_shown(ids)}: want token ids")
+                raise ValueError(f"{name} = {shown(ids)}: want token ids")
     for choice in choices:
         _want(choice, "finish_reason", str)
         if (_want(choice, "index", int) or 0) >= asked.most_choices:
@@ -382,7 +449,7 @@ def _check_choices(asked: Asked, answer: Body, part: str) -> None:
         else:
             said = _want(choice, "text", str)
         if said is None and part == "message":
-            raise ValueError(f"a choice says nothing: {_shown(choice)}")
+            raise ValueError(f"a choice says nothing: {shown(choice)}")
 
 
 def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -392,7 +459,7 @@ def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
     if value is None:
         return None
     if type(value) is not kind or (type(value) is int and not 0 <= value <= MAX_INTEGER):
-        raise ValueError(f"{name} = {_shown(value)}: want {kind.__name__}")
+        raise ValueError(f"{name} = {shown(value)}: want {kind.__name__}")
     return value
 
 
@@ -438,6 +505,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value that came from outside, as a message quotes it."""
     text = reprlib.repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

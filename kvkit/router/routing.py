@@ -30,7 +30,8 @@ class RouteReason(StrEnum):
     NO_PREFILL = "no-prefill"
     """Straight to D: no P is there, or every one has failed at this request."""
     UNSUITABLE = "unsuitable"
-    """Straight to D: several answers, or logprobs of the prompt, want it computed where they are made."""
+    """Straight to D: several answers, or logprobs of the prompt, want it computed where they are made; so
+    does a prompt that is blended."""
 
 
 def measured(tokens_per_s: float | None, tokens: int, seconds: float) -> float | None:

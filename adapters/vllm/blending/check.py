@@ -1,0 +1,284 @@
+"""Whether vLLM's model can be blended: what would go wrong is found out when the engine starts, and refused.
+
+A few tokens are computed as a prefill and as rows with gaps, and one token alone at several positions: rows
+must be what a prefill computes, and each layer's keys must be turned by one of the model's rotary embeddings,
+or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed import get_world_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from kvkit.adapters.vllm.blending.attention import OwnAttention
+from kvkit.adapters.vllm.blending.choice import KVKIT
+from kvkit.adapters.vllm.blending.order import PageOrder, read_tokens, write_tokens
+from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowRunner, RowsOf
+from kvkit.blend.plan import BlendError
+from kvkit.format.rope import Rope
+from kvkit.kernels.pages.reference import rotate
+
+log = logging.getLogger(__name__)
+_TOKENS = 12
+_FAR = 1000
+"""Beyond the first turn of most pairs, so that a wrong frequency shows."""
+_MAX_ROWS_DIFFERENCE = {torch.float32: 1e-3}
+_MAX_KEYS_DIFFERENCE = {torch.float32: 1e-3}
+_MAX_ROUNDED_ROWS, _MAX_ROUNDED_KEYS = 0.1, 0.03
+"""Of models that compute in 16 bits, relative."""
+
+_Keys = list[list[torch.Tensor]]
+
+
+def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
+    """Rows of vLLM's model, and how each of `RowRunner.layers` turns its keys; None: it does not.
+
+    For the start of an engine, when no request has blocks. Mutates some of them.
+
+    Raises:
+        BlendError: the model, or how it is run, cannot be blended; names what differs. So do all ranks say.
+    """
+    with _all_ranks():
+        refuse(runner)
+    rows = RowRunner(runner)
+    with _all_ranks():
+        ropes = check_rows(rows)
+    if rows.device.type != "cpu":  # whose pages are opaque
+        rows.own = own_attention(rows)
+    return rows, ropes
+
+
+@contextmanager
+def _all_ranks() -> Iterator[None]:
+    """Have every rank refuse what one of them does: those that went on would wait for it."""
+    ranks = get_world_group()
+    said = [""] * ranks.world_size
+    try:
+        yield
+    except BlendError as error:
+        said[0] = str(error)
+    if ranks.world_size > 1:
+        torch.distributed.all_gather_object(said, said[0], group=ranks.cpu_group)
+    if problems := [problem for problem in said if problem]:
+        raise BlendError(problems[0])
+
+
+def refuse(runner: Any) -> None:
+    """Refuse what is known not to work of vLLM's model runner.
+
+    Raises:
+        BlendError: names each such setting or layer.
+    """
+    config = runner.vllm_config
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    layers = {n for groups in runner.attn_groups for group in groups for n in group.layer_names}
+    modules = {n: config.compilation_config.static_forward_context[n] for n in layers}
+    mine = {id(module) for module in runner.get_model().modules()}
+    latent = sorted(n for n, module in modules.items() if not isinstance(module, Attention))
+    quantised = [
+        n for n, module in modules.items() if is_quantized_kv_cache(getattr(module, "kv_cache_dtype", "auto"))
+    ]
+    drafts = sorted(n for n, module in modules.items() if id(module) not in mine)
+    wrong = {
+        f"runner = {model.runner_type!r}: want 'generate'": model.runner_type != "generate",
+        "an encoder beside the decoder": model.is_encoder_decoder,
+        f"layer {latent[:1]}: its pages hold no K and V by head": latent,
+        f"layer {drafts[:1]} is a draft model's: it would have no KV of what is blended": drafts,
+        f"kv_cache_dtype = {cache.cache_dtype!r}: want KV as it was computed": quantised,
+        "kv_sharing_fast_prefill: not all layers compute a prompt's rows": cache.kv_sharing_fast_prefill,
+        "data_parallel_size > 1: experts wait for the other engines' steps": parallel.data_parallel_size > 1
+        and parallel.is_moe_model is not False,
+        "enable_eplb: rows would count as load of experts": parallel.enable_eplb,
+        "a window that spares the prompt": getattr(model, "rswa_window", None) is not None,
+        "its embeddings look at the tokens before": getattr(runner, "lookback_token_ids", None) is not None,
+    }
+    found = [text for text, holds in wrong.items() if holds]
+    if found:
+        raise BlendError(f"{type(runner.get_model()).__name__} cannot be blended: {'; '.join(found)}")
+
+
+def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
+    """How each of `rows.layers` turns its keys, after a few tokens were computed both ways.
+
+    Mutates a block of every KV cache group.
+
+    Raises:
+        BlendError: rows are not what a prefill computes, or a layer's keys are turned in a way that cannot be
+            undone. Names the layer and the difference.
+    """
+    with _all_ranks():
+        probe = _Probe(rows)
+    worst = probe.with_gaps(probe.prefill())
+    alone = {at: probe.keys_at(at) for at in (0, 1, min(_FAR, rows.config.model_config.max_model_len - 1))}
+    rows.settle()
+    # every rank has run everything: what is wrong in one of them stops none of the others halfway
+    name, dtype = type(rows.model).__name__, rows.config.model_config.dtype
+    log.info("%s: rows differ from a prefill by %.2g", name, worst)
+    if not worst <= _MAX_ROWS_DIFFERENCE.get(dtype, _MAX_ROUNDED_ROWS):
+        raise BlendError(f"{name}: rows with gaps are not what a prefill computes (difference {worst:.2g})")
+    candidates = list(dict.fromkeys(_ropes(rows.model)))
+    limit = _MAX_KEYS_DIFFERENCE.get(dtype, _MAX_ROUNDED_KEYS)
+    return tuple(
+        _matching(layer, candidates, {at: keys[i] for at, keys in alone.items()}, limit)
+        for i, layer in enumerate(rows.layers)
+    )
+
+
+def own_attention(rows: RowRunner) -> OwnAttention | None:
+    """kvkit's attention, where all ranks' layers compute with it what they do with vLLM's; says if not.
+
+    Mutates a block of every KV cache group.
+    """
+    names = {n for groups in rows.runner.attn_groups for group in groups for n in group.layer_names}
+    ranks = get_world_group()
+    own = OwnAttention.of(rows.layers, ranks.world_size) if len(names) == len(rows.layers) else None
+    probe = _Probe(rows)
+    expected = probe.prefill()
+    rows.own = own and replace(own, choose=lambda form: KVKIT)
+    worst = probe.with_gaps(expected)  # without kvkit's attention, too: other ranks run them
+    rows.own = None
+    right = worst <= _MAX_ROWS_DIFFERENCE.get(rows.config.model_config.dtype, _MAX_ROUNDED_ROWS)
+    if not right:
+        log.warning("kvkit's attention is not what vLLM's computes (difference %.2g): it is not used", worst)
+    fits = torch.tensor(own is not None and right).int()
+    if ranks.world_size > 1:
+        torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
+    return own if fits else None
+
+
+class _Probe:
+    """Some tokens that make no sense, in blocks that no request has yet."""
+
+    def __init__(self, rows: RowRunner) -> None:
+        self._rows = rows
+        groups = 1 + max(layer.table for layer in rows.layers)
+        self._blocks = tuple([1 + group] for group in range(groups))
+        self._orders = [PageOrder.of(layer.module) for layer in rows.layers]
+        vocabulary = rows.config.model_config.get_vocab_size()
+        self._ids = np.arange(1, 1 + _TOKENS, dtype=np.int32) * 7919 % vocabulary
+        self._positions = np.arange(_TOKENS, dtype=np.int64)
+
+    def prefill(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
+        """Hidden states, every third left out, and K and V of all tokens by layer."""
+        whole = self._rows.run([RowsOf(self._ids, self._positions, self._blocks)])
+        return [h[self._some.to(h.device)] for h in whole], self._kv()
+
+    def with_gaps(self, prefilled: tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]) -> float:
+        """How far the same is off of rows against the others' KV, the rows' own having been wiped out."""
+        expected, kept = prefilled
+        some = self._some.numpy()
+        for layer, (k, v) in zip(self._rows.layers, kept, strict=True):
+            slots = self._some + self._blocks[layer.table][0] * layer.block_tokens
+            wiped = [torch.zeros_like(x[:, : len(some)]) for x in (k, v)]
+            write_tokens(layer.module, wiped[0], wiped[1], slots.to(k.device))
+        found = self._rows.run([RowsOf(self._ids[some], self._positions[some], self._blocks)])
+        again = self._kv()
+        pairs = [*zip(found, expected, strict=True), *zip(sum(again, ()), sum(kept, ()), strict=True)]
+        return max(_difference(a, b) for a, b in pairs)
+
+    def keys_at(self, position: int) -> list[torch.Tensor]:
+        """Keys [H, 1, D] by layer, of the first token where it stands at `position`."""
+        self._rows.run_alone(RowsOf(self._ids[:1], self._positions[:1], self._blocks), position)
+        return [k[:, :1] for k, _ in self._kv()]
+
+    @property
+    def _some(self) -> torch.Tensor:
+        return torch.from_numpy(self._positions[self._positions % 3 != 1])
+
+    def _kv(self) -> list[tuple[torch.Tensor, ...]]:
+        return [
+            read_tokens(layer.module, order, layer.kernel_blocks(self._blocks[layer.table]), _TOKENS)
+            for layer, order in zip(self._rows.layers, self._orders, strict=True)
+        ]
+
+
+def _matching(
+    layer: AttentionLayer, candidates: Sequence[Rope], keys: dict[int, torch.Tensor], limit: float
+) -> Rope | None:
+    """Which rope has turned a layer's keys.
+
+    Raises:
+        BlendError: none has, nor are they the same everywhere.
+    """
+    differs: dict[Rope | None, float] = {}
+    size = layer.module.head_size
+    placed = [r for rope in candidates if rope.channels <= size for r in _placed(rope, size)]
+    for rope in (*placed, None):
+        differs[rope] = max(_difference(_turned(keys[0], rope, at), k) for at, k in keys.items())
+    found = min(differs, key=lambda rope: differs[rope])
+    if not differs[found] <= limit:
+        raise BlendError(
+            f"layer {layer.name}: none of the model's {len(candidates)} rotary embeddings turns its keys "
+            f"from one position to another (difference {differs[found]:.2g}); want the same one everywhere"
+        )
+    return found
+
+
+def _placed(rope: Rope, size: int) -> list[Rope]:
+    """The rope over the first or the last channels of a head."""
+    firsts = sorted({0, size - rope.channels})
+    return [Rope(rope.inv_freq, rope.interleaved, first, rope.scale) for first in firsts]
+
+
+def _turned(keys: torch.Tensor, rope: Rope | None, by: int) -> torch.Tensor:
+    if rope is None:
+        return keys
+    return rotate(keys, torch.from_numpy(rope.turns(np.array([by], np.int64))).to(keys.device), rope)
+
+
+def _ropes(model: Any) -> Iterator[Rope]:
+    """What the rotary embeddings of a model, vLLM's or those of Transformers, may turn keys by."""
+    for module in model.modules():
+        if hasattr(module, "use_long_rope"):  # factors by length, but one set of them per engine
+            long = module.use_long_rope
+            factors, scale = (
+                (module.long_factor, module.long_mscale)
+                if long
+                else (module.short_factor, module.short_mscale)
+            )
+            yield Rope(tuple(module._compute_inv_freq(factors).double().tolist()), scale=float(scale))
+        elif hasattr(module, "cos_sin_cache") and hasattr(module, "is_neox_style"):
+            rope = _rope_of(module._compute_cos_sin_cache().double().cpu().numpy(), not module.is_neox_style)
+            if rope is not None:
+                yield rope
+        for name, frequencies in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and not name.startswith("original"):
+                named = f"{name.removesuffix('inv_freq')}attention_scaling"
+                scale = getattr(module, named, getattr(module, "attention_scaling", 1.0))
+                for interleaved in (False, True):
+                    yield Rope(tuple(frequencies.double().tolist()), interleaved, scale=float(scale))
+
+
+def _rope_of(cache: NDArray[np.float64], interleaved: bool) -> Rope | None:
+    """The rope whose cos and sin at positions 0, 1, 2, ... are the rows of `cache`, [positions, R].
+
+    None: its frequencies depend on the position.
+    """
+    cos, sin = np.split(cache, 2, axis=1)
+    frequencies, at = np.arctan2(sin[1], cos[1]), 2
+    while at < len(cache):  # each row tells the last bits of what the one before it told
+        turn = np.arctan2(sin[at], cos[at])
+        frequencies = (turn + 2 * np.pi * np.round((frequencies * at - turn) / (2 * np.pi))) / at
+        at *= 2
+    scale = float(np.hypot(cos[0], sin[0]).mean())
+    rope = Rope(tuple(frequencies.tolist()), interleaved, scale=scale)
+    some = np.linspace(0, len(cache) - 1, 64).astype(np.int64)
+    return rope if np.abs(rope.table(some) - cache[some]).max() <= 0.02 * scale else None
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative; of all but a quarter of the tokens, as rounding may have a router choose other experts."""
+    off, size = ((x.float().flatten(0, -2)).norm(dim=-1) for x in (a - b, b))
+    found = float(off.quantile(0.75) / size.median())
+    return found if math.isfinite(found) else math.inf

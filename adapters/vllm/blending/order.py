@@ -1,0 +1,114 @@
+"""K and V of tokens out of vLLM's pages and into them, whatever the order within a page.
+
+On a GPU a page is [H, N, 2D], K and V side by side. On a CPU the order depends on the instruction set: it is
+learnt by writing numbers with vLLM's own operator and looking where they went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkit.blend.plan import BlendError
+
+NULL_BLOCK = 0
+"""vLLM's block that no request has, and whose content nobody reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageOrder:
+    """Where in a CPU's page the elements of each head and token are. Make it with `PageOrder.of`.
+
+    Attributes:
+        k, v: int64 [H, N, D], offsets in elements of the page's dtype.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @staticmethod
+    def of(module: Any) -> PageOrder | None:
+        """That of an attention layer of vLLM's whose pages are bound; None: they are plain, [B, H, N, 2D].
+
+        Mutates the null block.
+
+        Raises:
+            BlendError: its pages hold something other than K and V of each token, each once.
+        """
+        if module.kv_cache.device.type != "cpu":
+            return None
+        pages, size = module.kv_cache, module.head_size
+        _, heads, tokens, _ = pages.shape
+        shape, page = (heads, tokens, size), pages[NULL_BLOCK]
+        count = heads * tokens * size
+        numbers, found = torch.arange(2 * count), torch.zeros(page.numel(), dtype=torch.int64)
+        slots = torch.arange(tokens) + NULL_BLOCK * tokens
+        for bit in range((2 * count - 1).bit_length()):  # zeros and ones are exact in every dtype
+            k, v = (numbers >> bit & 1).to(module.dtype).chunk(2)
+            write_tokens(module, k.view(shape), v.view(shape), slots)
+            found |= (page.reshape(-1) != 0).long() << bit
+        if not torch.equal(found.sort().values, numbers):
+            raise BlendError(
+                f"layer {module.layer_name}: its pages hold something other than K and V, each once"
+            )
+        k, v = found.argsort().chunk(2)
+        return PageOrder(k.view(shape), v.view(shape))
+
+    @property
+    def joined(self) -> torch.Tensor:
+        """int64 [H, N, 2D], as `kvkit.kernels.pages.memory.Pages.of` takes an order."""
+        return torch.cat([self.k, self.v], -1)
+
+    def part(self, first: int, heads: int) -> PageOrder:
+        """That of some heads of the pages, which lie side by side: offsets begin with theirs."""
+        k, v = (order[first : first + heads] for order in (self.k, self.v))
+        start = torch.minimum(k.min(), v.min())
+        return PageOrder(k - start, v - start)
+
+    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [H, B * N, D], copied, of pages [B, ...]."""
+        flat = pages.reshape(len(pages), -1)
+        k, v = (_taken(flat, order).transpose(0, 1).flatten(1, 2) for order in (self.k, self.v))
+        return k, v
+
+
+def _taken(pages: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The elements [B, H, N, D] of pages [B, elements]: a view, if equal steps lead from each to the next."""
+    first, axes = int(order[0, 0, 0]), [torch.arange(size) for size in order.shape]
+    steps = [int(order.select(axis, min(1, len(ids) - 1))[0, 0]) - first for axis, ids in enumerate(axes)]
+    h, n, d = (ids * step for ids, step in zip(axes, steps, strict=True))
+    if torch.equal(order, first + h[:, None, None] + n[:, None] + d):
+        strides = pages.stride(0), *steps
+        return pages.as_strided((len(pages), *order.shape), strides, pages.storage_offset() + first)
+    return pages[:, order]
+
+
+def read_tokens(
+    module: Any, order: PageOrder | None, blocks: NDArray[np.int64] | Sequence[int], length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [H, T, D], copied, of the first `length` tokens in `blocks` of one layer.
+
+    Args:
+        module: vLLM's attention layer.
+        order: its pages'.
+        blocks: of the kernel, [ceil(T / N)] or more.
+    """
+    pages = module.kv_cache
+    used = torch.from_numpy(np.asarray(blocks[: -(-length // pages.shape[2])], np.int64)).to(pages.device)
+    if order is not None:
+        k, v = order.read(pages[used])
+    else:
+        both = pages[used].transpose(0, 1).flatten(1, 2)
+        k, v = both[..., : module.head_size], both[..., module.head_size :]
+    return k[:, :length], v[:, :length]
+
+
+def write_tokens(module: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Put K and V [H, T, D] of tokens into a layer's pages at `slots`, int64 [T], by vLLM's own operator."""
+    k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
+    module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)

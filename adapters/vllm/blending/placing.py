@@ -1,0 +1,144 @@
+"""Documents out of tiers into a request's blocks, where the prompt has them: keys turn on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkit.adapters.vllm.blending.choosing import PagesOfLayers
+from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.adapters.vllm.pages import GroupPages
+from kvkit.adapters.vllm.step import Tables
+from kvkit.format.record import RecordFormat
+from kvkit.format.rope import Rope, Rotation
+from kvkit.kernels.pages.api import Pages, unpack
+from kvkit.kernels.pages.streams import CudaEvents
+from kvkit.moving.sequence import SequencePages
+
+
+@dataclass(frozen=True, slots=True)
+class MovedPages(SequencePages):
+    """Where a document's tokens go that were computed `delta` positions before; a load turns their keys.
+
+    Args:
+        ropes: of each layer of the group; None: its keys are not rotated.
+        order: where K and V are in opaque pages, as `unpack_ordered` takes it; None: they are not opaque.
+        noted: called with the seconds that each part took.
+    """
+
+    ropes: tuple[Rope | None, ...] = ()
+    order: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    delta: int = 0
+    noted: Callable[[float], object] = lambda seconds: None
+
+    def fill(
+        self,
+        form: RecordFormat,
+        first: int,
+        payloads: Sequence[NDArray[np.uint8]],
+        rotate: Rotation | None,
+        after: CudaEvents | None,
+    ) -> None:
+        """Put payloads of records in place, keys turned; `rotate` is none of it. Mutates the pages."""
+        began, slots = time.perf_counter(), self.rows(form, first, len(payloads))["slots"]
+        if self.order is not None:
+            from kvkit.kernels.pages.ordered import unpack_ordered  # numba stays out of vLLM's start
+
+            unpack_ordered(self.pages, payloads, slots, self.order, self.ropes, self.delta)
+        elif len(set(self.ropes)) == 1:
+            self._unpack(self.pages, self.ropes[0], payloads, slots, after)
+        else:
+            for i, rope in enumerate(self.ropes):
+                part = slice(i * form.layer_bytes, (i + 1) * form.layer_bytes)
+                self._unpack(self.pages.layer(i), rope, [payload[part] for payload in payloads], slots, after)
+        self.noted(time.perf_counter() - began)
+
+    def _unpack(
+        self,
+        pages: Pages,
+        rope: Rope | None,
+        payloads: Sequence[NDArray[np.uint8]],
+        slots: NDArray[np.int64],
+        after: CudaEvents | None,
+    ) -> None:
+        deltas = np.full(len(payloads), self.delta, np.int64)
+        rotate = Rotation(rope, deltas) if rope is not None and self.delta else None
+        unpack(pages, payloads, slots=slots, rotate=rotate, after=after)
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """One rank's pages, and what their keys were rotated by.
+
+    Args:
+        groups: of the layout.
+        orders: of each of them; None: its pages are not opaque.
+        ropes: of each layer by its name; None: its keys are not rotated.
+    """
+
+    groups: Sequence[GroupPages]
+    orders: Sequence[PageOrder | None]
+    ropes: Mapping[str, Rope | None]
+
+    @staticmethod
+    def of(groups: Sequence[GroupPages], pages: PagesOfLayers, ropes: Sequence[Rope | None]) -> Placing:
+        """That of a rank, each of whose layers turns its keys by one of `ropes`."""
+        names = [layer.name for layer in pages.layers]
+        orders, turned = dict(zip(names, pages.orders, strict=True)), dict(zip(names, ropes, strict=True))
+        found = []
+        for group in groups:
+            heads, order = group.pages.group, orders[group.names[0]]
+            first = min(g.pages.group.first_head for g in groups if g.names == group.names)
+            if order is not None:
+                order = order.part(heads.first_head - first, heads.kv_heads) if heads.opaque else None
+            found.append(order)
+        return Placing(groups, found, turned)
+
+    def warm_up(self, formats: Sequence[RecordFormat]) -> None:
+        """Have what turns keys compiled before a request waits for it. Mutates nothing.
+
+        Args:
+            formats: of each group's records.
+        """
+        nowhere = np.full(formats[0].namespace.chunk_tokens, -1)
+        no_blocks: Tables = tuple([] for _ in range(1 + max(group.table for group in self.groups)))
+        places = self.places(no_blocks, nowhere, 1, lambda _: None)
+        for place, form in zip(places, formats, strict=True):
+            place.fill(form, 0, [np.zeros(form.shape[0] * form.layer_bytes, np.uint8)], None, ())
+
+    def places(
+        self,
+        blocks: Tables,
+        positions: NDArray[np.int64],
+        delta: int,
+        noted: Callable[[float], object],
+    ) -> list[SequencePages]:
+        """Where the tokens of a document go.
+
+        Args:
+            blocks: of the request, from token 0 on.
+            positions: int64 [tokens of the record], in the prompt; < 0: a token is left out.
+            delta: by how many positions keys move.
+            noted: called with the seconds that each part of a group took, from any thread.
+        """
+        found: list[SequencePages] = []
+        for group, order in zip(self.groups, self.orders, strict=True):
+            table = np.append(np.array(blocks[group.table], np.int64), -1)
+            size = group.block_tokens
+            block = table[np.where(positions < 0, -1, positions // size)]
+            slots = np.where(block < 0, -1, block * size + positions % size)
+            found.append(
+                MovedPages(
+                    group.pages,
+                    slots=slots,
+                    ropes=tuple(self.ropes[name] for name in group.names),
+                    order=None if order is None else (order.k.numpy(), order.v.numpy()),
+                    delta=delta,
+                    noted=noted,
+                )
+            )
+        return found

@@ -1,0 +1,192 @@
+"""What a request asks of blending: its `kv_transfer_params.blend`, or what the settings find in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvkit.adapters.vllm.settings import WHERE as SETTINGS
+from kvkit.adapters.vllm.settings import BlendSettings
+from kvkit.blend.plan import Selection, split
+from kvkit.format.keys import as_tokens
+from kvkit.settings import ConfigError, explain
+
+WHERE = "kv_transfer_params.blend"
+_JointToken = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlendRequest:
+    """What of a prompt may be reused from elsewhere, and what is computed again.
+
+    Args:
+        documents: (start, stop) of each, ascending and apart.
+        prefix: leading tokens of the prompt behind which each document was computed.
+        selection: how tokens to compute again are chosen.
+        joints: tokens that stood between the prefix and each document there; empty: none before any.
+    """
+
+    documents: tuple[tuple[int, int], ...]
+    prefix: int
+    selection: Selection
+    joints: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def parts(self) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+        """Each document and its joint."""
+        return zip(self.documents, self.joints or ((),) * len(self.documents), strict=True)
+
+
+class _Asked(BaseModel):
+    """The fields of `kv_transfer_params.blend`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    documents: list[list[int]] | None = None
+    joints: list[list[_JointToken]] = []
+    prefix: int | None = Field(default=None, ge=0)
+    ratio: float | None = Field(default=None, ge=0, le=1)
+    method: str | None = None
+    first_n: int | None = Field(default=None, ge=0, lt=2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The token ids of what stands before and after a document."""
+
+    before: bytes
+    after: bytes
+
+    @classmethod
+    def of(cls, texts: tuple[str, str], encode: Callable[[str], Sequence[int]]) -> Marks:
+        """The marks of the settings, in a tokenizer's ids.
+
+        Raises:
+            ConfigError: one of them comes to no token.
+        """
+        ids = [as_tokens(list(encode(text))) for text in texts]
+        if not all(map(len, ids)):
+            raise ConfigError(f"{SETTINGS}.blend.marks = {texts!r}: want two texts that have tokens")
+        return cls(*(one.tobytes() for one in ids))
+
+    def documents(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """What stands between them. One that does not end is none."""
+        ids, at = as_tokens(prompt).tobytes(), 0
+        while (start := _find(ids, self.before, at)) >= 0:
+            start += len(self.before)
+            at = _find(ids, self.after, start)
+            if at < 0:
+                return
+            yield start // 4, at // 4
+            at += len(self.after)
+
+
+def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> BlendRequest | None:
+    """What vLLM's `Request` asks for; None: it is not blended.
+
+    `false` says so; a request that says nothing has what `marks` or `settings.split` find.
+
+    Raises:
+        ConfigError: what it says is wrong, or cannot be done for this request.
+    """
+    params: Mapping[str, Any] = request.kv_transfer_params or {}
+    said = params.get("blend")
+    if said is False or (said is None and marks is None and not settings.split):
+        return None
+    obstacle = _obstacle(request, params)
+    if obstacle and said is None:
+        return None
+    if obstacle:
+        raise ConfigError(f"{WHERE}: not with {obstacle}")
+    if said is not None and not isinstance(said, dict):
+        choices = ", ".join(_Asked.model_fields)
+        raise ConfigError(f"{WHERE} = {said!r}: want false, or an object with {choices}")
+    try:
+        asked = _Asked(**(said or {}))
+    except ValidationError as error:
+        raise ConfigError(explain(error, _Asked, f"{WHERE}.")) from error
+    documents, prefix = _documents(request.prompt_token_ids, asked, settings, marks)
+    if not documents:
+        return None
+    if len(documents) > settings.max_documents:
+        raise ConfigError(
+            f"{WHERE}: {len(documents)} documents: want at most {SETTINGS}.blend.max_documents = "
+            f"{settings.max_documents}"
+        )
+    joints = tuple(map(tuple, asked.joints))
+    return BlendRequest(documents, prefix, _selection(asked, settings), joints)
+
+
+def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
+    """Why a request cannot be blended, whatever it asks for; empty for nothing."""
+    return next(
+        (
+            name
+            for name, found in (
+                ("a handoff", params.get("do_remote_decode") or params.get("do_remote_prefill")),
+                ("images or other media", request.mm_features),
+                ("embeddings in place of token ids", request.prompt_embeds is not None),
+                ("pooling", request.pooling_params is not None),
+                ("input that is streamed", request.resumable),
+                ("logprobs of the prompt", request.skip_reading_prefix_cache),
+            )
+            if found
+        ),
+        "",
+    )
+
+
+def _documents(
+    prompt: Sequence[int], asked: _Asked, settings: BlendSettings, marks: Marks | None
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Where documents stand, and behind how many tokens they were computed."""
+    if asked.documents is None:
+        if asked.joints:
+            raise ConfigError(f"{WHERE}.joints: want {WHERE}.documents with them")
+        found = () if marks is None else tuple(marks.documents(prompt))
+        prefix = found[0][0] if found and asked.prefix is None else asked.prefix or 0
+        if not found and settings.split:
+            found = tuple(itertools.pairwise(split(prompt).tolist()))
+        elif marks is None:
+            raise ConfigError(f"{WHERE}.documents: want [[start, stop], ...]: {SETTINGS}.blend has no marks")
+        return tuple(document for document in found if document[0] >= prefix), prefix
+    end = prefix = asked.prefix or 0
+    for document in asked.documents:
+        if len(document) != 2 or not end <= document[0] < document[1] <= len(prompt):
+            raise ConfigError(
+                f"{WHERE}.documents: {document}: want [start, stop] in order, apart, not empty, after the "
+                f"prefix of {prefix} and within {len(prompt)} tokens"
+            )
+        end = document[1]
+    if asked.joints and len(asked.joints) != len(asked.documents):
+        raise ConfigError(
+            f"{WHERE}.joints: {len(asked.joints)}, want one for each of {len(asked.documents)} documents"
+        )
+    if sum(map(len, asked.joints)) > len(prompt):
+        raise ConfigError(f"{WHERE}.joints: want fewer tokens than the {len(prompt)} of the prompt")
+    return tuple((start, stop) for start, stop in asked.documents), prefix
+
+
+def _selection(asked: _Asked, settings: BlendSettings) -> Selection:
+    """Of ratio 0, unless `first_n` says otherwise: nothing at all is computed again."""
+    ratio = settings.ratio if asked.ratio is None else asked.ratio
+    method = asked.method or settings.methods[0]
+    if method not in settings.methods:
+        raise ConfigError(f"{WHERE}.method = {method!r}: want one of {', '.join(settings.methods)}")
+    if ratio < settings.least_ratio:
+        raise ConfigError(f"{WHERE}.ratio = {ratio}: want at least {settings.least_ratio}")
+    selection = Selection(method, ratio, coverage=settings.coverage)
+    if asked.first_n is None and ratio:
+        return selection
+    return replace(selection, first_n=asked.first_n or 0)
+
+
+def _find(ids: bytes, wanted: bytes, start: int) -> int:
+    """Where `wanted` begins in int32 ids, from byte `start` on; -1: nowhere."""
+    while (start := ids.find(wanted, start)) >= 0 and start % np.dtype(np.int32).itemsize:
+        start += 1
+    return start

@@ -1,0 +1,191 @@
+"""The problems that the choice between the engine's attention and kvkit's is tuned with, on a GPU with vLLM.
+
+`kvkit tune --problems kvkit.adapters.vllm.blending.row_problems:problems`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvkit.adapters.vllm.blending.attention import OwnLayer, OwnRows
+from kvkit.adapters.vllm.blending.choice import CHOICES, ENGINE, RowsForm
+from kvkit.kernels.attention import reference
+from kvkit.kernels.attention.layer import Scoring
+from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.attention.triton_kernels import attend
+from kvkit.kernels.tuning.cases import Case, Problem, Work, fill
+from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """One layer's rows of a prompt: a share of its tokens, drawn at random, and the question at the end."""
+
+    tokens: int
+    share: float
+    question: int = 64
+    heads: int = 8
+    group: int = 4
+    size: int = 128
+    block_tokens: int = 16
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Of the rows, ascending."""
+        before = self.tokens - self.question
+        chosen = np.random.default_rng(0).choice(before, int(self.share * before), replace=False)
+        return np.union1d(chosen, np.arange(before, self.tokens))
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first row of each run, and the number of rows."""
+        at = self.positions
+        return np.append(np.flatnonzero(np.diff(at, prepend=-2) != 1), len(at))
+
+    @property
+    def form(self) -> RowsForm:
+        """What the choice is made by."""
+        rows, runs = len(self.positions), len(self.starts) - 1
+        return RowsForm(rows, runs, self.tokens, self.group, self.size, "bfloat16")
+
+    def __str__(self) -> str:
+        form = self.form
+        return f"{form.rows} rows in {form.runs} runs, {self.tokens} keys, heads of {self.size}"
+
+
+PROMPTS = tuple(
+    PromptRows(tokens, share, question, size=size)
+    for size in (64, 128, 256)
+    for tokens in (4096, 32768)
+    for share, question in ((0.15, 64), (0.02, 64), (0.002, 64), (0.0, 64), (0.0, 2048))
+)
+"""Selected tokens, few of them, hardly any, the question alone, and a long one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTensors:
+    """A layer of vLLM's, its pages tokens first in memory, and the rows of a prompt. Make it with `of`.
+
+    Args:
+        q: [M, Hq, D].
+        pages: [B, H, N, 2 D].
+        out: as q.
+        own: the rows, all together.
+        apart: every run of them as a request of its own, as engines take them, whose metadata says
+        query_starts: int32 [runs + 1], the first row of each, and
+        used: int32 [runs], how many keys each sees.
+        scoring: of the layer.
+    """
+
+    q: torch.Tensor
+    pages: torch.Tensor
+    out: torch.Tensor
+    own: OwnRows
+    apart: Rows
+    query_starts: torch.Tensor
+    used: torch.Tensor
+    scoring: Scoring
+
+    @staticmethod
+    def of(prompt: PromptRows, device: torch.device, filled: bool = True) -> RowTensors:
+        """Random numbers; without `filled`, none."""
+        at, blocks = prompt.positions, prompt.tokens // prompt.block_tokens
+        new = partial(torch.empty, dtype=torch.bfloat16, device=device)
+        q = new(len(at), prompt.heads * prompt.group, prompt.size)
+        memory = new(blocks, prompt.block_tokens, prompt.heads, 2 * prompt.size)
+        if filled:
+            fill(q)
+            fill(memory)
+        table, scoring = np.random.default_rng(1).permutation(blocks), Scoring(prompt.size**-0.5)
+        plan = partial(Rows.of, block_tokens=prompt.block_tokens, device=device)
+        starts = prompt.starts
+        apart = plan(at, starts, at[starts[1:] - 1] + 1, np.repeat(table[None], len(starts) - 1, 0))
+        layer = OwnLayer(scoring, prompt.size, 0, prompt.block_tokens, 1)
+        own = OwnRows((layer,), {layer: plan(at, np.array([0, len(at)]), at[-1:] + 1, table[None])})
+        first, used = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, apart.lengths))
+        return RowTensors(q, memory.transpose(1, 2), torch.empty_like(q), own, apart, first, used, scoring)
+
+    def run(self, TOGETHER: int) -> None:
+        """Write `out`, by vLLM's attention or by kvkit's."""
+        if TOGETHER:
+            self.own.attend(0, self.q, self.pages, self.out)
+        else:
+            _by_vllm(self)
+
+    def wrong(self) -> float:
+        """How far 64 rows of `out` are off, as a share of their norm."""
+        (rows,) = self.own.rows.values()
+        which = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
+        ends, some = np.array([0, len(which)]), torch.from_numpy(which).to(self.q.device)
+        sample = Rows.of(
+            rows.positions[which], ends, rows.lengths, rows.tables, rows.block_tokens, rows.device
+        )
+        k, v = self.pages.chunk(2, -1)
+        want, _ = reference.blend_attention(self.q[some].double(), k, v, sample, self.scoring)
+        return float((self.out[some].double() - want).norm() / want.norm())
+
+
+def _by_vllm(given: RowTensors) -> None:
+    """Every run is a sequence, as in vLLM's own backend: FlashAttention."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    k, v = given.pages.transpose(1, 2).chunk(2, -1)
+    flash_attn_varlen_func(
+        q=given.q,
+        k=k,
+        v=v,
+        out=given.out,
+        cu_seqlens_q=given.query_starts,
+        max_seqlen_q=int(np.diff(given.apart.row_starts).max()),
+        seqused_k=given.used,
+        max_seqlen_k=int(given.apart.lengths.max()),
+        softmax_scale=given.scoring.scale,
+        causal=True,
+        block_table=given.apart.device_tables,
+        fa_version=get_flash_attn_version(head_size=given.q.shape[2]),
+    )
+
+
+def problems() -> Iterator[Problem]:
+    """All of them, made without tensors."""
+    return map(row_problem, PROMPTS)
+
+
+def row_problem(prompt: PromptRows) -> Problem:
+    """One of them. Nothing is compiled differently, so that no form of it is gated."""
+    form = prompt.form
+    moved = 2 * prompt.heads * prompt.size * (2 * prompt.tokens + 2 * form.rows * prompt.group)
+    return Problem(
+        name=str(prompt),
+        bucket=form.bucket,
+        kernel=attend,
+        space=(form.untuned, *(config for config in CHOICES if config != form.untuned)),
+        make=partial(_case, prompt),
+        work=lambda config: Work(moved),
+        gated=False,
+        operation="blend_attention",
+    )
+
+
+def _case(prompt: PromptRows, device: torch.device, filled: bool) -> Case:
+    given = RowTensors.of(prompt, device, filled)
+    if filled and device.type == "cuda":
+        given.run(**dict(ENGINE.tiles))  # if it cannot be run, nothing is tuned: kvkit's would win unopposed
+
+    def launches(config: KernelConfig | None) -> tuple[HostLaunch, ...]:
+        return (HostLaunch(given.run, {}, config or prompt.form.untuned),)
+
+    def poison() -> None:
+        given.out.fill_(torch.nan)
+
+    def fault() -> str:
+        off = given.wrong()
+        return "" if off < 0.01 else f"rows are off by {off:.2g} of their norm"
+
+    return Case(launches, poison, fault, (given.out,))

@@ -1,0 +1,104 @@
+"""Blocks that stand in for those which a sliding window leaves out, while a request is blended.
+
+Rows stand anywhere in the prompt, and look a window back from where they stand. vLLM keeps the blocks of a
+request's last window alone:
+
+    computed           |
+    tokens     |  0  |  1  |  2  |  3  |  4  |  5  |
+    vLLM's     |  -  |  -  |  -  |  -  |  14 |  15 |
+    a blend's  |  -  |  9  |  31 |  32 |  14 |  15 |     9: found in vLLM's cache and pinned; 31, 32: new
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkit.adapters.vllm.step import Tables
+
+
+@dataclass(eq=False)
+class Scratch:
+    """What one engine's blends hold besides their requests' blocks.
+
+    Args:
+        manager: vLLM's `KVCacheManager`.
+        block_tokens: tokens of a block, per KV cache group.
+        windows: how many tokens a token attends to, itself among them, per KV cache group; None: all.
+    """
+
+    manager: Any
+    block_tokens: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    _pinned: dict[str, dict[tuple[int, int], Any]] = field(default_factory=dict, init=False)
+    _held: dict[str, list[Any]] = field(default_factory=dict, init=False)
+
+    def has_room(self, tokens: int) -> bool | None:
+        """Whether there are all blocks that blending so many tokens may take; None: there never will be."""
+        if not any(self.windows):
+            return True
+        pool = self.manager.block_pool
+        wanted = sum(-(-tokens // size) for size in self.block_tokens)
+        return None if wanted >= pool.num_gpu_blocks else wanted <= pool.get_num_free_blocks()
+
+    def pin(self, view: Any, computed: int) -> bool:
+        """Keep what windows before token `computed` have in vLLM's cache, until `fill` or `unpin`.
+
+        Whether all of it is there.
+        """
+        if not any(self.windows) or not computed:
+            return True
+        tables = self.manager.get_computed_blocks(view)[0].blocks
+        pins = {
+            (group, i): tables[group][i]
+            for group, first in self._firsts(computed)
+            for i in range(first, computed // self.block_tokens[group])
+        }
+        if any(block.is_null for block in pins.values()):
+            return False
+        self.manager.block_pool.touch(list(pins.values()))
+        self._pinned[view.request_id] = pins
+        return True
+
+    def unpin(self) -> None:
+        """Let go what was pinned for requests that were not admitted after all."""
+        for pins in self._pinned.values():
+            self.manager.block_pool.free_blocks(pins.values())
+        self._pinned.clear()
+
+    def fill(self, view: Any, blocks: Tables, computed: int) -> Tables:
+        """The blocks of all tokens of a request that is blended, from token 0 on; -1: no row looks there.
+
+        Those that are not the request's are held until `give_back`. There are enough if `has_room` said so
+        before the request got its own.
+        """
+        pins = self._pinned.pop(view.request_id, {})
+        sizes = [-(-view.num_tokens // size) for size in self.block_tokens]
+        tables = tuple(
+            [block or -1 for block in table] + [-1] * (size - len(table))
+            for table, size in zip(blocks, sizes, strict=True)
+        )
+        firsts = dict(enumerate(map(len, blocks))) | dict(self._firsts(computed))
+        missing = []
+        for group, table in enumerate(tables):
+            for i in range(firsts[group], len(table)):
+                if table[i] < 0 and (group, i) in pins:
+                    table[i] = pins[group, i].block_id
+                elif table[i] < 0:
+                    missing.append((group, i))
+        new = self.manager.block_pool.get_new_blocks(len(missing)) if missing else []
+        for (group, i), block in zip(missing, new, strict=True):
+            tables[group][i] = block.block_id
+        self._held[view.request_id] = [*pins.values(), *new]
+        return tables
+
+    def give_back(self, request: str) -> None:
+        """A request's blend is over."""
+        self.manager.block_pool.free_blocks(self._held.pop(request, ()))
+
+    def _firsts(self, computed: int) -> Iterator[tuple[int, int]]:
+        """The first block that tokens from `computed` on look at, of each KV cache group with windows."""
+        for group, (size, window) in enumerate(zip(self.block_tokens, self.windows, strict=True)):
+            if window is not None:
+                yield group, max(0, computed - window + 1) // size

@@ -1,0 +1,243 @@
+"""The blends of one rank: what is exact and documents are loaded, then all ranks complete the prompt alike.
+
+begin     loads start: documents into the request's blocks, where the prompt has them
+Arrival   told when they are over, whatever they brought; with one rank, the answer to itself
+go        what every rank has: the same for all, in the same step, so that all run the same rows
+step      rows, until the KV is complete; then the request is told to be received
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+
+import numpy as np
+
+from kvkit.adapters.engine.loads import NOTHING, PromptHit, PromptLoad, result_of
+from kvkit.adapters.engine.speed import Speed
+from kvkit.adapters.vllm.blending.blender import BlendedPrompt, Blender
+from kvkit.adapters.vllm.blending.placing import Placing
+from kvkit.adapters.vllm.blending.rows import lora_request
+from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, Tables
+from kvkit.blend.plan import Span, plan_blend
+from kvkit.cache import Cache, Loaded
+from kvkit.moving.sequence import Hit, SequencePages
+from kvkit.workers import Transfer
+
+log = logging.getLogger(__name__)
+
+KNOWN_S = 60.0
+"""How long the speed of the last blend decides whether others are worthwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class _BlendUnderWay:
+    """One request's.
+
+    Attributes:
+        documents: of each span, how many leading tokens of its record are not to be loaded, and the load of
+            what comes after them; None: of nothing.
+        place_s: what putting parts of documents in place took.
+        told: what this rank has of it.
+        spans: where every rank has documents.
+        completion: None until every rank has told.
+    """
+
+    task: BlendTask
+    began: float
+    prefix: PromptLoad | None
+    documents: list[tuple[int, Transfer[Loaded] | None]] = field(default_factory=list)
+    place_s: list[float] = field(default_factory=list)
+    load_s: float = 0.0
+    told: Arrival | None = None
+    spans: tuple[Span, ...] = ()
+    completion: BlendedPrompt | None = None
+    cancelled: bool = False
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its loads are over."""
+        documents = [load is None or load.done() for _, load in self.documents]
+        return (self.prefix is None or self.prefix.done) and all(documents)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing touches its blocks any more."""
+        if self.cancelled:
+            return self.loaded
+        return self.completion is not None and self.completion.over
+
+    def cancel(self) -> None:
+        """Have it end soon."""
+        self.cancelled = True
+        if self.prefix is not None:
+            self.prefix.cancel()
+        for _, load in self.documents:
+            if load is not None:
+                load.cancel()
+
+
+@dataclass(eq=False, slots=True)
+class BlendsUnderWay:
+    """What is blended by one rank. For the thread that runs steps.
+
+    Args:
+        pages: where tokens lie, as `PromptLoad` asks; the blocks given begin with the token given next.
+        world: how many ranks have to agree.
+        wake: called when something of a load is over, from any thread.
+        on_loaded: called with a request, what its loads brought, in how many seconds, and whether that is
+            all that was promised.
+        on_done: called with each blend that is over and was not cancelled.
+
+    Attributes:
+        speed: rows that are run in a second, the choice included.
+        last: the newest blend that is over.
+    """
+
+    cache: Cache
+    blender: Blender
+    placing: Placing
+    _: KW_ONLY
+    pages: Callable[[Tables, int, int, int], list[SequencePages]]
+    world: int
+    wake: Callable[[object], object]
+    on_loaded: Callable[[str, Loaded, float, bool], object]
+    on_done: Callable[[BlendDone], object]
+    speed: Speed = field(default_factory=lambda: Speed(1, KNOWN_S), init=False)
+    last: BlendDone | None = field(default=None, init=False)
+    _blends: dict[str, _BlendUnderWay] = field(default_factory=dict, init=False)
+    _ready: dict[str, _BlendUnderWay] = field(default_factory=dict, init=False)  # in the order of all ranks
+    _arrived: list[Arrival] = field(default_factory=list, init=False)
+
+    def begin(self, task: BlendTask, found: PromptHit | None) -> None:
+        """Start the loads of a blend. What `found` lacks is computed."""
+        prefix, chunk = task.prefix, self.cache.namespace.chunk_tokens
+        load = None
+        if prefix is not None:
+            base = prefix.start - prefix.start % chunk
+            where = partial(self.pages, prefix.blocks, base)
+            load = PromptLoad(self.cache, found, prefix.start, prefix.stop, where, "async", self.wake)
+        blend = self._blends[task.request] = _BlendUnderWay(task, time.monotonic(), load)
+        hits = () if found is None else found.documents
+        for number, span in enumerate(task.spans):
+            hit = hits[number] if number < len(hits) else None
+            blend.documents.append((0, None) if hit is None else self._load(blend, span, hit))
+
+    def go(self, agreed: Arrival) -> None:
+        """Complete a prompt from what every rank has of it."""
+        blend = self._blends.get(agreed.request)
+        if blend is None or blend.cancelled or blend.task.number != agreed.number:
+            return
+        task = blend.task
+        blend.spans = tuple(span.found(n) for span, n in zip(task.spans, agreed.documents, strict=True))
+        blend.completion = BlendedPrompt(
+            task.sequence.tokens,
+            plan_blend(len(task.sequence.tokens), agreed.exact, blend.spans),
+            task.selection,
+            task.blocks,
+            lora=lora_request(task.sequence.lora),
+            selected=task.selected,
+        )
+        self.blender.begin(blend.completion)
+        self._ready[task.request] = blend
+
+    def cancel(self, request: str) -> bool:
+        """Have a request's blend end soon; whether there is one."""
+        blend = self._blends.get(request)
+        if blend is not None:
+            blend.cancel()
+            self._ready.pop(request, None)
+        return blend is not None
+
+    def step(self) -> set[str]:
+        """Take blends further; requests whose blocks are touched no more."""
+        for blend in self._blends.values():
+            if blend.told is None and blend.loaded and not blend.cancelled:
+                blend.told = self._arrival(blend)
+                if self.world == 1:
+                    self.go(blend.told)
+                else:
+                    self._arrived.append(blend.told)
+        self.blender.step([blend.completion for blend in self._ready.values() if blend.completion])
+        over = {name for name, blend in self._blends.items() if blend.over}
+        for name in over:
+            self._ready.pop(name, None)
+            self._done(self._blends.pop(name))
+        return over
+
+    def arrivals(self) -> list[Arrival]:
+        """What came since the last call, for the scheduler to have all ranks agree on."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is any blend."""
+        return bool(self._blends)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `step` has something to do."""
+        waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.told)
+        return bool(self._ready) or any(blend.loaded for blend in waiting)
+
+    def _load(self, blend: _BlendUnderWay, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
+        """Start the load of what the prompt lacks of a document; where in its record that begins."""
+        task, chunk = blend.task, self.cache.namespace.chunk_tokens
+        start, stop = span.start, min(span.stop, len(task.sequence.tokens) - 1)
+        if start >= stop:
+            return span.stop - span.delta, None
+        first, last = span.first // chunk, -(-(stop - span.delta) // chunk)
+        part = hit.part(min(first, hit.plan.chunks), last)
+        positions = np.arange(first * chunk, last * chunk) + span.delta
+        positions[(positions < start) | (positions >= stop)] = -1
+        places = self.placing.places(task.blocks, positions, span.delta, blend.place_s.append)
+        load = self.cache.load_async(part, places)
+        load.add_done_callback(self.wake)
+        return first * chunk, load
+
+    def _arrival(self, blend: _BlendUnderWay) -> Arrival:
+        """What the loads of a blend brought."""
+        task, by_tier, kept = blend.task, Counter[str](), True
+        exact = task.exact
+        if blend.prefix is not None and task.prefix is not None:
+            end, loaded = blend.prefix.finish()
+            by_tier.update(loaded.by_tier)
+            if end < task.prefix.stop:
+                exact, kept = max(end, task.prefix.start), False
+        documents = []
+        for span, (before, load) in zip(task.spans, blend.documents, strict=True):
+            loaded = (load and result_of(load)) or NOTHING
+            by_tier.update(loaded.by_tier)
+            promised = span.stop - span.delta
+            documents.append(min(before + loaded.tokens, promised))
+            kept = kept and documents[-1] == promised
+        blend.load_s = time.monotonic() - blend.began
+        self.on_loaded(task.request, Loaded(by_tier.total(), by_tier), blend.load_s, kept)
+        if not kept:
+            log.warning("%s: not all of its documents could be loaded; the rest is computed", task.request)
+        return Arrival(task.request, task.number, self.cache.namespace.rank, exact, tuple(documents))
+
+    def _done(self, blend: _BlendUnderWay) -> None:
+        """Count a blend that is over."""
+        completion = blend.completion
+        if blend.cancelled or completion is None or completion.selected is None:
+            return
+        plan, selected, spent = completion.plan, completion.selected, completion.seconds
+        self.cache.note_blend(int(plan.reused.sum()), len(selected), len(plan.computed))
+        if self.last is not None:  # the first one has the engine make ready what later ones find
+            self.speed.note(len(plan.computed) + len(selected), sum(spent.values()))
+        self.last = BlendDone(
+            blend.task.request,
+            exact=int(plan.exact.sum()),
+            reused=int(plan.reused.sum()),
+            computed=len(plan.computed),
+            spans=blend.spans,
+            selected=selected,
+            seconds={"load": blend.load_s, "place": sum(blend.place_s), **spent},
+        )
+        self.on_done(self.last)

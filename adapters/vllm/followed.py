@@ -1,0 +1,41 @@
+"""Requests that say a given text: what the model would have said at each of its tokens is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+FOLLOW = "kvkit_follow"
+"""In a request's `extra_args`: the tokens that it is to say, and a file for the log probabilities of all."""
+
+_Follow = Callable[[list[int], torch.Tensor], torch.Tensor]
+
+
+class FollowedText(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Has a request say given tokens, and writes the log probabilities [tokens, V] before each to a file."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: Any) -> _Follow | None:
+        told = (params.extra_args or {}).get(FOLLOW)
+        if told is None:
+            return None
+        said: dict[int, torch.Tensor] = {}
+
+        def follow(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+            at = len(output)
+            if at >= len(told["tokens"]):  # a step ahead of the request's end
+                return logits
+            said[at] = logits.float().log_softmax(-1).cpu()
+            if at == len(told["tokens"]) - 1:
+                np.save(told["file"], torch.stack([said[i] for i in range(at + 1)]).numpy())
+            forced = torch.full_like(logits, float("-inf"))
+            forced[told["tokens"][at]] = 0.0
+            return forced
+
+        return follow

@@ -1,0 +1,86 @@
+"""Whether an engine's model was found fit for blending, or for fewer bits: how verdicts are called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvkit.adapters.huggingface.configs import NOT_KV, stable_json
+from kvkit.adapters.vllm.identity import folder_fingerprint, weights_of
+from kvkit.blend import gate
+from kvkit.blend.plan import BlendError, Selection
+from kvkit.format.layout import Precision
+from kvkit.moving import precision as measured
+from kvkit.settings import ConfigError
+
+
+def folder_name(folder: Path, weights: str = "") -> str:
+    """What a verdict on the model in a folder is kept under: its weights and its config, wherever it lies.
+
+    Args:
+        weights: what tells them apart, where that is known.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: config.json is no JSON.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    told = {name: value for name, value in config.items() if name not in NOT_KV}
+    parts = [weights or folder_fingerprint(folder), told]
+    return hashlib.blake2b(stable_json(parts), digest_size=16).hexdigest()
+
+
+def verdict_name(vllm_config: Any, option: str, unless: str) -> str:
+    """What verdicts on an engine's model are kept under.
+
+    They are on weights and config as their files have them. The engine's `dtype` and quantisation, its ranks
+    and the adapters of its requests are not part of them.
+
+    Args:
+        option: of `kvkit doctor` that measures, for the message.
+        unless: the setting that has the model used without a verdict, for the message.
+
+    Raises:
+        ConfigError: the engine changes the model's config.
+    """
+    model = vllm_config.model_config
+    for setting in ("hf_overrides", "hf_config_path"):
+        if value := getattr(model, setting):
+            raise ConfigError(
+                f"{setting} = {value!r}: a model is measured with its own config.json; "
+                f"have it say this, and run `kvkit doctor {option} MODEL`, or set {unless}"
+            )
+    _, name = weights_of(model, vllm_config.load_config)
+    folder = Path(model.model)
+    return folder_name(folder, name) if folder.is_dir() else name
+
+
+def check_model(vllm_config: Any, selection: Selection, unless: str) -> None:
+    """Refuse an engine whose model has not been found fit for blending.
+
+    Raises:
+        BlendError: as `kvkit.blend.gate.check`; or the engine changes the model's config.
+    """
+    try:
+        name = verdict_name(vllm_config, "--blend", unless)
+    except ConfigError as error:
+        raise BlendError(str(error)) from error
+    gate.check(name, selection, unless)
+
+
+def check_precision(vllm_config: Any, precision: Precision, unless: str) -> None:
+    """Refuse an engine whose model's KV has not been found fit for records of this precision.
+
+    Raises:
+        ConfigError: as `kvkit.moving.precision.check`; or the engine changes the model's config, or stores
+            other KV than what is measured.
+    """
+    if vllm_config.model_config.use_mla:
+        raise ConfigError(
+            f"precision = {precision!r}: this engine stores latents (MLA), and K and V are what is measured; "
+            f"want none, or {unless}"
+        )
+    measured.check(verdict_name(vllm_config, f"--precision {precision}", unless), precision, unless)

@@ -1,0 +1,23 @@
+"""Tokens at random, to compare with: equal ones for prompts with equally many reused tokens.
+
+Sees: nothing. Costs nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.random import default_rng
+from numpy.typing import NDArray
+
+from kvkit.blend.methods.method import BlendMethod, View
+
+
+def scores(view: View) -> NDArray[np.float64]:
+    """The reused tokens in an order drawn from a generator whose seed is their number."""
+    reused = np.flatnonzero(view.free)
+    drawn = np.zeros(len(view.free))
+    drawn[default_rng(len(reused)).permutation(reused)] = -np.arange(len(reused))
+    return drawn
+
+
+METHOD = BlendMethod(scores)

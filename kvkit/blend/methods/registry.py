@@ -1,0 +1,74 @@
+"""Blending methods by name: kvkit's own, each a file of this folder, and yours as "package.module:name"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from kvkit.blend.methods import (
+    cacheblend,
+    cacheclip,
+    deviation,
+    first_n,
+    infoflow,
+    oracle,
+    prophetkv,
+    qcfuse,
+    question_attention,
+    random_rows,
+)
+from kvkit.blend.methods.method import BlendMethod, NeedsQuestion
+
+METHODS: Mapping[str, BlendMethod] = {
+    "question_attention": question_attention.METHOD,
+    "k_deviation": deviation.BY_K,
+    "v_deviation": deviation.BY_V,
+    "first_n": first_n.METHOD,
+    "cacheblend": cacheblend.METHOD,
+    "infoflow": infoflow.METHOD,
+    "prophetkv": prophetkv.METHOD,
+    "qcfuse": qcfuse.METHOD,
+    "cacheclip": cacheclip.METHOD,
+    "random": random_rows.METHOD,
+    "oracle": oracle.METHOD,
+    "oracle_change": oracle.CHANGE,
+}
+
+
+def named(name: str) -> BlendMethod:
+    """The method of this name; one of another package is imported.
+
+    Raises:
+        ValueError: there is none, or what there is is no `BlendMethod`.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"method={name!r}: want one of {', '.join(METHODS)}, or package.module:name")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"method={name!r}: {error}") from error
+    if not isinstance(found, BlendMethod):
+        raise ValueError(f"method={name!r}: is a {type(found).__name__}, want a BlendMethod")
+    return found
+
+
+def served(name: str) -> str:
+    """`name`, of a method that an engine can provide for: the question's attention, or nothing.
+
+    Raises:
+        ValueError: as `named`; or the method needs something else.
+    """
+    if _is_served(method := named(name)):
+        return name
+    choices = ", ".join(known for known, other in METHODS.items() if _is_served(other))
+    raise ValueError(f"method={name!r}: needs {method.needs}, want one of {choices}")
+
+
+def _is_served(method: BlendMethod) -> bool:
+    needs = method.needs
+    return needs is None or (
+        isinstance(needs, NeedsQuestion) and needs.heads in ("max", "mean") and needs.anchors == 1
+    )

@@ -1,0 +1,103 @@
+"""First use: documents that a prompt carried and no engine held are computed once that prompt is answered.
+
+What a prompt computes of a document that does not stand right behind its prefix has seen what stands between,
+and is no other prompt's. So an engine computes the document behind its prefix alone, as if it was posted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+
+from kvkit.router import openai
+from kvkit.router.documents import STORED_S, Documents, PostedDocument
+from kvkit.router.metrics import RouterMetrics
+from kvkit.router.openai import Asked
+from kvkit.router.spans import LEAST_TOKENS, tokens_of
+from kvkit.router.tokens import Headers, Recent
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""So many answered prompts wait at most; of others the documents are left out, until they come again."""
+_MAX_KNOWN = 1 << 16
+
+
+class FirstUse:
+    """The documents of answered prompts. Lives in one event loop.
+
+    Args:
+        compute: has an engine compute a document; may fail in any way.
+        documents: asks engines what they hold of it.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[PostedDocument, Headers], Awaitable[object]],
+        documents: Documents,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._compute = compute
+        self._documents = documents
+        self._outcomes = metrics.first_uses
+        self._waiting = asyncio.Queue[tuple[Asked, Sequence[int], Headers]](MAX_WAITING)
+        self._under_way = set[str]()
+        self._known = Recent[int](_MAX_KNOWN, lambda _: 1)  # tokens that were held once it was computed
+
+    def offer(self, asked: Asked, ids: Sequence[int] | None, headers: Headers) -> None:
+        """Note an answered prompt. `ids`: its tokens, unless it was made of these. Does not wait."""
+        ids = asked.prompt_ids if ids is None else ids
+        if asked.blends and ids is not None:
+            kept = {name: asked.body[name] for name in ("model", "cache_salt") if name in asked.body}
+            try:
+                self._waiting.put_nowait((replace(asked, body=kept), ids, headers))
+            except asyncio.QueueFull:
+                self._outcomes.labels("left_out").inc(len(list(openai.documents_of(asked, ids))))
+
+    async def run(self) -> None:
+        """Compute one document after the other, for ever."""
+        while True:
+            asked, ids, headers = await self._waiting.get()
+            try:
+                for document in _carried(asked, ids):
+                    await self._use(document, headers)
+            except Exception:
+                log.exception("a mistake of the router's own")
+
+    async def _use(self, document: PostedDocument, headers: Headers) -> None:
+        """Have a document computed, unless it is held, or another does so."""
+        name = document.id
+        if name in self._under_way:
+            return
+        self._under_way.add(name)
+        outcome = "failed"
+        try:
+            if await self._is_held(name, document):
+                outcome = "held"
+            else:
+                await self._compute(document, headers)
+                self._known.put(name, await self._documents.held(document, STORED_S) or 0)
+                outcome = "computed"
+        except Exception as error:
+            log.warning("a document of %d tokens is not computed: %s", len(document.tokens), error)
+        finally:
+            self._under_way.remove(name)
+            self._outcomes.labels(outcome).inc()
+
+    async def _is_held(self, name: str, document: PostedDocument) -> bool:
+        """Whether an engine holds as much of it as when it was computed, as far as that is known."""
+        known = self._known.get(name)
+        if known is None:
+            return False
+        held = await self._documents.held(document)
+        return held is None or held >= known
+
+
+def _carried(asked: Asked, ids: Sequence[int]) -> Iterator[PostedDocument]:
+    """The documents of a prompt that it had stored in no tier itself, but for short ones."""
+    for before, start, stop in openai.documents_of(asked, ids):
+        if stop - start >= LEAST_TOKENS and tuple(ids[:start]) != tuple(before):
+            texts = tokens_of(before), tokens_of(ids[start:stop])
+            yield PostedDocument(asked.model, asked.salt, *texts, None)

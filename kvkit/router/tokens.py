@@ -1,0 +1,181 @@
+"""Has engines turn texts into token ids: prompts, documents, and what documents stand behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from kvkit.router import openai
+from kvkit.router.engines import Engine, EngineFailed, Refused
+from kvkit.router.marks import Marked
+from kvkit.router.openai import Asked, Body
+from kvkit.router.spans import BEFORE, TokenArray, common_end, common_start, find_spans, tokens_of
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_TOKENS = 16 << 20
+"""So many tokens of documents and of what they stand behind are kept."""
+_NAME_TOKENS = 32
+"""What the name of some tokens counts for."""
+_AT_ONCE = 16
+_BEGINNING = ("model", "tools", "add_special_tokens", "chat_template", "chat_template_kwargs")
+
+V = TypeVar("V")
+Behind = str | Sequence[Mapping[str, Any]]
+Headers = Mapping[str, str]
+
+
+class Recent(Generic[V]):
+    """What was used last, by name, as much of it as `most` says; `size` is that of one value."""
+
+    def __init__(self, most: int, size: Callable[[V], int]) -> None:
+        self._most = most
+        self._size = size
+        self._kept: OrderedDict[str, V] = OrderedDict()
+        self._held = 0
+
+    def get(self, name: str) -> V | None:
+        if name in self._kept:
+            self._kept.move_to_end(name)
+        return self._kept.get(name)
+
+    def put(self, name: str, value: V) -> None:
+        self.pop(name)
+        self._kept[name] = value
+        self._held += self._size(value)
+        while self._held > self._most:
+            self.pop(next(iter(self._kept)))
+
+    def pop(self, name: str) -> V | None:
+        value = self._kept.pop(name, None)
+        if value is not None:
+            self._held -= self._size(value)
+        return value
+
+
+class NoTokens(RuntimeError):
+    """No engine says what a text's tokens are."""
+
+
+class Tokenizer:
+    """Asks the engine that has the fewest requests. Lives in one event loop.
+
+    Args:
+        engines: who may be asked.
+        timeout_s: for each answer.
+    """
+
+    def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
+        self._engines = engines
+        self._timeout_s = timeout_s
+        self._known = Recent[TokenArray](MAX_KEPT_TOKENS, lambda ids: len(ids) + _NAME_TOKENS)
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    async def ids(self, body: Body, headers: Headers, timeout_s: float | None = None) -> tuple[int, ...]:
+        """What `/tokenize` answers.
+
+        Raises:
+            NoTokens: nothing that could be used.
+            Refused: the request is wrong.
+        """
+        up = [engine for engine in self._engines if engine.up]
+        if not up:
+            raise NoTokens("no decode engine is up")
+        engine = min(up, key=lambda e: e.requests)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        async with self._places:
+            try:
+                return await engine.ask("POST", "/tokenize", body, headers, limit_s, openai.read_tokens)
+            except EngineFailed as error:
+                raise NoTokens(str(error)) from error
+
+    async def document(self, model: str | None, text: str, headers: Headers) -> TokenArray:
+        """The tokens of a document that do not depend on what stands before it. Raises as `ids`."""
+        named = {} if model is None else {"model": model}
+        bodies = [{**named, "prompt": before + text, "add_special_tokens": False} for before in BEFORE]
+        return await self._shared(["document", bodies[0]], common_end, bodies, headers)
+
+    async def prefix(self, asked: Mapping[str, Any], behind: Behind, headers: Headers) -> TokenArray:
+        """The tokens that every prompt begins with whose text, or messages, begin so. Raises as `ids`.
+
+        Args:
+            asked: the fields of a request, of which those that shape its beginning are used.
+        """
+        bodies = [_beginning(asked, behind, after) for after in BEFORE[1:]]
+        return await self._shared(["prefix", bodies[0]], common_start, bodies, headers)
+
+    async def joint(
+        self, asked: Mapping[str, Any], behind: Behind, text: str, headers: Headers
+    ) -> TokenArray:
+        """The tokens between such a prefix and a document right behind it. Args, raises as `prefix`."""
+        before = await self.prefix(asked, behind, headers)
+        document = await self.document(asked.get("model"), text, headers)
+
+        def between(prompts: Sequence[Sequence[int]]) -> TokenArray:
+            prompt, first = prompts[0], len(before)
+            (span,) = find_spans(prompt, [document], first)
+            return tokens_of(prompt[first : span[0]] if span and tokens_of(prompt[:first]) == before else ())
+
+        body = _beginning(asked, behind, text)
+        return await self._shared(["joint", body, text], between, [body], headers)
+
+    async def place(
+        self, asked: Asked, marked: Marked, headers: Headers
+    ) -> tuple[Asked, tuple[int, ...] | None]:
+        """`asked` with its documents' spans, and its prompt's tokens where an engine was asked for them.
+        It is not blended where none of the documents is found."""
+        blend = asked.blend
+        if not isinstance(blend, Mapping) or not (marked.texts or marked.behind is not None):
+            return asked, None
+        model, texts, behind = asked.model, marked.texts, marked.behind
+        before: Sequence[int] = ()
+        known: Sequence[TokenArray] = [tokens_of(())] * len(texts)
+        try:
+            ids = await self.ids(openai.tokenize_body(asked), headers)
+            documents = await asyncio.gather(*(self.document(model, t, headers) for t in texts))
+            if behind is not None:
+                before = await self.prefix(asked.body, behind, headers)
+                known = await asyncio.gather(*(self.joint(asked.body, behind, t, headers) for t in texts))
+        except (NoTokens, Refused) as error:
+            log.warning("not blended: /tokenize: %s", error)
+            return replace(asked, blend=None), None
+        begins = ids[: len(before)] == tuple(before)
+        first = len(before) if begins else 0
+        found = zip(find_spans(ids, documents, first), known, strict=True)
+        spans = {span: joint.tolist() for span, joint in found if span}
+        log.info("%d of %d documents found in %d tokens", len(spans), len(documents), len(ids))
+        if documents and not spans:
+            return replace(asked, blend=None), ids
+        told: Body = {"documents": list(map(list, spans))} if spans else {}
+        if begins and any(spans.values()):
+            told["joints"] = list(spans.values())
+        return replace(asked, blend={**blend, **told, "prefix": first}), ids
+
+    async def _shared(
+        self,
+        what: Sequence[Any],
+        of_all: Callable[[Sequence[Sequence[int]]], TokenArray],
+        bodies: Sequence[Body],
+        headers: Headers,
+    ) -> TokenArray:
+        """What is made of the tokens of texts; kept by `what` it is."""
+        name = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).hexdigest()
+        known = self._known.get(name)
+        if known is None:
+            known = of_all(await asyncio.gather(*(self.ids(body, headers) for body in bodies)))
+            self._known.put(name, known)
+        return known
+
+
+def _beginning(asked: Mapping[str, Any], behind: Behind, text: str) -> Body:
+    """What `/tokenize` is asked for a text right behind a prompt's beginning."""
+    fields = {name: asked[name] for name in _BEGINNING if asked.get(name) is not None}
+    if isinstance(behind, str):
+        return {**fields, "prompt": behind + text}
+    return {**fields, "messages": [*behind, {"role": "user", "content": text}]}
