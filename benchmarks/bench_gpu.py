@@ -67,11 +67,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "pack": {"to_records": True},
     "unpack": {},
     "unpack rotated": {"rotated": True},
-    "pack fp8": {"to_records": True, "quantised": "fp8"},
-    "unpack fp8": {"quantised": "fp8"},
-    "unpack fp8 rotated": {"quantised": "fp8", "rotated": True},
-    "pack int8": {"to_records": True, "quantised": "int8"},
-    "unpack int8": {"quantised": "int8"},
+    "pack fp8": {"to_records": True, "precision": "fp8"},
+    "unpack fp8": {"precision": "fp8"},
+    "unpack fp8 rotated": {"precision": "fp8", "rotated": True},
+    "pack int8": {"to_records": True, "precision": "int8"},
+    "unpack int8": {"precision": "int8"},
 }
 
 
@@ -81,10 +81,9 @@ def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     """The kernel alone, records on the device, against a copy there that reads and writes as many bytes."""
     from kvkit.kernels.pages import triton as kernels
 
-    how = {"to_records": False, "quantised": None, "rotated": False, **WAYS[way]}
-    group = replace(LLAMA, order=order)
-    records_group = group.quantised() if how["quantised"] else group
-    size = records_group.chunk_bytes(CHUNK_TOKENS)
+    how = {"to_records": False, "precision": None, "rotated": False, **WAYS[way]}
+    group = replace(LLAMA, order=order, precision=how.pop("precision"))
+    size = group.chunk_bytes(CHUNK_TOKENS)
     blocks = np.random.default_rng(0).permutation(CHUNKS * CHUNK_TOKENS // 16).reshape(CHUNKS, -1)
     pages = Pages.of(group, group.pages(blocks.size, fill_byte=1, device="cuda"))
     records = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(CHUNKS)]
@@ -94,7 +93,7 @@ def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     addresses = np.array([record.data_ptr() for record in records])
     made = kernels.move(pages, addresses, blocks, **how)
     benchmark.pedantic(made.run, rounds=1)
-    moved = CHUNKS * (group.chunk_bytes(CHUNK_TOKENS) + size)
+    moved = CHUNKS * (LLAMA.chunk_bytes(CHUNK_TOKENS) + size)
     source, target = (torch.ones(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
     times = {"ours": seconds(made.run), "copy": seconds(lambda: target.copy_(source))}
     found, speed = ratio(times, "copy", "ours"), moved / min(times["ours"]) / 1e9

@@ -20,11 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkit.format.layout import ORDERS, LayerGroup
+from kvkit.format.layout import ORDERS, LayerGroup, Precision
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.quantised import Quantised
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 
@@ -52,7 +51,7 @@ CONVERTED = {
     "llama-float16": (replace(LLAMA, dtype="float16"), Rope(tuple(5e5 ** -(np.arange(64) / 64)))),
     "mla-bfloat16": (MLA, Rope(tuple(1e4 ** -(np.arange(32) / 32)), interleaved=True, first=512)),
 }
-FORMS: tuple[Quantised, ...] = ("fp8", "int8")
+FORMS: tuple[Precision, ...] = ("fp8", "int8")
 
 
 class Job:
@@ -145,21 +144,21 @@ class Conversion:
         job.pack()
         chunks = len(job.records)
         self.rotation = Rotation(rope, np.arange(chunks) * 1000 + 1)
-        size = job.pages.group.quantised().chunk_bytes(CHUNK_TOKENS)
-        self.records = {form: [np.zeros(size, np.uint8) for _ in range(chunks)] for form in FORMS}
+        self.pages: dict[Precision | None, Pages] = {
+            f: replace(job.pages, group=replace(job.pages.group, precision=f)) for f in FORMS
+        }
+        self.records: dict[Precision | None, list[Any]] = {
+            form: [np.zeros(pages.group.chunk_bytes(CHUNK_TOKENS), np.uint8) for _ in range(chunks)]
+            for form, pages in self.pages.items()
+        }
+        self.pages[None], self.records[None] = job.pages, job.records
 
-    def pack(self, form: Quantised) -> None:
-        pack(self.job.pages, self.records[form], blocks=self.job.blocks, quantised=form, threads=THREADS)
+    def pack(self, form: Precision) -> None:
+        pack(self.pages[form], self.records[form], blocks=self.job.blocks, threads=THREADS)
 
-    def unpack(self, form: Quantised | None, rotated: bool) -> None:
-        unpack(
-            self.job.pages,
-            self.job.records if form is None else self.records[form],
-            blocks=self.job.blocks,
-            rotate=self.rotation if rotated else None,
-            quantised=form,
-            threads=THREADS,
-        )
+    def unpack(self, form: Precision | None, rotated: bool) -> None:
+        rotate = self.rotation if rotated else None
+        unpack(self.pages[form], self.records[form], blocks=self.job.blocks, rotate=rotate, threads=THREADS)
 
     def ways(self) -> dict[str, Callable[[], object]]:
         """What is timed, by name; what unpacks after what packs."""
@@ -177,17 +176,17 @@ class Conversion:
         job, group = self.job, self.job.pages.group
         slots = (job.blocks[:1, :, None] * group.block_tokens + np.arange(group.block_tokens)).reshape(1, -1)
         rotation = replace(self.rotation, delta=self.rotation.delta[:1])
-        form: Quantised | None
+        form: Precision | None
         for form in (None, *FORMS):
-            records = job.records if form is None else self.records[form]
+            records, group = self.records[form], self.pages[form].group
             if form is not None:
                 self.pack(form)
                 wanted = np.zeros_like(records[0])
-                reference.pack(group, job.pages.parts, [wanted], slots, form)
+                reference.pack(group, job.pages.parts, [wanted], slots)
                 np.testing.assert_array_equal(records[0], wanted)
             self.unpack(form, True)
             found = [tensor[job.blocks[0]].clone() for tensor in job.tensors]
-            reference.unpack(group, job.pages.parts, records[:1], slots, rotation, form)
+            reference.unpack(group, job.pages.parts, records[:1], slots, rotation)
             assert all(
                 torch.equal(tensor[job.blocks[0]], f) for tensor, f in zip(job.tensors, found, strict=True)
             )

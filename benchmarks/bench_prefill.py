@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.adapters.huggingface.cached import CachedModel
-from kvkit.bench import quality
+from kvkit.bench.tasks.registry import samples
+from kvkit.bench.tasks.sample import DOCUMENT_TOKENS
 from kvkit.blend.plan import Selection
 from kvkit.config import load_config
 from timing import interleaved, ratio
@@ -42,7 +43,7 @@ def prompt(documents: int, full_size: bool) -> tuple[NDArray[np.int32], list[tup
     if full_size:
         tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.fetch())
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        (sample,) = quality.samples("documents", encode, 1, documents * quality.DOCUMENT_TOKENS)
+        (sample,) = samples("documents", encode, 1, documents * DOCUMENT_TOKENS)
         ids, spans = sample.prompt, sample.documents
     else:
         size = CHUNK_TOKENS

@@ -16,34 +16,26 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing
 import os
 import secrets
-import signal
 import statistics
-import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.engines import BLOCK, ENVIRONMENT, TOKEN_BYTES, Engine, Settings, awake
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.bench.systems import ended_by_sigterm, free_port
 from kvkit.environment import describe, version_of
 
-BLOCK = 128
-"""Tokens of vLLM's blocks on a CPU."""
-TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
-"""KV of a token of SmolLM2 in float32: layers, K and V, heads, head size, bytes."""
 PROMPT_TOKENS = (12 * BLOCK + 1, 12 * BLOCK + BLOCK // 2)
 OUTPUT_TOKENS = 8
 BLOCK_BYTES = 1 << 30
@@ -52,17 +44,8 @@ TIER_BYTES = 1 << 29
 """Of kvkit's engines: staging twice, the buffer."""
 WARM_UP = 2
 """Rounds that are not counted."""
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "UCX_NET_DEVICES": "lo",
-}
-_WATCHED_S = 0.5
-_IDLE_S = 0.001
-"""vLLM's pause after a step that computed nothing."""
-Settings = dict[str, Any]
+_HITS = "vllm:external_prefix_cache_hits_total"
+"""Tokens that a connector brought so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +62,6 @@ class System:
     decode: Settings
     ways: Mapping[str, Settings]
     package: Path | None = None
-
-
-@dataclass(slots=True)
-class Answer:
-    """What came of a prompt.
-
-    Attributes:
-        times_s: seconds until each token.
-        params: `kv_transfer_params` for the other engine.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    params: Settings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,129 +116,9 @@ def _kvkit(handoff: Settings) -> Settings:
     }
 
 
-class Engine:
-    """vLLM in a process of its own, stopped but within `awake`. A context manager that ends it."""
-
-    def __init__(self, transfer: Settings, package: Path | None, block_bytes: int | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, transfer, package, free_port(), block_bytes)
-        )
-        self._process.start()
-        theirs.close()
-        self.pid = self._process.pid or 0
-        self._pipe.recv()
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def ask(self, prompt: Sequence[int], tokens: int, params: Settings | None = None) -> Answer:
-        """The beginning of a greedy answer."""
-        self._pipe.send((prompt, tokens, params))
-        answer: Answer = self._pipe.recv()
-        return answer
-
-    def hits(self) -> int:
-        """Tokens that its connector brought so far."""
-        self._pipe.send(None)
-        return int(self._pipe.recv())
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-
-def _serve(
-    pipe: Connection, transfer: Settings, package: Path | None, port: int, block_bytes: int | None
-) -> None:
-    """Answer prompts until the pipe is closed; take steps as long as vLLM has something to do."""
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-    if package is not None:
-        sys.path.insert(0, str(package))
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    engine: Any = LLM(
-        model=str(smollm2.fetch()),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=2048,
-        max_num_seqs=8,
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=64,
-        kv_cache_memory_bytes=block_bytes,
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**transfer),
-    ).llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    _make_way()
-    pipe.send("ready")
-    answer, began, number = Answer(), 0.0, 0
-    while True:
-        if pipe.poll(0.0 if scheduler.has_requests() else None):
-            asked = pipe.recv()
-            if asked is None:
-                pipe.send(_hits())
-                continue
-            prompt, tokens, params = asked
-            answer, began, number = Answer(), time.perf_counter(), number + 1
-            sampling = SamplingParams(
-                temperature=0.0,
-                max_tokens=tokens,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": params},
-            )
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-        outputs = engine.step()
-        for output in outputs:
-            new = output.outputs[0].token_ids[len(answer.tokens) :]
-            answer.tokens += new
-            answer.times_s += [time.perf_counter() - began] * len(new)
-            if output.finished:
-                answer.params = output.kv_transfer_params
-                pipe.send(answer)
-        if not outputs and scheduler.has_requests():
-            time.sleep(_IDLE_S)
-
-
-def _make_way() -> None:
-    """Give the lowest priority to threads of this process that never sleep."""
-    import psutil
-
-    def used_s() -> dict[int, float]:
-        return {t.id: t.user_time + t.system_time for t in psutil.Process().threads()}
-
-    before = used_s()
-    time.sleep(_WATCHED_S)
-    for thread, now in used_s().items():
-        if now - before.get(thread, now) > _WATCHED_S / 5:
-            os.setpriority(os.PRIO_PROCESS, thread, 19)
-
-
-def _hits() -> float:
-    from prometheus_client import REGISTRY
-
-    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
-    return sum(s.value for s in samples if s.name == "vllm:external_prefix_cache_hits_total")
-
-
-@contextmanager
-def awake(pids: Sequence[int]) -> Iterator[None]:
-    """Let processes run that are stopped before and after."""
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    yield
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-
-
 def hand_off(prefill: Engine, decode: Engine, prompt: Sequence[int], told: Settings) -> Handed:
     """One prompt from engine to engine, then to the second one alone."""
-    hits = decode.hits()
+    hits = decode.counters()[_HITS]
     first = prefill.ask(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False} | told)
     second = decode.ask(prompt, OUTPUT_TOKENS, first.params)
     alone = decode.ask(prompt, OUTPUT_TOKENS)
@@ -278,7 +127,7 @@ def hand_off(prefill: Engine, decode: Engine, prompt: Sequence[int], told: Setti
         second.times_s[0],
         statistics.median(b - a for a, b in pairwise(second.times_s)),
         alone.times_s[0],
-        decode.hits() - hits,
+        int(decode.counters()[_HITS] - hits),
         second.tokens == alone.tokens and first.tokens == second.tokens[:1],
     )
 
@@ -291,10 +140,11 @@ def measure(rounds: int) -> dict[str, Any]:
         found, missing = systems(Path(folder))
         share = memory.share(str(smollm2.fetch()), servers=2 * len(found), tiers=TIER_BYTES, most=BLOCK_BYTES)
         print(share.words)
+        options = {"kv_cache_memory_bytes": share.block_bytes}
         pairs = {
             name: (
-                stack.enter_context(Engine(system.prefill, system.package, share.block_bytes)),
-                stack.enter_context(Engine(system.decode, system.package, share.block_bytes)),
+                stack.enter_context(Engine(system.prefill, system.package, **options)),
+                stack.enter_context(Engine(system.decode, system.package, **options)),
             )
             for name, system in found.items()
         }

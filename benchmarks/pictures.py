@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import resident, timeline
+from benchmarks import dashboard, leaderboard, resident, timeline, vllm_blend
 from benchmarks.tables import MACHINE, RESULTS, ROOT
 from kvkit.bench import demo, pd
 
@@ -33,11 +33,18 @@ def _timeline(found: dict[str, Any], path: Path) -> None:
     timeline.draw([timeline.Event(**event) for event in found["events"]], path)
 
 
+def _vllm_blend(found: dict[str, Any], path: Path) -> None:
+    vllm_blend.draw(found["results"], path)
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
+    "dashboard.png": ("dashboard", dashboard.draw),
     "demo.png": ("demo", _demo),
+    "leaderboard.png": ("leaderboard-smollm2", leaderboard.draw),
     "pd.png": ("flow-both", _pd),
     "resident.png": ("resident", _resident),
     "timeline.png": ("timeline", _timeline),
+    "vllm-blend.png": ("vllm-blend", _vllm_blend),
 }
 """By file in docs/: whose result it shows, and what draws it."""
 

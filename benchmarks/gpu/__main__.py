@@ -46,9 +46,10 @@ STEPS = (
     measuring("determinism", 40),
     measuring("sanitizer", 45),
     measuring("moving", 100),
-    measuring("tune", 110),
+    measuring("tune", 80),
     measuring("profile", 40),
     measuring("peers", 30),
+    measuring("blend_rows", 34),
     measuring("with_jax", 25),
 )
 """What is not known of any GPU first, then what takes longer."""

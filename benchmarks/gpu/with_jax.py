@@ -1,4 +1,4 @@
-"""Step 10: pages and attention of JAX arrays, against the same on the host."""
+"""Step 11: pages and attention of JAX arrays, against the same on the host."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,7 +39,8 @@ class Target:
     name: str
     url: str  # scheme, host and port, and what stands before "/v1/completions"
     model: str
-    ignores_eos: bool  # whether it can be told to give `max_tokens` tokens in any case
+    vllm: bool  # whether it takes token ids, and can be told to give `max_tokens` tokens in any case
+    blends: bool = False  # whether it is asked to blend prompts with documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Completion:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None  # of the prompt, not computed; None where the server does not tell
+    exact: bool | None = None  # whether it begins with the exact answer; None where none is known
+    top: Mapping[str, float] | None = None  # log-probabilities of the first token's likeliest, if asked for
     error: str | None = None  # why there is no answer, or none that is complete
 
 
@@ -75,7 +78,7 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
     chosen = model or next(iter(known), None)
     if chosen is None or chosen not in known:
         raise BenchError(f"model = {chosen!r}: {url} has {', '.join(known) or 'none'}")
-    return Target(name, base, chosen, ignores_eos=known[chosen].get("owned_by") == "vllm")
+    return Target(name, base, chosen, vllm=known[chosen].get("owned_by") == "vllm")
 
 
 def drive(
@@ -102,8 +105,8 @@ def drive(
         if due_s is not None and due_s <= 0 and len(running) < concurrency:
             _, index = heappop(ready)
             request = requests[index]
-            history[request.session] += request.text
-            prompt = history[request.session]
+            prompt = history[request.session] + request.text if request.follows else request.text
+            history[request.session] = prompt
             running[workers.submit(partial(ask, server, request, prompt, timeout_s))] = index
             continue
         if not running:
@@ -122,8 +125,12 @@ def drive(
     return answers, time.perf_counter() - start
 
 
-def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: float) -> Completion:
-    """Stream one greedy completion; never raises for what the server or the network does."""
+def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: float, **more: Any) -> Completion:
+    """Stream one greedy completion; never raises for what the server or the network does.
+
+    A prompt with documents goes to vLLM as token ids, in which a document has the same ones wherever it
+    stands; that is not timed. `more` is added to the body of the request.
+    """
     body: dict[str, Any] = {
         "model": server.model,
         "prompt": prompt,
@@ -131,20 +138,28 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-    }
-    if server.ignores_eos:
+    } | more
+    if server.vllm:
         body["ignore_eos"] = True
     times: list[float] = []
     pieces: list[str] = []
     usage: dict[str, Any] = {}
-    finished, error = False, None
+    finished, error, top = False, None, None
     start = time.perf_counter()
     try:
-        for event in _stream(f"{server.url}/v1/completions", body, timeout_s):
+        if server.vllm and request.documents:
+            body["prompt"], spans = tokenize(server, prompt, request.documents, timeout_s)
+            if server.blends and request.again:
+                asked = {"documents": spans, "prefix": spans[0][0]}
+                body["kv_transfer_params"] = {"blend": asked} | body.get("kv_transfer_params", {})
+            start = time.perf_counter()
+        for event in stream(f"{server.url}/v1/completions", body, timeout_s):
             if "error" in event:
                 raise ValueError(event["error"])
             for choice in event.get("choices") or ():
                 finished = finished or choice.get("finish_reason") is not None
+                if top is None and choice.get("logprobs"):
+                    top = choice["logprobs"]["top_logprobs"][0]
                 if choice.get("text") or (finished and not times):
                     times.append(time.perf_counter())
                     pieces.append(choice.get("text") or "")
@@ -157,25 +172,51 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
         error = f"not answered within {timeout_s:g} s" if late else error or "the stream ended early"
         return Completion(request.again, total_s=end - start, error=error)
     details = usage.get("prompt_tokens_details") or {}
+    text = "".join(pieces)
     return Completion(
         request.again,
-        "".join(pieces),
+        text,
         times[0] - start,
         tuple(b - a for a, b in itertools.pairwise(times)),
         end - start,
         int(usage.get("prompt_tokens") or 0),
         int(usage.get("completion_tokens") or len(pieces)),
         details.get("cached_tokens"),
+        None if request.answer is None else text.strip().startswith(request.answer),
+        top,
     )
+
+
+def tokenize(
+    server: Target, text: str, documents: Sequence[tuple[int, int]], timeout_s: float
+) -> tuple[list[int], list[list[int]]]:
+    """A text's token ids as vLLM makes them, each document's apart from the rest, and the documents' tokens
+    as [start, stop].
+
+    Args:
+        documents: characters [start, stop) of `text`, ascending.
+
+    Raises:
+        OSError, HTTPException: it does not answer.
+    """
+    cuts = [0, *itertools.chain.from_iterable(documents), len(text)]
+    ids: list[int] = []
+    ends = [0]
+    for start, stop in itertools.pairwise(cuts):
+        body = {"model": server.model, "prompt": text[start:stop], "add_special_tokens": not ids}
+        with exchange("POST", f"{server.url}/tokenize", json.dumps(body).encode(), timeout_s) as response:
+            ids += json.loads(response.read())["tokens"]
+        ends.append(len(ids))
+    return ids, [list(span) for span in itertools.pairwise(ends)][1::2]
 
 
 def counted_hits(server: Target) -> int | None:
     """Prompt tokens that a vLLM server did not compute since it was started, by its metrics; else None."""
     try:
-        samples = _counters(server, HIT_COUNTERS)
+        found = _counters(server, HIT_COUNTERS)
     except BenchError:
         return None
-    return int(sum(sample.value for sample in samples)) if samples else None
+    return int(sum(sample.value for sample in found)) if found else None
 
 
 def loaded_tokens(server: Target) -> dict[str, int]:
@@ -184,12 +225,29 @@ def loaded_tokens(server: Target) -> dict[str, int]:
     Raises:
         BenchError: it does not tell.
     """
-    samples = _counters(server, ["vllm:kvkit_loaded_tokens"])
-    return {s.labels["tier"]: int(s.value) for s in samples if s.labels["rank"] == "0"}
+    found = _counters(server, ["vllm:kvkit_loaded_tokens"])
+    return {s.labels["tier"]: int(s.value) for s in found if s.labels["rank"] == "0"}
+
+
+def blend_tokens(server: Target) -> Counter[str]:
+    """Tokens of prompts that a vLLM server with kvkit's connector has blended so far, by kind: `exact`,
+    `reused`, of these `selected`, and `computed`.
+
+    Raises:
+        BenchError: it does not tell.
+    """
+    kinds = {f"vllm:kvkit_blend_{kind}_tokens": kind for kind in ("exact", "reused", "selected", "computed")}
+    found = _counters(server, list(kinds))
+    return Counter({kinds[s.name.removesuffix("_total")]: int(s.value) for s in found})
 
 
 def _counters(server: Target, names: Sequence[str]) -> list[Sample]:
-    """The samples of some of a server's counters.
+    """The samples of some of a server's counters; errors: those of `samples`."""
+    return [sample for sample in samples(server, names) if sample.name.endswith("_total")]
+
+
+def samples(server: Target, names: Sequence[str]) -> list[Sample]:
+    """All samples of some of a server's metrics.
 
     Raises:
         BenchError: it has no metrics.
@@ -199,17 +257,17 @@ def _counters(server: Target, names: Sequence[str]) -> list[Sample]:
         found = [f for f in text_string_to_metric_families(text) if f.name in names]
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise BenchError(f"{server.url}/metrics: {_words(error)}") from error
-    return [sample for family in found for sample in family.samples if sample.name.endswith("_total")]
+    return [sample for family in found for sample in family.samples]
 
 
 def _get(url: str, timeout_s: float) -> bytes:
-    with _exchange("GET", url, None, timeout_s) as response:
+    with exchange("GET", url, None, timeout_s) as response:
         return response.read()
 
 
-def _stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
+def stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
     """The events of a stream, as they come in."""
-    with _exchange("POST", url, json.dumps(body).encode(), timeout_s) as response:
+    with exchange("POST", url, json.dumps(body).encode(), timeout_s) as response:
         for line in response:
             data = line.removeprefix(b"data:").strip()
             if len(data) == len(line.strip()):  # a comment, a blank line, another field
@@ -220,7 +278,7 @@ def _stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[s
 
 
 @contextmanager
-def _exchange(
+def exchange(
     method: str, url: str, body: bytes | None, timeout_s: float
 ) -> Iterator[http.client.HTTPResponse]:
     """The response to one request on a connection of its own, which is cut when `timeout_s` are over.
@@ -239,7 +297,7 @@ def _exchange(
         watch.daemon = True
         watch.start()
         try:
-            connection.request(method, parts.path, body, headers)
+            connection.request(method, parts.path + (parts.query and f"?{parts.query}"), body, headers)
             with closing(connection.getresponse()) as response:
                 if response.status != 200:
                     text = response.read(4096).decode(errors="replace")

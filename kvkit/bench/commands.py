@@ -11,7 +11,9 @@ from kvkit.bench.options import Targets, Traffic
 from kvkit.settings import grouped_options
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-Model = Annotated[str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M from PyPI")]
+Model = Annotated[
+    str | None, typer.Option(help="hub id, folder or gemma (270M); default: SmolLM2-135M, from PyPI")
+]
 Figures = Annotated[Path, typer.Option("--json", help="where to write the figures")]
 
 
@@ -25,12 +27,22 @@ def demo(
     flow: Annotated[
         str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md tells what they are")
     ] = "both",
-    vllm: Annotated[str, typer.Option(help="with --pd: more of vLLM's options")] = "",
+    blend: Annotated[
+        bool,
+        typer.Option("--blend", help="over vLLM that blends documents in changing order, and plain vLLM"),
+    ] = False,
+    vllm: Annotated[str, typer.Option(help="with --pd or --blend: more of vLLM's options")] = "",
 ) -> None:
     """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
     from rich.console import Console
 
-    if pd:
+    if pd and blend:
+        raise typer.BadParameter("want one of --pd and --blend")
+    if blend:
+        from kvkit.bench import rag
+
+        rag.run(model, vllm, json_path, png_path, Console())
+    elif pd:
         from kvkit.bench import pd as over_both
 
         over_both.run(flow, model, vllm, json_path, png_path, Console())
@@ -43,15 +55,25 @@ def demo(
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="a configuration file to check")] = None,
     blend: Annotated[
-        str | None, typer.Option(help="hub id or folder: measure whether this model may be blended")
+        str | None, typer.Option(help="hub id, folder or gemma: measure whether this model may be blended")
+    ] = None,
+    precision: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="FORM MODEL",
+            help="fp8 or int8, and hub id, folder or gemma: measure whether this model's KV may be held so",
+        ),
     ] = None,
 ) -> None:
     """Say what is installed, what is missing for which feature, and check a configuration file or a model."""
     from rich.console import Console
 
-    from kvkit.bench.doctor import check_blending, check_config, show_versions
+    from kvkit.bench.doctor import check_blending, check_config, check_precision, show_versions
 
     console = Console()
+    if precision is not None:
+        check_precision(*precision, console)
+        return
     if blend is not None:
         check_blending(blend, console)
         return
@@ -65,7 +87,17 @@ def bench_blend(
     model: Model = None,
     samples: Annotated[int, typer.Option(min=1, help="of each data set")] = 40,
     tokens: Annotated[int, typer.Option(min=512, help="of a prompt, about")] = 1024,
-    methods: Annotated[str, typer.Option(help="names separated by semicolons; default: all of them")] = "",
+    methods: Annotated[
+        str,
+        typer.Option(help="names separated by semicolons; also NAME .15 of any method; default: all of them"),
+    ] = "",
+    auxiliary: Annotated[
+        str | None, typer.Option(help="hub id, folder or gemma: the model by which cacheclip chooses")
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(help="names or files .jsonl, separated by semicolons; all; default: what the gate asks"),
+    ] = "",
     json_path: Figures = Path("blend.json"),
     png_path: Annotated[
         Path | None, typer.Option("--png", help="where to draw quality against computed rows")
@@ -79,24 +111,31 @@ def bench_blend(
     from rich.progress import track
 
     from kvkit.bench import quality
-    from kvkit.bench.files import BenchError, check_folders, write_figures
+    from kvkit.bench.files import check_folders, commit, model_folder, write_figures
+    from kvkit.bench.judge import METHODS, Judge, load_auxiliary, method_named
+    from kvkit.bench.quality_vllm import opened
+    from kvkit.bench.tasks.registry import SETS, TASKS, named
 
-    chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(quality.METHODS)
-    for name in chosen:
-        if name not in quality.METHODS:
-            raise BenchError(f"methods: {name!r}, want some of {'; '.join(quality.METHODS)}")
+    chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
+    wanted = {method: method_named(method) for method in chosen}
+    sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or named(tasks)
     check_folders(json_path, png_path)
     console = Console()
-    judge, encode, name = quality.load_judge(model, console)
-    kept = json_path.with_suffix(".jsonl")
-    measured = {method: quality.METHODS[method] for method in chosen}
-    work = quality.run(judge, encode, kept, count=samples, tokens=tokens, methods=measured)
-    entries = list(track(work, "samples", total=samples * len(quality.SETS), console=console))
+    folder = model_folder(model, console)
+    with opened(folder, console, wanted, tokens) as (judge, encode, measured):
+        if auxiliary is not None and isinstance(judge, Judge):
+            judge.auxiliary = load_auxiliary(auxiliary, folder, console)
+        kept = json_path.with_suffix(".jsonl")
+        work = quality.run(judge, encode, kept, count=samples, tokens=tokens, methods=measured, sets=sets)
+        entries = list(track(work, "samples", total=samples * len(sets), console=console))
     summary = quality.summarise(entries)
     for kind, figures in summary.items():
         console.print(quality.table(kind, figures))
-    settings = {"model": name, "samples": samples, "tokens": tokens}
-    write_figures(json_path, command="kvkit bench blend", **settings, sets=summary)
+    name = Path(folder).name if Path(folder).is_dir() else folder
+    settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0, "commit": commit()}
+    means = quality.overall(entries)
+    console.print(quality.table("mean", means))
+    write_figures(json_path, command="kvkit bench blend", **settings, sets=summary, overall=means)
     if png_path is not None:
         quality.draw(summary, png_path)
     console.print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)

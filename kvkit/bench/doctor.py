@@ -1,4 +1,4 @@
-"""`kvkit doctor`: what is installed, whether settings are correct, whether a model may be blended."""
+"""`kvkit doctor`: what is installed, whether settings are correct, what a model may be used with."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import os
 import platform
 from pathlib import Path
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvkit.bench.files import BenchError
+from kvkit.bench.files import BenchError, model_folder
 from kvkit.config import load_config
 from kvkit.environment import gpu_name, version_of
+from kvkit.format.layout import Precision
 
 FEATURES = (
     ("torch", "tensors", "kvkit"),
@@ -75,20 +77,83 @@ def check_blending(model: str, console: Console) -> None:
 
     Raises:
         BenchError: it must not be, or it cannot be measured.
+        ModelError: it cannot be fetched.
     """
-    from kvkit.bench import quality
+    from kvkit.bench.judge import METHODS
+    from kvkit.bench.quality import GATE_METHODS, measure_gate
+    from kvkit.bench.quality_vllm import opened
 
-    judge, encode, _ = quality.load_judge(model, console)
-    with console.status("measuring, a minute or two"):
-        gate = quality.measure_gate(judge, encode)
+    folder = model_folder(model, console)
+    with opened(folder, console, {name: METHODS[name] for name in GATE_METHODS}) as (judge, encode, _):
+        served = served_names(folder, judge.config)
+        with console.status("measuring, a minute or two"):
+            gate = measure_gate(judge, encode, list(dict.fromkeys([judge.weights, *served])))
     low, high = gate["kl_interval"]
     for line in (
         f"{model}: blending 15 % changes the distribution of the next token by {gate['kl']:.4f} nats "
         f"({low:.4f}–{high:.4f}), limit {gate['kl_limit']}; that is {gate['of_naive']:.2f} of what reuse "
         f"without recomputing does ({gate['naive_kl']:.4f}), limit {gate['of_naive_limit']}",
-        f"kept in {gate['path']}",
+        *_kept(gate, served),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not gate["passed"]:
         raise BenchError("this model must not be blended")
     console.print("this model may be blended")
+
+
+def check_precision(form: str, model: str, console: Console) -> None:
+    """Measure whether a model's KV may be held in fewer bits, keep and print what was found.
+
+    Raises:
+        BenchError: it must not be, it cannot be measured, or there is no such form.
+        ModelError: it cannot be fetched.
+    """
+    from kvkit.bench import precision as measuring
+
+    forms: dict[str, Precision] = {known: known for known in get_args(Precision)}
+    if (precision := forms.get(form)) is None:
+        raise BenchError(f"precision = {form!r}: want one of {', '.join(forms)}")
+    folder = model_folder(model, console)
+    judge, encode = measuring.load(folder, console)
+    served = served_names(folder, judge.model.config)
+    with console.status("measuring, a minute or two"):
+        found = measuring.measure_gate(judge, encode, [judge.weights, *served], precision)
+    for line in (
+        f"{model}, {found['samples']} samples, 95 % intervals: KV in {precision} changes the distribution of "
+        f"the next token by {found['kl']:.5f} nats "
+        f"({found['kl_interval'][0]:.5f}–{found['kl_interval'][1]:.5f}), limit {found['kl_limit']}; the most "
+        f"likely token is the same in {found['top1']:.1%} ({found['top1_interval'][0]:.1%}–"
+        f"{found['top1_interval'][1]:.1%}), limit {found['top1_limit']:.0%}; of codes to repeat "
+        f"{found['exact']:.0%} are right, in full precision {found['full_exact']:.0%}",
+        *([] if found["sure"] else ["a limit lies within its interval: other texts may decide otherwise"]),
+        *_kept(found, served),
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not found["passed"]:
+        raise BenchError(f"this model's KV must not be held in {precision}")
+    console.print(f"this model's KV may be held in {precision}")
+
+
+def _kept(found: dict[str, Any], served: list[str]) -> list[str]:
+    """Where a verdict is, in words."""
+    unseen = "not kept for vLLM, whose engines look for it: pip install 'kvkit[blake3]'"
+    return [f"kept in {', '.join(found['paths'])}", *([] if served else [unseen])]
+
+
+def served_names(model: str, config: Any) -> list[str]:
+    """What engines of vLLM that serve `model`, a hub id or a folder, keep a verdict on it under.
+
+    Args:
+        config: the model's, as transformers loaded it.
+
+    Returns:
+        one name, or none where that cannot be told here.
+    """
+    try:
+        from kvkit.adapters.vllm.gate import folder_name
+    except ImportError:  # of blake3
+        return []
+    if Path(model).is_dir():
+        return [folder_name(Path(model))]
+    commit = getattr(config, "_commit_hash", None)
+    return [commit] if commit else []

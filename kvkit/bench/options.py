@@ -16,9 +16,20 @@ class Traffic:
     workloads: Annotated[
         str,
         typer.Option(
-            help="document-qa, document-permutation, chat, system-prompt, random; default: all of them"
+            help="document-qa, document-permutation, chat, system-prompt, rag, random; default: all of them"
         ),
     ] = ""
+    trace: Annotated[
+        str,
+        typer.Option(
+            help="a trace in their place, as for `kvkit simulate`: a file, or chat, rag, agents or mixed; "
+            "--requests of its prompts, of their lengths"
+        ),
+    ] = ""
+    speed: Annotated[
+        float | None,
+        typer.Option(min=1e-3, max=1e6, help="times as fast as the trace; default: when there is room"),
+    ] = None
     requests: Annotated[int, typer.Option(min=2, max=10**6, help="of a workload, each round")] = 16
     words: Annotated[int, typer.Option(min=64, max=10**6, help="of a prompt, about a token each")] = 1500
     max_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="of an answer")] = 16
@@ -36,14 +47,18 @@ class Targets:
     """The servers: those that run, and those that are started."""
 
     systems: Annotated[
-        str, typer.Option(help="vLLM to start: plain, kvkit, lmcache; default: all, none with --url")
+        str,
+        typer.Option(
+            help="vLLM to start: plain, prefix-caching, kvkit, kvkit-blend, lmcache; default: plain, kvkit, "
+            "lmcache, none with --url"
+        ),
     ] = ""
     url: Annotated[
         list[str] | None,
         typer.Option(help="an OpenAI-compatible server that runs, also as NAME=URL; can be repeated"),
     ] = None
     model: Annotated[
-        str | None, typer.Option(help="hub id or folder; default: SmolLM2-135M, a URL's first model")
+        str | None, typer.Option(help="hub id, folder or gemma; default: SmolLM2-135M, a URL's first model")
     ] = None
     memory_gib: Annotated[int, typer.Option(min=1, help="of kvkit's memory tier, and of LMCache's")] = 1
     config: Annotated[Path | None, typer.Option(help="kvkit's TOML file, in place of that memory tier")] = (

@@ -60,7 +60,7 @@ def run(
 
     Args:
         flow: one of `FLOWS`.
-        model: hub id or folder; None: SmolLM2-135M-Instruct from its PyPI package.
+        model: hub id, folder or gemma; None: SmolLM2-135M-Instruct; both from PyPI packages.
         vllm: more of vLLM's command line; what is there of memory stands.
 
     Raises:

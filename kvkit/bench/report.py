@@ -38,9 +38,11 @@ class Measured:
 def summarise(measured: Measured) -> dict[str, Any]:
     """Plain numbers. Times are in seconds, percentiles by nearest rank, over requests without an error.
 
-    `ttft_s` is that of requests that a cache can help, `first_ttft_s` that of the others.
+    `ttft_s` is that of requests that a cache can help, `first_ttft_s` that of the others. `exact_answers` are
+    those that begin as they must, of the `judged_answers` of which that is known.
     """
     good = [answer for answer in measured.answers if answer.error is None]
+    judged = [answer.exact for answer in good if answer.exact is not None]
     return {
         "system": measured.system,
         "workload": measured.workload,
@@ -49,6 +51,8 @@ def summarise(measured: Measured) -> dict[str, Any]:
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
         "hit_tokens": measured.hit_tokens,
         "output_tokens": sum(answer.output_tokens for answer in good),
+        "exact_answers": sum(judged) if judged else None,
+        "judged_answers": len(judged),
         "first_ttft_s": _spread([answer.ttft_s for answer in good if not answer.again]),
         "ttft_s": _spread([answer.ttft_s for answer in good if answer.again]),
         "gap_s": _spread(list(itertools.chain.from_iterable(answer.gaps_s for answer in good))),
@@ -76,7 +80,7 @@ def as_json(found: Sequence[Measured]) -> dict[str, Any]:
     """Summaries, overheads, and every request's figures without its text."""
     answers = [
         {"system": m.system, "workload": m.workload}
-        | {key: value for key, value in asdict(answer).items() if key != "text"}
+        | {key: value for key, value in asdict(answer).items() if key not in ("text", "top")}
         for m in found
         for answer in m.answers
     ]
@@ -88,15 +92,18 @@ def tables(found: Sequence[Measured]) -> list[Table]:
     made = []
     for workload in dict.fromkeys(measured.workload for measured in found):
         mine = [measured for measured in found if measured.workload == workload]
-        shown = Table("system", "hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s", title=workload)
-        for measured in mine:
-            row = summarise(measured)
+        rows = [summarise(measured) for measured in mine]
+        judged = any(row["judged_answers"] for row in rows)
+        columns = ("system", "hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s")
+        shown = Table(*columns, *(["exact"] if judged else []), title=workload)
+        for measured, row in zip(mine, rows, strict=True):
             failed = f" ({row['errors']} failed)" if row["errors"] else ""
             share = "?" if row["hit_tokens"] is None else f"{row['hit_tokens']:,} of {row['prompt_tokens']:,}"
             shown.add_row(
                 *(measured.system + failed, share, _seconds(row["first_ttft_s"], "p50")),
                 *(_seconds(row["ttft_s"], "p50"), _seconds(row["ttft_s"], "p99")),
                 *(_seconds(row["gap_s"], "p50"), f"{row['tokens_per_s']:,.0f}"),
+                *([f"{row['exact_answers'] or 0} of {row['judged_answers']}"] if judged else []),
             )
         made.append(shown)
     ratios = overheads(found)

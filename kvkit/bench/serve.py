@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,20 +16,26 @@ from kvkit.bench import memory
 from kvkit.bench.client import Target, connect, counted_hits, drive
 from kvkit.bench.files import BenchError, check_folders, model_folder, split_options, write_figures
 from kvkit.bench.options import Targets, Traffic
+from kvkit.bench.replay import replayed
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import (
     CHUNK_TOKENS,
+    DEFAULT,
     STAGING_BYTES,
     SYSTEMS,
+    WITH_CACHE,
     Setup,
     ended_by_sigterm,
     missing,
     started,
 )
-from kvkit.bench.workloads import WORKLOADS, CompletionRequest, arriving, document_qa
+from kvkit.bench.workloads import WORKLOADS, CompletionRequest, Workload, arriving, document_qa
 from kvkit.config import Config, load_config
+from kvkit.simulate.traces import trace_of
 
 Say = Callable[[str], None]
+TRACE = "trace"
+"""The name of a workload that is a trace."""
 
 
 def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | None, console: Console) -> None:
@@ -40,9 +46,10 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
             not start or answer, or a request failed: what the others did is printed and written by then.
         ConfigError, ModelError: kvkit's configuration is wrong, or the model cannot be fetched.
     """
-    workloads = _chosen("workloads", traffic.workloads, tuple(WORKLOADS)) or tuple(WORKLOADS)
+    known = _known(traffic)
+    workloads = _chosen("workloads", traffic.workloads, tuple(known)) or tuple(known)
     urls = targets.url or []
-    systems = _chosen("systems", targets.systems, SYSTEMS) or (() if urls else SYSTEMS)
+    systems = _chosen("systems", targets.systems, SYSTEMS) or (() if urls else DEFAULT)
     check_folders(json_path, png_path)
     options = split_options(targets.vllm)
     settings = None if targets.config is None else load_config(targets.config)
@@ -77,7 +84,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         for servers in groups:  # those of a group take turns
             with ExitStack() as stack:
                 ready = _start_all(servers, setup, stack, lost, say)
-                for measured in measure(ready, workloads, traffic, lost, say):
+                for measured in measure(ready, {w: known[w] for w in workloads}, traffic, lost, say):
                     key = measured.workload, measured.system
                     found[key] = found[key] + measured if key in found else measured
     keys = [(workload, name) for workload in workloads for name in names]
@@ -110,7 +117,11 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
 
 
 def measure(
-    servers: Sequence[Target], workloads: Sequence[str], traffic: Traffic, lost: dict[str, str], say: Say
+    servers: Sequence[Target],
+    workloads: Mapping[str, Workload],
+    traffic: Traffic,
+    lost: dict[str, str],
+    say: Say,
 ) -> Iterator[Measured]:
     """Every round of every workload on each server; who comes first changes with the round.
 
@@ -128,8 +139,8 @@ def measure(
         say(f"{server.name}: left out, it does not answer")
     for number in range(traffic.rounds if ready else 0):
         turn = number % len(ready)
-        for workload in workloads:
-            requests = _round(workload, traffic, number)
+        for workload, make in workloads.items():
+            requests = _round(make, traffic, number)
             for server in [*ready[turn:], *ready[:turn]]:
                 say(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
                 kills = memory.kills()
@@ -139,10 +150,31 @@ def measure(
                 yield measured
 
 
-def _round(workload: str, traffic: Traffic, number: int) -> list[CompletionRequest]:
+def _known(traffic: Traffic) -> dict[str, Workload]:
+    """What can be sent: the trace alone where there is one.
+
+    Raises:
+        BenchError: options do not go together.
+        ConfigError: it is no trace.
+    """
+    if not traffic.trace:
+        if traffic.speed is not None:
+            raise BenchError(f"speed = {traffic.speed:g}: it is of a trace; want --trace, or --rate")
+        return dict(WORKLOADS)
+    if traffic.workloads or traffic.rate is not None:
+        raise BenchError(f"trace = {traffic.trace!r}: want no workloads and no rate beside it, but --speed")
+    trace = trace_of(traffic.trace, traffic.requests)
+
+    def send(seed: int, requests: int, words: int) -> list[CompletionRequest]:
+        return replayed(trace, seed, requests, traffic.speed)
+
+    return {TRACE: send}
+
+
+def _round(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequest]:
     """The requests of one round: rounds count on from the seed."""
     seed = traffic.seed + number
-    made = WORKLOADS[workload](seed, traffic.requests, traffic.words)
+    made = make(seed, traffic.requests, traffic.words)
     made = [replace(request, max_tokens=traffic.max_tokens) for request in made]
     return made if traffic.rate is None else arriving(made, traffic.rate, seed)
 
@@ -188,6 +220,9 @@ def _command(workloads: Sequence[str], traffic: Traffic) -> str:
     sizes = f"--requests {traffic.requests} --words {traffic.words} --max-tokens {traffic.max_tokens}"
     times = f"--concurrency {traffic.concurrency} --rounds {traffic.rounds} --seed {traffic.seed}"
     rate = "" if traffic.rate is None else f" --rate {traffic.rate}"
+    if traffic.trace:
+        speed = "" if traffic.speed is None else f" --speed {traffic.speed}"
+        return f"kvkit bench serve --trace {traffic.trace}{speed} {sizes} {times}"
     return f"kvkit bench serve --workloads {','.join(workloads)} {sizes} {times}{rate}"
 
 
@@ -198,7 +233,7 @@ def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interlea
         MemoryTooSmall: they do not fit.
     """
     cache = (setup.memory_gib << 30) + STAGING_BYTES if config is None else memory.tier_bytes(config)
-    caches = sum(system != "plain" for system in systems)
+    caches = len(WITH_CACHE.intersection(systems))
     share = memory.share(
         setup.model,
         servers=len(systems) if interleave else 1,
@@ -219,7 +254,8 @@ def _start_all(
             continue
         say(f"{server}: starting")
         try:
-            ready.append(connect(server, stack.enter_context(started(server, setup))))
+            target = connect(server, stack.enter_context(started(server, setup)))
+            ready.append(replace(target, blends=server == "kvkit-blend"))
         except BenchError as error:
             lost[server] = str(error)
             say(f"{server}: left out, it does not start")

@@ -1,4 +1,13 @@
-"""vLLM servers to measure: plain, with kvkit, with LMCache. Each is a process on a free port of loopback."""
+"""vLLM servers to measure. Each is a process on a free port of loopback.
+
+    plain           without a connector
+    prefix-caching  the same, with vLLM's own prefix cache
+    kvkit           with kvkit's tiers
+    kvkit-blend     with kvkit's tiers, and blending, which requests ask for
+    lmcache         with LMCache's tiers
+
+The others than `prefix-caching` are without vLLM's own prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,7 @@ import http.client
 import importlib.util
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -22,7 +32,11 @@ from kvkit.bench.files import BenchError
 from kvkit.bench.memory import killed
 from kvkit.bench.memory import kills as memory_kills
 
-SYSTEMS = ("plain", "kvkit", "lmcache")
+SYSTEMS = ("plain", "prefix-caching", "kvkit", "kvkit-blend", "lmcache")
+DEFAULT = ("plain", "kvkit", "lmcache")
+"""What is measured where nobody says what."""
+WITH_CACHE = frozenset(SYSTEMS) - {"plain", "prefix-caching"}
+"""Those that have memory beside vLLM's blocks."""
 START_S = 600.0
 """How long a server may take until it serves, in seconds: a large model is long in loading."""
 _STOP_S = 30.0
@@ -30,9 +44,11 @@ _PAUSE_S = 0.1
 _TAIL_LINES = 30
 _CAUSES = 3
 CHUNK_TOKENS = 256
+BLEND_CHUNK_TOKENS = 128
+"""With blending, at most: what of a document fills no chunk is computed with every prompt."""
 STAGING_BYTES = 256 << 20
 """Of kvkit without a file."""
-_SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
 """On a CPU vLLM computes on one core less with a connector, or on all where that would leave none: plain vLLM
 and a cache would be compared on different cores."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -70,12 +86,12 @@ def started(system: str, setup: Setup) -> Iterator[str]:
         BenchError: it ended, or did not serve within `START_S`.
     """
     with ExitStack() as stack:
-        environment = _SAME_CORES | os.environ
+        environment = SAME_CORES | os.environ
         if setup.cores:
             environment = {_BIND: ",".join(map(str, setup.cores))} | environment
         transfer: dict[str, Any] = {}
-        if system == "kvkit":
-            transfer = _kvkit(setup)
+        if system in ("kvkit", "kvkit-blend"):
+            transfer = _kvkit(setup, blend=system == "kvkit-blend")
         elif system == "lmcache":
             environment |= _QUIET
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_peers(), os.getenv("PYTHONPATH")]))
@@ -85,12 +101,13 @@ def started(system: str, setup: Setup) -> Iterator[str]:
             transfer["kv_connector_extra_config"] = server
         connector = ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
         port = free_port()
-        # its own prefix cache is off, unless the options, which come later, have it on
+        # else its own prefix cache is off, unless the options, which come later, have it on
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--enable-prompt-tokens-details", "--no-enable-prefix-caching", *connector]
+        own = "--enable-prefix-caching" if system == "prefix-caching" else "--no-enable-prefix-caching"
+        command += ["--enable-prompt-tokens-details", own, *connector]
         command += setup.options
-        with serving(system, command, environment, setup.folder, lambda: _healthy(port), setup.memory):
+        with serving(system, command, environment, setup.folder, lambda: healthy(port), setup.memory):
             yield f"http://127.0.0.1:{port}"
 
 
@@ -113,7 +130,7 @@ def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) 
     )
     command = [sys.executable, "-c", "from kvkit.cli import main; main()", "router", "--port", str(port)]
     command += ["--config", str(config)]
-    with serving("router", command, os.environ, folder, lambda: _healthy(port)):
+    with serving("router", command, os.environ, folder, lambda: healthy(port)):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -125,7 +142,7 @@ def serving(
     folder: Path,
     serves: Callable[[], bool],
     memory: str = "",
-) -> Iterator[None]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that serves; it and its children are ended with the context.
 
     Args:
@@ -155,7 +172,7 @@ def serving(
                 why = _killed(kills, None, path, memory)
                 raise BenchError(f"{name} did not serve within {START_S:.0f} s{why}:\n{_tail(path)}")
         try:
-            yield
+            yield process
         except Exception as error:
             ended = process.poll()
             # of one that lives on the kernel's counter says nothing: others run here, too
@@ -182,12 +199,15 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _kvkit(setup: Setup) -> dict[str, Any]:
+def _kvkit(setup: Setup, blend: bool) -> dict[str, Any]:
     if setup.config is not None:
         extra: dict[str, Any] = {"kvkit_config": str(setup.config.absolute())}
     else:
         tiers = {"memory": {"capacity": f"{setup.memory_gib}GiB"}}
-        extra = {"kvkit": {"chunk_tokens": setup.chunk_tokens, "staging": STAGING_BYTES, "tiers": tiers}}
+        chunk = min(setup.chunk_tokens, BLEND_CHUNK_TOKENS) if blend else setup.chunk_tokens
+        extra = {"kvkit": {"chunk_tokens": chunk, "staging": STAGING_BYTES, "tiers": tiers}}
+    if blend:  # whatever is asked for: what that takes, and does to answers, is measured
+        extra |= {"blend": {"unchecked": True}, "prefill_tokens_per_s": 0.01, "lookup_timeout_s": 20.0}
     return {
         "kv_connector": "KVKitConnector",
         "kv_connector_module_path": "kvkit.adapters.vllm.connector",
@@ -210,7 +230,7 @@ def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[in
         yield port
 
 
-def _healthy(port: int) -> bool:
+def healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")
@@ -225,11 +245,11 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """One of loopback that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """One of loopback that nobody listens on, and no connection is given before a server binds it."""
+    while True:
+        port = random.randrange(22_000, 32_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _peers() -> str | None:

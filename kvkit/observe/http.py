@@ -2,15 +2,16 @@
 
     GET  /metrics    Prometheus' text (`kvkit.observe.metrics`)
     GET  /health     {"status": the worst state, "tiers": {name: state}}; HTTP status 503 while a tier is open
-    GET  /tiers      [{"name", "scope", "codec", "near", "state", "queue_depth"}, ...], as they are sought
+    GET  /tiers      [{"name", "scope", "codec", "precision", "near", "state", "queue_depth"}, ...], as sought
     POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
     POST /clear      {"tier": name} -> {"removed_records"}
     POST /pin        {"tokens": [...], "seconds": s} -> {"pinned_tokens"}
 
 /lookup and /pin take a request's `model` (the name of a LoRA adapter, for one) and `cache_salt`, too, and are
 about what a request with them would find now; HTTP status 404 for a model that the cache does not know. A
-lookup here is a query: it is counted as one, and not among the lookups that requests make. `engine` is what
-the engine itself keeps, in blocks that the cache does not see: its `hit_tokens` are null, with the `reason`.
+lookup here is a query: it is counted as one, and not among the lookups that requests make. With `wait_s` it
+waits up to so many seconds for what is being stored. `engine` is what the engine itself keeps, in blocks that
+the cache does not see: its `hit_tokens` are null, with the `reason`.
 
 Every request carries the token: `Authorization: Bearer ...`. Who does not show it costs one of a few
 connections, which gives way to the next (`kvkit.observe.connections`). What is wrong is said in
@@ -162,17 +163,21 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
-class _LookupBody(_Body):
+class _TokensBody(_Body):
     tokens: list[_TokenId]
     model: str | None = None
     cache_salt: str = ""
+
+
+class _LookupBody(_TokensBody):
+    wait_s: float = Field(0.0, ge=0, le=10)
 
 
 class _ClearBody(_Body):
     tier: str
 
 
-class _PinBody(_LookupBody):
+class _PinBody(_TokensBody):
     seconds: float = Field(gt=0, le=86400, allow_inf_nan=False)
 
 
@@ -199,6 +204,7 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
                 "name": name,
                 "scope": tier.scope,
                 "codec": tier.codec,
+                "precision": tier.precision,
                 "near": tier.near,
                 "state": states[name],
                 "queue_depth": depths.get(name, 0),
@@ -207,14 +213,14 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
         ]
         return JSONResponse(shown)
 
-    def space(body: _LookupBody) -> Namespace:
+    def space(body: _TokensBody) -> Namespace:
         try:
             return cache.space_of(body.model, body.cache_salt)
         except UnknownModel as error:
             raise HTTPException(404, str(error)) from None
 
     def lookup(body: _LookupBody) -> dict[str, Any]:
-        hit = cache.query(body.tokens, space(body))
+        hit = cache.query(body.tokens, space(body), body.wait_s)
         found = {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
         return found | {"engine": _ENGINE}
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvkit.format import arrays, record
 from kvkit.format.arrays import MAX_METADATA_BYTES, MetadataError
-from kvkit.format.names import METADATA, array_name, record_name
+from kvkit.format.names import METADATA, array_name, exact_name, record_name
 from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
 from kvkit.format.urls import shown
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges
 from kvkit.tiers.folder import Folder
+from kvkit.tiers.registry import TIERS, kind_of
 from kvkit.tiers.settings import TierConfig, open_tier, tier_at
+from kvkit.tiers.shm.file import capacity_at, pool_path
 from kvkit.tiers.stores import open_store
 from kvkit.tiers.striped import StripedStore
 
@@ -33,7 +35,7 @@ class ArrayListing:
         array: "<namespace digest, hex>/<group index>".
         namespace: the fields that its zarr.json shows, as whoever wrote it says; empty without one.
         chunk_tokens: tokens per chunk, as the records say; 0 if none can be read.
-        chunks, bytes: records found, and their bytes.
+        chunks, bytes: those of which there are records, and the bytes of all of these.
         damaged: object name and what is wrong with it.
     """
 
@@ -47,7 +49,21 @@ class ArrayListing:
     @property
     def tokens(self) -> int:
         """Tokens in undamaged chunks."""
-        return (self.chunks - len(self.damaged)) * self.chunk_tokens
+        return (self.chunks - len({_chunk(name) for name, _ in self.damaged})) * self.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A record as a store lists it; `written` in seconds since 1970, None where the store does not tell."""
+
+    name: str
+    bytes: int
+    written: float | None
+
+    @property
+    def array(self) -> str:
+        """As that of an `ArrayListing`."""
+        return self.name.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +73,31 @@ class _Stored:
     scan: Callable[[], Iterator[tuple[str, int]]]
     size: Callable[[str], int | None]
     read: Callable[[str, Ranges, Sequence[memoryview]], None]
+    folder: str | None = None  # where each is a file, by its name
 
 
 def list_store(url: str) -> Iterator[tuple[ArrayListing, bool]]:
     """As `list_tier`, of the store at `url`: whatever a tier's `url` may be."""
-    return list_tier(shown(url), tier_at(url))
+    return list_tier(shown(url), tier_of(url))
+
+
+def tier_of(url: str) -> TierConfig:
+    """The settings with which the store at `url` can be read."""
+    if kind_of(url) is TIERS["shm"]:
+        return TierConfig.model_validate({"url": url, "capacity": capacity_at(pool_path(url))})
+    return tier_at(url)
+
+
+def list_records(name: str, config: TierConfig) -> Iterator[StoredRecord]:
+    """The records of a tier, unread. Raises as `list_tier`."""
+    with _opened(name, config) as stores:
+        for store in stores:
+            for object_name, size in store.scan():
+                written = None
+                if store.folder is not None:
+                    with suppress(OSError):  # it is gone since
+                        written = os.stat(os.path.join(store.folder, object_name)).st_mtime
+                yield StoredRecord(object_name, size, written)
 
 
 def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, bool]]:
@@ -82,8 +118,11 @@ def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, boo
         for array, records in sorted(found.items()):
             records.sort(key=lambda entry: entry[0])
             listing = ArrayListing(array, _namespace(records[0][2], f"{array}/{METADATA}"))
+            last = ""
             for object_name, size, store in records:
                 if _add(listing, object_name, size, store):
+                    listing.chunks += last != _chunk(object_name)
+                    last = _chunk(object_name)
                     yield listing, False
             yield listing, True
 
@@ -97,8 +136,12 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
         stores = [_store(name, url, config) for url in config.urls]
         if config.spread == "stripe":
             stores = [StripedStore(stores)]
-        yield [_Stored(store.scan, store.size, store.read_ranges) for store in stores]
+        roots = [str(store.root) if isinstance(store, Folder) else None for store in stores]
+        yield [_Stored(s.scan, s.size, s.read_ranges, root) for s, root in zip(stores, roots, strict=True)]
         return
+    for url in config.urls:
+        if kind_of(url) is TIERS["shm"] and not os.path.exists(pool_path(url)):
+            raise FileNotFoundError(f"{url}: no such pool")
     with closing(Staging(ALIGN, 1)) as staging, closing(open_tier(name, config, staging)) as tier:
         yield [_Stored(tier.scan, tier.size, tier.get_ranges)]
 
@@ -141,15 +184,19 @@ def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
         listing.chunk_tokens = header.chunk_tokens
         if damage is not None:
             wrong = damage
-        elif name != record_name(listing.array, header.key):
+        elif name != record_name(listing.array, header.key, header.place, header.layer_place):
             wrong = Damage.KEY
-        elif listing.array != array_name(header.namespace, header.group):
+        elif exact_name(listing.array, header.form[0]) != array_name(header.namespace, header.group):
             wrong = Damage.NAMESPACE
-    listing.chunks += 1
     listing.bytes += size
     if wrong:
         listing.damaged.append((name, str(wrong)))
     return True
+
+
+def _chunk(name: str) -> str:
+    """What the names of a chunk's records begin with: which layers and heads they hold follows."""
+    return name.rsplit(".", 4)[0]
 
 
 def _namespace(store: _Stored, name: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ METRICS = """\
 | kvkit_lookup_tokens_total | | tokens of whole chunks that were asked for |
 | kvkit_queries_total | | questions of the endpoint's clients for what is held; they are no lookups |
 | kvkit_hit_tokens_total | tier | tokens that a lookup found; over kvkit_lookup_tokens_total: the hit rate |
+| kvkit_approximate_tokens_total | tier | those of them that are kept with fewer bits |
 | kvkit_declined_tokens_total | tier | tokens that a lookup found and left out, as computing them is faster |
 | kvkit_loaded_tokens_total | tier | tokens put into the engine, by the tier they came from |
 | kvkit_loaded_bytes_total | tier | the same in bytes |
@@ -65,7 +66,15 @@ _TOTALS = (
     *("blend_reused_tokens", "blend_selected_tokens", "blend_computed_tokens"),
 )
 _BY_TIER = (
-    *("hit_tokens", "declined_tokens", "loaded_tokens", "loaded_bytes", "stored_records", "stored_bytes"),
+    *(
+        "hit_tokens",
+        "approximate_tokens",
+        "declined_tokens",
+        "loaded_tokens",
+        "loaded_bytes",
+        "stored_records",
+        "stored_bytes",
+    ),
     *("written_back_records", "evicted_records", "timeouts"),
 )
 _Samples = dict[tuple[str, ...], Any]

@@ -121,44 +121,60 @@ def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
 
 def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
     """What to show of `now`: change per second since `before`, or totals without it."""
-    seconds = now.at - before.at if before else 1.0
-    per = "/s" if before else ""
-
-    def change(name: str, **labels: str) -> float:
-        past = before.sum(name, **labels) if before else 0.0
-        return (now.sum(name, **labels) - past) / seconds
-
-    asked, hit = change("kvkit_lookup_tokens_total"), change("kvkit_hit_tokens_total")
     head = Table.grid(padding=(0, 3))
-    head.add_row(
-        escape(now.url),
+    head.add_row(escape(now.url), *totals(now, before))
+    titles, rows = by_tier(now, before)
+    shown = Table(*titles[:3], box=None, header_style="bold", padding=(0, 1))
+    for title in titles[3:]:
+        shown.add_column(title, justify="right")
+    for name, state, *cells in rows:
+        shown.add_row(escape(name), f"[{_COLOURS.get(state, 'default')}]{escape(state)}[/]", *cells)
+    return Group(head, "", shown)
+
+
+def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
+    """What the cache as a whole did, in words."""
+    per = "/s" if before else ""
+    asked, hit = (_grown(now, before, f"kvkit_{what}_tokens_total") for what in ("lookup", "hit"))
+    return (
         f"hit rate {100 * hit / asked:.1f} %" if asked else "hit rate -",
-        f"lookups{per} {_short(change('kvkit_lookups_total'))}",
-        f"tokens{per} {_short(asked)}",
+        f"lookups{per} {short(_grown(now, before, 'kvkit_lookups_total'))}",
+        f"tokens{per} {short(asked)}",
         f"slots {now.sum('kvkit_slots_in_use'):.0f} of {now.sum('kvkit_slots'):.0f}",
         f"puts under way {now.sum('kvkit_puts_under_way'):.0f}",
     )
-    shown = Table("tier", "state", "queue", box=None, header_style="bold", padding=(0, 1))
+
+
+def by_tier(now: Snapshot, before: Snapshot | None = None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings, and a row for each tier: its name, its state, numbers."""
+    per = "/s" if before else ""
     rates = (f"hit tok{per}", f"load tok{per}", f"get B{per}", "p50", "p99", f"put B{per}", "p50", "p99")
-    for title in (*rates, *_WENT, *_FAILED):
-        shown.add_column(title, justify="right")
+    rows = []
     for tier in now.tiers:
-        name, state = tier["name"], str(tier.get("state", ""))
-        colour = _COLOURS.get(state, "default")
-        shown.add_row(
-            escape(name),
-            f"[{colour}]{escape(state)}[/]",
-            _short(now.sum("kvkit_queue_depth", tier=name)),
-            _short(change("kvkit_hit_tokens_total", tier=name)),
-            _short(change("kvkit_loaded_tokens_total", tier=name)),
-            _short(change("kvkit_loaded_bytes_total", tier=name)),
+        name = tier["name"]
+        change = partial(_grown, now, before, tier=name)
+        row = (
+            name,
+            str(tier.get("state", "")),
+            short(now.sum("kvkit_queue_depth", tier=name)),
+            short(change("kvkit_hit_tokens_total")),
+            short(change("kvkit_loaded_tokens_total")),
+            short(change("kvkit_loaded_bytes_total")),
             *_quantiles(now, before, name, "get"),
-            _short(change("kvkit_stored_bytes_total", tier=name)),
+            short(change("kvkit_stored_bytes_total")),
             *_quantiles(now, before, name, "put"),
-            *(_short(now.sum(f"kvkit_{what}_records_total", tier=name)) for what in _WENT),
-            *(_short(now.sum(f"kvkit_{what}_total", tier=name)) for what in _FAILED),
+            *(short(now.sum(f"kvkit_{what}_records_total", tier=name)) for what in _WENT),
+            *(short(now.sum(f"kvkit_{what}_total", tier=name)) for what in _FAILED),
         )
-    return Group(head, "", shown)
+        rows.append(row)
+    return ("tier", "state", "queue", *rates, *_WENT, *_FAILED), rows
+
+
+def _grown(now: Snapshot, before: Snapshot | None, name: str, **labels: str) -> float:
+    """Change per second since `before`, or the total without it."""
+    if before is None:
+        return now.sum(name, **labels)
+    return (now.sum(name, **labels) - before.sum(name, **labels)) / (now.at - before.at)
 
 
 def watch(url: str, token: str, console: Console, *, interval_s: float, once: bool) -> None:
@@ -221,7 +237,7 @@ def _time(seconds: float | None) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """With four digits and a decimal prefix: 12.34 k."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:

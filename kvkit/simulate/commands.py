@@ -21,17 +21,25 @@ class Generated:
     seed: Annotated[int, typer.Option(help="of a generated trace")] = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is simulated side by side."""
+
+    compare: Annotated[str, typer.Option(help="eviction policies side by side, such as lru,s3fifo")] = ""
+    sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = ""
+    snapshots: Annotated[str, typer.Option(help="values of snapshot_every side by side, such as 1,4,0")] = ""
+
+
 @grouped_options
 def simulate(
     trace: Annotated[
         str, typer.Argument(help="a trace (JSON lines), or chat, rag, agents or mixed to generate one")
     ],
     config: Annotated[Path | None, typer.Option(help="nodes, tiers, speeds: a TOML file")] = None,
-    compare: Annotated[str, typer.Option(help="eviction policies side by side, such as lru,s3fifo")] = "",
-    sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,
     png_path: Annotated[Path | None, typer.Option("--png", help="where to plot hits by capacity")] = None,
     *,
+    choices: Choices,
     generated: Generated,
     save: Annotated[Path | None, typer.Option(help="where to write the trace")] = None,
 ) -> None:
@@ -40,23 +48,24 @@ def simulate(
 
     from kvkit.simulate import report
     from kvkit.simulate.config import SimulationConfig, load_simulation
-    from kvkit.simulate.traces import GENERATORS, read_trace, write_trace
+    from kvkit.simulate.traces import trace_of, write_trace
 
     try:
         setup = load_simulation(config) if config else SimulationConfig()
         # a picture needs capacities
+        sweep = choices.sweep
         swept = report.parse_sweep(sweep) if sweep else report.default_sweep(setup) if png_path else None
-        made = trace in GENERATORS and not Path(trace).exists()
-        requested = GENERATORS[trace](generated.requests, generated.seed) if made else read_trace(trace)
+        snapshots = report.parse_snapshots(choices.snapshots)
+        requested = trace_of(trace, generated.requests, generated.seed)
         if save:
             write_trace(requested, save)
-        policies = [name.strip() for name in compare.split(",") if name.strip()]
-        runs = report.compare(requested, setup, policies, swept)
+        policies = [name.strip() for name in choices.compare.split(",") if name.strip()]
+        runs = report.compare(requested, setup, policies, swept, snapshots)
         Console().print(report.table(runs, setup, swept[0] if swept else None))
         if json_path:
             document = {
                 "trace": trace,
-                "generated": asdict(generated) if made else None,
+                "generated": None if Path(trace).exists() else asdict(generated),
                 "block_tokens": requested.block_tokens,
                 "config": setup.model_dump(mode="json"),
                 "swept": swept[0] if swept else None,

@@ -5,7 +5,8 @@
     prefill_tokens_per_s = 8000
 
     [nodes]
-    both = 4                         # or prefill = 2 and decode = 2
+    both = 4                         # engines; or prefill = 2 and decode = 2
+    per_host = 2                     # of which so many share a host's pool
     route = "session"
 
     [handoff]                        # from a prefill node to a decode node
@@ -13,7 +14,8 @@
     latency_ms = 1
 
     [tiers.memory]                   # in the order in which they are sought
-    capacity = "32GiB"               # per node where the scope is node
+    scope = "host"                   # a pool at shm://; or node: each engine has its own
+    capacity = "32GiB"               # per host, or node, where that is the scope
     bandwidth = "20GB"
     near = true                      # in the host's memory: nothing is written back from here
 
@@ -43,6 +45,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from kvkit.format.layout import Precision
 from kvkit.moving.policy import Policy, Role, check
 from kvkit.settings import ConfigError, explain, read_toml
 from kvkit.tiers.eviction.policies import PolicyName
@@ -60,7 +63,17 @@ class ModelConfig(_Settings):
     """The model and its engine."""
 
     kv_bytes_per_token: int = Field(default=131_072, gt=0, description="KV of one token, all layers")
+    item_bytes: Literal[2, 4] = Field(default=2, description="of a number of it")
+    head_size: int = Field(default=128, gt=0, description="numbers of K, or of V, that a head has of a token")
     prefill_tokens_per_s: float = Field(default=8_000, gt=0, allow_inf_nan=False, description="of one node")
+    state_bytes: int = Field(
+        default=0, ge=0, description="a snapshot of all layers that keep a state; 0: there are none"
+    )
+    snapshot_every: int = Field(
+        default=1,
+        ge=0,
+        description="chunks from one snapshot to the next, besides that at a prompt's end; 0: that one alone",
+    )
 
 
 class NodesConfig(_Settings):
@@ -69,6 +82,13 @@ class NodesConfig(_Settings):
     both: int = Field(default=1, ge=0, le=10_000, description="nodes that prefill and decode")
     prefill: int = Field(default=0, ge=0, le=10_000, description="nodes that prefill, for `decode` nodes")
     decode: int = Field(default=0, ge=0, le=10_000, description="nodes that decode what was handed to them")
+    per_host: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="nodes that share the memory of a host, those that follow"
+        " each other; prefill nodes come before decode nodes",
+    )
     route: Route = Field(
         default="session",
         description="session: all of one to the same node; round-robin; least-busy: the node that is free "
@@ -102,8 +122,11 @@ class LinkConfig(_Settings):
 class SimulatedTier(_Settings):
     """One tier."""
 
-    scope: Literal["node", "shared"] = Field(default="node", description="one per node, or one for all")
+    scope: Literal["node", "host", "shared"] = Field(
+        default="node", description="one per node, one for the nodes of a host (shm://), or one for all"
+    )
     capacity: ByteSize | None = Field(default=None, gt=0, description="bytes kept, none: no limit")
+    precision: Precision | None = Field(default=None, description="KV in 8 bits; none: as it is computed")
     bandwidth: Bandwidth = ByteSize(2_000_000_000)
     latency_ms: Milliseconds = Field(default=0.0, description="of a run of chunks, once")
     eviction: PolicyName = Field(default="lru", description="who leaves when it is full")
@@ -148,6 +171,9 @@ class SimulationConfig(_Settings):
     def _policies_name_tiers(self) -> SimulationConfig:
         for role in ("both", "prefill", "decode"):
             check(self.policy_of(role), self.tiers)
+        narrow = [name for name, tier in self.tiers.items() if tier.precision is not None]
+        if self.model.state_bytes and narrow:
+            raise ValueError(f"tiers.{narrow[0]}.precision: want none for a model with states (state_bytes)")
         return self
 
     def policy_of(self, role: Role) -> Policy:
@@ -155,6 +181,13 @@ class SimulationConfig(_Settings):
         every = self.policy.model_dump(exclude_none=True)
         own = {name: every.pop(name) for name in ("prefill", "decode")}.get(role, {})
         return replace(Policy.default(self.tiers), **every | own)
+
+    def bytes_per_token(self, tier: str) -> int:
+        """What a tier keeps of one token: with a `precision`, a byte a number, and scales for each head."""
+        model = self.model
+        if self.tiers[tier].precision is None:
+            return model.kv_bytes_per_token
+        return model.kv_bytes_per_token * (model.head_size + 4) // (model.head_size * model.item_bytes)
 
     def with_tiers(self, changes: Mapping[str, Mapping[str, Any]]) -> SimulationConfig:
         """A copy whose tiers have these settings changed: {tier: {setting: value}}.

@@ -3,11 +3,15 @@
 Requests are taken in the order of their arrival, each at once: what one stored, the next finds. Per request
 
     1. a router picks the node, and with roles also the one that decodes
-    2. the node's tiers are asked in turn for the leading run of the prompt's chunks (as `Cache.lookup`)
-    3. the run is loaded, tier after tier, and written back where the policy says (as `Cache.load`)
+    2. the node's tiers are asked in turn for the leading run of the prompt's chunks (as `Cache.lookup`); of a
+       model with states it ends where there is a snapshot, before the last token
+    3. the run is loaded, tier after tier, and written back where the policy says (as `Cache.load`); what
+       comes from a tier with fewer bits is sought last, and not written back
     4. the rest of the prompt is computed, at least its last token
-    5. prompt and answer are stored (as `Cache.store`). With roles the prefill node stores the prompt, hands
-       over the KV that the decode node's own tiers lack, and the decode node stores prompt and answer
+    5. prompt and answer are stored (as `Cache.store`), but for what rests on fewer bits, and the snapshots
+       that the engine made and the policy keeps: it has the states at the end of each chunk. With roles the
+       prefill node stores the prompt, hands over the KV that the decode node's own tiers lack, and the decode
+       node stores prompt and answer; neither loads anything of fewer bits then
 
 The time to the first token is that of loading, computing and handing over, one after the other; a node serves
 one request at a time up to there, and the wait for it is reported apart.
@@ -17,12 +21,12 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvkit.moving import plan as planning
-from kvkit.moving.plan import RetrievePlan
+from kvkit.moving.plan import RetrievePlan, Segment
 from kvkit.moving.policy import Policy, Role, in_effect
 from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.traces import Request, Trace
@@ -43,7 +47,7 @@ class Report:
     written_bytes: Counter[str] = field(default_factory=Counter)  # the same; write-backs are among them
     write_back_bytes: Counter[str] = field(default_factory=Counter)
     handoff_bytes: int = 0  # from prefill to decode nodes
-    evicted_chunks: Counter[str] = field(default_factory=Counter)
+    evicted_chunks: Counter[str] = field(default_factory=Counter)  # and snapshots
     refused_chunks: Counter[str] = field(default_factory=Counter)  # they found no room
     peak_bytes: dict[str, int] = field(default_factory=dict)  # the most that was held, over all nodes
     ttft_s: list[float] = field(default_factory=list)  # per request, without the wait
@@ -60,7 +64,7 @@ class Report:
 
 @dataclass(slots=True)
 class Node:
-    """One node: its role's policy and its tiers; shared ones are the same object on every node."""
+    """One node: its role's policy and its tiers; what a host or all share is the same object there."""
 
     policy: Policy
     tiers: dict[str, eviction.EvictionState]
@@ -75,22 +79,34 @@ class Simulator:
         self.config = config
         self.report = Report()
         self._block_tokens = block_tokens
-        self._chunk_bytes = block_tokens * config.model.kv_bytes_per_token
+        self._chunk_bytes = {name: block_tokens * config.bytes_per_token(name) for name in config.tiers}
+        self._state_bytes = dict.fromkeys(config.tiers, config.model.state_bytes)
+        self._approximate = frozenset(n for n, tier in config.tiers.items() if tier.precision is not None)
         self._near = [name for name, tier in config.tiers.items() if tier.near]
-        shared = {n: self._tier(n) for n, tier in config.tiers.items() if tier.scope == "shared"}
+        self._states: dict[tuple[str, int], eviction.EvictionState] = {}  # by tier and, of each, its number
         nodes = config.nodes
-        self._entry = self._nodes("both", nodes.both, shared) or self._nodes("prefill", nodes.prefill, shared)
-        self._decoders = self._nodes("decode", nodes.decode, shared)
+        self._entry = self._nodes("both", 0, nodes.both) or self._nodes("prefill", 0, nodes.prefill)
+        self._decoders = self._nodes("decode", nodes.prefill, nodes.decode)
         self._held: Counter[str] = Counter()  # bytes by tier, over all nodes
+
+    @property
+    def room(self) -> int | None:
+        """Chunks that all tiers of all nodes hold together; None: one of them has no limit."""
+        rooms = [(s.capacity_bytes, self._chunk_bytes[name]) for (name, _), s in self._states.items()]
+        return None if None in dict(rooms) else sum((room or 0) // size for room, size in rooms)
 
     def serve(self, request: Request) -> RetrievePlan:
         """Take one request through; returns what was loaded for its prompt. Mutates tiers and report."""
         report, config, size = self.report, self.config, self._block_tokens
         prompt = request.chunks[: request.prompt_chunks]
+        if config.model.state_bytes:  # the state after the last token is of no use
+            prompt = prompt[: (request.input_tokens - 1) // size]
         node = self._route(self._entry, request, prompt)
         arrival_s = request.timestamp_ms / 1000
         start_s = max(arrival_s, node.free_at_s)
         plan = self._find(node, prompt)
+        if self._decoders:  # what is handed over is exact
+            plan = planning.clip(plan, plan.exact)
         time_s = self._load(node, plan, prompt)
         hit = min(plan.chunks * size, request.input_tokens - 1)  # the last token's logits are computed
         computed = request.input_tokens - hit
@@ -98,7 +114,7 @@ class Simulator:
         node.free_at_s = start_s + time_s
         for segment in plan.segments:
             report.hit_tokens[segment.tier] += min(segment.stop * size, hit) - segment.start * size
-        self._store(node, prompt if self._decoders else request.chunks)
+        self._store(node, prompt if self._decoders else request.chunks, plan, len(prompt))
         if self._decoders:
             time_s += self._hand_over(request, prompt)
         report.requests += 1
@@ -111,23 +127,25 @@ class Simulator:
     def finish(self) -> Report:
         """The report, with peaks and costs. Mutates it."""
         report = self.report
-        nodes = len(self._entry) + len(self._decoders)
+        copies = Counter(name for name, _ in self._states)
         for name, tier in self.config.tiers.items():
-            copies = nodes if tier.scope == "node" else 1
-            held = report.peak_bytes.get(name, 0) if tier.capacity is None else int(tier.capacity) * copies
+            limit = tier.capacity
+            held = report.peak_bytes.get(name, 0) if limit is None else int(limit) * copies[name]
             report.cost_per_month[name] = held / 1e9 * tier.price_per_gb_month
         return report
 
-    def _nodes(self, role: Role, count: int, shared: dict[str, eviction.EvictionState]) -> list[Node]:
+    def _nodes(self, role: Role, first: int, count: int) -> list[Node]:
         policy = in_effect(self.config.policy_of(role), self._near)
-        return [
-            Node(policy, {n: shared[n] if n in shared else self._tier(n) for n in self.config.tiers})
-            for _ in range(count)
-        ]
+        numbers = range(first, first + count)
+        return [Node(policy, {n: self._tier(n, number) for n in self.config.tiers}) for number in numbers]
 
-    def _tier(self, name: str) -> eviction.EvictionState:
+    def _tier(self, name: str, node: int) -> eviction.EvictionState:
+        """What a node has of a tier, by the node's number."""
         tier = self.config.tiers[name]
-        return eviction.EvictionState(None if tier.capacity is None else int(tier.capacity), tier.eviction)
+        which = {"node": node, "host": node // self.config.nodes.per_host, "shared": 0}[tier.scope]
+        capacity = None if tier.capacity is None else int(tier.capacity)
+        made = eviction.EvictionState(capacity, tier.eviction)
+        return self._states.setdefault((name, which), made)
 
     def _route(self, nodes: list[Node], request: Request, prompt: Sequence[str]) -> Node:
         route = self.config.nodes.route
@@ -145,38 +163,65 @@ class Simulator:
         return node
 
     def _find(self, node: Node, names: Sequence[str]) -> RetrievePlan:
-        """The leading run that the node's tiers hold. Mutates their order of use."""
+        """What a load takes of the node's tiers, with states up to a snapshot. Mutates their order of use."""
         self.report.chunk_lookups += len(names)
-        plan, before = RetrievePlan(len(names)), -1
+        plan = self._run(node, names)
+        if not self.config.model.state_bytes:
+            return plan
+        sought = planning.snapshots_sought(plan.chunks)
+        found = (stop for stop in sought if self._run(node, _snapshot(names[stop - 1])).complete)
+        return planning.clip(plan, next(found, 0))
+
+    def _run(self, node: Node, names: Sequence[str]) -> RetrievePlan:
+        """The leading run that the node's tiers hold. Mutates their order of use."""
+        plan, before = RetrievePlan(len(names), approximate=self._approximate), -1
         while before < plan.chunks < len(names):
             before = plan.chunks
-            for tier in node.policy.retrieve_from:
+            for tier in planning.exact_first(node.policy.retrieve_from, self._approximate):
                 run = eviction.use_run(node.tiers[tier], names[plan.chunks :])
                 plan = planning.extend(plan, tier, run)
         return plan
 
     def _load(self, node: Node, plan: RetrievePlan, names: Sequence[str]) -> float:
-        """Read what `plan` says, write it back where the policy says; returns the seconds of reading."""
+        """Read what `plan` says, and its snapshot; returns the seconds of reading."""
+        time_s = self._move(node, plan, names, self._chunk_bytes)
+        if self.config.model.state_bytes and plan.chunks:
+            last = _snapshot(names[plan.chunks - 1])
+            time_s += self._move(node, self._run(node, last), last, self._state_bytes)
+        return time_s
+
+    def _move(self, node: Node, plan: RetrievePlan, names: Sequence[str], sizes: Mapping[str, int]) -> float:
+        """Read records of so many bytes, by tier, and write them back where the policy says."""
         time_s = 0.0
         for segment in plan.segments:
             tier = self.config.tiers[segment.tier]
-            read = (segment.stop - segment.start) * self._chunk_bytes
+            read = (segment.stop - segment.start) * sizes[segment.tier]
             self.report.read_bytes[segment.tier] += read
             time_s += tier.latency_ms / 1000 + read / tier.bandwidth
         back = planning.plan_write_back(plan, plan.chunks, node.policy, self._near)
         for segment in back.segments:
-            stored = self._put(node, segment.tier, names, segment.start, segment.stop)
-            self.report.write_back_bytes[segment.tier] += stored * self._chunk_bytes
+            stored = self._put(node, segment, names, sizes)
+            self.report.write_back_bytes[segment.tier] += stored * sizes[segment.tier]
         return time_s
 
-    def _store(self, node: Node, names: Sequence[str]) -> None:
+    def _store(self, node: Node, names: Sequence[str], loaded: RetrievePlan, prompt: int) -> None:
+        """Store what rests on nothing approximate, and snapshots. `prompt`: chunks up to its last token."""
+        names = names[: loaded.exact] if loaded.exact < loaded.chunks else names
+        self._keep(node, names, self._chunk_bytes)
+        model = self.config.model
+        for stop in range(loaded.chunks + 1, len(names) + 1) if model.state_bytes else ():
+            if planning.is_snapshot_kept(stop, model.snapshot_every, prompt):
+                self._keep(node, _snapshot(names[stop - 1]), self._state_bytes)
+
+    def _keep(self, node: Node, names: Sequence[str], sizes: Mapping[str, int]) -> None:
         resident = {tier: eviction.use_run(node.tiers[tier], names) for tier in node.policy.store_to}
         for segment in planning.plan_store(len(names), node.policy, resident).segments:
-            self._put(node, segment.tier, names, segment.start, segment.stop)
+            self._put(node, segment, names, sizes)
 
-    def _put(self, node: Node, tier: str, names: Sequence[str], start: int, stop: int) -> int:
-        """Put chunks into a tier; how many it took that it did not hold."""
-        state, size, report = node.tiers[tier], self._chunk_bytes, self.report
+    def _put(self, node: Node, segment: Segment, names: Sequence[str], sizes: Mapping[str, int]) -> int:
+        """Put records into a tier; how many it took that it did not hold."""
+        tier, start, stop = segment.tier, segment.start, segment.stop
+        state, size, report = node.tiers[tier], sizes[tier], self.report
         before = len(state.entries)
         parent = names[start - 1] if start else None
         added, victims = eviction.add_run(state, names[start:stop], size, parent=parent)
@@ -192,13 +237,14 @@ class Simulator:
         """From the prefill node to a decode node, which has what its own tiers hold; seconds on the link."""
         node = self._route(self._decoders, request, prompt)
         plan = self._find(node, prompt)
+        plan = planning.clip(plan, plan.exact)  # the rest comes as it was computed
         self._load(node, plan, prompt)  # while the prompt is computed elsewhere
         for tier, chunks in plan.by_tier().items():
             self.report.decode_hit_tokens[tier] += chunks * self._block_tokens
         missing = request.input_tokens - plan.chunks * self._block_tokens
-        moved = missing * self.config.model.kv_bytes_per_token
+        moved = missing * self.config.model.kv_bytes_per_token + self.config.model.state_bytes
         self.report.handoff_bytes += moved
-        self._store(node, request.chunks)
+        self._store(node, request.chunks, plan, len(prompt))
         link = self.config.handoff
         return link.latency_ms / 1000 + moved / link.bandwidth
 
@@ -209,6 +255,11 @@ def simulate(trace: Trace, config: SimulationConfig) -> Report:
     for request in trace.requests:
         simulator.serve(request)
     return simulator.finish()
+
+
+def _snapshot(chunk: str) -> tuple[str, ...]:
+    """The name of the states at the end of a chunk."""
+    return (f"after {chunk}",)
 
 
 def _longest(node: Node, names: Sequence[str]) -> int:

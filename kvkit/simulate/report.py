@@ -1,9 +1,10 @@
-"""Simulations side by side: eviction policies and capacities compared, as a table, JSON and a picture."""
+"""Simulations side by side: eviction policies, capacities and snapshots, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,8 @@ from rich.table import Table
 
 from kvkit.settings import ConfigError
 from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import Report, simulate
+from kvkit.simulate.model import Report, Simulator, simulate
+from kvkit.simulate.optimum import most_hits
 from kvkit.simulate.traces import Trace
 from kvkit.tiers.eviction.policies import POLICIES
 
@@ -28,7 +30,20 @@ class SimulatedRun:
 
     policy: str | None  # of every tier's eviction; None: what each tier has set
     capacity_bytes: int | None  # of the tier that is swept; None without a sweep
+    snapshot_every: int | None  # None: as configured
     report: Report
+    hit_rate_bound: float  # the most that any policy could have with the room of all tiers together
+
+    @property
+    def share_of_bound(self) -> float:
+        """The hit rate as a share of what could be had."""
+        return self.report.hit_rate / self.hit_rate_bound if self.hit_rate_bound else 1.0
+
+    @property
+    def label(self) -> str:
+        """What was chosen, but for the capacity."""
+        every = "" if self.snapshot_every is None else f"snapshot_every = {self.snapshot_every}"
+        return ", ".join(filter(None, (self.policy, every))) or "as configured"
 
 
 def compare(
@@ -36,25 +51,35 @@ def compare(
     config: SimulationConfig,
     policies: Sequence[str] = (),
     sweep: tuple[str, Sequence[int]] | None = None,
+    snapshots: Sequence[int] = (),
 ) -> list[SimulatedRun]:
-    """Simulate every policy (none: as configured) at every capacity of a tier (none: as configured).
+    """Simulate every policy (none: as configured), snapshots likewise, at every capacity of a tier, likewise.
 
     Args:
         sweep: a tier and its capacities in bytes.
+        snapshots: values of `snapshot_every`.
 
     Raises:
-        ConfigError: there is no such policy or tier.
+        ConfigError: there is no such policy or tier, or the model has no states.
     """
+    if snapshots and not config.model.state_bytes:
+        raise ConfigError("snapshots: the model has no states; want model.state_bytes above 0")
     for name in policies:
         if name not in POLICIES:
             raise ConfigError(f"compare = {name!r}: want some of {', '.join(POLICIES)}")
     everyone: Sequence[str | None] = policies or [None]
     tier, capacities = sweep or ("", (None,))
+    most = cache(lambda room: most_hits(trace, room) * trace.block_tokens)
     runs = []
-    for policy, capacity in product(everyone, capacities):
+    for policy, every, capacity in product(everyone, snapshots or (None,), capacities):
         chosen = config.with_tiers({name: {"eviction": policy} for name in config.tiers} if policy else {})
         sized = chosen if capacity is None else chosen.with_tiers({tier: {"capacity": capacity}})
-        runs.append(SimulatedRun(policy, capacity, simulate(trace, sized)))
+        if every is not None:
+            kept = sized.model.model_copy(update={"snapshot_every": every})
+            sized = sized.model_copy(update={"model": kept})
+        report = simulate(trace, sized)
+        bound = most(Simulator(sized, trace.block_tokens).room) / max(1, report.prompt_tokens)
+        runs.append(SimulatedRun(policy, capacity, every, report, bound))
     return runs
 
 
@@ -86,13 +111,28 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     return tier, [int(capacity) for capacity in capacities]
 
 
+def parse_snapshots(text: str) -> list[int]:
+    """Read "1,4,0" as values of `snapshot_every`; none of nothing.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    values = [value.strip() for value in text.split(",") if value.strip()]
+    if not all(value.isdecimal() for value in values):
+        raise ConfigError(f"snapshots = {text!r}: want whole numbers from 0 on, such as 1,4,0")
+    return [int(value) for value in values]
+
+
 def as_json(run: SimulatedRun) -> dict[str, Any]:
     """A run as plain numbers; times are in seconds, the percentiles those of all requests."""
     report = run.report
     return {
         "policy": run.policy,
         "capacity_bytes": run.capacity_bytes,
+        "snapshot_every": run.snapshot_every,
         "hit_rate": report.hit_rate,
+        "hit_rate_bound": run.hit_rate_bound,
+        "share_of_bound": run.share_of_bound,
         **{field.name: getattr(report, field.name) for field in fields(report)},
         "ttft_s": summary(report.ttft_s),
         "wait_s": summary(report.wait_s),
@@ -120,7 +160,10 @@ def _cells(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> It
     yield "eviction", run.policy or ", ".join(dict.fromkeys(t.eviction for t in tiers.values()))
     if swept:
         yield swept, ByteSize(run.capacity_bytes or 0).human_readable()
+    if run.snapshot_every is not None:
+        yield "snapshots", f"every {run.snapshot_every}" if run.snapshot_every else "prompts' ends"
     yield "hit rate", f"{report.hit_rate:.1%}"
+    yield "of what could be had", f"{run.share_of_bound:.1%}"
     for tier in tiers:
         yield f"from {tier}", f"{report.hit_tokens[tier] / max(1, report.prompt_tokens):.1%}"
     for tier in tiers:
@@ -152,18 +195,19 @@ def panels(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]
 
 def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
     """Hit rates against the capacity of the tier that was swept, as a PNG: a line per policy for the hits of
-    that tier, and a dashed one for those of all tiers.
+    that tier, and a dashed one for those of all tiers; a dotted one for the most that could be had.
 
     Raises:
         ConfigError: matplotlib is not installed, or the picture cannot be written.
     """
     figure, (axes,) = panels(1, 6, 3.8)
-    for policy in dict.fromkeys(run.policy for run in runs):
-        mine = [run for run in runs if run.policy == policy]
+    for label in dict.fromkeys(run.label for run in runs):
+        mine = [run for run in runs if run.label == label]
         sizes = [(run.capacity_bytes or 0) / 2**30 for run in mine]
         share = [r.hit_tokens[swept] / max(1, r.prompt_tokens) for r in (run.report for run in mine)]
-        (line,) = axes.plot(sizes, share, marker="o", label=policy or "as configured")
+        (line,) = axes.plot(sizes, share, marker="o", label=label)
         axes.plot(sizes, [run.report.hit_rate for run in mine], "--", color=line.get_color(), alpha=0.5)
+    axes.plot(sizes, [run.hit_rate_bound for run in mine], ":k", label="what could be had, all tiers")
     axes.set(
         xscale="log", xlabel=f"capacity of {swept}, GiB", ylabel=f"prompt tokens from {swept} (dashed: all)"
     )

@@ -1,17 +1,32 @@
 """Traces: requests with the chunks of their tokens, read from JSON lines or generated from a seed.
 
-Two formats are read, a request a line. Mooncake's (https://github.com/kvcache-ai/Mooncake), where an id
-stands for 512 tokens of the prompt:
+A file has a request a line, in one of these formats. Mooncake's (https://github.com/kvcache-ai/Mooncake), an
+id of which stands for 512 tokens of the prompt:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-and our own, which also knows sessions, and the blocks that the answer fills:
+Alibaba's (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon), for 16 tokens, with seconds:
+
+    {"chat_id": 9, "parent_chat_id": 4, "timestamp": 61.1, "input_length": 35, "hash_ids": [8, 3], "turn": 2}
+
+Requests as an OpenAI server or an agent logs them, with the answer last where it is known:
+
+    {"timestamp": 0, "session": "a", "messages": [{"role": "user", "content": "Hi"}]}
+
+Our own, which knows the blocks that the answer fills, too:
 
     {"block_tokens": 256}
     {"timestamp": 0, "session": "chat-1", "input_length": 700, "output_length": 150, "blocks": [7, 8, 9]}
 
 `timestamp` is in milliseconds, lengths are in tokens. `blocks` are the whole blocks of prompt and answer;
-equal ids are equal tokens, wherever they stand. A first line with `block_tokens` may precede either format.
+equal ids are equal tokens, wherever they stand. A first line with `block_tokens` may precede any format.
+
+ShareGPT's conversations, as vLLM's benchmarks read them, are a JSON list, or one of them a line:
+
+    {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+
+Each answer is a request. They have no times: these are drawn as `chat` has them. Of texts, four bytes are a
+token.
 """
 
 from __future__ import annotations
@@ -19,18 +34,20 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import accumulate, chain, count
 from operator import itemgetter
 from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.settings import ConfigError, explain
 
-MOONCAKE_BLOCK_TOKENS = 512
+MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS, TEXT_BLOCK_TOKENS = 512, 16, 256
+_TOKEN_BYTES = 4  # of text, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,9 @@ class _Header(BaseModel):
 
 
 class _Line(BaseModel):
+    """A request as ids of blocks."""
+
+    block: ClassVar[int] = MOONCAKE_BLOCK_TOKENS
     timestamp: float = Field(ge=0, allow_inf_nan=False)
     session: str | int | None = None
     input_length: int = Field(ge=1, le=2**31)
@@ -68,36 +88,146 @@ class _Line(BaseModel):
     hash_ids: list[int] | None = None
     blocks: list[int] | None = None
 
+    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+        """What the line tells of. Mutates `file`."""
+        session = str(file.number if self.session is None else self.session)
+        ids = _ids(self, file.block_tokens, file.headed, where)
+        yield self.timestamp, session, self.input_length, self.output_length, ids
+
+
+class _Chat(_Line):
+    """The same of Alibaba's."""
+
+    block: ClassVar[int] = ALIBABA_BLOCK_TOKENS
+    chat_id: str | int
+    parent_chat_id: str | int = -1
+
+    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+        first = self.chat_id if self.parent_chat_id == -1 else self.parent_chat_id
+        session = file.sessions[self.chat_id] = file.sessions.get(first, str(first))
+        for time_s, _, tokens, answer, ids in super().requests(file, where):
+            yield time_s * 1000, session, tokens, answer, ids
+
+
+class _Messages(BaseModel):
+    """A request as texts."""
+
+    block: ClassVar[int] = TEXT_BLOCK_TOKENS
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
+    session: str | int | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1)
+
+    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+        session = str(file.number if self.session is None else self.session)
+        answered = len(self.messages) > 1 and self.messages[-1].get("role") == "assistant"
+        texts = [json.dumps(message, sort_keys=True) for message in self.messages]
+        yield file.said(self.timestamp, session, texts if answered else [*texts, ""])
+
+
+class _Part(BaseModel):
+    speaker: str = Field(alias="from")
+    value: str
+
+
+class _Conversation(BaseModel):
+    """Requests as texts: one for each answer."""
+
+    block: ClassVar[int] = TEXT_BLOCK_TOKENS
+    conversations: list[_Part]
+
+    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+        file.start_ms += file.writer.gap_ms(0.5)
+        time_ms, texts = file.start_ms, [part.value for part in self.conversations]
+        for i, part in enumerate(self.conversations):
+            if i and part.speaker in ("gpt", "assistant"):
+                yield file.said(time_ms, str(file.number), texts[: i + 1])
+                time_ms += 5_000 + file.writer.gap_ms(60)
+
+
+_FORMATS: Mapping[str, type[_Line | _Messages | _Conversation]] = {
+    "chat_id": _Chat,
+    "messages": _Messages,
+    "conversations": _Conversation,
+}
+"""By a field that no other has."""
+
+
+@dataclass(slots=True)
+class _TraceFile:
+    """What earlier lines of a file said."""
+
+    block_tokens: int = 0
+    headed: bool = False
+    number: int = 0  # of the line
+    sessions: dict[str | int, str] = field(default_factory=dict)  # by chat
+    start_ms: float = 0.0  # of the last conversation
+    writer: _Writer = field(default_factory=lambda: _Writer(0, "conversations"))
+    segments: dict[str, int] = field(default_factory=dict)  # by text
+    ids: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
+
+    def said(self, time_ms: float, session: str, texts: Sequence[str]) -> _Named:
+        """A request whose answer is the last text. Mutates."""
+        text = [
+            (
+                self.segments.setdefault(t, len(self.segments)),
+                -(-len(t.encode(errors="surrogatepass")) // _TOKEN_BYTES),
+            )
+            for t in texts
+        ]
+        prompt = max(1, _tokens(text[:-1]))
+        return time_ms, session, prompt, text[-1][1], _blocks(tuple(text), self.block_tokens, self.ids)
+
+
+def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
+    """The trace in a file of that name; where there is none, one of `GENERATORS`: `requests` of it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    made = name in GENERATORS and not Path(name).exists()
+    return GENERATORS[name](requests, seed) if made else read_trace(name)
+
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace in either format; lines out of order are sorted by time.
+    """Read a trace in any of the formats; requests out of order are sorted by time.
 
     Raises:
         ConfigError: the file cannot be read or is no trace. The message names file, line and field.
     """
     try:
-        texts = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        whole = Path(path).read_text(encoding="utf-8")
+        texts = map(json.dumps, json.loads(whole)) if whole.lstrip().startswith("[") else whole.splitlines()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    block_tokens, headed = MOONCAKE_BLOCK_TOKENS, False
+    file = _TraceFile()
     found: list[_Named] = []
-    for number, text in enumerate(texts, 1):
-        where = f"{path}:{number}"
+    for file.number, text in enumerate(texts, 1):
+        where = f"{path}:{file.number}"
         if not text.strip():
             continue
         try:
-            if not found and not headed and '"block_tokens"' in text:
-                block_tokens, headed = _Header.model_validate_json(text).block_tokens, True
+            if not file.block_tokens and '"block_tokens"' in text:
+                file.block_tokens, file.headed = _Header.model_validate_json(text).block_tokens, True
                 continue
-            line = _Line.model_validate_json(text)
+            line = _read_line(text)
         except ValidationError as error:
             raise ConfigError(explain(error, _Header, f"{where}: ")) from error
-        session = str(len(found) if line.session is None else line.session)
-        ids = _ids(line, block_tokens, headed, where)
-        found.append((line.timestamp, session, line.input_length, line.output_length, ids))
+        file.block_tokens = file.block_tokens or line.block
+        found += line.requests(file, where)
     if not found:
         raise ConfigError(f"{path}: no requests")
-    return _trace(block_tokens, sorted(found, key=itemgetter(0)))
+    return _trace(file.block_tokens, sorted(found, key=itemgetter(0)))
+
+
+def _read_line(text: str) -> _Line | _Messages | _Conversation:
+    """One line, by the format that its fields name."""
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return _Line.model_validate_json(text)  # it says why not
+    return next((form for name, form in _FORMATS.items() if name in fields), _Line).model_validate(fields)
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:

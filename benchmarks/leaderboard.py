@@ -1,0 +1,130 @@
+"""The leaderboard of blending methods: what measures it, model by model, and its tables and picture.
+
+python -m benchmarks.leaderboard [smollm2, gemma, a hub id or a folder, ...] [--samples N] [--tokens N]
+python -m benchmarks.tables && python -m benchmarks.pictures
+
+Measures every task by every method of every model, on a GPU where there is one, into
+results/leaderboard-MODEL-MACHINE.json. What was measured before is not measured again, so that samples can
+be added; it lies beside, in a .jsonl file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvkit.bench.quality import BASELINE
+from kvkit.environment import slug, slug_of
+from kvkit.simulate.report import panels
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = ("smollm2", "gemma")
+METHODS = (
+    *("naive", "default .15", "default .15, drift", "first_n .15", "random .15", "k deviation .15"),
+    *(f"{name} .15" for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "cacheclip")),
+    *("oracle .15", "oracle_change .15"),
+)
+TASKS = (
+    *("needle", "needle keys", "needle values", "needle queries", "tracking", "words", "qa", "hops"),
+    *("classify", "code"),
+)
+
+
+def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """The arguments of `kvkit` that measure each model that is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.leaderboard")
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--samples", type=int, default=10, help="of each task")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, about")
+    parser.add_argument("--tasks", default="; ".join(TASKS), help="as of kvkit bench blend")
+    parser.add_argument("--auxiliary", default="gemma", help="by which cacheclip chooses")
+    asked = parser.parse_args(arguments)
+    size = "" if asked.tokens == parser.get_default("tokens") else f"-{asked.tokens}"
+    for model in asked.models:
+        file = RESULTS / f"leaderboard-{slug_of(Path(model).name)}{size}-{slug()}.json"
+        yield [
+            *("bench", "blend", "--methods", "; ".join(METHODS), "--tasks", asked.tasks),
+            *("--samples", str(asked.samples), "--tokens", str(asked.tokens)),
+            *("--auxiliary", asked.auxiliary, "--json", str(file)),
+            *(() if model == "smollm2" else ("--model", model)),
+        ]
+
+
+def main() -> None:
+    """Measure what the command line says, each model in a process of its own.
+
+    The exit status is that of the first that fails.
+    """
+    for command in commands(sys.argv[1:]):
+        start = [sys.executable, "-c", "from kvkit.cli import main; main()"]
+        if status := subprocess.run([*start, *command], check=False).returncode:
+            sys.exit(status)
+
+
+def entries(results: Path) -> list[dict[str, Any]]:
+    """What was measured, in the order of the files' names."""
+    return [json.loads(path.read_text()) for path in sorted(results.glob("leaderboard-*.json"))]
+
+
+def methods(results: Path) -> list[list[str]]:
+    """Methods of each model, the highest F1 first; tasks count alike."""
+    heads = ("rows", "KL", "exact", "F1", "F1, less the default's", "speedup", "samples", "commit")
+    rows = [["model, tokens", "method", *heads]]
+    for entry in entries(results):
+        means = entry["overall"]
+        for name in sorted(means, key=lambda name: (-means[name]["f1"], means[name]["kl"])):
+            shown = means[name]
+            figures = (("kl", ".3f"), ("exact", ".2f"), ("f1", ".2f"), ("f1_ahead", "+.2f"))
+            cells = [f"{shown['rows']:.1%}", *(_shown(shown, figure, form) for figure, form in figures)]
+            cells[-1] = "" if name == BASELINE else cells[-1]
+            about = (f"{shown['speedup']:.1f}×", str(shown["samples"]), entry["commit"])
+            rows.append([_named(entry), name, *cells, *about])
+    return rows
+
+
+def tasks(results: Path) -> list[list[str]]:
+    """The F1 of each method, task by task, for each model."""
+    every = entries(results)
+    kinds = dict.fromkeys(kind for entry in every for kind, of in entry["sets"].items() if "f1" in of["full"])
+    rows = [["model, tokens", "method", *kinds]]
+    for entry in every:
+        for name in entry["overall"]:
+            of = [entry["sets"].get(kind, {}).get(name) for kind in kinds]
+            rows.append([_named(entry), name, *("" if one is None else f"{one['f1']:.2f}" for one in of)])
+    return rows
+
+
+def draw(entry: dict[str, Any], path: Path) -> None:
+    """Draw F1 against the rows that were computed, and against the time to the first token."""
+    figure, (by_rows, by_time) = panels(2, 4.6, 3.8)
+    for panel in (by_rows, by_time):
+        for name, shown in entry["overall"].items():
+            x = shown["rows"] if panel is by_rows else 1 / shown["speedup"]
+            panel.plot(x, shown["f1"], "o")
+            panel.vlines(x, *shown["f1_interval"], alpha=0.4)
+            panel.annotate(name, (x, shown["f1"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        panel.set(title=_named(entry), ylabel="F1, mean over tasks", xscale="log")
+    by_rows.set_xlabel("rows computed, of all")
+    by_time.set_xlabel("time to the first token, of a full prefill's")
+    figure.savefig(path, dpi=110)
+
+
+def _named(entry: dict[str, Any]) -> str:
+    """The model, and how long prompts are."""
+    return f"{entry['model']}, {entry['tokens']:,}"
+
+
+def _shown(figures: dict[str, Any], name: str, form: str) -> str:
+    """A figure with its interval; one with a sign has those of its bounds apart."""
+    low, high = (format(bound, form) for bound in figures[f"{name}_interval"])
+    bounds = f"{low} to {high}" if "+" in form else f"{low}–{high}"
+    return f"{figures[name]:{form}} ({bounds})".replace("-", "−")
+
+
+if __name__ == "__main__":
+    main()

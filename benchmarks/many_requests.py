@@ -1,0 +1,194 @@
+"""What the scheduler's side of the vLLM connector takes while many requests are there at once.
+
+    python -m benchmarks.many_requests --json benchmarks/results/many-requests-<machine>.json
+
+Requests are vLLM's own, hashes of blocks included. Half of each prompt is held; answers and loads come a step
+later. A step computes a token of each request whose prompt is done, and some of the other prompts. The model,
+vLLM's scheduler and the workers are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
+from vllm.v1.request import Request
+
+from kvkit.adapters.engine.question import LookupAnswer, Sequence
+from kvkit.adapters.vllm.events import Events
+from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.scheduler import Scheduler
+from kvkit.adapters.vllm.step import NamedChunks, StepMetadata, WorkerReport
+from kvkit.environment import describe
+from kvkit.tiers.settings import TierConfig
+
+COUNTS = 10, 100, 1_000, 4_000
+PROMPT, GENERATED, CHUNK, BLOCK = 2_048, 128, 256, 16
+STEP_TOKENS = 8_192
+"""Tokens of prompts that a step computes."""
+SHARING = 10
+"""Requests that begin alike."""
+
+
+class Driven:
+    """A scheduler's side, and `count` requests for it.
+
+    Attributes:
+        seconds: of this thread, by part.
+        steps, request_steps: how many there were, and how many requests they computed something for.
+        slowest_s: the step that took longest.
+    """
+
+    def __init__(self, count: int, windows: bool = False) -> None:
+        init_none_hash(sha256_cbor)
+        hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        self.seconds: Counter[str] = Counter()
+        self.steps = self.request_steps = 0
+        self.slowest_s = 0.0
+        self._requests = [self._request(number, hasher) for number in range(count)]
+        self._media = Media()
+        tables = (PROMPT + GENERATED) // BLOCK
+        self._tables = {r.request_id: ([*range(1, tables + 1)],) for r in self._requests}
+        hashes = partial(hash_block_tokens, sha256_cbor)
+        self._events = Events({"disk": TierConfig(url="file:///kv")}, CHUNK, BLOCK, 1, hash_block=hashes)
+        self._scheduler = Scheduler(
+            CHUNK,
+            (BLOCK,),
+            self._sequence,
+            windows=windows,
+            ranks=1,
+            waits=False,
+            save_generated=True,
+            clock=time.monotonic,
+            free=lambda: tables * (count + 2),
+            on_chunks=self._events.expect,
+        )
+
+    def run(self) -> None:
+        """Take all requests from their arrival to their end."""
+        waiting = {r.request_id: r for r in self._requests}
+        running: dict[str, Request] = {}
+        step = StepMetadata()
+        for request in self._requests:
+            with self._timed("lookups"):
+                self._scheduler.arrive(request)
+        while waiting or running or step.loads:
+            before = self.seconds.total()
+            self._hear(step, running)
+            for name, request in list(waiting.items()):
+                with self._timed("lookups"):
+                    found, _ = self._scheduler.match(request, 0)
+                    if found is not None:
+                        self._scheduler.admit(request, self._tables[name], found)
+                        del waiting[name]
+            scheduled, room = {}, STEP_TOKENS
+            for name, request in running.items():
+                tokens = request.num_tokens - request.num_computed_tokens
+                if tokens > 1:
+                    tokens = min(tokens, room)
+                    room -= tokens
+                if tokens:
+                    scheduled[name] = tokens
+            with self._timed("plans"):
+                step = self._scheduler.plan(scheduled, self._tables.get)
+            for name, tokens in scheduled.items():
+                self._compute(running, name, tokens)
+            self.steps += 1
+            self.request_steps += len(scheduled)
+            self.slowest_s = max(self.slowest_s, self.seconds.total() - before)
+
+    def _hear(self, step: StepMetadata, running: dict[str, Request]) -> None:
+        """Have the last step's questions answered, its loads and saves done."""
+        report = WorkerReport()
+        held = PROMPT // 2
+        for ask in step.questions:
+            report.answers.append(LookupAnswer(ask.request, ask.number, 0, held, (("disk", held),)))
+            self._name(report, ask.request, range(held // CHUNK))
+        for save in step.saves:
+            self._name(report, save.request, range(save.first, len(save.sequence.tokens) // CHUNK))
+        with self._timed("events"):
+            self._scheduler.hear(report)
+            self._events.hear(report)
+            self._events.take()
+        for load in step.loads:
+            request = running[load.request] = self._requests[int(load.request)]
+            request.num_computed_tokens = load.stop
+
+    def _compute(self, running: dict[str, Request], name: str, tokens: int) -> None:
+        request = running[name]
+        request.num_computed_tokens += tokens
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        request.append_output_token_ids(1 + request.num_tokens % 1000)
+        if request.num_output_tokens == GENERATED:
+            with self._timed("plans"):
+                self._scheduler.finish(request, self._tables[name])
+            del running[name]
+
+    def _request(self, number: int, hasher: Callable[[Request], Any]) -> Request:
+        """Its first half is that of some others."""
+        half = PROMPT // 2
+        tokens = [(number // SHARING * 7 + i) % 50_000 for i in range(half)]
+        tokens += [(number * 11 + i) % 50_000 for i in range(half)]
+        return Request(str(number), tokens, SamplingParams(max_tokens=GENERATED), None, block_hasher=hasher)
+
+    def _name(self, report: WorkerReport, request: str, chunks: range) -> None:
+        shared = PROMPT // 2 // CHUNK
+        first = int(request) // SHARING
+        names = [(f"{first}/{i}" if i < shared else f"{request}/{i}/own",) for i in chunks]
+        report.named.append(NamedChunks(0, "", request, chunks.start, names))
+        report.changes += [(0, ("disk", name, True)) for (name,) in names]
+
+    def _sequence(self, request: Request, tokens: int) -> Sequence:
+        media = self._media.of(request)
+        assert media is not None
+        ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=CHUNK)
+        return Sequence(ids, None, "", rest)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self.seconds[part] += time.thread_time() - began
+
+
+def measure(count: int) -> dict[str, Any]:
+    """What `count` requests at once take, of a thread."""
+    driven = Driven(count)
+    driven.run()
+    each = {part: seconds / count for part, seconds in driven.seconds.items()}
+    return {
+        "requests": count,
+        "steps": driven.steps,
+        "request_steps": driven.request_steps,
+        "seconds_per_request": each,
+        "slowest_step_s": driven.slowest_s,
+    }
+
+
+def main() -> None:
+    """Measure every number of requests."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--requests", nargs="+", type=int, default=COUNTS)
+    arguments = parser.parse_args()
+    results = []
+    for count in arguments.requests:
+        results.append(measure(count))
+        print(json.dumps(results[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(describe() | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

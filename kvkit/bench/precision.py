@@ -1,0 +1,108 @@
+"""What records of fewer bits do to a model's answers: the KV of a prompt in 8 bits against KV as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from kvkit.adapters.huggingface.cached import GrowingCache
+from kvkit.bench.files import BenchError
+from kvkit.bench.judge import MeasuredModel, Measures, figures_of, load_measured
+from kvkit.bench.statistics import bootstrap
+from kvkit.bench.tasks.registry import SETS, samples
+from kvkit.bench.tasks.sample import Encode, Sample
+from kvkit.format.layout import LayoutError, Precision
+from kvkit.kernels.pages import reference
+from kvkit.moving import precision as gate
+
+GATE_SAMPLES, ROUNDS = 4, 4
+"""Samples of each set, and how often as many are measured, until they say for sure."""
+
+
+def restore(kv: GrowingCache, source: GrowingCache, tokens: int, precision: Precision) -> None:
+    """Fill `kv` with the first tokens of `source` as they come back from records. Mutates `kv`."""
+    for layer, held in zip(kv.layers, source.layers, strict=True):
+        k, v = held.room_k[:, :, :tokens], held.room_v[:, :, :tokens]
+        sizes = k.shape[-1], v.shape[-1]
+        rows = reference.quantise(torch.cat([k, v], -1), sizes[0], precision)
+        both = reference.dequantise(rows, *sizes, precision).to(k.dtype)
+        layer.room_k[:, :, :tokens], layer.room_v[:, :, :tokens] = (
+            both[..., : sizes[0]],
+            both[..., sizes[0] :],
+        )
+    kv.mark_filled(tokens)
+
+
+class PrecisionJudge(MeasuredModel):
+    """Measures on samples what the KV of all of a prompt but its last token does when it passes 8 bits."""
+
+    @torch.inference_mode()
+    def measure(
+        self, sample: Sample, forms: Sequence[Precision] = get_args(Precision)
+    ) -> dict[str, Measures]:
+        """Figures of each precision and `full`, as `Judge.measure` has them; rows, seconds: NaN."""
+        sample = sample.behind(self.lead)
+        stored, room = len(sample.prompt) - 1, len(sample.prompt) + len(sample.continuation)
+        kv, nan = GrowingCache(self.layout, room, self.model.device), float("nan")
+        full = self.follow(self.logits(sample.prompt, kv), sample, kv)
+        measured = {"full": figures_of(full, full, sample, nan, nan)}
+        for precision in forms:
+            fewer = GrowingCache(self.layout, room, self.model.device)
+            restore(fewer, kv, stored, precision)
+            said = self.follow(self.logits(sample.prompt[stored:], fewer), sample, fewer)
+            measured[precision] = figures_of(full, said, sample, nan, nan)
+        return measured
+
+
+def load(model: str | None, console: Console) -> tuple[PrecisionJudge, Encode]:
+    """A model (None: SmolLM2-135M) ready to be measured, and its tokenizer as a function.
+
+    Raises:
+        BenchError: a package is missing, or the model cannot be loaded or its KV not cached.
+    """
+    try:
+        return load_measured(model, console, PrecisionJudge)
+    except LayoutError as error:
+        raise BenchError(f"model {model!r}: {error}") from error
+
+
+def measure_gate(
+    judge: PrecisionJudge, encode: Encode, names: Sequence[str], precision: Precision, tokens: int = 768
+) -> dict[str, Any]:
+    """Measure a precision on `GATE_SAMPLES` samples of every set, and keep what `gate.decide` says of it.
+
+    Where another draw of samples could decide otherwise, more are measured, up to `ROUNDS` times as many.
+
+    Args:
+        names: of the weights; the verdict is kept under each.
+
+    Returns:
+        What `gate.decide` gives, with kl_interval, top1_interval, samples, sure, paths; exact, the share of
+        codes that were repeated, and full_exact, that over KV of full precision.
+    """
+    drawn = [samples(kind, encode, ROUNDS * GATE_SAMPLES, tokens) for kind in SETS]
+    found: list[dict[str, Measures]] = []
+
+    def of(what: str, figure: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([measured[what][figure] for measured in found if figure in measured[what]])
+
+    for first in range(ROUNDS):
+        found += [judge.measure(sample, [precision]) for some in drawn for sample in some[first::ROUNDS]]
+        kl, top1 = of(precision, "kl"), of(precision, "top1")
+        intervals = bootstrap(kl), bootstrap(top1)
+        if sure := gate.is_sure(*intervals):
+            break
+    result = gate.decide(float(kl.mean()), float(top1.mean())) | {
+        "kl_interval": list(intervals[0]),
+        "top1_interval": list(intervals[1]),
+        "exact": float(of(precision, "exact").mean()),
+        "full_exact": float(of("full", "exact").mean()),
+        "samples": len(found),
+        "sure": sure,
+    }
+    paths = gate.keep(names, precision, result)
+    return result | {"paths": [str(path) for path in paths]}

@@ -1,0 +1,74 @@
+"""`kvkit prove`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkit.bench.prove.options import ProveOptions
+from kvkit.settings import grouped_options
+
+
+@grouped_options
+def prove(
+    options: ProveOptions,
+    json_path: Annotated[Path, typer.Option("--json", help="where to write the verdicts")] = Path(
+        "prove.json"
+    ),
+    html_path: Annotated[Path, typer.Option("--html", help="where to write the page")] = Path("prove.html"),
+) -> None:
+    """Say whether what a KV connector of vLLM restores is what the engine would have computed.
+
+    By scenario, answers and pages are compared with those of an engine without it, and something must have
+    been loaded. Exit status 0: all is proven; 1: something differs; 2: something is not proven, or cannot be
+    run.
+    """
+    import time
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from kvkit.adapters.huggingface.smollm2 import ModelError
+    from kvkit.bench.files import BenchError, check_folders, write_figures
+    from kvkit.bench.prove.options import command_of, prepared
+    from kvkit.bench.prove.report import html, shown, versions, words_of
+    from kvkit.bench.prove.run import run
+    from kvkit.bench.prove.verdict import exit_status
+    from kvkit.bench.systems import ended_by_sigterm
+
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        check_folders(json_path, html_path)
+        with ended_by_sigterm(), prepared(options, console) as proof:
+            command = command_of(options, proof.seed)
+            say(command)
+            verdicts = run(proof, say)
+        words = words_of(proof.dtype, proof.engine.unseen)
+        facts = {
+            "command": command,
+            "connector": options.kv_transfer_config,
+            "model": options.model or "SmolLM2-135M-Instruct",
+            "dtype": proof.dtype,
+            "seed": proof.seed,
+            "compared": words,
+        }
+        console.print(shown(verdicts))
+        say(words)
+        for one in verdicts:
+            if one.outcome in ("differs", "not proven"):
+                say(f"again: {command_of(options, proof.seed, one.scenario)}")
+        named = versions()
+        figures = facts | {"packages": named, "verdicts": [asdict(one) for one in verdicts]}
+        write_figures(json_path, **figures)
+        html_path.write_text(html(verdicts, facts | named, time.time()), encoding="utf-8")
+        say(f"verdicts: {json_path}   page: {html_path}")
+    except (BenchError, ModelError, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(exit_status(verdicts))

@@ -1,0 +1,307 @@
+"""The engines that `kvkit prove` asks: vLLM's servers, started here or already running."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any, Self
+
+from kvkit.bench.client import Target, connect, exchange, samples, stream
+from kvkit.bench.files import BenchError
+from kvkit.bench.prove.scenarios import ANSWER_TOKENS
+from kvkit.bench.prove.verdict import Reply
+from kvkit.bench.systems import SAME_CORES, free_port, healthy, serving
+from kvkit.workers import Workers
+
+ADAPTER = "prove-adapter"
+PROBE = "kvkit.adapters.vllm.probe.PageProbe"
+_LIKELY = 5
+"""Of so many tokens a server tells the log-probability."""
+_LONG_TOKENS = 256
+"""Of an answer that is not awaited."""
+_TIMEOUT_S = 300.0
+_START_S = 20.0
+"""How long what is sent may take until it is seen to run."""
+_PAUSE_S = 0.02
+_COUNTED = {
+    "vllm:external_prefix_cache_hits_total": "loaded",
+    "vllm:prefix_cache_hits_total": "own",
+    "vllm:num_preemptions_total": "preempted",
+    "vllm:num_requests_running": "running",
+}
+_FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """How an engine is started."""
+
+    model: str
+    options: tuple[str, ...]  # of vLLM's command line
+    folder: Path  # of its log
+    environment: Mapping[str, str]
+    transfer: dict[str, Any] | None = None  # its kv_transfer_config
+
+
+@dataclass(frozen=True, slots=True)
+class SentPrompt:
+    """A prompt as an engine gets it."""
+
+    tokens: tuple[int, ...]
+    salt: str = ""
+    adapter: bool = False
+
+
+class ProvedEngine:
+    """An engine and what is done to it. A context manager that ends what it started.
+
+    Args:
+        at: how to start it, or the URL of one that runs.
+        prefill: where prompts are computed that this one is handed; None: here.
+    """
+
+    def __init__(self, name: str, at: EngineLaunch | str, prefill: ProvedEngine | None = None) -> None:
+        self._name, self._at, self._prefill = name, at, prefill
+        self._stack = ExitStack()
+        self._pid: int | None = None
+        self._watched: Path | None = None
+        self.target: Target | None = None
+        self.unseen = "nobody watches them"  # why pages are not compared; empty: they are
+        self.dtype = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was started here, and may be ended."""
+        return isinstance(self._at, EngineLaunch)
+
+    @property
+    def handed_off(self) -> bool:
+        return self._prefill is not None
+
+    def open(self) -> Self:
+        """Start it, or find it.
+
+        Raises:
+            BenchError: it does not start, or there is none.
+        """
+        if self._prefill is not None:
+            self._prefill.open()
+        if isinstance(self._at, str):
+            self.target = connect(self._name, self._at)
+        else:
+            self.target = self._started(self._at)
+        if self._watched is not None:
+            self.watch(self._watched)
+        return self
+
+    def _started(self, launch: EngineLaunch) -> Target:
+        port = free_port()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.model]
+        command += ["--host", "127.0.0.1", "--port", str(port), *launch.options]
+        if launch.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(launch.transfer)]
+        environment = SAME_CORES | dict(launch.environment) | {"VLLM_SERVER_DEV_MODE": "1"}
+        process = self._stack.enter_context(
+            serving(self._name, command, environment, launch.folder, lambda: healthy(port))
+        )
+        self._pid = process.pid
+        return connect(self._name, f"http://127.0.0.1:{port}", launch.model)
+
+    def close(self) -> None:
+        """End it as its user would, if it was started here."""
+        self._stack.close()
+        if self._prefill is not None:
+            self._prefill.close()
+
+    def kill(self) -> None:
+        """kill -9, its children included."""
+        assert self._pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def watch(self, folder: Path) -> None:
+        """Have copies of pages written to a folder, as far as its workers can; `unseen` says why not."""
+        folder.mkdir(exist_ok=True)
+        self._watched = folder
+        try:
+            told = self._post("/collective_rpc", {"method": "prove_watch", "args": [str(folder)]})
+            self.dtype, self.unseen = told["results"][0]["dtype"], ""
+        except _FAILURES as error:
+            self.unseen = f"the engine has no probe ({str(error)[:80]})"
+
+    def skipped(self) -> int | None:
+        """Tokens that requests had when they were scheduled, preempted ones too; None: it has no probe."""
+        if self.unseen:
+            return None
+        return int(self._post("/collective_rpc", {"method": "prove_skipped"})["results"][0][0])
+
+    def counts(self) -> Counter[str]:
+        """vLLM's own counts so far: `loaded` tokens, `own` hits, `preempted` requests; and what is `running`.
+
+        Raises:
+            BenchError: it does not tell.
+        """
+        found = samples(self._target, [name.removesuffix("_total") for name in _COUNTED])
+        counted: Counter[str] = Counter()
+        for one in found:
+            if one.name in _COUNTED:
+                counted[_COUNTED[one.name]] += int(one.value)
+        return counted
+
+    def capacity(self) -> int:
+        """Tokens that its blocks hold.
+
+        Raises:
+            BenchError: it does not tell.
+        """
+        for one in samples(self._target, ["vllm:cache_config_info", "vllm:cache_config"]):
+            with suppress(LookupError, ValueError):
+                return int(one.labels["num_gpu_blocks"]) * int(one.labels["block_size"])
+        raise BenchError(f"{self._target.url} does not tell how many blocks it has")
+
+    def forget(self) -> bool:
+        """Have it forget its own prefix cache; False where it cannot be told to."""
+        return self._reset("reset_running_requests=false")
+
+    def preempt(self) -> None:
+        """Have all requests that run give up their blocks, and come again."""
+        self._reset("reset_running_requests=true")
+
+    def _reset(self, how: str) -> bool:
+        """Blocks that a connector still saves from are not free: ask until they are."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            try:
+                if self._post(f"/reset_prefix_cache?{how}", {})["success"]:
+                    return True
+            except _FAILURES:
+                return False
+            time.sleep(_PAUSE_S)
+        return False
+
+    def ask(self, queries: Sequence[SentPrompt], then: Callable[[], None] | None = None) -> list[Reply]:
+        """The answers to prompts that come together; `then` is called when all have begun to be answered."""
+        begun = [Event() for _ in queries]
+        workers = Workers(len(queries), "prove")
+        answers = [
+            workers.submit(partial(self._ask, query, event.set))
+            for query, event in zip(queries, begun, strict=True)
+        ]
+        if then is not None:
+            for event in begun:
+                event.wait(_TIMEOUT_S)
+            then()
+        found = [answer.result() for answer in answers]
+        workers.close(_TIMEOUT_S)
+        return found
+
+    def leave(self, queries: Sequence[SentPrompt], then: Callable[[], None]) -> bool:
+        """Call `then` while prompts are computed, await no answer; False: they were not seen to run."""
+        with ExitStack() as stack:
+            for query in queries:
+                url = f"{self._target.url}/v1/completions"
+                with suppress(*_FAILURES):
+                    body = self._body(query) | {"max_tokens": _LONG_TOKENS}
+                    stack.enter_context(exchange("POST", url, json.dumps(body).encode(), _TIMEOUT_S))
+            seen = self._runs()
+            then()
+            return seen
+
+    def _runs(self) -> bool:
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self.counts()["running"]:
+                return True
+            time.sleep(_PAUSE_S)
+        return False
+
+    def _ask(self, query: SentPrompt, begun: Callable[[], None]) -> Reply:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        likely: list[dict[int, float]] = []
+        finished = False
+        try:
+            for event in stream(f"{self._target.url}/v1/completions", self._body(query), _TIMEOUT_S):
+                if "error" in event:
+                    raise ValueError(event["error"])
+                for choice in event.get("choices") or ():
+                    finished = finished or choice.get("finish_reason") == "length"
+                    tokens += choice.get("token_ids") or ()
+                    if told := choice.get("logprobs"):
+                        logprobs += told["token_logprobs"]
+                        likely += [_ids(top) for top in told["top_logprobs"]]
+                    begun()
+        except _FAILURES as error:
+            return Reply(error=f"{type(error).__name__}: {str(error)[:300]}")
+        finally:
+            begun()
+        if not finished or not len(tokens) == len(logprobs) == len(likely):
+            return Reply(error=f"the stream ended after {len(tokens)} tokens")
+        return Reply(tuple(tokens), tuple(logprobs), tuple(likely))
+
+    def compute(self, query: SentPrompt) -> dict[str, Any]:
+        """Compute a prompt for another engine; returns what that one is to be asked with."""
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        body = self._body(query) | {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
+        found: dict[str, Any] = self._post("/v1/completions", body)["kv_transfer_params"]
+        return found
+
+    def _body(self, query: SentPrompt) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": ADAPTER if query.adapter else self._target.model,
+            "prompt": list(query.tokens),
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": _LIKELY,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+        }
+        if query.salt:
+            body["cache_salt"] = query.salt
+        if self._prefill is not None:
+            body["kv_transfer_params"] = self._prefill.compute(query)
+        return body
+
+    @property
+    def _target(self) -> Target:
+        assert self.target is not None, "it is not open"
+        return self.target
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        with exchange("POST", self._target.url + path, json.dumps(body).encode(), _TIMEOUT_S) as response:
+            return json.loads(response.read())
+
+
+def _ids(top: dict[str, float]) -> dict[int, float]:
+    return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
+
+
+def with_adapter(launch: EngineLaunch, folder: Path) -> EngineLaunch:
+    """The same, with a LoRA adapter that requests may name."""
+    rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
+    allowed = next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
+    more = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(allowed))
+    return replace(launch, options=(*launch.options, *more, "--lora-modules", f"{ADAPTER}={folder}"))

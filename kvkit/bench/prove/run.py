@@ -1,0 +1,258 @@
+"""`kvkit prove`: the reference is asked, then the engine with the connector goes through the scenarios."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvkit.adapters.vllm.probe import prompt_name
+from kvkit.bench.files import BenchError
+from kvkit.bench.prove.engines import ADAPTER, EngineLaunch, ProvedEngine, SentPrompt
+from kvkit.bench.prove.models import ChangedWeights
+from kvkit.bench.prove.pages import compare_files
+from kvkit.bench.prove.scenarios import Act, AskedPrompt, Scenario, crowd_of
+from kvkit.bench.prove.verdict import (
+    LOGPROB_TOLERANCE,
+    PAGE_TOLERANCE,
+    Compared,
+    Observed,
+    Reply,
+    ScenarioVerdict,
+    compare,
+    judge,
+)
+
+MOST_CROWD = 200_000
+"""Tokens of other prompts, at most: an engine with more blocks is not filled."""
+ATTEMPTS_S = 10.0
+"""So long is a prompt asked again until some of it is loaded: what was computed may be stored later."""
+_PREEMPTIONS = 3
+Expected = tuple[str, bool, bool]
+"""A prompt's name, whether it has the adapter, whether the weights are changed."""
+
+
+@dataclass(slots=True)
+class ToProve:
+    """What is to be proven, and with what.
+
+    Attributes:
+        missing: why something that scenarios may need is not there: adapter, weights, own, store.
+    """
+
+    reference: EngineLaunch | str
+    engine: ProvedEngine
+    scenarios: Sequence[Scenario]
+    prompts: dict[str, list[int]]
+    seed: int
+    folder: Path
+    dtype: str
+    weights: ChangedWeights | None = None
+    store_pid: int | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    expected: dict[Expected, Reply] = field(default_factory=dict)
+    changed: bool = False
+
+
+def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
+    """The verdicts on all scenarios, in their order.
+
+    Raises:
+        BenchError: an engine does not start, or does not answer.
+    """
+    chosen = [one for one in proof.scenarios if not _lacking(proof, one)]
+    say("asking the reference")
+    _ask_reference(proof, chosen)
+    if any(map(_changes, chosen)):
+        assert proof.weights is not None
+        proof.weights.change()
+        proof.changed = True
+        try:
+            _ask_reference(proof, [one for one in chosen if _changes(one)])
+        finally:
+            proof.weights.restore()
+            proof.changed = False
+    say("starting the engine with the connector" if proof.engine.is_own else "finding the engine")
+    found = []
+    with ExitStack() as stack:
+        if chosen:
+            stack.enter_context(proof.engine)
+            proof.engine.watch(proof.folder / "found")
+            if proof.engine.dtype not in ("", proof.dtype):
+                raise BenchError(f"dtype = {proof.dtype}: the engine has {proof.engine.dtype}")
+        for scenario in proof.scenarios:
+            if reason := _lacking(proof, scenario):
+                found.append(ScenarioVerdict(scenario.name, "not run", reason))
+            else:
+                found.append(_prove(proof, scenario))
+            say(f"{scenario.name}: {found[-1].outcome}" + (f", {found[-1].why}" if found[-1].why else ""))
+    return found
+
+
+def _changes(scenario: Scenario) -> bool:
+    return any(act.do == "change weights" for act in scenario.acts)
+
+
+def _lacking(proof: ToProve, scenario: Scenario) -> str:
+    """Why a scenario cannot be run; empty: it can."""
+    doing = {act.do for act in scenario.acts}
+    needed = [
+        *(["adapter"] if any(one.adapter for one in scenario.asked()) else []),
+        *(["own"] if doing & {"restart", "kill"} else []),
+        *(["weights"] if "change weights" in doing else []),
+        *(["store"] if "kill store" in doing else []),
+    ]
+    return "; ".join(proof.missing[one] for one in needed if one in proof.missing)
+
+
+def _ask_reference(proof: ToProve, scenarios: Sequence[Scenario]) -> None:
+    """Have an engine without the connector answer what scenarios ask, each prompt for itself."""
+    wanted = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
+    wanted |= {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
+    if not wanted:
+        return
+    with ProvedEngine("reference", proof.reference) as engine:
+        engine.watch(proof.folder / ("changed" if proof.changed else "expected"))
+        for name, adapter in sorted(wanted):
+            (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
+            if reply.error is not None:
+                raise BenchError(f"the reference gives no answer: {reply.error}")
+            proof.expected[name, adapter, proof.changed] = reply
+
+
+def _prove(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
+    observed: list[Observed] = []
+    _revive(proof.engine)
+    try:
+        for act in scenario.acts:
+            observed += _do(proof, act)
+    except BenchError as error:
+        why = str(error).partition("\n")[0]
+        return ScenarioVerdict(scenario.name, "differs", f"the engine does not answer: {why}")
+    control = None
+    if scenario.unlike is not None:
+        first, second = scenario.unlike
+        control = compare(
+            proof.expected[first.name, first.adapter, False],
+            proof.expected[second.name, second.adapter, _changes(scenario)],
+            LOGPROB_TOLERANCE[proof.dtype],
+        )
+    return judge(scenario, observed, control, proof.engine.handed_off)
+
+
+def _revive(engine: ProvedEngine) -> None:
+    """Start it again if the last scenario was its end.
+
+    Raises:
+        BenchError: it cannot be.
+    """
+    try:
+        engine.counts()
+    except BenchError:
+        if not engine.is_own:
+            raise
+        engine.close()
+        engine.open()
+
+
+def _do(proof: ToProve, act: Act) -> list[Observed]:
+    """Carry out an act; what came of its prompts, or why it did not happen."""
+    engine, queries = proof.engine, [_query(proof, one) for one in act.prompts]
+    if act.do == "ask":
+        return _asked(proof, act)
+    if act.do == "preempt":
+        return [_preempted(proof, act)]
+    missing = ""
+    if act.do == "forget":
+        missing = "" if engine.forget() else _crowd(proof)
+    elif act.do == "crowd":
+        missing = _crowd(proof)
+    elif act.do in ("abort", "kill"):
+        if not engine.leave(queries, engine.kill if act.do == "kill" else lambda: None):
+            missing = "no prompt was seen to be computed"
+        if act.do == "kill":
+            engine.open()
+    elif act.do == "kill store":
+        assert proof.store_pid is not None
+        os.kill(proof.store_pid, signal.SIGKILL)
+    else:
+        engine.close()
+        if act.do == "change weights":
+            assert proof.weights is not None
+            proof.weights.change()
+            proof.changed = True
+        engine.open()
+    return [Observed((), "any", (), 0, missing=missing)] if missing else []
+
+
+def _query(proof: ToProve, asked: AskedPrompt) -> SentPrompt:
+    return SentPrompt(tuple(proof.prompts[asked.name]), asked.salt, asked.adapter)
+
+
+def _crowd(proof: ToProve) -> str:
+    """Have others' prompts take every block; why that is not done, empty: it is."""
+    tokens = proof.engine.capacity()
+    if tokens > MOST_CROWD:
+        return f"blocks of {tokens} tokens are not filled: start the engine with VLLM_SERVER_DEV_MODE=1"
+    longest = max(map(len, proof.prompts.values()))
+    for prompt in crowd_of(proof.seed, tokens, longest):
+        proof.engine.ask([SentPrompt(tuple(prompt))])
+    for path in (proof.folder / "found").glob("*.safetensors"):
+        path.unlink()
+    return ""
+
+
+def _asked(proof: ToProve, act: Act) -> list[Observed]:
+    """Ask until something is loaded that should be, and what was then found."""
+    deadline = time.monotonic() + ATTEMPTS_S
+    found = [_observe(proof, act)]
+    while act.loads == "some" and not _settled(found[-1]) and time.monotonic() < deadline:
+        if not proof.engine.forget():
+            _crowd(proof)
+        found.append(_observe(proof, act))
+    return [*(replace(one, loads="any") for one in found[:-1]), found[-1]]
+
+
+def _settled(observed: Observed) -> bool:
+    wrong = any(one.wrong for one in observed.compared) or bool(observed.wrong_page)
+    return bool(observed.loaded) or observed.loaded is None or wrong
+
+
+def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -> Observed:
+    """Ask the prompts of an act, and compare what comes with the reference."""
+    queries = [_query(proof, one) for one in act.prompts]
+    before = proof.engine.counts()
+    replies = proof.engine.ask(queries, then)
+    loaded = proof.engine.counts()["loaded"] - before["loaded"]
+    tolerance = LOGPROB_TOLERANCE[proof.dtype]
+    compared: list[Compared] = []
+    pages, wrong = 0, ""
+    for one, reply in zip(act.prompts, replies, strict=True):
+        compared.append(compare(proof.expected[one.name, one.adapter, proof.changed], reply, tolerance))
+        name = prompt_name(proof.prompts[one.name], ADAPTER if one.adapter else None)
+        kept = proof.folder / ("changed" if proof.changed else "expected")
+        count, where = compare_files(kept, proof.folder / "found", name, PAGE_TOLERANCE[proof.dtype])
+        pages += count
+        wrong = wrong or (f"prompt {one.name!r}, {where}" if where else "")
+    return Observed(act.prompts, act.loads, tuple(compared), loaded, pages, wrong)
+
+
+def _preempted(proof: ToProve, act: Act) -> Observed:
+    """Ask prompts and have them preempted while they decode."""
+    engine = proof.engine
+    for _ in range(_PREEMPTIONS):
+        before, skipped = engine.counts(), engine.skipped()
+        found = _observe(proof, act, engine.preempt)
+        grown, after = engine.counts() - before, engine.skipped()
+        if grown["preempted"]:
+            break
+    else:
+        return replace(found, missing="no request was preempted: that takes VLLM_SERVER_DEV_MODE=1")
+    if skipped is None or after is None:
+        return replace(found, loaded=None)
+    at_first = grown["loaded"] + grown["own"]  # vLLM does not count what comes after a preemption
+    return replace(found, loaded=max(0, after - skipped - at_first))

@@ -1,0 +1,58 @@
+"""How good answers are, and how sure a mean over samples is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.random import default_rng
+from numpy.typing import NDArray
+
+RESAMPLES = 2000
+
+
+def bootstrap(
+    values: NDArray[np.float64], over: NDArray[np.float64] | None = None, seed: int = 0
+) -> tuple[float, float]:
+    """95 % interval of the mean of `values`, or of their mean over the mean of `over`, paired by sample.
+
+    Percentiles of resampled means (Efron, https://doi.org/10.1214/aos/1176344552); equal for equal seeds.
+
+    Raises:
+        ValueError: there are no values, or the two differ in number.
+    """
+    if not len(values) or (over is not None and len(over) != len(values)):
+        raise ValueError(
+            f"values: {len(values)}, over: {0 if over is None else len(over)}; want as many, above 0"
+        )
+    picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    means = values[picks].mean(1)
+    if over is not None:
+        means = means / over[picks].mean(1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def resampled_means(values: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
+    """[RESAMPLES] means of as many values, drawn again."""
+    picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    means: NDArray[np.float64] = values[picks].mean(1)
+    return means
+
+
+def paired_p(values: NDArray[np.float64], others: NDArray[np.float64], seed: int = 0) -> float:
+    """The two-sided p of a paired randomisation test (Fisher): means differ by chance as much as they do.
+
+    Signs of the differences by sample are drawn `RESAMPLES` times; equal for equal seeds.
+    """
+    differences = values - others
+    signs = default_rng(seed).choice((-1.0, 1.0), (RESAMPLES, len(differences)))
+    chance = np.abs((signs * differences).mean(1)) >= abs(differences.mean()) - 1e-12
+    return float((1 + chance.sum()) / (1 + RESAMPLES))
+
+
+def f1(said: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
+    """Harmonic mean of precision and recall of what is said, each item as often as it is there (SQuAD's)."""
+    common = sum((Counter(said) & Counter(wanted)).values())
+    return 2 * common / (len(said) + len(wanted)) if common else 0.0

@@ -1,0 +1,56 @@
+"""Tasks that a user has as files of JSON lines, as LongBench and 2WikiMultihopQA have them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvkit.bench.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, answered
+
+PASSAGE = re.compile(r"(?=^Passage \d+:\n)", re.MULTILINE)
+"""Where LongBench's questions over several documents have the next one."""
+
+
+def read_samples(path: Path, encode: Encode, count: int, tokens: int) -> list[Sample]:
+    """The first `count` samples of a file, or as many as it has, each a line:
+
+        LongBench          {"input": question, "context": text, "answers": [answer, ...], ...}
+        2WikiMultihopQA    {"question": question, "context": [[title, [sentence, ...]], ...], "answer": text}
+
+    Documents are the passages, or, of a text without any, pieces of `DOCUMENT_TOKENS`. Where they have more
+    than `tokens` tokens together, each is cut at an equal share. Of several answers the first one counts.
+
+    Raises:
+        ValueError: the file has no samples, or a line is of neither kind; names the line.
+        OSError: the file cannot be read.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:count], 1):
+        try:
+            found.append(_sample_of(json.loads(line), encode, tokens))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            wanted = "want a sample of LongBench or 2WikiMultihopQA"
+            raise ValueError(f"{path}, line {number}: {wanted}: {error!r}") from error
+    if not found:
+        raise ValueError(f"{path}: want samples, a line of JSON each")
+    return found
+
+
+def _sample_of(entry: Mapping[str, Any], encode: Encode, tokens: int) -> Sample:
+    if "input" in entry:
+        question, answer, text = entry["input"], entry["answers"][0], entry["context"]
+        passages = [encode(passage) for passage in PASSAGE.split(text) if passage]
+        if len(passages) == 1:
+            ids = passages[0]
+            passages = [ids[at : at + DOCUMENT_TOKENS] for at in range(0, len(ids), DOCUMENT_TOKENS)]
+    else:
+        question, answer = entry["question"], entry["answer"]
+        passages = [encode(f"{title}\n{' '.join(lines)}\n\n") for title, lines in entry["context"]]
+    share = max(1, tokens // len(passages))
+    parts = [np.array(passage[:share], np.int32) for passage in passages]
+    return answered(parts, encode, f"\n\nQuestion: {question}\nAnswer:", f" {answer}")

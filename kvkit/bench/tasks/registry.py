@@ -1,0 +1,71 @@
+"""The tasks by name, and samples of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+
+from numpy.random import Generator, default_rng
+
+from kvkit.bench.files import BenchError
+from kvkit.bench.tasks import continued, generated, python
+from kvkit.bench.tasks.files import read_samples
+from kvkit.bench.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, Texts, corpus
+
+Make = Callable[[Texts, Encode, int, Generator, Fraction], Sample]
+SETS: Mapping[str, Make] = {
+    "contiguous": continued.contiguous,
+    "documents": continued.documents,
+    "retrieval": continued.retrieval,
+}
+"""By kind, from the corpus' texts, how many documents, and how far into the corpus, a share of 1."""
+TASKS: Mapping[str, Make] = {
+    **SETS,
+    "needle": generated.needle,
+    "needle keys": generated.needle_keys,
+    "needle values": generated.needle_values,
+    "needle queries": generated.needle_queries,
+    "tracking": generated.tracking,
+    "words": generated.words,
+    "qa": generated.qa,
+    "hops": generated.hops,
+    "classify": python.classify,
+    "code": python.code,
+}
+
+
+def samples(kind: str, encode: Encode, count: int, tokens: int, seed: int = 0) -> list[Sample]:
+    """`count` samples of a task whose prompts have about `tokens` tokens, always the same ones.
+
+    Args:
+        kind: one of `TASKS`, or a file `*.jsonl`: see `kvkit.bench.tasks.files`, which may have fewer.
+        encode: text to token ids, without special tokens.
+
+    Raises:
+        ValueError: an unknown task, or the text is too short for such prompts.
+        OSError: the file cannot be read.
+    """
+    if kind.endswith(".jsonl"):
+        return read_samples(Path(kind), encode, count, tokens)
+    if kind not in TASKS:
+        raise ValueError(f"kind={kind!r}: want one of {', '.join(TASKS)}, or a file .jsonl")
+    texts = [(title, list(encode(text))) for title, text in corpus()]
+    documents = max(2, tokens // DOCUMENT_TOKENS)
+    make = TASKS[kind]
+    return [make(texts, encode, documents, default_rng([seed, i]), Fraction(i, count)) for i in range(count)]
+
+
+def named(tasks: str) -> tuple[str, ...]:
+    """Names of tasks, separated by semicolons.
+
+    Raises:
+        BenchError: one is neither one of `TASKS` nor a file `*.jsonl` that exists.
+    """
+    names = tuple(name.strip() for name in tasks.split(";") if name.strip())
+    for name in names:
+        if name not in TASKS and not (name.endswith(".jsonl") and Path(name).is_file()):
+            raise BenchError(
+                f"tasks: {name!r}, want some of {'; '.join(TASKS)}, or files .jsonl that are there"
+            )
+    return names

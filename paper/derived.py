@@ -1,0 +1,157 @@
+"""Figures that are made of results: ratios of times with intervals, counts, means over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvkit.bench.statistics import bootstrap
+
+
+def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """All of this file, of what `sources.read` found."""
+    return {
+        "serve": serve(sources["serve"]),
+        "pd": [handed(entry, sources["pd"]["results"]) for entry in sources["pd"]["results"]],
+        "sending": ratio(sources["sending"]["round_s"]["sent"], sources["sending"]["round_s"]["kept"]),
+        "queued": ratio(sources["queued"]["gap_s"]["prefetched"], sources["queued"]["gap_s"]["not"]),
+        "served": [
+            {
+                "documents": entry["documents"],
+                "prompt_tokens": entry["prompt_tokens"],
+                **{
+                    way: ratio(entry["ttft_s"]["plain"], entry["ttft_s"][way]) for way in ("blended", "naive")
+                },
+                "hit": ratio(entry["ttft_s"]["hit, on"], entry["ttft_s"]["hit, off"]),
+                "stages": entry["stage_s"]["blended"],
+            }
+            for entry in sources["served"]["results"]
+        ],
+        "hybrid": [
+            {way: ratio(entry["ttft_s"]["computed"], times) for way, times in entry["ttft_s"].items()}
+            for entry in sources["hybrid"]["results"]
+        ],
+        "models": models(sources["models"]["architectures"]),
+        "blend_models": [
+            {"name": name, "special": one["special"], "refused": "refused" in one}
+            | {figure: one.get(figure) for figure in ("kl_naive", "kl", "difference")}
+            for name, one in sources["blend_models"]["architectures"].items()
+        ],
+        "frontier": frontier(sources["frontier"]["runs"]),
+    }
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Mean of `times` over that of `others`, with the 95 % interval of pairs drawn anew."""
+    first, second = np.asarray(times, np.float64), np.asarray(others, np.float64)
+    low, high = bootstrap(first, second)
+    return {"mean": float(first.mean() / second.mean()), "low": low, "high": high, "pairs": len(first)}
+
+
+def serve(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each system: hits, and its times to the first token, with reuse and without.
+
+    Systems take turns request by request, so that their requests are pairs.
+    """
+    times = defaultdict[tuple[str, str], list[float]](list)
+    for request in document["requests"]:
+        if request["again"] or request["workload"] == "random":
+            times[request["workload"], request["system"]].append(request["ttft_s"])
+    rows = []
+    for row in document["results"]:
+        if row["workload"] == "document-qa":
+            hit, new = (times[workload, row["system"]] for workload in ("document-qa", "random"))
+            plain = (times[workload, "plain"] for workload in ("document-qa", "random"))
+            rows.append(
+                {name: row[name] for name in ("system", "hit_tokens", "prompt_tokens")}
+                | {"hit": ratio(hit, next(plain)), "new": ratio(new, next(plain))}
+                | {"requests": len(hit), "median_s": statistics.median(hit)}
+                | {"of_lmcache": ratio(hit, times["document-qa", "lmcache"])}
+            )
+    return rows
+
+
+def handed(entry: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One way of a handoff, beside vLLM's NixlConnector on the same prompt."""
+    peer = next(
+        other
+        for other in others
+        if other["prompt_tokens"] == entry["prompt_tokens"] and other["way"] == "vLLM's NixlConnector"
+    )
+    phases = ("prefill_s", "first_s", "step_s", "alone_s")
+    times = {phase: [[turn[phase] for turn in each["each"]] for each in (entry, peer)] for phase in phases}
+    whole = [
+        [a + b for a, b in zip(*pair, strict=True)]
+        for pair in zip(*(times[p] for p in phases[:2]), strict=True)
+    ]
+    return {
+        **{name: entry[name] for name in ("way", "prompt_tokens", "hit_tokens", "same_tokens")},
+        **{phase: ratio(*pair) for phase, pair in times.items()},
+        "whole": ratio(*whole),
+        "median": {phase: statistics.median(pair[0]) for phase, pair in times.items()},
+    }
+
+
+def models(architectures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each architecture: what became of it with kvkit, and with LMCache where that was run."""
+    return [
+        {
+            "name": name,
+            "special": one["special"],
+            "tolerance": one.get("tolerance"),
+            "fault": min(one["faults"].values()) if one.get("faults") else None,
+            "lmcache": outcome(one["lmcache"]) if "lmcache" in one else None,
+            **outcome(one),
+        }
+        for name, one in architectures.items()
+    ]
+
+
+def outcome(one: Mapping[str, Any]) -> dict[str, Any]:
+    """On how many ways tokens are plain vLLM's, how many are refused, and what differs at most."""
+    ways = one.get("ways", {})
+    ran = [way for way in ways.values() if "refused" not in way]
+    return {
+        "kind": "run" if ran else "refused" if "refused" in one else "absent",
+        "ways": len(ran),
+        "same": sum(way["same_tokens"] for way in ran),
+        "refused": len(ways) - len(ran),
+        "difference": max((way["difference"] for way in ran), default=None),
+        "names": list(ways),
+    }
+
+
+def frontier(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Hit rates by trace and capacity, means over seeds; of LRU's gap to the bound, what each way closes."""
+    groups = defaultdict[tuple[str, float], list[Mapping[str, Any]]](list)
+    for run in runs:
+        groups[run["trace"], run["share"]].append(run)
+    ways = list(runs[0]["hits"])
+    cells: list[dict[str, Any]] = []
+    for (trace, share), found in groups.items():
+        gaps = {
+            way: [
+                (run["hits"][way] - run["hits"]["lru"]) / (run["bound"] - run["hits"]["lru"]) for run in found
+            ]
+            for way in ways
+        }
+        cells.append(
+            {
+                "trace": trace,
+                "share": share,
+                "bound": statistics.fmean(run["bound"] / run["asked"] for run in found),
+                "hits": {
+                    way: statistics.fmean(run["hits"][way] / run["asked"] for run in found) for way in ways
+                },
+                "closed": {way: statistics.fmean(gaps[way]) for way in ways},
+            }
+        )
+    return {
+        "cells": cells,
+        "seeds": len({run["seed"] for run in runs}),
+        "closed": {way: statistics.fmean(cell["closed"][way] for cell in cells) for way in ways},
+    }
