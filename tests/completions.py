@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
@@ -22,7 +24,7 @@ class Completions:
     """The server; a context manager. The first part of a path says how it behaves:
 
         good       streams its answer, and tells the cached tokens of the prompt
-        counting   tells them in /metrics alone, as vLLM does
+        counting   tells them in /metrics alone, as vLLM does; takes token ids, lists probabilities, blends
         mute       tells them nowhere
         pairs      answers when two requests are there
         refusing   HTTP status 400
@@ -46,6 +48,8 @@ class Completions:
         self.bodies: list[dict[str, Any]] = []
         self.most = 0
         self.hits = 0
+        self.blended: Counter[str] = Counter()
+        self._words: list[str] = []
         self._present = 0
         self._lock = threading.Lock()
         self._pair = threading.Barrier(2)
@@ -66,9 +70,22 @@ class Completions:
         self._server.server_close()
         self._thread.join(DEADLINE_S)
 
+    def _tokens(self, text: str) -> list[int]:
+        """A number for each word of a text, with the white space in front of it."""
+        found = re.findall(r"\s*\S+|\s+$", text)
+        with self._lock:
+            self._words += [word for word in dict.fromkeys(found) if word not in self._words]
+            return [self._words.index(word) for word in found]
+
     def _begin(self, body: dict[str, Any]) -> int:
         """Note a request; the words of its prompt that an earlier one began with."""
+        if isinstance(body["prompt"], list):
+            body["prompt"] = "".join(self._words[token] for token in body["prompt"])
+        blend = body.get("kv_transfer_params", {}).get("blend")
         with self._lock:
+            if blend:
+                reused = sum(stop - start for start, stop in blend["documents"])
+                self.blended.update(exact=blend["prefix"], reused=reused, selected=reused // 4, computed=3)
             hit = max((common(body["prompt"], earlier) for earlier in self.prompts), default=0)
             self.prompts.append(body["prompt"])
             self.bodies.append(body)
@@ -105,6 +122,9 @@ class Completions:
                     loaded = "vllm:kvkit_loaded_tokens_total"
                     lines += [f"# TYPE {loaded} counter"]
                     lines += [f'{loaded}{{rank="{rank}",tier="disk"}} 7.0' for rank in (0, 1)]
+                    for kind in ("exact", "reused", "selected", "computed"):
+                        name = f"vllm:kvkit_blend_{kind}_tokens_total"
+                        lines += [f"# TYPE {name} counter", f'{name}{{engine="0"}} {served.blended[kind]}']
                     self._send(200, "\n".join([*lines, ""]))
                 else:
                     self._send(404, "{}")
@@ -112,6 +132,9 @@ class Completions:
             def do_POST(self) -> None:
                 way = self.path.split("/")[1]
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path.endswith("/tokenize"):
+                    self._send(200, json.dumps({"tokens": served._tokens(body["prompt"])}))
+                    return
                 hit = served._begin(body)
                 try:
                     self._answer(way, body, hit)
@@ -146,7 +169,10 @@ class Completions:
                     if way == "cut" and last:
                         break
                     reason = "length" if last else None
-                    self._event({"choices": [{"text": f" w{number}", "finish_reason": reason}]})
+                    choice: dict[str, Any] = {"text": f" w{number}", "finish_reason": reason}
+                    if "logprobs" in body:
+                        choice["logprobs"] = {"top_logprobs": [{"token_id:1": -0.5, "token_id:2": -1.5}]}
+                    self._event({"choices": [choice]})
                 usage: dict[str, Any] = {
                     "prompt_tokens": len(body["prompt"].split()),
                     "completion_tokens": count,

@@ -7,10 +7,11 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
@@ -24,52 +25,75 @@ if not torch.cuda.is_available():
 os.environ["KVKIT_TUNED"] = str(Path(__file__).parent / "none")  # not what this user has tuned
 
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(  # for tests/mutants.py: the same examples each time
+    "mutants",
+    settings.get_profile("kvkit"),
+    derandomize=True,
+    database=None,
+    max_examples=40,
+    phases=(Phase.explicit, Phase.generate),
+)
 settings.load_profile("kvkit")
 
 
+ENGINES = (
+    *("vllm", "router", "engines", "soak", "bench", "examples", "demo", "docs", "quality", "smollm2"),
+    *("cached", "blend"),
+)
+"""Words in the names of test files that start engines, or read models: they take gigabytes."""
+
 SLOW = (
+    *ENGINES,
+    *("attention", "triton", "gate", "problems", "search", "jax", "pallas", "paper", "make_gpu", "gpu"),
+    *("metrics_move", "machine", "packaging", "plugins", "top", "strangers", "fuzz", "channel", "bucket"),
     *(
-        "vllm",
-        "router",
-        "engines",
-        "soak",
-        "bench",
-        "examples",
-        "demo",
-        "docs",
-        "quality",
-        "smollm2",
-        "cached",
-    ),
-    *(
-        "blend",
-        "attention",
-        "triton",
-        "gate",
-        "problems",
-        "search",
-        "jax",
-        "pallas",
-        "paper",
-        "make_gpu",
-        "gpu",
-        "metrics_move",
-    ),
-    *(
-        "machine",
-        "packaging",
-        "plugins",
-        "top",
-        "strangers",
-        "fuzz",
-        "channel",
-        "bucket",
         "redis",
         "mooncake",
+        "bombs",
+        "eio",
+        "faults",
+        "inspect",
+        "tuning",
+        "devices",
+        "hot_paths",
+        "simulation",
     ),
-    *("bombs", "eio", "faults", "inspect", "tuning", "devices"),
 )
-"""Words in the names of test files that start engines, servers and compilers, or take long."""
+"""And of those that start servers and compilers, or take long."""
+
+
+def is_slow(path: Path) -> bool:
+    return any(word in path.stem for word in SLOW)
+
+
+def takes_memory(path: Path) -> bool:
+    return any(word in path.stem for word in ENGINES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes two alone take the files of `ENGINES`: for more of them memory is not enough."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _next(self, node: Any) -> str | None:
+            large = node.gateway.id in ("gw0", "gw1")
+            own = (file for file in self.workqueue if takes_memory(Path(file)) == large)
+            return next(own, next(iter(self.workqueue), None) if large else None)
+
+        def _reschedule(self, node: Any) -> None:
+            if not node.shutting_down and self._next(node) is None:
+                node.shutdown()
+            else:
+                super()._reschedule(node)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            file = self._next(node)
+            if file is not None:
+                self.workqueue.move_to_end(file, last=False)
+                super()._assign_work_unit(node)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,8 +103,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With --quick, whether the name of a test file has one of the words in SLOW."""
     if config.getoption("--quick", default=False) and collection_path.name.startswith("test_"):
-        return any(word in collection_path.stem for word in SLOW) or None
+        return is_slow(collection_path) or None
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: the quick ones keep every process busy to the end."""
+    items.sort(key=lambda item: not is_slow(item.path))
 
 
 def pytest_configure() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -109,3 +109,74 @@ class Engine:
         per_chunk = self.namespace.chunk_tokens // self.layout.groups[group].block_tokens
         blocks = np.asarray(table[: chunks * per_chunk], np.int64)
         return (blocks[:, None] * pages.tokens + np.arange(pages.tokens)).reshape(chunks, -1)
+
+
+STATE_BYTES = 100
+"""Of one layer."""
+
+
+def hybrid_layout(chunk_tokens: int = 8) -> KVLayout:
+    """A group of tokens, as `small_layout` has it, and two of states, of two layers and of one."""
+    states = (
+        LayerGroup(
+            layers=layers,
+            kv_heads=1,
+            k_size=STATE_BYTES,
+            v_size=0,
+            dtype="uint8",
+            block_tokens=chunk_tokens,
+            page_bytes=STATE_BYTES,
+            state="test",
+        )
+        for layers in ((2, 3), (4,))
+    )
+    return KVLayout((*small_layout().groups, *states))
+
+
+class HybridEngine(Engine):
+    """An engine whose groups are states, but the first. The snapshot after chunk i may lie in block i."""
+
+    def computed(self, tokens: npt.NDArray[np.int32], snapshots: Collection[int]) -> list[SequencePages]:
+        """Compute whole chunks, and keep the states at the ends of some: where all of that lies."""
+        table = self.table(len(tokens))
+        self.write(tokens, table, snapshots)
+        return self.where(table, len(self.keys(tokens)), snapshots)
+
+    def write(self, tokens: npt.NDArray[np.int32], table: Sequence[int], snapshots: Collection[int]) -> None:
+        keys = self.keys(tokens)
+        group = self.pages[0]
+        payloads = [self.kv(key, 0) for key in keys]
+        if keys:
+            reference.unpack(group.group, group.parts, payloads, self._slots(0, table, len(keys)))
+        for place in snapshots:
+            for g in range(1, len(self.pages)):
+                state = torch.from_numpy(self.kv(keys[place], g)).view(-1, 1, 1, STATE_BYTES)
+                for layer, part in zip(self.pools[g], state, strict=True):
+                    layer[place] = part
+
+    def where(self, table: Sequence[int], chunks: int, snapshots: Collection[int]) -> list[SequencePages]:
+        """The pages of a sequence: of states those at the ends of some chunks."""
+        places = np.array([i if i in snapshots else -1 for i in range(chunks)], np.int64)
+        states = [SequencePages(pages, blocks=places) for pages in self.pages[1:]]
+        return [SequencePages(self.pages[0], blocks=np.asarray(table, np.int64)), *states]
+
+    def read_tokens(self, table: Sequence[int], chunks: int) -> list[bytes]:
+        """The first chunks that lie in the pages of the group of tokens."""
+        group, size = self.pages[0], self.layout.groups[0].chunk_bytes(self.namespace.chunk_tokens)
+        payloads = [np.zeros(size, np.uint8) for _ in range(chunks)]
+        if chunks:
+            reference.pack(group.group, group.parts, payloads, self._slots(0, table, chunks))
+        return [payload.tobytes() for payload in payloads]
+
+    def snapshots(self, tokens: npt.NDArray[np.int32]) -> list[int]:
+        """Chunks at whose ends the right states lie. All other pages of states are as they were made."""
+        found = []
+        keys = self.keys(tokens)
+        for place in range(self.blocks):
+            held = [torch.cat([layer[place].flatten() for layer in pool]) for pool in self.pools[1:]]
+            if all(bool((state == POISON).all()) for state in held):
+                continue
+            expected = [self.kv(keys[place], g) for g in range(1, len(self.pages))]
+            assert all(np.array_equal(state, e) for state, e in zip(held, expected, strict=True)), place
+            found.append(place)
+        return found

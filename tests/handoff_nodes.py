@@ -21,7 +21,7 @@ from typing import Any
 
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.protocol.messages import AnyMessage, Hello, Message, Proof, decode, encode
-from kvkit.handoff.protocol.states import Limits
+from kvkit.handoff.protocol.states import Limits, OfRequest
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
@@ -218,9 +218,12 @@ class _Commands:
         assert_holds(self.node.tier, names)
         return True
 
-    def open(self, transfer: str, address: str, names: list[str]) -> int:
+    def open(
+        self, transfer: str, address: str, names: list[str], request: str | None = None, parts: int = 1
+    ) -> int:
         """Open a transfer and wait until it is admitted; how many records it wants."""
-        self.handles[transfer] = self.sender.open(transfer, address, names, LONG_S)
+        of = OfRequest(request or transfer, parts)
+        self.handles[transfer] = self.sender.open(transfer, address, names, LONG_S, of=of)
         admitted: int = self.handles[transfer].admitted.result(LONG_S)
         return admitted
 
@@ -228,6 +231,15 @@ class _Commands:
         leases = fill(self.staging, names)
         self.sender.put(names, leases, lambda name, error: None)
         release_all(leases)
+
+    def pack(self, transfer: str, address: str, names: list[str]) -> None:
+        """Begin to make records in the receiver's slots."""
+        self.open(transfer, address, names)
+        loan = self.sender.lend([self.handles[transfer]], names)
+        assert loan is not None
+        with loan.writing():
+            for lease in loan.leases:
+                lease.array[: SLOT_BYTES // 2] = 7
 
     def done(self, transfer: str) -> int:
         missing: int = self.handles[transfer].done.result(LONG_S)

@@ -14,14 +14,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_plain import H100, TRITON_CALL, nvidia, problem
 
-from kvkit.format.layout import LayerGroup
+from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as pages
-from kvkit.kernels.pages.quantised import Quantised
 from kvkit.kernels.traced import vary, varying
 
 MESH = jax.make_mesh((2, 2), ("requests", "heads"), axis_types=(AxisType.Auto,) * 2)
@@ -50,12 +49,12 @@ def shard_map(function: Any, into: Any, out: Any) -> Any:
     return jax.jit(jax.shard_map(function, mesh=MESH, in_specs=into, out_specs=out))
 
 
-def moved(group: LayerGroup, quantised: Quantised | None, pinned: bool, *arrays: Any) -> Any:
+def moved(group: LayerGroup, pinned: bool, *arrays: Any) -> Any:
     """Chunks to other slots of other pages, rotated, by way of records."""
     from_pages, to_pages, slots, others, turns = arrays
-    records = pages.pack(group, from_pages, slots=slots, quantised=quantised, pinned=pinned)
+    records = pages.pack(group, from_pages, slots=slots, pinned=pinned)
     rotated = {"rope": ROPE, "turns": turns}
-    return records, pages.unpack(group, to_pages, records, slots=others, quantised=quantised, **rotated)
+    return records, pages.unpack(group, to_pages, records, slots=others, **rotated)
 
 
 def moving(dtype: str) -> tuple[LayerGroup, tuple[Any, ...]]:
@@ -68,17 +67,18 @@ def moving(dtype: str) -> tuple[LayerGroup, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("quantised", "dtype", "pinned"), [(None, "float16", False), ("fp8", "float32", True)]
+    ("precision", "dtype", "pinned"), [(None, "float16", False), ("fp8", "float32", True)]
 )
-def test_pages(quantised: Quantised | None, dtype: str, pinned: bool) -> None:
+def test_pages(precision: Precision | None, dtype: str, pinned: bool) -> None:
     """Heads sharded; under jit as in shard_map, where the group has the heads of one device."""
     group, arrays = moving(dtype)
-    one = partial(moved, group, quantised, pinned)
+    group = replace(group, precision=precision)
+    one = partial(moved, group, pinned)
     wanted = one(*arrays)
     sharded = [put(x, spec) for x, spec in zip(arrays, (HEADS, HEADS, P(), P(), P()), strict=True)]
     compiled = jax.jit(one).lower(*sharded).compile()
     assert not any(word + "(" in compiled.as_text() for word in COLLECTIVES)
-    local = partial(moved, replace(group, kv_heads=3), quantised, pinned)
+    local = partial(moved, replace(group, kv_heads=3), pinned)
     mapped = shard_map(local, (HEADS, HEADS, P(), P(), P()), (RECORD_HEADS, HEADS))
     for found in (compiled(*sharded), mapped(*sharded)):
         equal(found, wanted)

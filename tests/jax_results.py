@@ -19,7 +19,7 @@ import numpy as np
 from jax_plain import problem
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup
+from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
@@ -34,19 +34,18 @@ ROPES = Rope((1.0, 0.1, 0.01)), Rope((1.0, 0.1), interleaved=True, first=3)
 def moves() -> Iterator[tuple[str, jax.Array]]:
     """Of pages: to be equal bit by bit but for what is rotated."""
     random = np.random.default_rng(0)
-    for dtype, quantised in itertools.product(("float32", "float16", "bfloat16"), (None, "fp8", "int8")):
-        group = replace(SMALL, dtype=dtype)
+    forms: tuple[Precision | None, ...] = (None, "fp8", "int8")
+    for dtype, precision in itertools.product(("float32", "float16", "bfloat16"), forms):
+        group = replace(SMALL, dtype=dtype, precision=precision)
         layers = [jnp.asarray(random.standard_normal((6, 2, 4, 14)), dtype) for _ in range(2)]
-        packed = pages.pack(group, layers, slots=SLOTS, quantised=quantised)
-        yield f"pack {dtype} {quantised}", packed
-        unpack = jax.jit(partial(pages.unpack, group, slots=SLOTS, quantised=quantised))
-        yield f"unpack {dtype} {quantised}", jnp.stack(unpack(layers, packed))
+        packed = pages.pack(group, layers, slots=SLOTS)
+        yield f"pack {dtype} {precision}", packed
+        unpack = jax.jit(partial(pages.unpack, group, slots=SLOTS))
+        yield f"unpack {dtype} {precision}", jnp.stack(unpack(layers, packed))
         for rope in ROPES:
             turns = rope.turns(np.arange(14) * 997 - 3).reshape(2, 7, -1)
-            turned = pages.unpack(
-                group, layers, packed, slots=SLOTS, rope=rope, turns=turns, quantised=quantised
-            )
-            yield f"rotated {dtype} {quantised} {rope.interleaved}", jnp.stack(turned)
+            turned = pages.unpack(group, layers, packed, slots=SLOTS, rope=rope, turns=turns)
+            yield f"rotated {dtype} {precision} {rope.interleaved}", jnp.stack(turned)
     blocks = np.array([[5, 0, -1], [1, -2, 3]])
     yield "pack blocks", pages.pack(SMALL, [jnp.arange(672.0).reshape(6, 2, 4, 14)] * 2, blocks=blocks)
 

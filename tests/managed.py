@@ -37,6 +37,7 @@ class ManagedCache:
         self.now = 0.0
         self.namespace = Namespace("m", layout="l", dtype="float32")
         self.asked_about: list[Namespace] = []
+        self.waited: list[float] = []
         self.pinned: list[tuple[int, float]] = []
         self.error: Exception | None = None
         self.asked = threading.Event()
@@ -60,8 +61,9 @@ class ManagedCache:
             raise UnknownModel(f"model = {model!r}: known are m, adapter")
         return replace(self.namespace, lora="adapter" if model == "adapter" else "", salt=salt)
 
-    def query(self, tokens: Any, namespace: Namespace) -> Found:
+    def query(self, tokens: Any, namespace: Namespace, wait_s: float = 0.0) -> Found:
         self.asked.set()
+        self.waited.append(wait_s)
         self.asked_about.append(namespace)
         assert self.go_on.wait(DEADLINE_S)
         if self.error is not None:
@@ -109,6 +111,7 @@ def filled_counts(start: int = 1) -> Counts:
         *(counts.hit_tokens, counts.loaded_tokens, counts.loaded_bytes, counts.stored_records),
         *(counts.stored_bytes, counts.written_back_records, counts.evicted_records, counts.refused),
         *(counts.read_errors, counts.write_errors, counts.timeouts, counts.declined_tokens),
+        *(counts.approximate_tokens, counts.snapshot_records),
     ):
         counter.update(by_tier())
     counts.damaged.update({(tier, cause): next(numbers) for tier in ("near", "[far]") for cause in Damage})

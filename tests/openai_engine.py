@@ -14,7 +14,8 @@ engines agree, and one that has another prompt does not. `set` changes how it be
     params          kv_transfer_params of its answers; None: as kvkit's, when it is asked to hand off
     hands           whether it hands off when it is asked to
     takes           whether it answers what another has prefilled; False: HTTP status 500
-    held            what /lookup says
+    held            what /lookup says, and /pin
+    tokenizes       whether /tokenize answers; False: HTTP status 500
     other           it is another model
 """
 
@@ -40,8 +41,13 @@ Body = dict[str, Any]
 
 def render(messages: list[Body], generate: bool = True) -> list[int]:
     """The toy's chat template."""
-    text = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
+    text = "".join(f"<{m['role']}>{_content(m['content'])}\n" for m in messages)
     return list((text + ("<assistant>" if generate else "")).encode())
+
+
+def _content(content: str | list[Body]) -> str:
+    """As vLLM does for templates that take texts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def tokens_after(prompt: list[int], count: int, salt: str = "") -> list[int]:
@@ -119,6 +125,7 @@ DEFAULTS: Body = {
     "hands": True,
     "takes": True,
     "held": None,
+    "tokenizes": True,
     "other": "",
 }
 
@@ -148,6 +155,8 @@ class _Toy:
 
     async def tokenize(self, request: Any) -> Any:
         body = await request.json()
+        if not self.settings["tokenizes"]:
+            return web.json_response({"error": {"message": "no tokenizer"}}, status=500)
         ids = list(body["prompt"].encode()) if "prompt" in body else render(body["messages"])
         return web.json_response({"count": len(ids), "tokens": ids})
 
@@ -157,7 +166,8 @@ class _Toy:
         tokens, held = (await request.json())["tokens"], self.settings["held"]
         if held is None:
             return web.json_response({"error": "no"}, status=500)
-        return web.json_response({"tokens": len(tokens), "hit_tokens": min(held, len(tokens)), "by_tier": {}})
+        count = min(held, len(tokens))
+        return web.json_response({"hit_tokens": count, "pinned_tokens": count})
 
     async def complete(self, request: Any) -> Any:
         try:
@@ -283,6 +293,7 @@ def _serve(port: int) -> None:
     app.router.add_get("/v1/models", toy.models)
     app.router.add_post("/tokenize", toy.tokenize)
     app.router.add_post("/lookup", toy.lookup)
+    app.router.add_post("/pin", toy.lookup)
     app.router.add_post("/v1/completions", toy.complete)
     app.router.add_post("/v1/chat/completions", toy.complete)
     web.run_app(app, host="127.0.0.1", port=port, handler_cancellation=True, print=None)

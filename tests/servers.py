@@ -10,6 +10,7 @@ import ctypes
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -20,7 +21,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -31,25 +34,35 @@ from kvkit.tiers.testing.contract import DEADLINE_S
 from tests.waiting import START_S, wait_until
 
 
+@cache
+def _ports() -> Iterator[int]:
+    """Ports of this process's tests alone, again and again; no other worker's, and none of a connection.
+
+    A server binds seconds after its port was found. Systems give outgoing connections ports from 32768 on,
+    and some servers take port + 10000, too.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    ports = range(10_000 + 3000 * worker, 13_000 + 3000 * worker)
+    return islice(cycle(ports), random.SystemRandom().randrange(len(ports)), None)
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, far enough below 65536 for servers that also take port + 10000."""
-    found: list[int] = []
-    with ExitStack() as held:
-        while len(found) < count:
-            sock = held.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-            if port < 55000:
-                found.append(port)
-    return found
+    """Ports that nobody listens on, here and at port + 10000, and that no other test is given for long."""
+    return list(islice(filter(_is_free, _ports()), count))
+
+
+def _is_free(port: int) -> bool:
+    with ExitStack() as held, suppress(OSError):
+        for each in (port, port + 10_000):
+            held.enter_context(socket.create_server(("127.0.0.1", each)))
+        return True
+    return False
 
 
 def adjacent_ports() -> int:
     """A port that nobody listens on, and nobody on the next one."""
-    for port in free_ports(16):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
-            return port
-    raise AssertionError("no two ports in a row are free")
+    ports = free_ports(16)
+    return next(port for port in ports if port + 1 in ports)
 
 
 class Process(ABC):

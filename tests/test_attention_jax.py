@@ -399,6 +399,7 @@ def test_lowers_for(platform: str) -> None:
     kernel = jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)
     lower = partial(jax.export.export, platforms=[platform], disabled_checks=[kernel])
     rope, group = Rope(tuple(0.1 for _ in range(32))), replace(SMALL, k_size=64, v_size=64, dtype="bfloat16")
+    coded = replace(group, precision="fp8")
     pages = [spec((64, 2, 4, 128), "bfloat16")] * 2
     slots, turns = spec((2, 8), "int32"), spec((2, 8, 64), "float32")
     specs = attention_specs(96, 8, 2, 64, 16, "bfloat16")
@@ -406,8 +407,8 @@ def test_lowers_for(platform: str) -> None:
     row, given = spec((96, 2, 64), "bfloat16"), RowTurns(rope, spec((96, 64), "float32"))
 
     def move(p: kernels.JaxPages, s: jax.Array, t: jax.Array) -> kernels.JaxPages:
-        packed = kernels.pack(group, p, slots=s, quantised="fp8")
-        return kernels.unpack(group, p, packed, slots=s, rope=rope, turns=t, quantised="fp8")
+        packed = kernels.pack(coded, p, slots=s)
+        return kernels.unpack(coded, p, packed, slots=s, rope=rope, turns=t)
 
     for function, arguments, attends in (
         (move, (pages, slots, turns), False),

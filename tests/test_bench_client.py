@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from completions import Completions
 from servers import free_ports
 
-from kvkit.bench.client import Completion, Target, connect, counted_hits, drive
+from kvkit.bench.client import Completion, Target, ask, connect, counted_hits, drive, tokenize
 from kvkit.bench.files import BenchError
 from kvkit.bench.workloads import CompletionRequest, chat
 from kvkit.tiers.testing.contract import DEADLINE_S
@@ -30,7 +31,7 @@ def answers(server: Target, *requests: CompletionRequest, concurrency: int = 1) 
 
 def test_an_answer_is_timed_and_counted(server: Completions) -> None:
     found = connect("s", server.url("good"))
-    assert found == Target("s", server.url("good"), "first", ignores_eos=False)
+    assert found == Target("s", server.url("good"), "first", vllm=False)
     requests = CompletionRequest(0, "one two three", False, 5), CompletionRequest(1, "one two four", True, 1)
     first, second = answers(found, *requests)
     assert (first.text, first.error, first.again) == (" w0 w1 w2 w3 w4", None, False)
@@ -55,6 +56,44 @@ def test_vllm_is_told_to_give_all_tokens(server: Completions) -> None:
     )
     assert answer.error is None
     assert server.bodies[0]["ignore_eos"] is True
+
+
+DOCUMENTS = CompletionRequest(
+    0, "Read this. one two three\n\nfour five? Why?", True, 2, documents=((10, 24), (24, 36))
+)
+
+
+def test_a_document_has_the_same_tokens_wherever_it_stands(server: Completions) -> None:
+    found = connect("s", server.url("counting"))
+    ids, spans = tokenize(found, DOCUMENTS.text, DOCUMENTS.documents, DEADLINE_S)
+    assert spans == [[2, 5], [5, 7]]
+    one, other = (DOCUMENTS.text[start:stop] for start, stop in DOCUMENTS.documents)
+    turned, (second, first) = tokenize(
+        found, other + one, ((0, len(other)), (len(other), len(other + one))), 9
+    )
+    for (start, stop), (a, b) in zip(spans, (first, second), strict=True):
+        assert ids[start:stop] == turned[a:b]
+
+
+def test_a_server_that_blends_is_told_where_documents_stand(server: Completions) -> None:
+    plain = connect("s", server.url("counting"))
+    blends = replace(plain, blends=True)
+    known = replace(DOCUMENTS, answer="w0 w1")
+    for target, request in ((plain, known), (blends, replace(known, again=False)), (blends, known)):
+        (answer,) = answers(target, request)
+        assert (answer.error, answer.exact, answer.top) == (None, True, None)
+    assert server.prompts == [DOCUMENTS.text] * 3
+    told = [body.get("kv_transfer_params") for body in server.bodies]
+    assert told == [None, None, {"blend": {"documents": [[2, 5], [5, 7]], "prefix": 2}}]
+    (text,) = answers(connect("s", server.url("good")), replace(DOCUMENTS, answer="w1"))
+    assert text.exact is False
+    assert server.prompts[-1] == DOCUMENTS.text, "another server gets it as text"
+
+
+def test_probabilities_of_the_first_token(server: Completions) -> None:
+    found = ask(connect("s", server.url("counting")), DOCUMENTS, DOCUMENTS.text, DEADLINE_S, logprobs=2)
+    assert found.top == {"token_id:1": -0.5, "token_id:2": -1.5}
+    assert server.bodies[0]["logprobs"] == 2
 
 
 def test_hits_are_read_from_metrics(server: Completions) -> None:

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoConfig
 from waiting import wait_for
 
-from benchmarks.pd_peers import BLOCK, PROMPT_TOKENS, TOKEN_BYTES, Handed, awake, summary, systems
+from benchmarks.engines import BLOCK, TOKEN_BYTES, awake
+from benchmarks.pd_peers import PROMPT_TOKENS, Handed, summary, systems
 from benchmarks.tables import MACHINE, render
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.vllm.settings import read_settings

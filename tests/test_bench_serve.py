@@ -15,7 +15,7 @@ from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
 from kvkit.bench.client import Completion
 from kvkit.bench.report import Measured, overheads, summarise, tables
-from kvkit.bench.systems import SYSTEMS
+from kvkit.bench.systems import DEFAULT
 from kvkit.bench.workloads import CONTROL, WORKLOADS
 
 
@@ -51,6 +51,7 @@ def test_two_servers_side_by_side(servers: tuple[Completions, Completions], tmp_
         assert one["output_tokens"] == 18 * 3
         assert (one["hit_tokens"] < 18 * 8) == (name == CONTROL)
         assert (one["ttft_s"] is None) == (name == CONTROL)
+        assert (one["judged_answers"] == other["judged_answers"] > 0) == (name == "rag")
     assert list(figures["overhead"]) == ["counting"]
     assert len(figures["requests"]) == 18 * 2 * len(WORKLOADS)
     assert figures["load"]["rate"] == 500
@@ -132,7 +133,7 @@ def test_a_server_that_does_not_answer(servers: tuple[Completions, Completions],
     [
         (("--workloads", "chat,chta"), ("workloads = 'chta'", "document-qa", "chat", "random")),
         (("--workloads", "chat,chat"), ("workloads = 'chat,chat'", "once")),
-        (("--systems", "sglang"), ("systems = 'sglang'", "plain, kvkit, lmcache")),
+        (("--systems", "sglang"), ("systems = 'sglang'", "plain, prefix-caching, kvkit, kvkit-blend")),
         (("--url", "nowhere"), ("url = 'nowhere'", "want http://HOST:PORT")),
         (("--url", "a=http://127.0.0.1:1"), ("http://127.0.0.1:1: no OpenAI-compatible server", "refused")),
         (("--json", "/absent/x.json"), ("/absent/x.json", "no folder")),
@@ -155,7 +156,7 @@ def test_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "vllm", None)
     result = run("bench", "serve", "--json", tmp_path / "x.json")
     failed(result, "nothing to measure", "--url")
-    for system in SYSTEMS:
+    for system in DEFAULT:
         assert f"{system}: left out, vLLM is not installed" in result.stdout
 
 
@@ -180,6 +181,16 @@ def test_a_summary_is_of_good_answers_by_kind() -> None:
     assert (found["gap_s"]["p50"], found["gap_s"]["p99"]) == (0.5, 0.99)
     assert (found["requests"], found["errors"], found["prompt_tokens"]) == (102, 1, 1010)
     assert (found["requests_per_s"], found["tokens_per_s"]) == (10.1, 121.2)
+
+
+def test_exact_answers_are_counted_where_they_are_known() -> None:
+    judged = Measured("s", "rag", (good(1.0), good(1.0, exact=True), good(1.0, exact=False)), 1.0, 0)
+    found = summarise(judged)
+    assert (found["exact_answers"], found["judged_answers"]) == (1, 2)
+    assert summarise(Measured("s", "chat", (good(1.0),), 1.0, 0))["exact_answers"] is None
+    console = Console(record=True, width=200)
+    console.print(tables([judged])[0])
+    assert "1 of 2" in console.export_text()
 
 
 def test_rounds_add_up_and_unknown_hits_stay_unknown() -> None:

@@ -88,6 +88,16 @@ def test_nothing_is_started_without_vllm(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {missing(system) for system in systems.SYSTEMS} == {"vLLM is not installed"}
 
 
+@pytest.mark.parametrize(("blend", "chunk_tokens"), [(False, 256), (True, 128)])
+def test_kvkits_servers_have_settings_that_can_be_opened(blend: bool, chunk_tokens: int) -> None:
+    pytest.importorskip("vllm")
+    from kvkit.adapters.vllm.settings import read_settings
+
+    setup = systems.Setup("model", 1, None, (), Path())
+    settings, config = read_settings(systems._kvkit(setup, blend)["kv_connector_extra_config"])
+    assert (settings.blend is not None, config.chunk_tokens) == (blend, chunk_tokens)
+
+
 def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     log = tmp_path / "it.log"

@@ -107,6 +107,33 @@ def test_the_system_prompt_is_in_front_of_all(seed: int, requests: int, words: i
     assert all(words <= common(a.text, b.text) < words + 1 + FEW for a, b in combinations(found, 2))
 
 
+@given(seed=SEEDS, requests=REQUESTS, words=LENGTHS)
+@settings(max_examples=20, deadline=None)
+def test_rag_asks_for_what_a_document_of_the_prompt_tells(seed: int, requests: int, words: int) -> None:
+    found = made("rag", seed, requests, words)
+    alone = [request for request in found if not request.again]
+    documents = [request.text for request in alone]
+    assert len(set(documents)) == len(alone) == -(-requests // 4)
+    assert all(request.documents == ((0, len(request.text)),) and request.answer is None for request in alone)
+    for request in found[len(alone) :]:
+        parts = [request.text[start:stop] for start, stop in request.documents]
+        assert len(set(parts)) == len(parts) == min(4, len(alone))
+        assert set(parts) <= set(documents)
+        assert request.text.startswith("".join(parts))
+        line = request.text.rpartition("? ")[2]
+        assert [f"{line} {request.answer}." in part for part in parts].count(True) == 1
+
+
+def test_rag_asks_more_often_for_popular_documents() -> None:
+    """By Zipf's law the first of 25 is twice as likely to be drawn as the second, of four without return."""
+    found = made("rag", 0, 2000, 64)
+    names = [request.text for request in found if not request.again]
+    counts = Counter(r.text[a:b] for r in found if r.again for a, b in r.documents)
+    popular, rest = names[:10], names[-10:]
+    assert min(counts[text] for text in popular) > 2 * max(counts[text] for text in rest)
+    assert len({tuple(r.documents) for r in found if r.again}) > 100, "their order changes"
+
+
 @given(seed=SEEDS, per_second=st.floats(0.01, 1000))
 @settings(max_examples=20, deadline=None)
 def test_arrivals_are_in_order_and_as_many_as_said(seed: int, per_second: float) -> None:

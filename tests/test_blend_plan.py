@@ -8,14 +8,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvkit.blend.methods.method import NeedsAuxiliary, NeedsDeviation, NeedsQuestion, NeedsRecompute
+from kvkit.blend.methods.question_attention import by_place
+from kvkit.blend.methods.registry import METHODS
 from kvkit.blend.plan import (
-    METHODS,
     BlendError,
     BlendPlan,
     Selection,
     Span,
-    by_place,
+    choose,
     count_of,
+    filtered,
     plan_blend,
     select_tokens,
     split,
@@ -128,6 +131,37 @@ def test_selection(
         assert min(scores[chosen]) >= max(scores[left])
 
 
+@given(choices(), st.floats(0, 1))
+def test_selection_stops_when_the_scores_are_covered(
+    case: tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.int32], npt.NDArray[np.bool_], int, int],
+    coverage: float,
+) -> None:
+    scores, starts, free, count, first_n = case
+    most = select_tokens(scores, starts, free, count, first_n)
+    selected = select_tokens(scores, starts, free, count, first_n, coverage)
+    assert set(selected.tolist()) <= set(most.tolist())
+    if scores is None:
+        assert selected.tolist() == most.tolist()
+        return
+    paid = {t: float(scores[t]) for t in np.flatnonzero(free).tolist()}
+    wanted = coverage * sum(paid.values())
+    if len(selected) < len(most):
+        assert sum(paid[t] for t in selected) >= wanted - 1e-6
+    must = set(select_tokens(scores, starts, free, 0, first_n).tolist())
+    if chosen := [t for t in selected.tolist() if t not in must]:  # without the last of them it is too little
+        before = sum(paid[t] for t in selected) - min(paid[t] for t in chosen)
+        assert before <= wanted + 1e-6 or len(selected) == 1
+
+
+def test_what_sees_nothing_has_no_coverage() -> None:
+    plan, few = plan_blend(90, 0, [Span(8, 44), Span(50, 90)]), Selection("random", 0.5, 0, coverage=0.1)
+    assert choose(few, plan, 4).tolist() == choose(Selection("random", 0.5, 0), plan, 4).tolist()
+    seen = np.zeros((2, 90), np.float32)
+    seen[:, 60] = 1
+    asked = Selection(ratio=0.5, first_n=1, coverage=0.9)
+    assert choose(asked, plan, 4, seen).tolist() == [8, 50, 60]
+
+
 def test_without_scores_spans_are_chosen_from_their_starts() -> None:
     starts = np.array([0, 10, 30], np.int32)
     free = np.ones(50, bool)
@@ -162,12 +196,18 @@ def test_impossible_selections_are_errors() -> None:
         Selection("attention")
     with pytest.raises(BlendError, match=r"ratio=1\.5"):
         Selection(ratio=1.5)
+    with pytest.raises(BlendError, match=r"coverage=-0\.1: want 0 to 1"):
+        Selection(coverage=-0.1)
     with pytest.raises(BlendError, match="layers=0"):
         Selection(layers=0)
 
 
 @given(
-    st.sampled_from(METHODS), st.floats(0, 1), st.integers(1, 3000), st.integers(1, 400), st.integers(2, 80)
+    st.sampled_from(list(METHODS)),
+    st.floats(0, 1),
+    st.integers(1, 3000),
+    st.integers(1, 400),
+    st.integers(2, 80),
 )
 def test_choosing_and_recomputing_keep_to_the_budget(
     method: str, ratio: float, reused: int, question: int, layers: int
@@ -177,14 +217,26 @@ def test_choosing_and_recomputing_keep_to_the_budget(
     count, looked = count_of(selection, plan, layers)
     wanted = round(ratio * reused)
     assert 0 <= count <= wanted
-    if method == "first_n" or wanted in (0, reused):
+    needs = METHODS[method].needs
+    if needs is None or wanted in (0, reused):
         assert (count, looked) == (wanted, 0)
         return
-    assert 1 <= looked <= max(1, min(selection.layers, layers - 1))
-    choosing = question * looked if method == "question_attention" else reused - count
+    if isinstance(needs, NeedsAuxiliary | NeedsRecompute):
+        assert (count, looked) == (wanted, layers)
+        return
+    asks = isinstance(needs, NeedsQuestion)
+    assert (
+        1 <= looked <= max(1, min(selection.layers, layers - 1) if method == "question_attention" else layers)
+    )
+    choosing = question * looked if asks else reused - count
     assert count == 0 or abs(count * layers + choosing - wanted * layers) <= layers
-    if method == "question_attention" and looked > 1:
+    if asks and looked > 1:
         assert choosing <= wanted * layers / 2
+    if isinstance(needs, NeedsDeviation):
+        by_layer = filtered(selection, plan, layers)
+        assert sum(by_layer) == count * (layers - 1 if needs.gradual and layers > 1 else 1)
+        assert by_layer == sorted(by_layer, reverse=True)
+        assert max(by_layer) <= reused
 
 
 def test_exact_tokens_are_no_part_of_the_budget() -> None:

@@ -23,7 +23,9 @@ from kvkit.adapters.huggingface.blended import (
 )
 from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
 from kvkit.blend import gate
-from kvkit.blend.plan import METHODS, BlendError, Selection, Span, count_of, plan_blend, split
+from kvkit.blend.methods.method import NeedsDeviation, NeedsQuestion
+from kvkit.blend.methods.registry import METHODS
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, count_of, filtered, plan_blend, split
 from kvkit.blend.run import PagedKV, blend
 from kvkit.config import load_config
 from kvkit.kernels.pages import reference
@@ -95,18 +97,26 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) 
     return float((found - expected).norm() / expected.norm()) < tolerance
 
 
+def by_position(tokens: npt.NDArray[np.int32], plan: BlendPlan) -> npt.NDArray[np.float32]:
+    """In place of an auxiliary model."""
+    return np.arange(len(tokens), dtype=np.float32)[None]
+
+
 SPANS = [Span(0, 32, 0, exact=True), Span(32, 64), Span(70, 90)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*((kind, "question_attention") for kind in CONFIGS), *(("gqa", method) for method in METHODS)],
+)
 def test_recomputing_everything_is_a_full_prefill(kind: str, method: str) -> None:
     model = random_model(kind)
     decoder = HuggingFaceDecoder(model)
     tokens = prompt()
     full, logits = computed(model, tokens)
     kv = as_found(model, tokens, SPANS, decoder.rope)
-    blended = blend(decoder, paged(kv), tokens, plan_blend(N, 0, SPANS), Selection(method, 1.0))
+    plan, selection = plan_blend(N, 0, SPANS), Selection(method, 1.0)
+    blended = blend(decoder, paged(kv), tokens, plan, selection, auxiliary=by_position)
     assert close(blended.logits, logits)
     for ours, theirs in zip(kv.layers, full.layers, strict=True):
         assert close(ours.room_k, theirs.room_k)
@@ -126,18 +136,22 @@ def test_only_chosen_tokens_change(method: str) -> None:
     before = [(layer.room_k.clone(), layer.room_v.clone()) for layer in kv.layers]
     selection = Selection(method, 0.6, first_n=2)
     count, looked = count_of(selection, plan, 4)
-    blended = blend(decoder, paged(kv), tokens, plan, selection)
-    assert len(blended.selected) == count
+    blended = blend(decoder, paged(kv), tokens, plan, selection, auxiliary=by_position)
+    needs = METHODS[method].needs
+    gradual = isinstance(needs, NeedsDeviation) and needs.gradual
+    assert len(blended.selected) == (filtered(selection, plan, 4)[0] if gradual else count)
     assert {32, 33, 70, 71} <= set(blended.selected.tolist())
     rows = np.union1d(plan.computed, blended.selected)
     kept = np.setdiff1d(np.arange(N), rows)
     for i, (layer, (k, v)) in enumerate(zip(kv.layers, before, strict=True)):
         assert layer.room_k[:, :, rows].isfinite().all()
-        compared = kept if i > 1 or "deviation" not in method else np.flatnonzero(plan.exact)
+        compared = kept if i > 1 or not isinstance(needs, NeedsDeviation) else np.flatnonzero(plan.exact)
         assert torch.equal(layer.room_k[:, :, compared], k[:, :, compared])
         assert torch.equal(layer.room_v[:, :, compared], v[:, :, compared])
-    extra = {"first_n": 0, "question_attention": len(plan.computed) * looked}.get(method, N - 32 - len(rows))
-    assert blended.row_layers == len(rows) * 4 + extra
+    extra = len(plan.computed) * looked if isinstance(needs, NeedsQuestion) else 0
+    if isinstance(needs, NeedsDeviation):
+        extra = N - 32 - len(plan.computed) - count
+    assert blended.row_layers == (len(plan.computed) + count) * 4 + extra
     assert blended.logits.isfinite().all()
 
 
@@ -149,7 +163,9 @@ def test_each_method_chooses_by_what_it_says() -> None:
     for method in METHODS:
         kv = as_found(model, tokens, SPANS, decoder.rope)
         plan = plan_blend(N, 0, SPANS)
-        chosen[method] = blend(decoder, paged(kv), tokens, plan, Selection(method, 0.6, 0)).selected.tolist()
+        selection = Selection(method, 0.6, 0)
+        blended = blend(decoder, paged(kv), tokens, plan, selection, auxiliary=by_position)
+        chosen[method] = blended.selected.tolist()
     assert len({tuple(c) for c in chosen.values()}) == len(METHODS)
     # the oracle of K deviation: layer 1 of a full prefill against what was found
     full, _ = computed(model, tokens)
@@ -417,16 +433,16 @@ def test_a_model_is_blended_only_after_it_passed(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(BlendError, match=r"has not been measured.*kvkit doctor --blend"):
         opens()
-    gate.keep(weights, Selection(), {"passed": False, "kl": 1.0})
+    gate.keep([weights], Selection(), {"passed": False, "kl": 1.0})
     with pytest.raises(BlendError, match="too much"):
         opens()
-    gate.keep(weights, Selection(ratio=0.9), {"passed": True})
+    gate.keep([weights], Selection(ratio=0.9), {"passed": True})
     with pytest.raises(BlendError, match=r"measured with.*0\.9"):
         opens()
     gate.path_of(weights).write_text("[]")
     with pytest.raises(BlendError, match="has not been measured"):
         opens()
-    gate.keep(weights, Selection(), {"passed": True, "kl": 0.01})
+    gate.keep([weights], Selection(), {"passed": True, "kl": 0.01})
     opens()
     assert gate.path_of(model_fingerprint(random_model("gqa", 1))) != gate.path_of(weights)
 

@@ -16,6 +16,7 @@ from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.cached import CachedModel, forward, model_fingerprint, probe_layout
 from kvkit.config import Config, load_config
 from kvkit.format.layout import LayoutError
+from kvkit.moving.policy import RequestPolicy
 from kvkit.settings import ConfigError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
@@ -113,6 +114,18 @@ def test_a_whole_prompt_hit_still_computes_the_last_token(tmp_path: Path) -> Non
         again = cached.generate(tokens, 4)
         assert again.computed_tokens == 16
         assert again.tokens == first.tokens
+
+
+def test_a_request_says_what_it_wants_of_the_cache(tmp_path: Path) -> None:
+    with CachedModel.open(random_model("gqa"), config(tmp_path)) as cached:
+        tokens = prompt(80)
+        cached.generate(tokens, 4, policy=RequestPolicy(store_to=()))
+        assert cached.prefill(tokens).hit_tokens == {}
+        cached.generate(tokens, 4, policy=RequestPolicy(store_to=("disk",)))
+        cached.flush()
+        assert cached.prefill(tokens, policy=RequestPolicy(load_from=("memory",))).hit_tokens == {}
+        found = cached.generate(tokens, 4, policy=RequestPolicy(max_load_tokens=40, store_to=()))
+        assert found.hit_tokens == {"disk": 32}
 
 
 def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path) -> None:

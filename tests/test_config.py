@@ -25,6 +25,8 @@ chunk_tokens = 128
 hash = "sha256"
 staging = "64MiB"
 timeout_s = 2.5
+precision = "fp8"
+unchecked_precision = true
 
 [tiers.memory]
 capacity = "32MiB"
@@ -37,6 +39,7 @@ capacity = [5000000, 6000000]
 codec = "zstd"
 eviction = "arc"
 quota = "1MiB"
+precision = "int8"
 threads = 3
 fsync = true
 scope = "shared"
@@ -107,6 +110,8 @@ def test_defaults() -> None:
         "hash": "xxh3_128",
         "staging": 512 * 2**20,
         "timeout_s": 30.0,
+        "precision": None,
+        "unchecked_precision": False,
         "tiers": {},
         "policy": {"retrieve_from": None, "store_to": None, "write_back_to": None, "staging_only": False},
         "server": {"enabled": False, "host": "127.0.0.1", "port": 9477, "token": None, "token_file": None},
@@ -120,6 +125,7 @@ def test_defaults() -> None:
         "keep_s": 0.0,
         "capacity": None,
         "codec": "none",
+        "precision": None,
         "threads": None,
         "fsync": False,
         "access": "user",
@@ -139,6 +145,8 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
         "hash": "sha256",
         "staging": 64 * 2**20,
         "timeout_s": 2.5,
+        "precision": "fp8",
+        "unchecked_precision": True,
         "tiers": {
             "memory": fields(TierConfig) | {"capacity": 32 * 2**20, "keep_s": 600.0},
             "shared": {
@@ -149,6 +157,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
                 "keep_s": 0.0,
                 "capacity": (5_000_000, 6_000_000),
                 "codec": "zstd",
+                "precision": "int8",
                 "threads": 3,
                 "fsync": True,
                 "access": "user",
@@ -210,12 +219,15 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_HASH": "sha256",
         "KVKIT_STAGING": "64MiB",
         "KVKIT_TIMEOUT_S": "2.5",
+        "KVKIT_PRECISION": "fp8",
+        "KVKIT_UNCHECKED_PRECISION": "true",
         "KVKIT_TIERS__MEMORY__CAPACITY": "32MiB",
         "KVKIT_TIERS__MEMORY__KEEP_S": "600",
         "KVKIT_TIERS__SHARED__URL": '["memory://bucket", "memory://other"]',
         "KVKIT_TIERS__SHARED__SPREAD": "stripe",
         "KVKIT_TIERS__SHARED__EVICTION": "arc",
         "KVKIT_TIERS__SHARED__QUOTA": "1MiB",
+        "KVKIT_TIERS__SHARED__PRECISION": "int8",
         "KVKIT_TIERS__SHARED__CAPACITY": "[5000000, 6000000]",
         "KVKIT_TIERS__SHARED__CODEC": "zstd",
         "KVKIT_TIERS__SHARED__THREADS": "3",

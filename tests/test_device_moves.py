@@ -44,10 +44,9 @@ def through_a_buffer(budget: int, reached: int) -> Any:
         job: Job,
         to_records: bool,
         rotation: Rotation | None = None,
-        quantised: Any = None,
     ) -> None:
         turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*job.slots.shape))
-        wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, quantised, turns)
+        wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, turns)
         given = [device._tensor(record) for record in records]
         addresses = [
             record.data_ptr() if reached and i % reached == 0 else None for i, record in enumerate(given)

@@ -20,12 +20,15 @@ import pytest
 from pages import blocks, environment, on_page, run_page, run_shell
 from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
 
+from benchmarks.fleet import fleet
 from benchmarks.tables import ROOT
 from kvkit import Cache, SequencePages, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages.api import Pages
 from kvkit.observe.access import DEFAULT_PORT
 from kvkit.router.settings import read_router_config
+from kvkit.settings import read_toml
+from kvkit.tiers.shm.file import pool_path
 
 TOKENS = np.arange(600, dtype=np.int32)
 WHOLE = 512
@@ -78,10 +81,10 @@ def tiny(settings: Settings, folder: Path) -> Settings:
 def opened(settings: Settings, **fields: Any) -> tuple[Cache, SequencePages]:
     """A cache of these settings, and a place in a small model's pages."""
     group = LayerGroup(layers=(0, 1), kv_heads=1, k_size=8, v_size=8, dtype="float32", block_tokens=16)
-    layout = KVLayout((group,))
     config = load_config(**settings)
+    layout = config.layout(KVLayout((group,)))
     cache = open_cache(config, layout, config.namespace(layout, model="m", dtype="float32", **fields))
-    pages = Pages.of(group, group.pages(len(TOKENS) // 16 + 1, fill_byte=7))
+    pages = Pages.of(layout.groups[0], group.pages(len(TOKENS) // 16 + 1, fill_byte=7))
     return cache, SequencePages(pages, blocks=np.arange(len(TOKENS) // 16))
 
 
@@ -115,6 +118,9 @@ def test_configurations_are_accepted(
         install_the_tier(tmp_path, monkeypatch)
     path = tmp_path / "kvkit.toml"
     path.write_text(text)
+    if "[model]" in text:
+        assert fleet(8, ("pool", "store"), read_toml(path)).model_fields_set
+        return
     read = read_router_config if "[decode." in text else load_config
     assert read(path).model_fields_set
 
@@ -133,6 +139,12 @@ def test_recipes_run_and_print_what_they_say(tmp_path: Path, monkeypatch: pytest
     configure("docs/recipes.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     run_page("docs/recipes.md")
+
+
+def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure("docs/precision.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_page("docs/precision.md")
 
 
 def test_the_example_of_blending_runs_and_prints_what_it_says() -> None:
@@ -182,6 +194,30 @@ def test_recipes_of_files(title: str, tmp_path: Path) -> None:
         assert loaded(settings, 2) == RECIPES[title], recipe
 
 
+def test_the_recipe_of_one_host(tmp_path: Path) -> None:
+    (recipe,) = section("docs/recipes.md", "One host, eight engines")
+    settings = tiny(recipe, tmp_path)
+    settings["tiers"]["pool"]["url"] = url = f"shm://recipe-{os.getpid()}"
+    try:
+        assert stored(settings) == WHOLE
+        assert loaded(settings, 2) == [{"pool": WHOLE}] * 2
+    finally:
+        os.unlink(pool_path(url))
+
+
+def test_the_recipe_of_half_the_bytes(tmp_path: Path) -> None:
+    """The memory and disk of the first recipe, with records that are less than half as large."""
+    (recipe,) = section("docs/recipes.md", "Half the bytes")
+    plain = {name: value for name, value in recipe.items() if name != "precision"}
+    sizes = []
+    for number, settings in enumerate((recipe, plain)):
+        folder = tmp_path / str(number)
+        assert stored(tiny(settings, folder)) == WHOLE
+        assert loaded(tiny(settings, folder), 2) == RECIPES["Memory and disk"]
+        sizes.append(sum(path.stat().st_size for path in folder.rglob("c.*")))
+    assert sizes[0] < sizes[1] * 0.6
+
+
 def test_the_memory_of_staging_only_keeps_nothing(tmp_path: Path) -> None:
     (recipe,) = section("docs/recipes.md", "Disk only (staging-only)")
     settings = tiny(recipe | {"tiers": {"memory": {"capacity": "1GiB"}, **recipe["tiers"]}}, tmp_path)
@@ -211,6 +247,18 @@ def test_prefill_finds_what_decode_stored_and_the_other_way_round(tmp_path: Path
     assert loaded(prefill, 2) == [{"shared": WHOLE}, {"memory": WHOLE}]
     assert stored(prefill, salt="another tenant") == WHOLE
     assert loaded(decode, 2, salt="another tenant") == [{"shared": WHOLE}] * 2
+
+
+def test_pools_of_two_sizes_share_a_store(tmp_path: Path) -> None:
+    prefill, decode = (
+        tiny(role, tmp_path)
+        for role in section("docs/recipes.md", "Two pools of different tensor parallelism")
+    )
+    (address,) = decode["handoff"]["listen"]
+    assert "{rank}" in address
+    decode["handoff"] |= {"listen": [f"unix://{tmp_path}/sockets/{{rank}}"], "buffer": "1MiB"}
+    assert stored(prefill) == WHOLE
+    assert loaded(decode) == [{"pool": WHOLE}]
 
 
 def test_ranks_have_disks_of_their_own(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.adapters.engine.speed import REMEMBERED, Speed
+from kvkit.adapters.engine.speed import REMEMBERED, Speed, saved_tokens_per_s
 
 
 def test_nothing_is_known_before_a_large_step() -> None:
@@ -28,3 +29,23 @@ def test_it_is_within_what_was_seen_last_and_follows(seen: list[int], later: int
     for _ in range(REMEMBERED):
         speed.note(later, 1.0)
     assert speed.tokens_per_s == later
+
+
+def test_what_was_seen_long_ago_says_nothing() -> None:
+    speed = Speed(1, known_s=0.0)
+    speed.note(10, 1.0)
+    assert speed.tokens_per_s is None
+
+
+@given(st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1.0), st.floats(1.0, 1e5))
+def test_loading_faster_than_what_it_saves_makes_a_blend_faster_than_a_prefill(
+    prefill: float, rows: float, recomputed: float, loading: float
+) -> None:
+    """A token of a document: loaded, and now and then computed again, or computed."""
+    saved = saved_tokens_per_s(prefill, rows, recomputed)
+    assert saved is not None
+    blended_s, computed_s = 1 / loading + recomputed / rows, 1 / prefill
+    if abs(blended_s - computed_s) > 1e-6 * computed_s:
+        assert (saved > 0 and loading > saved) == (blended_s < computed_s)
+    assert saved_tokens_per_s(None, rows, recomputed) is None
+    assert saved_tokens_per_s(prefill, None, recomputed) == pytest.approx(prefill)

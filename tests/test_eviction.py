@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvkit.tiers.eviction.policies import POLICIES
-from kvkit.tiers.eviction.state import EvictionState, add_run, pin, remove, touch, use_run
+from kvkit.tiers.eviction.policies import MAIN, NORMAL, POLICIES, SMALL, Entry, prevails
+from kvkit.tiers.eviction.state import EvictionState, add_run, note, pin, prioritise, remove, touch, use_run
 
 CAPACITY, QUOTA = 20, 12
-names = st.sampled_from("abcdefgh")
+NAMES = "abcdefgh"
+names = st.sampled_from(NAMES)
 sizes = st.integers(1, CAPACITY + 2)
 
 
@@ -27,27 +27,22 @@ def add(state: EvictionState, name: str, size: int, **more: Any) -> list[str] | 
     return victims if added else None
 
 
-class AgainstAList(RuleBasedStateMachine):
-    """The model: a list of dicts; a victim is the lowest rank among the leaves that may go."""
+class AgainstAList:
+    """The model: a list of dicts; a victim has the lowest priority, then rank, among leaves that may go."""
 
-    @initialize(
-        policy=st.sampled_from([name for name, policy in POLICIES.items() if not policy.queued]),
-        quota=st.sampled_from([None, QUOTA]),
-    )
-    def begin(self, policy: str, quota: int | None) -> None:
+    def __init__(self, policy: str, quota: int | None) -> None:
         self.state = EvictionState(CAPACITY, policy, quota)
         self.model: dict[str, dict[str, Any]] = {}
         self.pins: dict[str, float] = {}
         self.refused: set[str] = set()
         self.events = 0
 
-    def rank(self, name: str) -> tuple[int, int]:
+    def rank(self, name: str) -> tuple[int, int, int]:
         e = self.model[name]
-        return {"lru": (e["last"], 0), "fifo": (e["born"], 0), "lfu": (e["uses"], e["last"])}[
-            self.state.policy.name
-        ]
+        policy = self.state.policy.name
+        rank = {"lru": (e["last"], 0), "fifo": (e["born"], 0), "lfu": (e["uses"], e["last"])}[policy]
+        return e["priority"], *rank
 
-    @rule(name=names, size=sizes, parent=st.none() | names, owner=st.sampled_from("xy"), kept=st.sets(names))
     def add(self, name: str, size: int, parent: str | None, owner: str, kept: set[str]) -> None:
         self.events += 1
         parent = None if parent is not None and parent >= name else parent  # chains have no circles
@@ -85,16 +80,29 @@ class AgainstAList(RuleBasedStateMachine):
         assert victims == expected
         for victim in expected:
             self.pins.pop(victim, None)
+        self.model = left
+        self.hold(name, size, parent, owner)
+
+    def hold(self, name: str, size: int, parent: str | None, owner: str) -> None:
         self.refused.discard(name)
-        new = {
+        self.model[name] = {
             "size": size,
             "parent": parent,
             "owner": owner,
             "born": self.events,
             "last": self.events,
             "uses": 0,
+            "priority": NORMAL,
         }
-        self.model = left | {name: new}
+
+    def note(self, name: str, size: int, parent: str | None, owner: str) -> None:
+        self.events += 1
+        parent = None if parent is not None and parent >= name else parent
+        note(self.state, name, size, parent=parent, owner=owner)
+        if name in self.model:
+            self.use([name])
+        else:
+            self.hold(name, size, parent, owner)
 
     def use(self, used: list[str]) -> None:
         before = None
@@ -105,35 +113,62 @@ class AgainstAList(RuleBasedStateMachine):
                 e["parent"] = e["parent"] or before
             before = name
 
-    @rule(used=st.lists(names, unique=True).map(sorted))
     def touch(self, used: list[str]) -> None:
         self.events += 1
         touch(self.state, used)
         self.use(used)
 
-    @rule(name=names)
     def remove(self, name: str) -> None:
         assert remove(self.state, name) == (self.model.pop(name, None) is not None)
         self.pins.pop(name, None)
 
-    @rule(names=st.sets(names), until=st.sampled_from([4.0, 6.0]))
     def pin(self, names: set[str], until: float) -> None:
         held = names & set(self.model)
         assert pin(self.state, sorted(names), until) == len(held)
         for name in held:
             self.pins[name] = max(until, self.pins.get(name, until))
 
-    @invariant()
+    def prioritise(self, names: set[str], priority: int) -> None:
+        prioritise(self.state, sorted(names), priority)
+        for name in names & set(self.model):
+            e = self.model[name]
+            e["priority"] = priority if e["priority"] == NORMAL else max(priority, e["priority"])
+
     def agrees_with_the_model(self) -> None:
-        if not hasattr(self, "model"):
-            return
         assert {n: (e.size, e.parent) for n, e in self.state.entries.items()} == {
             n: (e["size"], e["parent"]) for n, e in self.model.items()
         }
-        assert self.state.used_bytes == sum(e["size"] for e in self.model.values()) <= CAPACITY
+        assert self.state.used_bytes == sum(e["size"] for e in self.model.values())
 
 
-TestEviction = AgainstAList.TestCase
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("quota", [None, QUOTA])
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if not policy.queued])
+def test_what_leaves_is_what_a_list_says(policy: str, quota: int | None, seed: int) -> None:
+    chance, both = random.Random(seed), AgainstAList(policy, quota)
+
+    def some(most: int) -> set[str]:
+        return set(chance.sample(NAMES, chance.randint(0, most)))
+
+    for _ in range(150):
+        name, size, owner = chance.choice(NAMES), chance.choice([1, 2, 3, 4, 5, 9, 21]), chance.choice("xy")
+        parent = chance.choice([None, *NAMES])
+        match chance.choices(["add", "touch", "remove", "pin", "prioritise", "note"], [60, 20, 5, 8, 12, 3])[
+            0
+        ]:
+            case "add":
+                both.add(name, size, parent, owner, some(2))
+            case "touch":
+                both.touch(sorted(some(4)))
+            case "remove":
+                both.remove(name)
+            case "pin":
+                both.pin(some(2), chance.choice([4.0, 5.0, 6.0]))
+            case "prioritise":
+                both.prioritise(some(3), chance.choice([10, 20, NORMAL, 80]))
+            case "note":
+                both.note(name, size, parent, owner)
+        both.agrees_with_the_model()
 
 
 @given(st.lists(st.tuples(names, sizes)), st.sampled_from(list(POLICIES)))
@@ -166,9 +201,17 @@ def test_records_that_a_scan_found_are_linked_by_use(policy: str) -> None:
     assert not {"a", "b"} & set(victims)
 
 
-@given(st.lists(st.integers(0, 30), max_size=400), st.integers(5, 12))
-def test_s3fifo_is_that_of_the_paper(requests: list[int], capacity: int) -> None:
+def requested(seed: int) -> tuple[int, list[int]]:
+    """A capacity, and requests for many more names, some of them far more often than others."""
+    chance = random.Random(seed)
+    steepness = chance.choice([0.3, 0.7, 1.5])
+    return chance.choice([5, 10, 11, 20]), [int(chance.paretovariate(steepness)) % 40 for _ in range(400)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_s3fifo_is_that_of_the_paper(seed: int) -> None:
     """Against the pseudo-code of the paper, on single records of one byte."""
+    capacity, requests = requested(seed)
     state = EvictionState(capacity, "s3fifo")
     small: deque[str] = deque()
     main: deque[str] = deque()
@@ -212,9 +255,10 @@ def test_s3fifo_is_that_of_the_paper(requests: list[int], capacity: int) -> None
         assert set(state.entries) == set(uses)
 
 
-@given(st.lists(st.integers(0, 30), max_size=400), st.integers(5, 12))
-def test_arc_is_that_of_the_paper(requests: list[int], capacity: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_arc_is_that_of_the_paper(seed: int) -> None:
     """Against its cases on single records of one byte, where a record is used twice per request."""
+    capacity, requests = requested(seed)
     state = EvictionState(capacity, "arc")
     queues: list[list[str]] = [[], []]  # T1, T2: the least recently used first
     ghosts: list[list[str]] = [[], []]  # B1, B2
@@ -285,6 +329,56 @@ def test_a_run_is_added_as_its_records_are(runs: list[tuple[int, int]], capacity
         assert together.entries == apart.entries
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.sampled_from([10, NORMAL, 80])), max_size=40),
+    st.integers(3, 12),
+    st.sampled_from(list(POLICIES)),
+)
+def test_no_leaf_goes_before_one_of_a_lower_priority(
+    runs: list[tuple[int, int, int]], capacity: int, policy: str
+) -> None:
+    """Whatever the policy, and however often each chain is used."""
+    state = EvictionState(capacity, policy)
+    for number, length, priority in runs:
+        chain = [f"{number}.{i}" for i in range(length)]
+        run = use_run(state, chain)
+        for before, name in pairwise([None, *chain]):
+            followed = {entry.parent for entry in state.entries.values()} | {before}
+            leaves = {n: entry.priority for n, entry in state.entries.items() if n not in followed}
+            for victim in add(state, name, 1, parent=before) or ():
+                assert leaves[victim] == min(leaves.values())
+        prioritise(state, chain[run:], priority)
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "replaces"),
+    [
+        *((10, 35, True), (80, 35, True), (35, 35, False), (20, 10, True), (35, 10, True)),
+        *((10, 20, False), (20, 20, False), (35, 80, False), (81, 80, True)),
+    ],
+)
+def test_the_highest_priority_that_was_given_counts(given: int, before: int, replaces: bool) -> None:
+    assert prevails(given, before) == replaces
+
+
+def test_the_names_that_are_remembered_take_as_much_room_as_records() -> None:
+    policy = POLICIES["s3fifo"]()
+    for name, size in (("a", 4), ("b", 3), ("c", 5)):
+        policy.evicted(name, Entry(name, size, None, "", 0, 0), 9)
+    assert policy.queue_of("a", 4, 9) == SMALL, "forgotten for c"
+    assert policy.queue_of("b", 3, 9) == MAIN
+    policy.evicted("d", Entry("d", 4, None, "", 0, 0), 9)
+    assert [policy.queue_of(name, 1, 9) for name in "cd"] == [MAIN, MAIN], "b returned, so there was room"
+
+
+def test_a_short_memory_of_one_queue_gives_it_more_room_at_once() -> None:
+    policy = POLICIES["arc"]()
+    for name, queue in [("a", SMALL), ("b", MAIN), ("c", MAIN), ("d", MAIN)]:
+        policy.evicted(name, Entry(name, 1, None, "", 0, 0, queue=queue), 10)
+    assert policy.queue_of("a", 1, 10) == MAIN
+    assert [policy.is_long(held, 10, 10) for held in (3, 4)] == [False, True]
+
+
 def test_refused_records_change_nothing_that_shows() -> None:
     state = EvictionState(3)
     for name in "abc":
@@ -296,9 +390,81 @@ def test_refused_records_change_nothing_that_shows() -> None:
     assert add(state, "big", 3, now=10.0) == ["a", "b", "c"], "pins end"
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_quota_is_the_capacity_of_its_owner(policy: str, seed: int) -> None:
+    capacity, requests = requested(seed)
+    limited, owned = EvictionState(capacity, policy), EvictionState(None, policy, quota_bytes=capacity)
+    for i, request in enumerate(requests):
+        size = 1 + request % 2
+        assert add(limited, str(request), size) == add(owned, str(request), size, owner="x")
+        add(owned, f"of nobody {i}", size)
+    held = {name: entry.size for name, entry in owned.entries.items() if entry.owner}
+    assert held == {name: entry.size for name, entry in limited.entries.items()}
+
+
+def test_what_awaits_a_search_or_a_parent_is_forgotten_in_time() -> None:
+    state = EvictionState(5000)
+    for before, name in pairwise([None, *map(str, range(20))]):
+        add(state, name, 1, parent=before)
+    assert list(state._fresh) == ["19"], "what is followed is no leaf"
+    for i in range(1030):
+        add(state, f"leaf {i}", 1)
+        assert len(state._fresh) <= 1024
+    for name in ("one", "two"):
+        add(state, name, 1, parent="missing")
+    assert remove(state, "one")
+    assert state._awaited == {"missing": 1}
+    assert remove(state, "two")
+    assert state._awaited == {}
+
+
+def test_the_second_use_is_what_promotes() -> None:
+    state = EvictionState(2, "arc")
+    add(state, "a", 1)
+    queues = []
+    for _ in range(2):
+        touch(state, ["a"])
+        queues.append(state.entries["a"].queue)
+    assert queues == [SMALL, MAIN]
+
+
+def test_the_pins_of_what_left_are_forgotten() -> None:
+    state = EvictionState(2)
+    add(state, "a", 1)
+    add(state, "b", 1)
+    assert pin(state, ["a", "b"], until=1.0) == 2
+    assert add(state, "c", 1, now=2.0) == ["a"]
+    assert remove(state, "b")
+    assert state._pins == {}
+
+
+def test_the_names_that_were_refused_are_few() -> None:
+    state = EvictionState(1)
+    add(state, "held", 1)
+    pin(state, ["held"], until=10.0)
+    for i in range(1030):
+        assert add(state, str(i), 1) is None
+    assert len(state._refused) == 1024
+    assert add(state, "behind", 1, parent="0", now=11.0) == ["held"], "long forgotten"
+    assert add(state, "behind this", 1, parent="1029", now=11.0) is None
+
+
+def test_a_policy_that_is_not_there_names_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"^policy='mru', want one of lru, fifo, lfu, s3fifo, arc$"):
+        EvictionState(1, "mru")
+
+
+@pytest.mark.parametrize(("capacity", "quota"), [(None, None), (5, None), (None, 5), (5, 5)])
+def test_without_a_limit_nothing_is_kept_for_a_search(capacity: int | None, quota: int | None) -> None:
+    state = EvictionState(capacity, quota_bytes=quota)
+    add(state, "a", 1)
+    assert state.limited == bool(state._fresh) == (capacity is not None or quota is not None)
+
+
 def test_many_events_cost_little_memory() -> None:
     state, chance = EvictionState(100, "lru"), random.Random(0)
     for _ in range(20_000):
         add(state, str(chance.randrange(500)), 1)
     assert sum(len(heap) for heap in state._leaves.values()) < 1000
-    assert len(state._followers) == 0
+    assert len(state._awaited) == 0

@@ -32,20 +32,25 @@ PURE = (
     "format.keys",
     "format.layout",
     "format.names",
+    "format.narrowed",
     "format.record",
     "format.rope",
     "blend.plan",
+    *(f"blend.methods.{path.stem}" for path in (ROOT / "blend" / "methods").glob("[a-z]*.py")),
     "tiers.eviction.policies",
     "tiers.eviction.state",
     "moving.counts",
     "moving.plan",
     "moving.policy",
+    "moving.requests",
     "handoff.protocol.messages",
     "handoff.protocol.outgoing",
     "handoff.protocol.states",
     "router.answers",
     "router.openai",
     "router.routing",
+    "bench.prove.scenarios",
+    "bench.prove.verdict",
     "bench.workloads",
 )
 IMPURE = {
@@ -63,7 +68,7 @@ IMPURE = {
 }
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOORS_AT_MOST, ENTRIES_AT_MOST, LINES_AT_MOST, PARAMETERS_AT_MOST = 10, 20, 600, 8
-KERNELS = re.compile(r"(?:triton\.|numba\.|_)n?jit\b")
+KERNELS = re.compile(r"(?:triton\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
 those of type `jax.Ref` of a function that Pallas compiles."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

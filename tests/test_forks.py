@@ -18,6 +18,7 @@ from engine import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
+from kvkit.moving.policy import RequestPolicy
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
@@ -77,6 +78,7 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "load_async": (hit, PLACES),
         "load_layers": (hit, PLACES),
         "store_layers": (TOKENS, PLACES),
+        "store_chunk_layers": (hit.chunks, PLACES),
         "prefetch": (TOKENS,),
         "get_non_blocking": (TOKENS, 0),
         "store": (TOKENS, PLACES),
@@ -84,6 +86,8 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "warm_up": (PLACES,),
         "store_chunks": (hit.chunks, PLACES),
         "pin": (TOKENS, 1.0),
+        "retain": (TOKENS, RequestPolicy()),
+        "watch": (["disk"], lambda *_: None),
         "query": (TOKENS,),
         "note_blend": (0, 0, 0),
         "clear": ("disk",),

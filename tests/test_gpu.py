@@ -71,22 +71,17 @@ def test_gpu_has_the_codes_of_fp8_that_the_cpu_has() -> None:
     numbers = numbers[numbers.abs() <= 448]
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 15)).view(-1, 15)
     rows = torch.cat([torch.full_like(numbers[:, :1], 448.0), numbers], 1)
-    group = LayerGroup((0,), 1, 16, 0, "float32", block_tokens=len(rows))
-    size = group.quantised().chunk_bytes(len(rows))
+    group = LayerGroup((0,), 1, 16, 0, "float32", block_tokens=len(rows), precision="fp8")
+    size = group.chunk_bytes(len(rows))
     found = []
     for device in ("cpu", "cuda"):
         pages = rows.view(1, 1, -1, 16).to(device)
         record = np.full(size, 0xA5, np.uint8)
-        pack(Pages.of(group, [pages]), [record], blocks=np.array([[0]]), quantised="fp8")
+        pack(Pages.of(group, [pages]), [record], blocks=np.array([[0]]))
         codes = torch.cat([torch.arange(256).view(16, 16), torch.tensor([[0, 0, 128, 63]] * 16)], 1)
         other = replace(group, block_tokens=16)
         (decoded,) = other.pages(1, device=device)
-        unpack(
-            Pages.of(other, [decoded]),
-            [codes.byte().view(-1).numpy()],
-            blocks=np.array([[0]]),
-            quantised="fp8",
-        )
+        unpack(Pages.of(other, [decoded]), [codes.byte().view(-1).numpy()], blocks=np.array([[0]]))
         found.append((record.tolist(), decoded.nan_to_num(999.0).view(torch.int32).tolist()))
     assert found[0] == found[1]
 
@@ -104,10 +99,10 @@ def device_records(count: int, size: int, memory: str) -> list[Any]:
 @pytest.mark.parametrize("memory", ["pageable", "pinned", "cuda"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("quantised", [None, "fp8", "int8"])
-def test_gpu_converts_like_the_cpu(quantised: Any, dtype: str, interleaved: bool, memory: str) -> None:
+@pytest.mark.parametrize("precision", [None, "fp8", "int8"])
+def test_gpu_converts_like_the_cpu(precision: Any, dtype: str, interleaved: bool, memory: str) -> None:
     """Codes are equal, rotated numbers but for the rounding of a product that a GPU fuses with the sum."""
-    group = LayerGroup((0, 1, 2), 3, 64, 32, dtype, block_tokens=4)
+    group = LayerGroup((0, 1, 2), 3, 64, 32, dtype, block_tokens=4, precision=precision)
     rope = Rope(tuple(np.linspace(1, 0.01, 16)), interleaved, first=32)
     table = np.array([[5, 1, -1], [8, 3, 0]])
     slots = np.where(table[:, :, None] < 0, -1, table[:, :, None] * 4 + np.arange(4)).reshape(2, -1)
@@ -116,16 +111,16 @@ def test_gpu_converts_like_the_cpu(quantised: Any, dtype: str, interleaved: bool
     for layer, tensor in enumerate(host):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(layer)))
     device = [tensor.cuda() for tensor in host]
-    size = (group.quantised() if quantised else group).chunk_bytes(12)
+    size = group.chunk_bytes(12)
     records, wanted = device_records(2, size, memory), [np.full(size, 0xA5, np.uint8) for _ in range(2)]
-    pack(Pages.of(group, device), records, slots=slots, quantised=quantised)
-    pack(Pages.of(group, host), wanted, slots=slots, quantised=quantised)
+    pack(Pages.of(group, device), records, slots=slots)
+    pack(Pages.of(group, host), wanted, slots=slots)
     for found, want in zip(records, wanted, strict=True):
         np.testing.assert_array_equal(found.cpu().numpy() if memory == "cuda" else found, want)
     for pages in (*host, *device):
         pages.view(torch.uint8).fill_(0xA5)
-    unpack(Pages.of(group, device), records, blocks=table, rotate=rotation, quantised=quantised)
-    unpack(Pages.of(group, host), wanted, blocks=table, rotate=rotation, quantised=quantised)
+    unpack(Pages.of(group, device), records, blocks=table, rotate=rotation)
+    unpack(Pages.of(group, host), wanted, blocks=table, rotate=rotation)
     rounding = torch.finfo(host[0].dtype).eps
     for source, target in zip(host, device, strict=True):
         torch.testing.assert_close(target.cpu(), source, rtol=2 * rounding, atol=1e-6)

@@ -162,6 +162,16 @@ def test_peers_compute_the_same(out: Path) -> None:
     assert "error" in lines["flashinfer"]  # it is named, and hides no other
 
 
+def test_rows_of_blends_are_compared_with_what_engines_do(out: Path) -> None:
+    choice, *lines = rehearse("blend_rows", out, without_errors=False)
+    own, by_run, flash = lines
+    assert own["right"]
+    assert by_run["right"]
+    assert "error" in flash  # torch has it for GPUs alone
+    assert choice["untuned"] == "TOGETHER=1"
+    assert choice["predicted_us of TOGETHER=1"] < choice["predicted_us of TOGETHER=0"]
+
+
 def test_jax_computes_the_same(out: Path) -> None:
     lines = {line["what"]: line for line in rehearse("with_jax", out)}
     assert lines["pack"]["different_bytes"] == 0

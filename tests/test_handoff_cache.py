@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,11 @@ def open_node(
         **more,
     }
     config = load_config(
-        chunk_tokens=CHUNK, staging="256KiB", tiers={"memory": {"capacity": "256KiB"}}, handoff=settings
+        chunk_tokens=CHUNK,
+        staging="256KiB",
+        precision=engine.layout.groups[0].precision,
+        tiers={"memory": {"capacity": "256KiB"}},
+        handoff=settings,
     )
     return open_cache(config, engine.layout, engine.namespace)
 
@@ -299,6 +305,18 @@ def test_another_model_is_refused(prefill: Cache, tmp_path: Path) -> None:
             HandoffError, match=r"namespace: node .* has '[0-9a-f]{32}', .* has '[0-9a-f]{32}'"
         ):
             transfer.admitted.result(LONG_S)
+
+
+def test_another_precision_is_refused_by_name(prefill: Cache, tmp_path: Path) -> None:
+    """P's KV is exact, D wants fp8: neither's records are of use to the other."""
+    exact = small_layout()
+    layout = KVLayout(tuple(replace(group, precision="fp8") for group in exact.groups))
+    other = Engine(layout, small_namespace(layout))
+    with open_node(other, tmp_path, "both") as node:
+        transfer = sender(prefill).open("t", address(node), names(other), LONG_S)
+        with pytest.raises(HandoffError, match=r"layout: node .*'[0-9a-f]{32}'") as refused:
+            transfer.admitted.result(LONG_S)
+        assert re.search(r"'[0-9a-f]{32}-fp8'", str(refused.value))  # either side says so
 
 
 def test_adapters_and_salts_share_a_node(

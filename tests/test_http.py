@@ -171,6 +171,7 @@ def test_tiers_are_listed_in_order(server: Server, cache: ManagedCache) -> None:
         "name": "[far]",
         "scope": "node",
         "codec": "none",
+        "precision": None,
         "near": True,
         "state": "open",
         "queue_depth": 7,

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -18,6 +19,7 @@ from record_corpus import changed
 from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
 
 from kvkit.config import load_config, open_cache
+from kvkit.format.layout import KVLayout
 from kvkit.format.record import Damage, RecordFormat
 from kvkit.observe.inspect import ArrayListing, list_store, list_tier
 from kvkit.tiers.settings import TierConfig
@@ -29,11 +31,17 @@ SETTINGS = ("codec", "spread", "options")
 
 
 def fill(
-    url: str | list[str], chunks: int = 3, *, groups: int = 1, seed: int = 0, **fields: object
+    url: str | list[str],
+    chunks: int = 3,
+    *,
+    groups: int = 1,
+    layout: KVLayout | None = None,
+    seed: int = 0,
+    **fields: object,
 ) -> Engine:
     """Store `chunks` chunks of a sequence at `url`, as a cache does."""
     tier = {"url": url} | {name: fields.pop(name) for name in SETTINGS if name in fields}
-    layout = small_layout(groups)
+    layout = layout or small_layout(groups)
     engine = Engine(layout, small_namespace(layout, CHUNK, **fields))
     tokens = np.random.default_rng(seed).integers(0, 50_000, chunks * CHUNK, np.int32)
     config = load_config(chunk_tokens=CHUNK, staging="1MiB", tiers={"store": tier}, policy={})
@@ -74,6 +82,19 @@ def test_a_store_of_several_namespaces_and_groups(tmp_path: Path) -> None:
         assert listing.damaged == []
         assert listing.namespace == json.loads(json.dumps(engine.namespace.public()))
     assert "secret" not in str(found), "the salt is not shown"
+
+
+def test_groups_of_heads_are_one_chunk(tmp_path: Path) -> None:
+    (group,) = small_layout().groups
+    layout = KVLayout(tuple(replace(group, kv_heads=1, model_heads=2, first_head=head) for head in (0, 1)))
+    engine = fill(str(tmp_path), layout=layout)
+    listing = only(str(tmp_path))
+    assert (listing.chunks, listing.tokens, listing.damaged) == (3, 3 * CHUNK, [])
+    assert listing.bytes == 6 * form_of(engine).record_bytes
+    for file in sorted(tmp_path.rglob("c.*"))[:2]:
+        file.write_bytes(b"")
+    listing = only(str(tmp_path))
+    assert (listing.chunks, listing.tokens, len(listing.damaged)) == (3, 2 * CHUNK, 2)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "bitshuffle-zstd"])

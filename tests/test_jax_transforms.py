@@ -19,13 +19,12 @@ from jax.sharding import SingleDeviceSharding
 from jax_plain import TRITON_CALL, nvidia, problem
 from jax_plain import attention as plain_attention
 
-from kvkit.format.layout import LayerGroup
+from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.pages import jax as pages
-from kvkit.kernels.pages.quantised import Quantised
 
 GROUP = LayerGroup((0, 1), 2, 8, 6, "float32", 4)
 ROPE = Rope((1.0, 0.1))
@@ -118,13 +117,13 @@ def test_attention_is_what_it_means(scoring: Scoring, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("quantised", [None, "int8"])
-def test_records_in_pinned_memory(quantised: Quantised | None, compiled: bool) -> None:
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_records_in_pinned_memory(precision: Precision | None, compiled: bool) -> None:
     """The same records, kept rows included, and the same pages from them."""
-    group = replace(GROUP, dtype="float16")
+    group = replace(GROUP, dtype="float16", precision=precision)
     layers = [x.astype(jnp.float16) for x in LAYERS]
     jit: Callable[[Any], Any] = jax.jit if compiled else lambda function: function
-    pack = partial(pages.pack, group, slots=SLOTS, quantised=quantised)
+    pack = partial(pages.pack, group, slots=SLOTS)
     kept = pack(layers) * 0 + 3
     wanted = pack(layers, records=kept)
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -132,7 +131,7 @@ def test_records_in_pinned_memory(quantised: Quantised | None, compiled: bool) -
     assert found.sharding.memory_kind == "pinned_host"
     assert wanted.sharding.memory_kind == "device"
     np.testing.assert_array_equal(np.asarray(found).view(np.uint8), np.asarray(wanted).view(np.uint8))
-    unpack = jit(partial(pages.unpack, group, slots=SLOTS, quantised=quantised))
+    unpack = jit(partial(pages.unpack, group, slots=SLOTS))
     for mine, other in zip(unpack(layers, found), unpack(layers, wanted), strict=True):
         assert mine.sharding.memory_kind == "device"
         np.testing.assert_array_equal(mine, other)

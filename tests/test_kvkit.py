@@ -13,6 +13,7 @@ HOMES = {
     "Cache": "kvkit.cache",
     "Hit": "kvkit.moving.sequence",
     "Policy": "kvkit.moving.policy",
+    "RequestPolicy": "kvkit.moving.policy",
     "SequencePages": "kvkit.moving.sequence",
     "Tier": "kvkit.tiers.base",
     "load_config": "kvkit.config",

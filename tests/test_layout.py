@@ -101,6 +101,18 @@ def test_every_order_is_covered() -> None:
     assert len(set(ORDERS)) == len(ORDERS)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_records_of_fewer_bits_have_codes_and_scales(precision: Any) -> None:
+    """A row of K and V has two scales, a latent one; pages stay as they are, and nobody else's KV is this."""
+    gqa, mla = replace(GQA, precision=precision), replace(MLA, precision=precision)
+    assert gqa.record_shape(256) == (30, 3, 256, 64 + 64 + 8)
+    assert mla.record_shape(64) == (61, 1, 64, 576 + 4)
+    assert (gqa.layer_bytes(256), gqa.chunk_bytes(256)) == (3 * 256 * 136, 30 * 3 * 256 * 136)
+    assert (gqa.block_bytes, gqa.pages(1)[0].dtype) == (GQA.block_bytes, torch.float32)
+    others = {KVLayout((replace(GQA, precision=p),)).fingerprint() for p in (None, "fp8", "int8")}
+    assert len(others) == 3
+
+
 def test_opaque_pages_are_bytes() -> None:
     pages = replace(OPAQUE, page_bytes=40).pages(5, fill_byte=7)
     assert len(pages) == 2
@@ -126,6 +138,9 @@ def test_opaque_pages_are_bytes() -> None:
         ({"order": "LBHCN"}, "order='LBHCN'.*LBHNC.*BHLNC"),
         ({"window": 0}, "window=0"),
         ({"page_bytes": 0}, "page_bytes=0"),
+        ({"precision": "int4"}, "precision='int4': want None or one of fp8, int8"),
+        ({"precision": "fp8", "dtype": "uint8"}, "precision='fp8': layers 0-29 hold uint8; want float32"),
+        ({"precision": "int8", "page_bytes": 8}, "precision='int8': layers 0-29 hold opaque pages; want"),
     ],
 )
 def test_impossible_groups_name_field_and_value(change: dict[str, Any], message: str) -> None:
@@ -386,6 +401,37 @@ def test_the_order_of_groups_is_in_the_fingerprint() -> None:
 def test_fingerprints_stay_what_they_were(group: LayerGroup, digest: str) -> None:
     """A change here makes every stored record a miss."""
     assert KVLayout((group,)).fingerprint() == digest
+
+
+def test_groups_of_heads_share_a_fingerprint_whoever_has_them() -> None:
+    """An engine that has others of the model's heads shares the array, another model does not."""
+    group = LayerGroup((0, 1), 2, 8, 8, "bfloat16", model_heads=8)
+    layouts = [
+        KVLayout(tuple(replace(group, first_head=head, strides=strides) for head in heads))
+        for heads, strides in (((0, 2, 4, 6), None), ((4, 6), (64, 32, 16, 1)), ((6,), None))
+    ]
+    assert len({layout.fingerprint() for layout in layouts}) == 1
+    assert [layout.layers for layout in layouts] == [2, 2, 2]
+    assert [part.place for part in layouts[1].groups] == [2, 3]
+    whole = replace(group, model_heads=None)
+    assert layouts[0].fingerprint() != KVLayout((whole,)).fingerprint()
+    assert layouts[0].fingerprint() != KVLayout((replace(group, model_heads=16),)).fingerprint()
+    assert KVLayout((replace(group, model_heads=2),)).fingerprint() == KVLayout((whole,)).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"first_head": 1}, {"first_head": 8}, {"model_heads": 7}, {"first_head": -2}]
+)
+def test_a_group_of_heads_is_one_of_several_alike(fields: dict[str, int]) -> None:
+    with pytest.raises(LayoutError, match="want multiples of kv_heads=2, the first below the other"):
+        LayerGroup((0,), 2, 8, 8, "bfloat16", **{"model_heads": 8} | fields)
+
+
+def test_heads_are_in_one_group() -> None:
+    group = LayerGroup((0,), 2, 8, 8, "bfloat16", model_heads=4)
+    for other in (group, replace(group, kv_heads=1)):
+        with pytest.raises(LayoutError, match=r"layers \[0.*\]: a layer's heads belong to one group only"):
+            KVLayout((group, other))
 
 
 NAMESPACE = Namespace(

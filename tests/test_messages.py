@@ -42,6 +42,11 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "namespace": st.text(max_size=20),
     "layout": st.text(max_size=20),
     "slot_bytes": st.integers(0, 2**40 - 1),
+    "ranks": st.integers(1, 1024),
+    "record_ranks": st.integers(0, 1024),
+    "draft": st.text(max_size=20),
+    "request": ids | st.just(""),
+    "parts": st.integers(1, 1024),
     "nonce": st.binary(min_size=32, max_size=32),
     "mac": st.binary(min_size=32, max_size=32),
     "names": names,
@@ -166,4 +171,4 @@ def test_every_message_has_bounds() -> None:
             shapes = kind.get("anyOf", [kind])
             for shape in shapes:
                 assert shape.get("type") == "null" or bounded & set(shape), f"{name}.{field}: {shape}"
-    assert messages.VERSION == 1
+    assert messages.VERSION == 2

@@ -70,6 +70,7 @@ def test_what_is_scraped_is_what_was_counted_and_nothing_else(cache: ManagedCach
     assert take(samples, "kvkit_blend_computed_tokens_total") == counts.blend_computed_tokens
     by_tier: dict[str, Mapping[str, int]] = {
         "hit_tokens": counts.hit_tokens,
+        "approximate_tokens": counts.approximate_tokens,
         "declined_tokens": counts.declined_tokens,
         "loaded_tokens": counts.loaded_tokens,
         "loaded_bytes": counts.loaded_bytes,

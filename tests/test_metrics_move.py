@@ -176,8 +176,17 @@ def blending(folder: Path) -> set[str]:
         return moved(before, scrape(model.cache))
 
 
+def fewer_bits(folder: Path) -> set[str]:
+    """A hit in a tier that holds records in 8 bits."""
+    with opened(folder, ObjectTier(TierConfig(url=str(folder), precision="int8"))) as cache:
+        before = scrape(cache)
+        store(cache)
+        load(cache)
+        return moved(before, scrape(cache))
+
+
 SCENARIOS: tuple[Callable[[Path], set[str]], ...] = (
-    *(reuse, faults, lateness, queues, another, handoff, blending),
+    *(reuse, faults, lateness, queues, another, handoff, blending, fewer_bits),
 )
 
 

@@ -12,7 +12,7 @@ from test_cache import make_engine, open_cache, sequence
 
 import kvkit.cache
 import kvkit.moving.layerwise
-import kvkit.moving.load
+import kvkit.moving.sequence
 import kvkit.moving.store
 
 TOKENS = sequence(24)
@@ -38,7 +38,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
 
     for module in (kvkit.cache, kvkit.moving.layerwise):
         monkeypatch.setattr(module, "marks", marks)
-    for module, way in ((kvkit.moving.load, "unpack"), (kvkit.moving.store, "pack")):
+    for module, way in ((kvkit.moving.sequence, "unpack"), (kvkit.moving.store, "pack")):
         monkeypatch.setattr(module, way, noting(way, getattr(module, way)))
     monkeypatch.setattr(kvkit.moving.layerwise, "unpack", noting("layer", kvkit.moving.layerwise.unpack))
     return found

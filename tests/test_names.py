@@ -18,11 +18,14 @@ def test_coordinates_are_the_key_s_first_62_bits(key: bytes) -> None:
     assert f"{high:016b}{low:046b}" == bits[:62]
 
 
-@given(digests, st.integers(0, 9999), digests)
-def test_every_name_is_recognised(namespace: bytes, group: int, key: bytes) -> None:
+numbers = st.integers(0, 9999)
+
+
+@given(digests, numbers, digests, numbers, numbers)
+def test_every_name_is_recognised(namespace: bytes, group: int, key: bytes, heads: int, layers: int) -> None:
     high, low = coordinates(key)
-    name = record_name(array_name(namespace, group), key)
-    assert name == f"{namespace.hex()[:32]}/{group}/c.{high}.{low}.0.0.0.0"
+    name = record_name(array_name(namespace, group), key, heads, layers)
+    assert name == f"{namespace.hex()[:32]}/{group}/c.{high}.{low}.{layers}.{heads}.0.0"
     assert is_record(name)
 
 
@@ -34,6 +37,9 @@ def test_every_name_is_recognised(namespace: bytes, group: int, key: bytes) -> N
         "ab/0/c.1.2.0.0.0",
         "ab/0/c.1.2.0.0.0.0.0",
         "ab/0/c.1.2.0.0.0.1",
+        "ab/0/c.1.2.0.0.1.0",
+        "ab/0/c.1.2.0.10000.0.0",
+        "ab/0/c.1.2.10000.0.0.0",
         "ab/0/c.1.2.0.0.0.0\n",
         "ab/0/c.-1.2.0.0.0.0",
         "ab/0/c.100000.2.0.0.0.0",

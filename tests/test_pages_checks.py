@@ -106,10 +106,7 @@ UINT8 = replace(SMALL, dtype="uint8")
 @pytest.mark.parametrize(
     ("group", "arguments", "message"),
     [
-        (SMALL, {"quantised": "int4"}, r"quantised='int4': want None or one of fp8, int8"),
-        (SMALL, {"quantised": "fp8"}, r"records\[0\]: \(4096,\).*want \(1280,\)"),
-        (UINT8, {"quantised": "fp8"}, r"quantised='fp8': dtype='uint8'"),
-        (OPAQUE, {"quantised": "int8"}, r"quantised='int8': .*page_bytes=1024"),
+        (replace(SMALL, precision="fp8"), {"records": [RECORD]}, r"records\[0\]: \(4096,\).*want \(1280,\)"),
         (UINT8, {"rotate": _rotation()}, r"rotate: the pages are uint8"),
         (OPAQUE, {"rotate": _rotation()}, r"rotate: the pages are opaque"),
         (SMALL, {"rotate": _rotation(pairs=9)}, r"rotate: channels 0 to 18, but a head of K has 16"),

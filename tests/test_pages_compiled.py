@@ -18,8 +18,8 @@ from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.tuning.gate import _driver_for
 
-def made(chunks=1, length=2, layers=2, programs=0, **more):
-    group = LayerGroup(tuple(range(layers)), 2, 64, 64, "bfloat16", block_tokens=16)
+def made(chunks=1, length=2, layers=2, programs=0, precision=None, **more):
+    group = LayerGroup(tuple(range(layers)), 2, 64, 64, "bfloat16", block_tokens=16, precision=precision)
     pages = Pages.of(group, group.pages(2))
     launch = kernels.move(pages, 4096 * (1 + np.arange(chunks)), np.zeros((chunks, length), np.int64), **more)
     return kernels.capped(launch, programs) if programs else launch
@@ -35,7 +35,7 @@ def test_fp8_is_converted_by_hardware_where_there_is_some() -> None:
 found = {}
 for backend, arch, threads in (("cuda", 80, 32), ("cuda", 89, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)):
     for to_records in (True, False):
-        asm = compiled(made(to_records=to_records, quantised="fp8"), backend, arch, threads)
+        asm = compiled(made(to_records=to_records, precision="fp8"), backend, arch, threads)
         text = asm["ptx" if backend == "cuda" else "amdgcn"]
         words = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2", "_fp8"
         found[f"{arch}, {to_records=}"] = [word for word in words if word in text]

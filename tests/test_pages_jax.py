@@ -34,12 +34,11 @@ from jax_arrays import (
 )
 from numpy.typing import NDArray
 
-from kvkit.format.layout import ITEM_BYTES, LayerGroup
+from kvkit.format.layout import ITEM_BYTES, LayerGroup, Precision
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import api, reference
 from kvkit.kernels.pages import jax as kernels
-from kvkit.kernels.pages.quantised import Quantised
 
 
 def check_moves(
@@ -144,21 +143,21 @@ def test_64_bit_slots() -> None:
 @pytest.mark.parametrize("to", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("v_size", [0, 6])
-def test_codes_equal_the_reference_bit_by_bit(to: Quantised, dtype: str, v_size: int) -> None:
-    group = replace(SMALL, dtype=dtype, v_size=v_size)
+def test_codes_equal_the_reference_bit_by_bit(to: Precision, dtype: str, v_size: int) -> None:
+    group = replace(SMALL, dtype=dtype, v_size=v_size, precision=to)
     pages = normal(group, 64, 0)
     pages[0][0] = 0
     pages[0][1] = 1e-32 if dtype != "float16" else 6e-8  # below the smallest amax; float16's least
     pages[0][2, :, :, 1:] = 0
     slots = np.arange(256).reshape(2, 128)
-    packed = kernels.pack(group, [to_jax(p) for p in pages], slots=slots, quantised=to)
+    packed = kernels.pack(group, [to_jax(p) for p in pages], slots=slots)
     rows = torch.stack([p.transpose(1, 2).reshape(2, 128, group.kv_heads, -1) for p in pages], 1)
     wanted = reference.quantise(rows.swapaxes(2, 3), group.k_size, to)
     np.testing.assert_array_equal(bits(packed), bits(wanted))
-    assert packed.shape == (2, *group.quantised().record_shape(128))
+    assert packed.shape == (2, *group.record_shape(128))
 
     poisoned = pools(group, 65, False, None)
-    filled = kernels.unpack(group, as_jax(poisoned), packed, slots=slots, quantised=to)
+    filled = kernels.unpack(group, as_jax(poisoned), packed, slots=slots)
     values = reference.dequantise(wanted, group.k_size, v_size, to).to(getattr(torch, dtype))
     for layer, (mine, tensor) in enumerate(zip(filled, poisoned, strict=True)):
         tensor[:64] = values[:, layer].swapaxes(1, 2).reshape(64, 4, group.kv_heads, -1).swapaxes(1, 2)
@@ -167,11 +166,11 @@ def test_codes_equal_the_reference_bit_by_bit(to: Quantised, dtype: str, v_size:
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_spoils_its_own_row(to: Quantised, bad: float) -> None:
-    pages = normal(SMALL, 2, 0)
-    good = kernels.pack(SMALL, [to_jax(p) for p in pages], slots=np.arange(8)[None], quantised=to)
+def test_what_is_not_finite_spoils_its_own_row(to: Precision, bad: float) -> None:
+    pages, group = normal(SMALL, 2, 0), replace(SMALL, precision=to)
+    good = kernels.pack(group, [to_jax(p) for p in pages], slots=np.arange(8)[None])
     pages[0][1, 1, 2, 3] = bad  # K of token 6
-    packed = kernels.pack(SMALL, [to_jax(p) for p in pages], slots=np.arange(8)[None], quantised=to)
+    packed = kernels.pack(group, [to_jax(p) for p in pages], slots=np.arange(8)[None])
     back = np.array(kernels.dequantise(packed, 8, 6, to))
     assert not np.isfinite(back[0, 0, 1, 6, 3])
     back[0, 0, 1, 6, :8] = np.asarray(kernels.dequantise(good, 8, 6, to))[0, 0, 1, 6, :8]
@@ -207,14 +206,14 @@ def test_unpack_rotates(dtype: str, name: str, by: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_unpack_rotates_what_was_quantised(to: Quantised, dtype: str) -> None:
+def test_unpack_rotates_what_was_quantised(to: Precision, dtype: str) -> None:
     """In float32 from the codes on: rounded once."""
-    rope, group = ROPES["half"], replace(SMALL, dtype=dtype)
+    rope, group = ROPES["half"], replace(SMALL, dtype=dtype, precision=to)
     slots = np.arange(8)[None]
-    packed = kernels.pack(group, [to_jax(p) for p in normal(group, 2, 0)], slots=slots, quantised=to)
+    packed = kernels.pack(group, [to_jax(p) for p in normal(group, 2, 0)], slots=slots)
     pages = as_jax(pools(group, 2, False, None))
     turns = rope.turns(np.array([77]))
-    filled = kernels.unpack(group, pages, packed, slots=slots, rope=rope, turns=turns, quantised=to)
+    filled = kernels.unpack(group, pages, packed, slots=slots, rope=rope, turns=turns)
     values = reference.dequantise(to_torch(packed), 8, 6, to)[0]  # [L, H, T, C]
     values[..., :8] = reference.rotate(values[..., :8], torch.from_numpy(turns), rope)
     for layer, mine in enumerate(filled):
@@ -269,9 +268,7 @@ INTS = replace(SMALL, dtype="int8")
         ({"pages": [(PAGES[0][..., :8], PAGES[0][..., 8:-1])] * 2}, r"pages\[0\]\[1\]: \(3, 2, 4, 5\)"),
         ({"group": INTS}, r"pages\[0\]: .*float32, want .*int8"),
         ({"group": OPAQUE}, r"group: opaque"),
-        ({"quantised": "int4"}, r"quantised='int4': want None or one of fp8, int8"),
-        ({"quantised": "fp8"}, r"records: .*want \(1, 2, 2, 8, 22\) uint8"),
-        ({"group": INTS, "quantised": "fp8"}, r"quantised='fp8': dtype='int8'"),
+        ({"group": replace(SMALL, precision="fp8")}, r"records: .*want \(1, 2, 2, 8, 22\) uint8"),
         ({"rope": ROPES["half"]}, r"rope, turns: give both"),
         (
             {"rope": ROPES["half"], "turns": jnp.zeros((1, 7, 8))},
@@ -299,7 +296,7 @@ def test_unpack_refuses(change: dict[str, Any], message: str) -> None:
 
 def test_pack_refuses_records_of_another_form() -> None:
     with pytest.raises(LaunchError, match=r"records: .* float32, want \(1, 2, 2, 8, 22\) uint8"):
-        kernels.pack(SMALL, PAGES, slots=SLOTS, records=RECORDS, quantised="int8")
+        kernels.pack(replace(SMALL, precision="int8"), PAGES, slots=SLOTS, records=RECORDS)
 
 
 def test_blocks_of_another_size_are_refused() -> None:

@@ -24,6 +24,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import numba, reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.quantised import SMALLEST_AMAX
+from kvkit.moving.sequence import SequencePages
 
 POISON = 0xA5
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -71,9 +72,9 @@ class Job:
             return [(t[..., : group.k_size], t[..., group.k_size :]) for t in joined]
         return [*joined]
 
-    def records(self, quantised: bool = False) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+    def records(self) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
         """Poisoned memory, and the records in it, in any order and of any alignment."""
-        group, tokens = self.group.quantised() if quantised else self.group, self.slots.shape[1]
+        group, tokens = self.group.stored, self.slots.shape[1]
         row_bytes = group.page_bytes or group.kv_heads * group.channels * group.item_bytes
         size = len(group.layers) * tokens * row_bytes
         step = size + self.gap
@@ -243,6 +244,19 @@ def test_reference(job: Job) -> None:
     check(job, by_reference)
 
 
+@settings(max_examples=50, deadline=None)
+@given(job=jobs().filter(lambda job: job.granular == "blocks"))
+def test_copied(job: Job) -> None:
+    pools, (wanted, expected), (arena, records) = job.pools(1), job.records(), job.records()
+    expect(job, job.tensors(pools), expected, True)
+    copy = SequencePages(Pages.of(job.group, job.tensors(pools)), job.ids.reshape(-1)).copied()
+    for pool in pools:
+        pool.fill_(POISON)
+    assert copy.blocks is not None
+    by_host(copy.pages, records, replace(job, ids=copy.blocks.reshape(job.ids.shape)), True)
+    np.testing.assert_array_equal(arena, wanted)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_layouts(order: str, dtype: str) -> None:
@@ -364,7 +378,6 @@ class Conversion:
     """What happens to the numbers of a job on their way."""
 
     job: Job
-    quantised: Any  # None, "fp8" or "int8"
     rotation: Rotation | None
 
 
@@ -372,15 +385,16 @@ class Conversion:
 def conversions(draw: st.DrawFn) -> Conversion:
     """Any layout, rotated by tokens or chunks, quantised, or both."""
     job = draw(jobs(("joined", "apart", "split"), FLOATS))
-    quantised = draw(st.sampled_from([None, "fp8", "int8"]))
-    pairs = draw(st.integers(0 if quantised else 1, job.group.k_size // 2)) if job.group.k_size > 1 else 0
+    to: Any = draw(st.sampled_from([None, "fp8", "int8"]))
+    pairs = draw(st.integers(0 if to else 1, job.group.k_size // 2)) if job.group.k_size > 1 else 0
+    job = replace(job, group=replace(job.group, precision=to if pairs else to or "fp8"))
     if not pairs:
-        return Conversion(job, quantised or "fp8", None)
+        return Conversion(job, None)
     random = np.random.default_rng(draw(st.integers(0, 99)))
     first = draw(st.sampled_from([0, job.group.k_size - 2 * pairs, (job.group.k_size - 2 * pairs) // 2]))
     rope = Rope(tuple(random.uniform(0, 1, pairs)), draw(st.booleans()), first)
     shape = job.slots.shape if draw(st.booleans()) else job.slots.shape[:1]
-    return Conversion(job, quantised, Rotation(rope, random.integers(-5000, 5000, shape)))
+    return Conversion(job, Rotation(rope, random.integers(-5000, 5000, shape)))
 
 
 def numbers(job: Job, seed: int) -> list[torch.Tensor]:
@@ -404,25 +418,24 @@ def convert_by_host(
     job: Job,
     to_records: bool,
     rotation: Rotation | None,
-    quantised: Any,
 ) -> None:
     ids: dict[str, Any] = {job.granular: job.ids}
     if to_records:
-        pack(pages, records, quantised=quantised, threads=2, **ids)
+        pack(pages, records, threads=2, **ids)
     else:
-        unpack(pages, records, rotate=rotation, quantised=quantised, threads=2, **ids)
+        unpack(pages, records, rotate=rotation, threads=2, **ids)
 
 
 def check_conversion(conversion: Conversion, move: Move) -> None:
     """As `check`, against the reference, bit for bit: all backends round in the same places."""
-    job, quantised, rotation = conversion.job, conversion.quantised, conversion.rotation
+    job, rotation = conversion.job, conversion.rotation
     pools = numbers(job, 1)
     before = [pool.clone() for pool in pools]
     pages = Pages.of(job.group, job.tensors(pools))
-    arena, records = job.records(bool(quantised))
-    wanted, wanted_records = job.records(bool(quantised))
-    reference.pack(job.group, pages.parts, wanted_records, job.slots, quantised)
-    move(pages, records, job, True, None, quantised)
+    arena, records = job.records()
+    wanted, wanted_records = job.records()
+    reference.pack(job.group, pages.parts, wanted_records, job.slots)
+    move(pages, records, job, True, None)
     np.testing.assert_array_equal(arena, wanted)
     assert all(map(torch.equal, pools, before))
 
@@ -431,8 +444,8 @@ def check_conversion(conversion: Conversion, move: Move) -> None:
     others = job.pools(2)
     wanted_pools = [pool.clone() for pool in others]
     into = Pages.of(job.group, job.tensors(wanted_pools))
-    reference.unpack(job.group, into.parts, wanted_records, job.slots, rotation, quantised)
-    move(Pages.of(job.group, job.tensors(others)), wanted_records, job, False, rotation, quantised)
+    reference.unpack(job.group, into.parts, wanted_records, job.slots, rotation)
+    move(Pages.of(job.group, job.tensors(others)), wanted_records, job, False, rotation)
     assert all(map(torch.equal, others, wanted_pools))
 
 
@@ -460,23 +473,24 @@ def test_every_16_bits_and_code(dtype: str) -> None:
     quantised[:2, :128] = np.arange(256).reshape(2, 128)
     quantised[:, 128:] = np.random.default_rng(1).uniform(0, 2, (512, 1)).astype(np.float32).view(np.uint8)
     for record, form in ((plain, None), (quantised.reshape(-1), "fp8"), (quantised.reshape(-1), "int8")):
+        group = replace(group, precision=form)
         found, wanted = group.pages(1), group.pages(1)
-        unpack(Pages.of(group, found), [record], slots=slots, rotate=rotation, quantised=form)
-        reference.unpack(group, Pages.of(group, wanted).parts, [record], slots, rotation, form)
+        unpack(Pages.of(group, found), [record], slots=slots, rotate=rotation)
+        reference.unpack(group, Pages.of(group, wanted).parts, [record], slots, rotation)
         torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8"])
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_spoils_its_own_row(form: Any, spoilt: float) -> None:
-    group = LayerGroup((0,), 2, 8, 8, "float32", block_tokens=4)
+    group = LayerGroup((0,), 2, 8, 8, "float32", block_tokens=4, precision=form)
     tensors = group.pages(2)
     tensors[0].fill_(1.5)
     tensors[0][1, 0, 2, 5] = spoilt  # K of head 0
-    record = np.zeros(group.quantised().chunk_bytes(4), np.uint8)
-    pack(Pages.of(group, tensors), [record], blocks=np.array([[1]]), quantised=form)
+    record = np.zeros(group.chunk_bytes(4), np.uint8)
+    pack(Pages.of(group, tensors), [record], blocks=np.array([[1]]))
     out = group.pages(1)
-    unpack(Pages.of(group, out), [record], blocks=np.array([[0]]), quantised=form)
+    unpack(Pages.of(group, out), [record], blocks=np.array([[0]]))
     assert not out[0][0, 0, 2, :8].isfinite().any()
     out[0][0, 0, 2, :8] = 1.5
     torch.testing.assert_close(out[0], torch.full_like(out[0], 1.5), rtol=1e-6, atol=0)
@@ -496,16 +510,16 @@ def test_quantisation_error(
     dtype: str, form: Any, k_size: int, v_size: int, exponent: int, zeros: float, seed: int
 ) -> None:
     """The bounds that `reference.quantise` promises, for tiny and huge rows, too."""
-    group = LayerGroup((0,), 2, k_size, v_size, dtype, block_tokens=3)
+    group = LayerGroup((0,), 2, k_size, v_size, dtype, block_tokens=3, precision=form)
     random = np.random.default_rng(seed)
     values = random.uniform(-1, 1, (2, 2, 3, group.channels)) * 10.0 ** random.uniform(-6, 0, group.channels)
     values[random.random(values.shape) < zeros] = 0
     tensors = [torch.from_numpy(values * 10.0**exponent).to(getattr(torch, dtype))]
     tensors[0][~tensors[0].isfinite()] = 0
-    record = np.zeros(group.quantised().chunk_bytes(6), np.uint8)
-    pack(Pages.of(group, tensors), [record], blocks=np.array([[1, 0]]), quantised=form)
+    record = np.zeros(group.chunk_bytes(6), np.uint8)
+    pack(Pages.of(group, tensors), [record], blocks=np.array([[1, 0]]))
     out = [torch.full_like(tensors[0], torch.nan)]
-    unpack(Pages.of(group, out), [record], blocks=np.array([[1, 0]]), quantised=form)
+    unpack(Pages.of(group, out), [record], blocks=np.array([[1, 0]]))
     for part in (slice(0, k_size), slice(k_size, None)):
         x, error = tensors[0][..., part].double(), (out[0] - tensors[0])[..., part].double().abs()
         if not x.numel():

@@ -43,11 +43,10 @@ def by_triton(
     job: Job,
     to_records: bool,
     rotation: Rotation | None = None,
-    quantised: Any = None,
 ) -> None:
     """What `pack` and `unpack` do for pages on a GPU."""
     turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*job.slots.shape))
-    wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, quantised, turns)
+    wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, turns)
     device.move(wanted, records)
 
 
@@ -78,29 +77,29 @@ def test_widths(gap: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("quantised", [None, "fp8", "int8"])
-def test_vectors(interleaved: bool, dtype: str, quantised: Any) -> None:
+@pytest.mark.parametrize("precision", [None, "fp8", "int8"])
+def test_vectors(interleaved: bool, dtype: str, precision: Any) -> None:
     """Sizes that take the widest vectors: a latent whose last channels are rotary, skipped tokens, apart."""
-    group = LayerGroup((0, 1), 2, 48, 16, dtype, block_tokens=4)
+    group = LayerGroup((0, 1), 2, 48, 16, dtype, block_tokens=4, precision=precision)
     rope = Rope(tuple(np.linspace(1, 0.01, 8)), interleaved, first=32)
     ids = np.array([[9, 3, -1, 7, 0, 1, 15, 2], [12, 8, 4, 5, -1, 6, 13, 14]])
     delta = np.random.default_rng(0).integers(-9, 9, ids.shape)
     for form in ("joined", "apart"):
         job = Job(group, form, 4, 4, 0, ids, "slots", 64)
-        check_conversion(Conversion(job, quantised, Rotation(rope, delta)), by_triton)
+        check_conversion(Conversion(job, Rotation(rope, delta)), by_triton)
 
 
 def made(
     group: LayerGroup,
     *,
     config: KernelConfig | None = None,
-    quantised: str | None = None,
+    precision: Any = None,
     pairs: int = 0,
     to_records: bool = False,
     at: int = 0,
 ) -> Launch:
     """A launch of two blocks whose records are 4096 and `at` bytes from an address."""
-    pages = Pages.of(group, group.pages(2))
+    pages = Pages.of(replace(group, precision=precision), group.pages(2))
     rope = Rope((1.0,) * pairs) if pairs else None
     tokens = 2 * group.block_tokens
     turns = Turns(rope, *Rotation(rope, np.array([1])).resolve(1, tokens)) if rope else None
@@ -109,7 +108,6 @@ def made(
         np.array([4096 + at]),
         np.array([[0, 1]]),
         to_records,
-        quantised=quantised,
         turns=turns,
         config=config,
     )
@@ -128,8 +126,8 @@ LARGE = LayerGroup((0, 1), 2, 64, 64, "bfloat16", block_tokens=16)
         ({"pairs": 32}, "decode_rows", 16, 16),
         ({"pairs": 4}, "decode_rows", 8, 8),
         ({"pairs": 32, "at": 8}, "decode_rows", 16, 8),
-        ({"quantised": "fp8"}, "decode_rows", 16, 8),
-        ({"quantised": "int8", "to_records": True}, "encode_rows", 16, 8),
+        ({"precision": "fp8"}, "decode_rows", 16, 8),
+        ({"precision": "int8", "to_records": True}, "encode_rows", 16, 8),
     ],
 )
 def test_widest_access(arguments: dict[str, Any], kernel: str, width: int, record_width: int) -> None:
@@ -194,7 +192,7 @@ def encode_numbers(numbers, codes, count):
     tl.store(codes + i, triton_kernels._encode(x, "fp8", 448.0, True), mask=i < count)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"pairs": 8}, {"quantised": "fp8", "to_records": True}])
+@pytest.mark.parametrize("arguments", [{}, {"pairs": 8}, {"precision": "fp8", "to_records": True}])
 def test_every_configuration_has_programs_for_all_rows(arguments: dict[str, Any]) -> None:
     """2 layers (K and V apart where they are converted) of 2 heads, 32 tokens, 128 channels."""
     for config in kernels.configs(made(LARGE, **arguments).kernel.__name__):
@@ -211,23 +209,22 @@ def test_every_configuration_has_programs_for_all_rows(arguments: dict[str, Any]
 
 def test_configurations_give_the_same_bytes() -> None:
     """Tiles that are no multiple of a row, rows wider than a tile, programs that move several tiles."""
-    group = LayerGroup((0,), 3, 40, 24, "float32", block_tokens=4)
-    pages = group.pages(3)
+    exact = LayerGroup((0,), 3, 40, 24, "float32", block_tokens=4)
+    pages = exact.pages(3)
     for tensor in pages:
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
     ids, rope = np.array([[2, 0]]), Rope((1.0,) * 20)
     turns = Turns(rope, *Rotation(rope, np.array([3])).resolve(1, 8))
-    for quantised in (None, "fp8"):
-        size = (group.quantised() if quantised else group).chunk_bytes(8)
+    for group in (exact, replace(exact, precision="fp8")):
         results = []
         for tile, programs in ((16, None), (64, None), (1024, None), (16, 5), (64, 1), (1024, 99)):
             config = KernelConfig((("TILE", tile),))
-            record = np.full(size, POISON, np.uint8)
+            record = np.full(group.chunk_bytes(8), POISON, np.uint8)
             out = group.pages(3, POISON)
             address = np.array([record.ctypes.data])
             source, into = Pages.of(group, pages), Pages.of(group, out)
-            pack = kernels.move(source, address, ids, True, quantised=quantised, config=config)
-            unpack = kernels.move(into, address, ids, False, quantised=quantised, turns=turns, config=config)
+            pack = kernels.move(source, address, ids, True, config=config)
+            unpack = kernels.move(into, address, ids, False, turns=turns, config=config)
             for launch in pack, unpack:
                 few = launch if programs is None else kernels.capped(launch, programs)
                 assert programs is None or few.grid == (min(programs, prod(launch.grid)),)

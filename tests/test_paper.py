@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
 pytest.importorskip("typst")
 
+from paper import build as paper
+from paper import derived, plots, sources
 
-def _load() -> ModuleType:
-    """paper/build.py, which is a script, under a name that no package has."""
-    spec = importlib.util.spec_from_file_location("paper_build", ROOT / "paper" / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-paper = _load()
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MACHINE = "amd-epyc-2-cores"
 VALUES: Mapping[str, Any] = {"file_system": "ext4", "threads": 4, "records": 512, "bytes": 1_000_000}
 Change = Callable[[dict[str, dict[str, Any]]], object]
 
@@ -45,83 +36,26 @@ def entry(name: str, fields: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def sample(
-    folder: Path,
-    change: Change = lambda results: None,
-    optional: bool = False,
-    turns: int = 3,
-    slug: str = "x",
-) -> Path:
-    """A folder of results as `make bench` and `kvkit demo` leave them, after `change`."""
-    fields = {**paper.NEEDED, **(paper.OPTIONAL if optional else {})}
-    results = {name: entry(name, needed) for name, needed in fields.items()}
+def sample(folder: Path, change: Change = lambda results: None, slug: str = "x") -> Path:
+    """Results of benchmarks as `make bench` leaves them, after `change`, beside the recorded others."""
+    results = {name: entry(name, needed) for name, needed in sources.NEEDED.items()}
     change(results)
     about = {
         "machine": {"cpu": "Sample CPU", "cores": 3, "gpu": None, "memory_gib": 5, "system": "Linux 6.1"},
         "versions": {"python": "3.11.0", "kvkit": "0", "torch": "2", "numpy": "2", "numba": "0"},
     }
-    turn = {"prompt_tokens": 100, "hit_tokens": {"disk": 64}, "computed_tokens": 36, "ttft_s": 0.25}
-    compared = turn | {"ttft_cold_s": 2.0, "identical": True}
     folder.mkdir(exist_ok=True)
     (folder / f"{slug}.json").write_text(json.dumps(about | {"results": list(results.values())}))
-    figures = about | {"model": "a model", "turns": [compared | {"identical": i > 0} for i in range(turns)]}
-    (folder / f"demo-{slug}.json").write_text(json.dumps(figures))
+    for source in sources.SOURCES.values():
+        shutil.copy(RESULTS / source.file.format(machine=MACHINE), folder / source.file.format(machine=slug))
     return folder
-
-
-def compiled(folder: Path) -> Path:
-    """A file as the compile gate records it."""
-    found = {"registers": 80, "spill_bytes": 0, "shared_bytes": 1024}
-    found |= {"loads": 4, "loads_16": 2, "stores": 2, "stores_16": 2}
-    kernels = [
-        {"problem": f"a {kernel}", "kernel": kernel, "target": target, **found}
-        for kernel in ("copy_rows", "attend")
-        for target in ("sm_90", "gfx942")
-    ]
-    path = folder / "compile.json"
-    path.write_text(json.dumps({"triton": "3", "kernels": kernels}))
-    return path
-
-
-def blended(folder: Path, size: str = "1k", slug: str = "x") -> Path:
-    """A file as `kvkit bench blend` leaves it."""
-    names = ("full", "naive", "default .05", "default .15", "k deviation .15", "k deviation .15, block mask")
-    measured: dict[str, dict[str, Any]] = {
-        name: {
-            "samples": 2,
-            "rows": 0.1 * number,
-            "kl": 0.3 / number,
-            "kl_interval": [0.2 / number, 0.4 / number],
-            "top1": 0.9,
-            "perplexity": 9.0,
-            "speedup": 2.0 * number,
-        }
-        for number, name in enumerate(names, 1)
-    }
-    measured["default .15"] |= {"kl_of_k_deviation": 0.6, "kl_of_k_deviation_interval": [0.5, 0.7]}
-    asked = {name: figures | {"exact": 0.5} for name, figures in measured.items()}
-    sets = {"contiguous": measured, "documents": measured, "retrieval": asked}
-    path = folder / f"blend-{size}-{slug}.json"
-    path.write_text(json.dumps({"model": "a model", "samples": 2, "tokens": 1024, "sets": sets}))
-    return path
 
 
 def pages(pdf: Path) -> int:
     return len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
 
 
-@pytest.mark.parametrize("optional", [False, True])
-def test_sample_results_make_a_paper(
-    optional: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pdf = paper.build(sample(tmp_path / "results", optional=optional), tmp_path / "out")
-    assert pdf == tmp_path / "out" / "kvkit.pdf"
-    assert pages(pdf) >= 3
-    assert capsys.readouterr().err == ""  # no warnings of Typst
-    assert {path.name for path in pdf.parent.iterdir()} == {"kvkit.pdf", "data.json", "reuse.svg"}
-
-
-def test_the_paper_says_what_the_results_say(tmp_path: Path) -> None:
+def test_the_paper_says_what_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal results make equal bytes; another figure, shown in the text alone, makes other ones."""
 
     def slower(results: dict[str, dict[str, Any]]) -> None:
@@ -135,65 +69,72 @@ def test_the_paper_says_what_the_results_say(tmp_path: Path) -> None:
     assert first == again
     assert changed[0] != first[0]
     assert changed[1] == first[1]
+    assert capsys.readouterr().err == ""  # no warnings of Typst
 
 
-def test_kernels_and_blending_are_in_the_paper_where_they_were_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = sample(tmp_path / "results", optional=True)
-    made = {"none": paper.build(results, tmp_path / "none").read_bytes()}
-    for name, write in {"gate": compiled, "1k": blended, "4k": lambda f: blended(f, "4k")}.items():
-        write(results)
-        made[name] = paper.build(results, tmp_path / name).read_bytes()
-    assert len(set(made.values())) == 4
-    assert not (tmp_path / "gate" / "blend.svg").exists()
-    assert (tmp_path / "1k" / "blend.svg").exists()
-    assert capsys.readouterr().err == ""
-    blended(results, slug="another machine")
-    assert paper.build(results, tmp_path / "other").read_bytes() == made["4k"]
-
-
-def test_gaps_in_what_was_compiled_or_blended_are_named_with_their_commands(tmp_path: Path) -> None:
-    results = sample(tmp_path / "results")
-    path = compiled(results)
-    path.write_text(path.read_text().replace("spill_bytes", "spilt"))
-    with pytest.raises(paper.PaperError, match=r"lacks spill_bytes: .*kvkit.kernels.tuning.gate"):
-        paper.build(results, tmp_path / "out")
+@pytest.mark.parametrize("name", sources.SOURCES)
+def test_a_missing_file_is_named_with_its_command(name: str, tmp_path: Path) -> None:
+    source = sources.SOURCES[name]
+    path = sample(tmp_path) / source.file.format(machine="x")
     path.unlink()
-    path = blended(results, "4k")
-    document = json.loads(path.read_text())
-    del document["sets"]["documents"]["naive"]["kl_interval"]
+    with pytest.raises(
+        paper.PaperError, match=re.escape(f"{path} is missing: run `{source.command} --json {path}`")
+    ):
+        sources.read(tmp_path, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "said"),
+    [
+        ("compiled", ("kernels", 1, "spill_bytes"), "kernels/1/spill_bytes"),
+        ("blend_4k", ("sets", "documents", "naive", "kl_interval"), "sets/documents/naive/kl_interval"),
+        ("served", ("results", 0, "ttft_s", "hit, on"), "results/0/ttft_s/hit, on"),
+        ("demo", ("turns", 2, "identical"), "turns/2/identical"),
+        ("soak", ("wrong_tokens",), "wrong_tokens"),
+    ],
+)
+def test_a_missing_figure_is_named_with_its_place(
+    name: str, way: tuple[str | int, ...], said: str, tmp_path: Path
+) -> None:
+    path = sample(tmp_path) / sources.SOURCES[name].file.format(machine="x")
+    document = inner = json.loads(path.read_text())
+    for step in way[:-1]:
+        inner = inner[step]
+    del inner[way[-1]]
     path.write_text(json.dumps(document))
-    found = "lacks kl_interval of naive in documents: run `kvkit bench blend --tokens 4096 --json "
-    with pytest.raises(paper.PaperError, match=re.escape(found)):
-        paper.build(results, tmp_path / "out")
+    with pytest.raises(paper.PaperError, match=re.escape(f"{path} lacks {said}: run `")):
+        paper.collect(tmp_path)
 
 
-@pytest.mark.parametrize("name", paper.NEEDED)
+@pytest.mark.parametrize("name", sources.NEEDED)
 def test_a_missing_benchmark_is_named_with_its_command(name: str, tmp_path: Path) -> None:
-    results = sample(tmp_path, lambda results: results.pop(name))
-    with pytest.raises(paper.PaperError) as caught:
-        paper.build(results, tmp_path / "out")
+    results = {each: entry(each, fields) for each, fields in sources.NEEDED.items() if each != name}
     command = f"{name}: run `python -m benchmarks.run benchmarks/bench_{name.split('::')[0]}.py`"
-    assert str(caught.value).endswith(command)
-    assert str(results / "x.json") in str(caught.value)
+    assert list(sources.missing(results)) == [f"  {command}"]
     assert (ROOT / "benchmarks" / f"bench_{name.split('::')[0]}.py").exists()
 
 
 def test_a_missing_figure_of_a_benchmark_is_named(tmp_path: Path) -> None:
     name = "pages::pages[mla]"
     results = sample(tmp_path, lambda results: results[name]["pack"].pop("of copy_"))
-    with pytest.raises(paper.PaperError, match=r"pack/of copy_/min, pack/of copy_/median of pages::pages"):
+    with pytest.raises(
+        paper.PaperError, match=r"x\.json lacks\n +pack/of copy_/min, pack/of copy_/median of pages::pages"
+    ):
         paper.build(results, tmp_path / "out")
 
 
-def test_a_missing_demo_is_named_with_its_command(tmp_path: Path) -> None:
-    results = sample(tmp_path, turns=0)
-    with pytest.raises(paper.PaperError, match=r"lacks turns: run `kvkit demo --json .*/demo-x\.json`"):
-        paper.build(results, tmp_path / "out")
-    (results / "demo-x.json").unlink()
-    with pytest.raises(paper.PaperError, match=r"is missing: run `kvkit demo --json .*/demo-x\.json`"):
-        paper.build(results, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("found", "field", "absent"),
+    [
+        ({"a": {"b/c": 1}}, "a/b/c", []),
+        ({"a": {}}, "a/b", ["a/b"]),
+        ({"a": [{"b": 1}, {"b": None}]}, "a/*/b", ["a/1/b"]),
+        ({"a": []}, "a/*/b", ["a/*/b"]),
+        ({"a": {"x": {"b": False}}}, "a/*/b", []),
+    ],
+)
+def test_gaps(found: dict[str, Any], field: str, absent: list[str]) -> None:
+    assert sources.gaps(found, field) == absent
 
 
 def test_a_folder_without_results_is_said(tmp_path: Path) -> None:
@@ -206,43 +147,126 @@ def test_a_folder_without_results_is_said(tmp_path: Path) -> None:
 def test_the_machine_with_the_most_results_is_taken(tmp_path: Path) -> None:
     sample(tmp_path, slug="b")
     sample(tmp_path, dict.clear, slug="a")
-    assert paper.collect(tmp_path)["results"].keys() == paper.NEEDED.keys()
+    assert paper.collect(tmp_path)["results"].keys() == sources.NEEDED.keys()
 
 
 def test_a_slower_peer_and_a_missed_roof_point_to_the_right_sides() -> None:
-    results = {name: entry(name, fields) for name, fields in {**paper.NEEDED, **paper.OPTIONAL}.items()}
+    results = {name: entry(name, fields) for name, fields in sources.NEEDED.items()}
     results["pages::lmcache"]["pack to LMCache gather"] = {"min": 4.0, "median": 2.0}  # times as fast
     results["pages::pages[vllm-cpu-LBHNC]"]["pack"]["of copy_"] = {"min": 0.5, "median": 0.8}  # of its speed
-    ratios = {(bar.label, bar.other): bar.ratio for bar in paper.bars(results)}
+    ratios = {(bar.label, bar.other): bar.ratio for bar in plots.bars(results)}
     assert ratios["pack, vLLM's CPU pages", "LMCache gather"] == (0.25, 0.5)
     assert ratios["pack, vLLM's CPU pages", "copy_"] == (2.0, 1.25)
 
 
+def test_a_ratio_is_that_of_pairs() -> None:
+    """Where one is always twice the other the interval has no width, however much both vary."""
+    others = [1.0, 3.0, 8.0, 2.0]
+    found = derived.ratio([2 * time for time in others], others)
+    assert found == pytest.approx({"mean": 2, "low": 2, "high": 2, "pairs": 4})
+
+
+def test_what_was_hit_and_what_was_new_are_compared_with_plain_vllm() -> None:
+    times = {"plain": (4.0, 5.0), "kvkit": (1.0, 5.5), "lmcache": (2.0, 6.0)}
+    requests = [
+        {"system": system, "workload": workload, "again": again, "ttft_s": time}
+        for system, (hit, new) in times.items()
+        for workload, again, time in (
+            ("document-qa", False, 9.0),
+            ("document-qa", True, hit),
+            ("random", False, new),
+        )
+    ]
+    results = [
+        {"system": system, "workload": "document-qa", "hit_tokens": 1, "prompt_tokens": 2} for system in times
+    ]
+    rows = {row["system"]: row for row in derived.serve({"requests": requests, "results": results})}
+    assert rows["kvkit"]["hit"]["mean"] == 0.25
+    assert rows["kvkit"]["new"]["mean"] == pytest.approx(1.1)
+    assert rows["kvkit"]["of_lmcache"]["mean"] == 0.5
+
+
+def test_the_gap_that_a_policy_closes() -> None:
+    runs = [
+        {
+            "trace": "t",
+            "share": 0.1,
+            "seed": s,
+            "asked": 100,
+            "bound": 60,
+            "hits": {"lru": 20, "arc": 20 + 20 * s},
+        }
+        for s in (0, 1)
+    ]
+    found = derived.frontier(runs)
+    assert found["closed"] == {"lru": 0, "arc": 0.25}
+    assert found["cells"][0]["bound"] == 0.6
+    assert found["cells"][0]["hits"] == pytest.approx({"lru": 0.2, "arc": 0.3})
+
+
+def test_what_is_refused_on_one_way_is_no_wrong_answer() -> None:
+    right, wrong = ({"same_tokens": same, "difference": 0.25} for same in (True, False))
+    rows = derived.models(
+        {
+            "A": {"special": "", "tolerance": 1, "ways": {"x": right, "y": {"refused": "why"}}},
+            "B": {
+                "special": "",
+                "tolerance": 1,
+                "refused": "why",
+                "lmcache": {"ways": {"x": right, "y": wrong}},
+            },
+        }
+    )
+    assert [(row["kind"], row["same"], row["ways"], row["refused"]) for row in rows] == [
+        ("run", 1, 1, 1),
+        ("refused", 0, 0, 0),
+    ]
+    assert rows[0]["lmcache"] is None
+    assert (rows[1]["lmcache"]["same"], rows[1]["lmcache"]["ways"]) == (1, 2)
+
+
+def texts() -> dict[str, str]:
+    found = {str(path): path.read_text() for path in (ROOT / "paper").rglob("*.typ")}
+    assert len(found) > 5
+    return found
+
+
 def test_no_measured_number_is_typed_by_hand() -> None:
-    text = (ROOT / "paper" / "kvkit.typ").read_text().partition("= Introduction")[2]
-    assert text
-    assert re.findall(r"\d+\.\d+(?![\d.]*(?:pt|em|fr|cm))", text) == []
+    for name, text in texts().items():
+        if "/text/" in name:
+            assert re.findall(r"\d+\.\d+(?![\d.]*(?:pt|em|fr|cm))", strip_code(text)) == [], name
+
+
+def strip_code(text: str) -> str:
+    """`text` without versions of what is required, which measure nothing."""
+    return re.sub(r"Python 3\.\d+ or later|TLS 1\.3", "", text)
 
 
 def test_every_reference_is_cited() -> None:
-    text = (ROOT / "paper" / "kvkit.typ").read_text()
+    text = "\n".join(texts().values())
     keys = re.findall(r"^@\w+\{(\w+),", (ROOT / "paper" / "references.bib").read_text(), re.MULTILINE)
     assert keys
     assert [key for key in keys if f"@{key}" not in text] == []
 
 
-def test_the_results_of_the_repository_make_a_paper(tmp_path: Path) -> None:
-    assert list((ROOT / "benchmarks" / "results").glob("demo-*.json"))
-    assert pages(paper.build(ROOT / "benchmarks" / "results", tmp_path)) >= 3
+def test_every_test_that_is_named_exists() -> None:
+    named = set(re.findall(r'"(test_\w+)"', "\n".join(texts().values())))
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / "tests" / f"{name}.py").exists()] == []
 
 
-def test_the_command_line(
+def test_the_command_makes_a_paper_of_the_repository_s_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["build.py", str(sample(tmp_path / "results")), str(out)])
+    monkeypatch.setattr(sys, "argv", ["build.py", str(RESULTS), str(out)])
     paper.main()
     assert capsys.readouterr().out.strip() == str(out / "kvkit.pdf")
-    (tmp_path / "results" / "demo-x.json").unlink()
+    assert pages(out / "kvkit.pdf") >= 10
+    made = {"kvkit.pdf", "data.json", "reuse.svg", "blend.svg", "frontier.svg", "timeline.svg"}
+    assert {path.name for path in out.iterdir()} == made
+    results = sample(tmp_path / "results")
+    (results / "demo-x.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["build.py", str(results), str(out)])
     with pytest.raises(SystemExit, match="kvkit demo"):
         paper.main()

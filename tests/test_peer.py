@@ -145,6 +145,25 @@ def test_a_stranger_is_an_error(tmp_path: Path, staging: Staging) -> None:
     node.close()
 
 
+@pytest.mark.parametrize("records", [1, 4])
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (4, 2), (2, 2)])
+def test_a_peer_of_another_size_is_refused_by_name(
+    ours: int, theirs: int, records: int, tmp_path: Path, staging: Staging
+) -> None:
+    """Where all heads are in one record, each rank has all."""
+    node = Node(tmp_path, identity=replace(IDENTITY, ranks=theirs, record_ranks=records))
+    mine = replace(IDENTITY, node="there", ranks=ours, record_ranks=records)
+    tier = PeerTier("D", node.tcp, mine, timeout_s=LONG_S)
+    if ours == theirs or records == 1:
+        assert tier.count_leading(record_names(1)) == 0
+    else:
+        says = f"tier 'D': ranks: node 'here' has {theirs}, 'there' has {ours}; want a peer of as many ranks"
+        with pytest.raises(TierError, match=says):
+            tier.count_leading(record_names(1))
+    finish(tier, staging)
+    node.close()
+
+
 def silent_endpoint(folder: Path, answer: list[bytes | tuple[bytes, bytes]]) -> tuple[str, threading.Thread]:
     """An endpoint that shakes hands, waits for a pull and then only says `answer`, until it is hung up on."""
     listener = listen(f"unix://{folder}/silent/socket", timeout_s=LONG_S)

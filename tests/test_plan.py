@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +15,12 @@ from kvkit.moving.plan import (
     StorePlan,
     cheapest,
     clip,
+    cut,
+    exact_first,
     extend,
     plan_store,
     plan_write_back,
+    put_limit,
 )
 from kvkit.moving.policy import Policy
 
@@ -62,18 +69,34 @@ def assert_consecutive(plan: RetrievePlan) -> None:
 speeds = st.dictionaries(tiers, st.integers(0, 40).map(lambda n: n / 8))
 
 
-@given(plans, speeds, st.integers(0, 40).map(lambda n: n / 8))
-def test_cheapest_is_the_best_of_all_ends(
-    plan: RetrievePlan, load_s: dict[str, float], compute_s: float
-) -> None:
+def assert_cheapest(plan: RetrievePlan, load_s: dict[str, float], compute_s: float) -> None:
+    """Of all ends, the longest of the best."""
+
     def seconds(stop: int) -> float:
         taken = {tier: n * load_s.get(tier, 0.0) for tier, n in clip(plan, stop).by_tier().items()}
         return max(taken.values(), default=0.0) + (plan.chunks - stop) * compute_s
 
     chosen = cheapest(plan, load_s, compute_s)
     assert sources(chosen) == sources(plan)[: chosen.chunks]
-    assert seconds(chosen.chunks) == min(map(seconds, range(plan.chunks + 1)))
+    assert chosen.chunks == min(range(plan.chunks + 1), key=lambda stop: (seconds(stop), -stop))
     assert_consecutive(chosen)
+
+
+@given(plans, speeds, st.integers(0, 40).map(lambda n: n / 8))
+def test_cheapest_is_the_best_of_all_ends(
+    plan: RetrievePlan, load_s: dict[str, float], compute_s: float
+) -> None:
+    assert_cheapest(plan, load_s, compute_s)
+
+
+@pytest.mark.parametrize("compute_s", [0.125, 0.5, 2.0])
+@pytest.mark.parametrize(
+    "load_s", [{}, {"disk": 0.25}, {"disk": 0.75, "s3": 1.25}, {"disk": 4.0, "s3": 0.25}]
+)
+def test_cheapest_is_the_best_of_few_chunks(load_s: dict[str, float], compute_s: float) -> None:
+    for first, second, third in product(range(4), range(5), range(3)):
+        plan = build(12, [("disk", first), ("s3", second), ("disk", third)])
+        assert_cheapest(plan, load_s, compute_s)
 
 
 def test_cheapest_leaves_a_slow_tier_out_and_hides_what_it_can_behind_another() -> None:
@@ -95,6 +118,31 @@ def test_clip_keeps_the_part_before(plan: RetrievePlan, chunks: int) -> None:
     assert clipped.wanted == plan.wanted
     assert_consecutive(clipped)
     assert clip(clipped, chunks) == clipped
+
+
+def test_what_is_cut_out_is_a_plan_of_its_own() -> None:
+    plan = build(9, [("disk", 2), ("s3", 3), ("disk", 1)])
+    for start, stop in combinations(range(9), 2):
+        part = cut(plan, start, stop)
+        assert sources(part) == sources(plan)[start:stop]
+        assert part.wanted == stop - start
+        assert_consecutive(part)
+
+
+def test_the_exact_part_ends_where_an_approximate_tier_begins() -> None:
+    found = [("disk", 2), ("fp8", 3), ("nfs", 1)]
+    plan = replace(build(9, found), approximate=frozenset({"fp8", "int4"}))
+    assert plan.exact == 2
+    assert replace(plan, approximate=frozenset({"int4"})).exact == 6
+    assert replace(plan, segments=()).exact == 0
+    assert exact_first(["fp8", "s3", "int4", "disk"], {"fp8", "int4"}) == ["s3", "disk", "fp8", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "tiers", "groups", "limit"), [(12, 1, 2, 6), (13, 2, 2, 4), (12, 3, 5, 5), (4, 3, 1, 1)]
+)
+def test_puts_leave_loads_as_much_as_each_tier_has(slots: int, tiers: int, groups: int, limit: int) -> None:
+    assert repr(put_limit(slots, tiers, groups)) == str(limit), "a number of whole slots"
 
 
 def puts(plan: StorePlan) -> list[tuple[str, int]]:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvkit.moving.policy import Policy, PolicyError, check, for_role
+from kvkit.moving.policy import (
+    NO_WISHES,
+    Policy,
+    PolicyError,
+    RequestPolicy,
+    check,
+    for_request,
+    for_role,
+    in_effect,
+)
 
 TIERS = ("memory", "disk", "nfs")
 SETTINGS = ("retrieve_from", "store_to", "write_back_to")
@@ -29,7 +38,7 @@ def test_a_missing_tier_names_setting_value_and_choices(setting: str) -> None:
     policy = replace(Policy.default(TIERS), **{setting: ("memory", "dsk")})
     with pytest.raises(PolicyError, match=rf"{setting}='dsk'.*memory, disk, nfs"):
         check(policy, TIERS)
-    with pytest.raises(PolicyError, match=r"='memory'.*none"):
+    with pytest.raises(PolicyError, match=r"='memory': no such tier; the tiers are none$"):
         check(policy, ())
 
 
@@ -47,3 +56,43 @@ def test_decode_looks_first_at_what_it_was_sent_and_sends_nothing_itself() -> No
     assert for_role("both", TIERS, "handoff", ()) == Policy(
         ("handoff", *TIERS), ("handoff", *TIERS), ("memory",)
     )
+
+
+def test_a_request_names_the_tiers_of_its_own() -> None:
+    policy = Policy.default(TIERS)
+    assert for_request(policy, NO_WISHES) is policy
+    assert for_request(policy, RequestPolicy(load_from=("nfs",))) == replace(policy, retrieve_from=("nfs",))
+    stored = for_request(policy, RequestPolicy(store_to=("disk",)))
+    assert stored == Policy(TIERS, ("disk",), ()), "nor is anything written back to the others"
+    assert for_request(policy, RequestPolicy(store_to=())) == Policy(TIERS, ())
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ({"max_load_tokens": -1}, "max_load_tokens=-1: want at least 0"),
+        ({"keep_s": -0.5}, "keep_s=-0.5: want seconds, at least 0"),
+        ({"keep_s": float("nan")}, "keep_s=nan"),
+        ({"keep_s": float("inf")}, "keep_s=inf"),
+        ({"priority": 101}, "priority=101: want 0 to 100"),
+        ({"priority": -1}, "priority=-1: want 0 to 100"),
+    ],
+)
+def test_an_impossible_wish_is_named(wish: dict[str, float], told: str) -> None:
+    with pytest.raises(PolicyError, match=told):
+        RequestPolicy(**wish)  # type: ignore[arg-type]
+
+
+def test_the_ends_of_every_range_are_possible_wishes() -> None:
+    for priority in (0, 100):
+        assert RequestPolicy(max_load_tokens=0, keep_s=0.0, priority=priority).retains
+    assert RequestPolicy(keep_s=0.5).retains
+    assert not RequestPolicy(max_load_tokens=8, store_to=()).retains
+
+
+def test_memory_that_is_only_passed_through_is_no_tier() -> None:
+    policy = Policy.default(TIERS)
+    assert in_effect(policy, ("memory",)) is policy
+    passing = replace(policy, staging_only=True)
+    far = ("disk", "nfs")
+    assert in_effect(passing, ("memory",)) == Policy(far, far, (), staging_only=True)

@@ -56,6 +56,18 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
     assert promises.wait(NAMES, 0.0)
 
 
+def test_what_other_ranks_store_is_promised_until_the_last_attempt_here_ends() -> None:
+    promises = Promises()
+    promise = Promise(promises, NAMES, others="bc")
+    promise.attempt("ab")  # b: in a tier of its own
+    promise.close()
+    assert promises.among(NAMES) == {*NAMES}
+    promise.ended("tier", "b", None)
+    assert promises.among(NAMES) == {*"ac"}
+    promise.ended("tier", "a", OSError())
+    assert promises.wait(NAMES, 0.0)
+
+
 class Held:
     """A cache over a folder whose puts and first lookup are in the hands of the test."""
 

@@ -11,6 +11,7 @@ import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
 from kvkit.moving import puts
+from kvkit.moving.policy import NO_WISHES
 from kvkit.moving.puts import Batch, Outstanding, Put, PutQueue
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
@@ -238,7 +239,7 @@ Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 def add(queue: PutQueue, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-    batch = Batch("tier", (), None, False, False)
+    batch = Batch("tier", (), None, False, False, NO_WISHES)
     puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
     taken = queue.add(puts)
     queue.go_on()

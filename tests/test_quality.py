@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
-from pages import on_page, run_shell
+from pages import changed, on_page, run_shell
 from test_blend_run import random_model
 from typer.testing import CliRunner
 
+from benchmarks import leaderboard
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.adapters.huggingface.cached import model_fingerprint
+from kvkit.bench import precision as measuring
 from kvkit.bench import quality
-from kvkit.bench.quality import METHODS, SETS, Judge, Method, Sample, bootstrap, samples
+from kvkit.bench.doctor import served_names
+from kvkit.bench.files import load_model
+from kvkit.bench.judge import METHODS, Judge, Measures, Method, _BlockMask, _bottom_right, method_named
+from kvkit.bench.precision import PrecisionJudge
+from kvkit.bench.statistics import bootstrap
+from kvkit.bench.tasks.registry import SETS, samples
+from kvkit.bench.tasks.sample import CONTINUATION_TOKENS, DOCUMENT_TOKENS, Sample, corpus
 from kvkit.blend import gate
+from kvkit.blend.methods import registry
 from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
+from kvkit.environment import slug_of, verdict_path
+from kvkit.moving import precision
+from kvkit.settings import ConfigError
 
 
 def encode(text: str) -> list[int]:
@@ -41,9 +55,9 @@ def test_documents_fill_the_prompt_up_to_the_question(kind: str) -> None:
     for sample in samples(kind, encode, 3, 600):
         starts, stops = zip(*sample.documents, strict=True)
         assert starts == (0, *stops[:-1])
-        assert all(b - a == quality.DOCUMENT_TOKENS for a, b in sample.documents)
+        assert all(b - a == DOCUMENT_TOKENS for a, b in sample.documents)
         assert stops[-1] < len(sample.prompt)
-        assert len(sample.continuation) == quality.CONTINUATION_TOKENS
+        assert len(sample.continuation) == CONTINUATION_TOKENS
 
 
 @pytest.mark.parametrize("kind", SETS)
@@ -54,19 +68,19 @@ def test_samples_are_always_the_same_and_differ(kind: str) -> None:
 
 
 def test_contiguous_samples_are_running_text() -> None:
-    corpus = "".join(text for _, text in quality._corpus())
+    everything = "".join(text for _, text in corpus())
     for sample in samples("contiguous", encode, 3, 600):
         text = decode(np.concatenate([sample.prompt, sample.continuation]))
-        assert text.strip("�") in corpus
+        assert text.strip("�") in everything
 
 
 def test_the_request_to_continue_is_followed_by_the_document() -> None:
-    corpus = [text for _, text in quality._corpus()]
+    texts = [text for _, text in corpus()]
     for sample in samples("documents", encode, 3, 600):
         asked = decode(sample.prompt[sample.documents[-1][1] :])
         title, given = asked.split(", continued from where the text above ends\n\n")
         follows = given + decode(sample.continuation)
-        assert any(follows in text for text in corpus)
+        assert any(follows in text for text in texts)
         assert title.strip() in decode(sample.prompt[: sample.documents[-1][1]])
 
 
@@ -97,12 +111,12 @@ def judge() -> Judge:
 
 
 @pytest.fixture(scope="module")
-def measured(judge: Judge) -> dict[str, quality.Measures]:
+def measured(judge: Judge) -> dict[str, Measures]:
     everything = {"everything": Method(Selection(ratio=1.0))}
     return judge.measure(samples("retrieval", encode, 1, 512)[0], {**METHODS, **everything})
 
 
-def test_full_recompute_is_the_measure(measured: dict[str, quality.Measures]) -> None:
+def test_full_recompute_is_the_measure(measured: dict[str, Measures]) -> None:
     full, everything = measured["full"], measured["everything"]
     assert full["kl"] == 0
     assert full["top1"] == full["rows"] == 1
@@ -110,9 +124,10 @@ def test_full_recompute_is_the_measure(measured: dict[str, quality.Measures]) ->
     assert everything["top1"] == 1
     assert everything["nll"] == pytest.approx(full["nll"], abs=1e-3)
     assert measured["naive"]["kl"] > 10 * abs(everything["kl"])
+    assert everything["f1"] == full["f1"]
 
 
-def test_methods_of_a_ratio_compute_about_as_much(measured: dict[str, quality.Measures]) -> None:
+def test_methods_of_a_ratio_compute_about_as_much(measured: dict[str, Measures]) -> None:
     assert set(measured) == {"full", "everything", *METHODS}
     chosen = [rows["rows"] for name, rows in measured.items() if " .15" in name and "deviation" not in name]
     assert max(chosen) - min(chosen) < 0.15  # the question looks in 3 of 4 layers
@@ -120,20 +135,20 @@ def test_methods_of_a_ratio_compute_about_as_much(measured: dict[str, quality.Me
     assert measured["default .05"]["rows"] < measured["default .15"]["rows"] < measured["default .30"]["rows"]
 
 
-def test_masks_of_other_systems_change_the_answer(measured: dict[str, quality.Measures]) -> None:
+def test_masks_of_other_systems_change_the_answer(measured: dict[str, Measures]) -> None:
     kl = [measured[f"k deviation .15{mask}"]["kl"] for mask in ("", ", bottom-right mask", ", block mask")]
     assert len(set(kl)) == 3
 
 
 def test_the_bottom_right_mask_lets_early_rows_see_too_much() -> None:
-    sees = quality._bottom_right(100)
+    sees = _bottom_right(100)
     assert sees(np.array([10, 50, 99], np.int32)).tolist() == [97, 98, 99]
     assert sees(np.arange(100, dtype=np.int32)).tolist() == list(range(100))
 
 
 def test_the_block_mask_leaves_out_the_last_block(judge: Judge) -> None:
     plan = plan_blend(200, 0, [Span(0, 190)])
-    mask = quality._BlockMask(judge.decoder, plan)
+    mask = _BlockMask(judge.decoder, plan)
     selected = np.arange(0, 120, 3)  # 40 rows: one block of 32 and eight that are left over
     rows = np.concatenate([selected, plan.computed]).astype(np.int32)
     seen = mask.sees(rows)
@@ -146,6 +161,7 @@ def test_the_block_mask_leaves_out_the_last_block(judge: Judge) -> None:
 
 
 FEW = {name: METHODS[name] for name in ("naive", "default .15", "k deviation .15")}
+FEWER = "default .15, covering .10"
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, judge: Judge) -> None:
@@ -166,6 +182,9 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, judge: Judge) -> Non
     assert {name: again["measured"][name]["kl"] for name in FEW} == {
         name: first[0]["measured"][name]["kl"] for name in FEW
     }
+    # another machine's seconds are told in this one's
+    seconds = [one["measured"]["full"]["seconds"] for one in (again, first[0])]
+    assert seconds[0] == pytest.approx(seconds[1])
     other = Judge(random_model("gqa", 1))
     next(quality.run(other, encode, path, count=2, tokens=512, methods=FEW))
     assert len(path.read_text().splitlines()) == 8  # other weights: measured anew
@@ -189,6 +208,18 @@ def test_summary_of_known_figures() -> None:
     assert "exact" not in ours  # nothing was asked for
     assert found["a"]["naive"]["kl_interval"] == [1.0, 1.0]
     assert "kl_of_k_deviation" not in found["a"]["naive"]
+
+
+def test_how_far_ahead_of_the_default_a_method_is_over_the_same_samples() -> None:
+    """Samples differ a lot, methods little: what the two have in common cancels out."""
+    entries = [entry("a", **{"default .15": 1.0, "naive": 2.0}) for _ in range(8)]
+    for hardness, one in zip(np.linspace(0, 0.8, 8), entries, strict=True):
+        for name, more in (("full", 0.0), ("default .15", 0.0), ("naive", 0.1)):
+            one["measured"][name] |= {"f1": hardness + more}
+    found = quality.overall(entries)["naive"]
+    assert found["f1_ahead"] == pytest.approx(0.1)
+    assert found["f1_ahead_interval"] == pytest.approx([0.1, 0.1])
+    assert np.ptp(found["f1_interval"]) > 0.2
 
 
 def test_bootstrap_of_known_cases() -> None:
@@ -216,13 +247,13 @@ def test_the_gate_decides_by_both_limits(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gate, "MAX_KL", kl)
     monkeypatch.setattr(gate, "MAX_OF_NAIVE", of_naive)
-    found = quality.measure_gate(judge, encode, tokens=512, count=1)
+    found = quality.measure_gate(judge, encode, [judge.weights], tokens=512, count=1)
     assert found["passed"] is passes
     assert found["kl_interval"][0] <= found["kl"] <= found["kl_interval"][1]
-    assert Path(found["path"]).is_relative_to(tmp_path)
+    assert all(Path(path).is_relative_to(tmp_path) for path in found["paths"])
     config = load_config(chunk_tokens=8, staging="8MiB", tiers={"memory": {"capacity": "4MiB"}})
     if passes:
-        gate.check(model_fingerprint(judge.model), Selection())
+        gate.check(model_fingerprint(judge.model), Selection(), "unchecked")
         BlendedModel.open(judge.model, config).close()
     else:
         with pytest.raises(BlendError, match="too much"):
@@ -265,9 +296,55 @@ def test_bench_blend(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "blend-1k.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_bench_blend_asks_what_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+    """Two samples of a task, one of a file."""
+    lines = tmp_path / "own.jsonl"
+    lines.write_text(json.dumps({"input": "Who?", "context": "Ada wrote. " * 40, "answers": ["Ada"]}))
+    sizes = ["--samples", 2, "--tokens", 512, "--methods", f"naive; default .15; {FEWER}"]
+    done = run(
+        "bench", "blend", "--model", folder, *sizes, "--tasks", f"qa; {lines}", "--json", tmp_path / "b.json"
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert {kind: methods["full"]["samples"] for kind, methods in found["sets"].items()} == {
+        "qa": 2,
+        str(lines): 1,
+    }
+    qa, own = found["sets"].values()
+    for name in ("naive", "default .15", FEWER, "full"):
+        assert found["overall"][name]["f1"] == pytest.approx((qa[name]["f1"] + own[name]["f1"]) / 2)
+        assert 0 <= qa[name]["exact"] <= qa[name]["f1"] <= 1
+    assert 0 < qa["naive"]["kl_p"] <= 1
+    assert found["overall"][FEWER]["rows"] < found["overall"]["default .15"]["rows"]
+    assert found["seed"] == 0
+
+
+def test_the_leaderboard_has_every_method_of_every_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/leaderboard.md has it, with a sample of a few tokens and one task, of one small model."""
+    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path)
+    small = {"smollm2 gemma": f"{folder} --tasks 'needle keys' --auxiliary {folder}"}
+    small |= {"--samples 10": "--samples 1", "--tokens 1024": "--tokens 512"}
+    page = on_page("docs/leaderboard.md", "python -m benchmarks.leaderboard smollm2")
+    (command,) = leaderboard.commands(shlex.split(changed(page, small))[3:])
+    assert run(*command).exit_code == 0
+    (path,) = tmp_path.glob(f"leaderboard-{slug_of(folder.name)}-512-*.json")
+    found = json.loads(path.read_text())
+    assert found["model"] == folder.name
+    assert found["sets"]["needle keys"].keys() == {"full", *leaderboard.METHODS}
+    methods = {method_named(name).selection.method for name in leaderboard.METHODS}
+    assert methods >= registry.METHODS.keys() - {"v_deviation"}
+    (heads, *rows), (tasks, *_) = leaderboard.methods(tmp_path), leaderboard.tasks(tmp_path)
+    assert len(rows) == 1 + len(leaderboard.METHODS)
+    assert {len(row) for row in rows} == {len(heads)}
+    assert tasks == ["model, tokens", "method", "needle keys"]
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
+        (["--tasks", "riddles"], "tasks: 'riddles'"),
         (["--methods", "magic"], "methods: 'magic'"),
         (["--json", "/nowhere/blend.json"], "there is no folder"),
         (["--model", "/nowhere"], "nowhere"),
@@ -290,10 +367,118 @@ def test_doctor_says_whether_a_model_may_be_blended(
     result = run("doctor", "--blend", folder)
     assert result.exit_code == 0, result.output
     assert "this model may be blended" in result.output
+    for name in served_names(str(folder), None):  # what vLLM's engines look for
+        gate.check(name, Selection(), "unchecked")
     monkeypatch.setattr(gate, "MAX_KL", 0.0)
     result = run("doctor", "--blend", folder)
     assert result.exit_code == 1
     assert "must not be blended" in result.output
+
+
+def test_doctor_says_whether_kv_may_be_held_in_fewer_bits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "GATE_SAMPLES", 1)
+    monkeypatch.setattr(precision, "MIN_TOP1", 0.5)
+    result = run("doctor", "--precision", "int8", folder)
+    assert result.exit_code == 0, result.output
+    assert "may be held in int8" in result.output
+    assert f"{len(SETS)} samples" in result.output
+    names = [*served_names(str(folder), None), model_fingerprint(load_model(str(folder))[1])]
+    for name in names:  # what vLLM's engines look for, and what transformers' models do
+        precision.check(name, "int8", "unchecked")
+        with pytest.raises(ConfigError, match=r"'fp8' has not been measured.*--precision fp8 MODEL`, or"):
+            precision.check(name, "fp8", "unchecked")
+    monkeypatch.setattr(precision, "MAX_KL", -1.0)
+    result = run("doctor", "--precision", "int8", folder)
+    assert (result.exit_code, "must not be held in int8" in result.output) == (1, True)
+    with pytest.raises(ConfigError, match="'int8' changes too much"):
+        precision.check(names[0], "int8", "unchecked")
+    result = run("doctor", "--precision", "int4", folder)
+    assert (result.exit_code, "precision = 'int4': want one of fp8, int8" in result.output) == (1, True)
+
+
+def test_fewer_bits_change_what_is_said_as_much_as_they_lose(judge: Judge) -> None:
+    """The prompt's KV is what is quantised: fp8 has 3 bits of each number, int8 7 of the largest."""
+    [sample] = samples("retrieval", encode, 1, 512)
+    found = PrecisionJudge(judge.model).measure(sample)
+    assert found["full"]["kl"] == 0 < found["int8"]["kl"] < found["fp8"]["kl"] < 0.1
+    assert found["full"]["top1"] == 1 >= found["fp8"]["top1"] > 0.5
+
+
+def test_prompts_begin_with_what_the_tokenizer_leads_with(judge: Judge) -> None:
+    """`<bos>`, often: without it some models answer nonsense."""
+    [sample] = samples("retrieval", encode, 1, 128)
+    plain, leading = PrecisionJudge(judge.model), PrecisionJudge(judge.model)
+    leading.lead = np.array([5, 6], np.int32)
+    led = sample.behind(leading.lead)
+    assert led.prompt.tolist() == [5, 6, *sample.prompt]
+    for (start, stop), (first, last) in zip(led.documents, sample.documents, strict=True):
+        assert led.prompt[start:stop].tolist() == sample.prompt[first:last].tolist()
+    told = [
+        of.measure(given)["fp8"]["kl"] for of, given in ((leading, sample), (plain, led), (plain, sample))
+    ]
+    assert told[0] == told[1] != told[2]
+
+
+def test_documents_stand_behind_what_the_tokenizer_leads_with() -> None:
+    """So the first one is where it was computed: reusing it changes nothing, and reusing another does."""
+    judge = Judge(random_model("gqa"))
+    prompt, answer = np.arange(1, 61, dtype=np.int32), np.arange(8, dtype=np.int32)
+    one, two = (Sample(prompt, documents, answer) for documents in (((0, 40),), ((0, 20), (20, 40))))
+    judge.lead = np.array([5, 6], np.int32)
+    found = [judge.measure(sample, {"naive": METHODS["naive"]})["naive"] for sample in (one, two)]
+    assert abs(found[0]["kl"]) < 1e-6 < 1e-3 < found[1]["kl"]
+    chosen = judge.measure(one, {"default .15": METHODS["default .15"]})["default .15"]
+    assert found[0]["rows"] == chosen["rows"] == 20 / 62  # nothing is left to choose
+    led, nll = one.behind(judge.lead), judge.measure(one, {})["full"]["nll"]
+    judge.lead = judge.lead[:0]
+    assert judge.measure(led, {})["full"]["nll"] == nll != judge.measure(one, {})["full"]["nll"]
+
+
+@pytest.mark.parametrize(
+    ("kl", "top1", "passes"), [(0.02, 0.95, True), (0.021, 1.0, False), (0.0, 0.949, False)]
+)
+def test_fewer_bits_pass_by_both_limits(kl: float, top1: float, passes: bool) -> None:
+    assert precision.decide(kl, top1)["passed"] is passes
+    assert precision.is_sure((kl, kl), (top1, top1))
+
+
+@pytest.mark.parametrize(
+    ("kls", "count", "sure"),
+    [([0.01], 12, True), ([0.01, 0.029], 48, False), ([0.02] * 12 + [0.01], 12, True)],
+)
+def test_more_samples_are_measured_while_a_few_do_not_say_for_sure(
+    kls: list[float], count: int, sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A judge that finds these divergences in turn."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = itertools.cycle(kls)
+
+    def measure(*_: object) -> dict[str, dict[str, float]]:
+        return {"full": {"exact": 1.0}, "int8": {"kl": next(given), "top1": 1.0, "exact": 1.0}}
+
+    judge: Any = SimpleNamespace(measure=measure)
+    found = measuring.measure_gate(judge, encode, ["weights"], "int8", tokens=128)
+    assert (found["samples"], found["sure"], found["passed"]) == (count, sure, True)
+    assert json.loads(verdict_path("precision/int8", "weights").read_text())["samples"] == count
+
+
+@pytest.mark.parametrize(
+    ("kl", "top1", "sure"),
+    [
+        ((0.01, 0.02), (0.95, 1.0), True),
+        ((0.01, 0.021), (0.95, 1.0), False),
+        ((0.01, 0.02), (0.949, 1.0), False),
+        ((0.021, 0.03), (0.9, 1.0), True),
+        ((0.0, 0.1), (0.9, 0.94), True),
+    ],
+)
+def test_a_verdict_is_sure_where_no_limit_lies_within_an_interval(
+    kl: tuple[float, float], top1: tuple[float, float], sure: bool
+) -> None:
+    assert precision.is_sure(kl, top1) is sure
 
 
 def test_a_sample_without_an_answer_has_no_exact_answers(judge: Judge) -> None:

@@ -104,6 +104,7 @@ FORMS = {
     "132": format_of(LayerGroup((0, 1, 2, 3), 1, 132, 0, "uint8", 4), chunk_tokens=4),
     "opaque": format_of(LayerGroup((0, 1), 2, 8, 8, "bfloat16", 4, page_bytes=256), chunk_tokens=8),
     "blake3": format_of(LayerGroup((0, 1), 2, 8, 8, "float16", 4), chunk_tokens=8, hash="blake3"),
+    "fp8": format_of(LayerGroup((0, 1), 2, 8, 8, "bfloat16", 4, precision="fp8"), chunk_tokens=4),
     "long": format_of(LayerGroup((0,), 1, 1, 1, "uint8"), chunk_tokens=2048),  # three header pages
 }
 by_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -245,6 +246,17 @@ def test_another_namespace_s_record_is_refused(change: dict[str, Any]) -> None:
     assert records.verify(form, sealed.record, sealed.parent, sealed.key, sealed.tokens) == Damage.NAMESPACE
 
 
+def test_a_header_says_what_fewer_bits_there_are() -> None:
+    """And what they were: KV of another precision, or of all its bits, is another namespace's."""
+    group = FORMS["fp8"].group
+    header = records.read_header(seal(FORMS["fp8"]).record)
+    assert (header.dtype, header.shape, header.k_size) == ("fp8 of bfloat16", (2, 2, 4, 16 + 8), 8)
+    for precision in (None, "int8"):
+        other = seal(format_of(replace(group, precision=precision), chunk_tokens=4))
+        found = records.verify(FORMS["fp8"], other.record, other.parent, other.key, other.tokens)
+        assert found == Damage.NAMESPACE
+
+
 def test_another_format_s_record_is_refused() -> None:
     form = FORMS["gqa"]
     compressed = np.zeros(2 * form.record_bytes, np.uint8)
@@ -279,7 +291,8 @@ FIELDS = {
     "channels": (32, "I"),
     "k_size": (36, "I"),
     "chunk_tokens": (40, "I"),
-    "zero": (44, "I"),
+    "place": (44, "H"),
+    "layer_place": (46, "H"),
     "dtype": (48, "16s"),
     "namespace": (64, "32s"),
     "record_bytes": (96, "Q"),

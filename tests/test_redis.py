@@ -189,8 +189,10 @@ def test_a_server_that_lets_go_what_was_used_least(tmp_path: Path, staging: Stag
         for first in range(0, len(names), RECORDS):
             assert put(tier, staging, names[first : first + RECORDS]) == [None] * RECORDS
         held = {name for name, _ in tier.scan()}
-        assert 0 < len(held) < len(names)
-        assert [tier.count_leading([name]) for name in names] == [int(name in held) for name in names]
+        found = {name for name in names if tier.count_leading([name])}
+        left = {name for name, _ in tier.scan()}  # asking takes memory, too, for which more is let go
+        assert 0 < len(left) <= len(held) < len(names)
+        assert left <= found <= held
         finish(tier, staging)
 
 

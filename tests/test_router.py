@@ -301,6 +301,21 @@ def test_a_conversation_stays_and_load_spreads(start: Start) -> None:
     assert len(before) == 4
 
 
+def test_what_a_request_wants_of_the_cache_is_passed_on_within_limits(start: Start) -> None:
+    engines = start()
+    wish = {"store": False, "load_from": ["pool"]}
+    with Routed(**engines.settings(), requests={"load_from": ["pool"]}) as router:
+        status, answer = ask(router.url, COMPLETIONS, completion(kv_cache=wish))
+        refused, error = ask(router.url, COMPLETIONS, completion(kv_cache={"keep_s": 60}))
+    assert (status, text_of(answer)) == (200, wanted(completion()))
+    assert refused == 400
+    assert error["error"]["message"] == "kv_cache.keep_s = 60.0: want at most requests.max_keep_s = 0.0"
+    (p,), (d,) = engines["p0"].seen(), engines["d0"].seen()
+    for request in (p, d):
+        assert request["body"]["kv_transfer_params"]["kv_cache"] == wish
+        assert "kv_cache" not in request["body"]
+
+
 @pytest.mark.parametrize(
     ("path", "raw", "words"),
     [
@@ -312,6 +327,7 @@ def test_a_conversation_stays_and_load_spreads(start: Start) -> None:
         (CHAT, b'{"messages": [], "max_tokens": true}', "max_tokens = True: want int"),
         (CHAT, b'{"messages": [], "kv_transfer_params": {}}', "^kv_transfer_params: not for clients"),
         (CHAT, b'{"messages": [], "ec_transfer_params": {}}', "^ec_transfer_params: not for clients"),
+        (CHAT, b'{"messages": [], "kv_cache": {}}', r"^kv_cache: .* have no table \[requests\]"),
     ],
 )
 def test_wrong_requests(start: Start, path: str, raw: bytes, words: str) -> None:

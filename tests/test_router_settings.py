@@ -59,7 +59,22 @@ def test_engines_have_the_name_of_their_address_or_their_own() -> None:
         ),
         ({"decode": D, "prefill": D}, "prefill.d: there is a decode.d, too"),
         ({"decode": {"d": D["d"] | {"token_file": "t"}}}, "d.token_file: given without d.cache"),
+        ({"decode": {"d": D["d"] | {"replay": "tcp://h:1"}}}, "d.replay: given without d.events"),
+        (
+            {"decode": {"d": D["d"] | {"data_parallel": 2, "events": "ipc:///a"}}},
+            "d.events = 'ipc:///a': want HOST:PORT with data_parallel",
+        ),
+        (
+            {"decode": {"d": D["d"] | {"data_parallel": 2, "handoff": "tcp://h:1"}}},
+            "d.handoff: want none with data_parallel",
+        ),
+        ({"decode": {"d": D["d"] | {"events": "tcp://*:1"}}}, "d.events = .*: want tcp://HOST:PORT"),
         ({"decode": {"d": D["d"] | {"handoff": "tcp://h"}}}, "d.handoff = 'tcp://h': tcp://h: want unix:///"),
+        (
+            {"decode": D, "blend": {"marks": ["<d>", "a<d>"]}},
+            "blend.marks.*: want two texts, neither of which",
+        ),
+        ({"decode": D, "blend": {"methods": ["k_deviation"]}}, "blend.methods.0 = 'k_deviation'"),
         (
             {"decode": D, "prefill": {"p": D["d"] | {"handoff": "tcp://h:1"}}},
             "prefill.p.handoff: only a decode engine has one",

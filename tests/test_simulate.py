@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import uuid
 import zlib
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine import Engine, small_layout, small_namespace
+from floats import FloatEngine
 from pydantic import ByteSize
 from typer.testing import CliRunner, Result
 
@@ -20,13 +24,15 @@ from kvkit.moving.policy import Policy
 from kvkit.settings import ConfigError
 from kvkit.simulate.config import SimulatedTier, SimulationConfig, load_simulation
 from kvkit.simulate.model import Simulator, simulate
-from kvkit.simulate.report import as_json, compare, parse_sweep, summary
+from kvkit.simulate.report import as_json, compare, parse_snapshots, parse_sweep, summary
 from kvkit.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
 from kvkit.staging import Staging
 from kvkit.tiers.eviction.policies import POLICIES
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.shm.file import pool_path
+from kvkit.tiers.shm.tier import ShmTier
 
 CHUNK = 1000  # bytes of a simulated chunk: 10 tokens of 100 bytes
 
@@ -49,25 +55,41 @@ def trace(*requests: Request) -> Trace:
 
 
 class Real:
-    """The requests of a trace through the real cache: memory and a folder, one thread."""
+    """The requests of a trace through the real cache: memory, or a pool, and a folder; one thread."""
 
-    def __init__(self, folder: Path, memory: int, disk: int | None, eviction: str, policy: Policy):
+    def __init__(
+        self,
+        folder: Path,
+        memory: int,
+        disk: int | None,
+        eviction: str,
+        policy: Policy,
+        pool: str = "",
+        precision: Any = None,
+    ) -> None:
         layout = small_layout()
         space = small_namespace(layout)
         record = RecordFormat.of(layout, 0, space).record_bytes
-        self.engine = Engine(layout, space, blocks=256)
+        self.engine = (
+            Engine(layout, space, blocks=256) if precision is None else FloatEngine(1, "float32", 256)
+        )
+        self.precision = precision
         staging = Staging(record, memory + 64)
+        path, size = pool and pool_path(pool), memory * staging.slot_bytes
         self.cache = Cache(
             layout,
             space,
             [
-                MemoryTier(staging, memory * record, policy=eviction),
+                ShmTier(path, staging, size, "memory")
+                if pool
+                else MemoryTier(staging, memory * record, policy=eviction),
                 ObjectTier(
                     TierConfig(
                         url=str(folder),
                         capacity=None if disk is None else disk * record,
                         threads=1,
                         eviction=eviction,
+                        precision=precision,
                     )
                 ),
             ],
@@ -84,10 +106,17 @@ class Real:
         self.engine.wipe()
         loaded = self.cache.load(hit, places)
         assert loaded.by_tier == hit.by_tier
-        self.engine.assert_loaded(prompt, table, loaded.tokens // 8)
+        if isinstance(self.engine, FloatEngine):
+            kinds = self.engine.loaded_as(prompt, table, loaded.tokens // 8, self.precision)
+            assert kinds == "".join(
+                ("e" if tier == "memory" else "a") * (tokens // 8) for tier, tokens in loaded.by_tier.items()
+            )
+        else:
+            self.engine.assert_loaded(prompt, table, loaded.tokens // 8)
         self.cache.flush()
-        self.engine.compute(whole, table)
-        self.cache.store(whole, places)
+        exact = whole[: loaded.approximate_from]
+        self.engine.compute(exact, table)
+        self.cache.store(exact, places)
         self.cache.flush()
         return {tier: tokens // 8 for tier, tokens in loaded.by_tier.items()}
 
@@ -136,6 +165,70 @@ def test_hits_by_tier_are_those_of_the_cache(
     assert evicted["memory"]
     assert sum(hits.get("memory", 0) for hits in found)
     assert sum(hits.get("disk", 0) for hits in found)
+
+
+@pytest.mark.parametrize(("memory", "disk"), [(12, 60), (25, None)])
+def test_fewer_bits_are_those_of_the_cache(tmp_path: Path, memory: int, disk: int | None) -> None:
+    """What lies on disk in int8 is neither written back nor built on, and takes as much less room."""
+    requests = mixed(45, seed=3, block_tokens=2048).requests
+    room = None if disk is None else disk * CHUNK // 2
+    tiers = {
+        "memory": {"capacity": memory * CHUNK, "near": True},
+        "disk": {"capacity": room, "precision": "int8"},
+    }
+    names = {"retrieve_from": ("disk", "memory"), "store_to": BOTH, "write_back_to": ("memory",)}
+    model = {"kv_bytes_per_token": 100, "prefill_tokens_per_s": 10.0, "item_bytes": 4, "head_size": 4}
+    settings = SimulationConfig.model_validate({"model": model, "tiers": tiers, "policy": names})
+    assert settings.bytes_per_token("disk") == 50
+    simulator = Simulator(settings, 10)
+    real = Real(tmp_path, memory, disk, "lru", Policy(**names), precision="int8")
+    with real.cache:
+        simulated = [simulator.serve(r).by_tier() for r in requests]
+        found = [real.serve(r) for r in requests]
+        assert simulated == found
+        report = simulator.finish()
+        evicted = {t: real.cache.tiers[t].evicted for t in tiers}
+    assert evicted == {t: report.evicted_chunks[t] for t in tiers}
+    assert report.read_bytes["disk"] == CHUNK // 2 * sum(hits.get("disk", 0) for hits in found) > 0
+    assert not report.write_back_bytes["memory"]
+
+
+@pytest.mark.parametrize(("memory", "share"), [(12, 0), (40, 1)])
+def test_engines_of_one_host_hit_what_the_others_stored(tmp_path: Path, memory: int, share: int) -> None:
+    """Two caches of one pool and one folder. `share`: of so many requests, one goes to any of the two."""
+    requests = mixed(30, seed=share, block_tokens=2048).requests
+    moved = [replace(r, session=str(i)) if share and i % share == 0 else r for i, r in enumerate(requests)]
+    tiers = {
+        "memory": {"scope": "host", "capacity": memory * CHUNK, "near": True},
+        "disk": {"scope": "shared"},
+    }
+    simulator = Simulator(config(nodes={"both": 2, "per_host": 2}, tiers=tiers), 10)
+    policy, url = Policy(BOTH, BOTH, ("memory",)), f"shm://test-{uuid.uuid4().hex}"
+    with ExitStack() as stack:
+        stack.callback(Path(pool_path(url)).unlink)
+        reals = [Real(tmp_path, memory, None, "lru", policy, url) for _ in range(2)]
+        for real in reals:
+            stack.enter_context(real.cache)
+        stored: dict[str, int] = {}
+        theirs = 0
+        for r in moved:
+            number = zlib.crc32(r.session.encode()) % 2
+            found = reals[number].serve(r)
+            assert simulator.serve(r).by_tier() == found
+            in_pool = r.chunks[: found.get("memory", 0)]
+            theirs += sum(stored.get(name, number) != number for name in in_pool)
+            stored |= {name: number for name in r.chunks if name not in stored}
+        evicted = sum(real.cache.tiers["memory"].evicted for real in reals)
+        assert evicted == simulator.finish().evicted_chunks["memory"] > 0
+        assert theirs > 0, "one hit what the other stored"
+
+
+def test_each_host_has_its_own_pool() -> None:
+    tiers = {"pool": {"scope": "host", "capacity": 100 * CHUNK, "near": True, "price_per_gb_month": 1e6}}
+    nodes = {"both": 4, "per_host": 2, "route": "round-robin"}
+    report = simulate(trace(*[request("ab")] * 4), config(nodes=nodes, tiers=tiers))
+    assert report.hit_tokens == {"pool": 2 * 19}, "the second engine of each host"
+    assert report.cost_per_month == {"pool": pytest.approx(2 * 100 * CHUNK / 1e9 * 1e6)}
 
 
 def test_a_second_turn_by_hand() -> None:
@@ -273,6 +366,79 @@ def test_mooncake_lines(tmp_path: Path) -> None:
     assert simulate(read, SimulationConfig()).hit_tokens == {"memory": 1024}
 
 
+def lines(path: Path, *values: Any) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_a_trace_of_alibaba_is_read(tmp_path: Path) -> None:
+    chat = {"chat_id": 4, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 35, "output_length": 20}
+    more = {"chat_id": 9, "parent_chat_id": 4, "timestamp": 75, "input_length": 64, "type": "text", "turn": 2}
+    last = {"chat_id": 11, "parent_chat_id": 9, "timestamp": 80, "input_length": 16}
+    other = {"chat_id": 12, "parent_chat_id": 2, "timestamp": 70, "input_length": 16}
+    ids = [1, 2, 3], [1, 2, 4, 5], [6], [1]
+    read = read_trace(
+        lines(
+            tmp_path / "a.jsonl",
+            *({**c, "hash_ids": i} for c, i in zip((chat, more, last, other), ids, strict=True)),
+        )
+    )
+    assert read.block_tokens == 16
+    assert [(r.timestamp_ms, r.session) for r in read.requests] == [
+        (61_500, "4"),
+        (70_000, "2"),
+        (75_000, "4"),
+        (80_000, "4"),
+    ]
+    first, beside, second, third = (r.chunks for r in read.requests)
+    assert first == second[:2]
+    assert beside == first[:1]
+    assert not set(third) & set(second)
+
+
+def test_texts_are_read(tmp_path: Path) -> None:
+    """What an agent sent, step by step, and conversations: equal beginnings are equal chunks."""
+    system, task = ({"role": "user", "content": letter * 3000} for letter in "st")
+    step, found = {"role": "assistant", "content": "a" * 1500}, {"role": "tool", "content": "f" * 1500}
+    path = lines(
+        tmp_path / "agent.jsonl",
+        {"block_tokens": 100},
+        {"timestamp": 5, "session": "x", "messages": [system, task, step], "tools": []},
+        {"timestamp": 9, "session": "x", "messages": [system, task, step, found]},
+        {"timestamp": 7, "messages": [system, found]},
+    )
+    read = read_trace(path)
+    assert [r.session for r in read.requests] == ["x", "4", "x"]
+    first, other, second = read.requests
+    size = [-(-len(json.dumps(m)) // 4) for m in (system, task, step, found)]
+    assert (first.input_tokens, first.output_tokens) == (sum(size[:2]), size[2])
+    assert (second.input_tokens, second.output_tokens) == (sum(size), 0)
+    assert second.chunks[: len(first.chunks)] == first.chunks
+    assert len(second.chunks) == second.prompt_chunks == sum(size) // 100
+    shared = size[0] // 100
+    assert other.chunks[:shared] == first.chunks[:shared]
+    assert not set(other.chunks[shared:]) & set(first.chunks)
+
+    said = [
+        {"from": who, "value": letter * 4096}
+        for who, letter in zip(("human", "gpt") * 2, "abcd", strict=True)
+    ]
+    talks = [{"id": 1, "conversations": said}, {"id": 2, "conversations": [*said[:2], said[0]]}]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps(talks, indent=1))
+    one = read_trace(path)
+    assert one == read_trace(lines(tmp_path / "sharegpt.jsonl", *talks)), "a list, or lines"
+    assert sorted((r.session, len(r.chunks), r.prompt_chunks) for r in one.requests) == [
+        ("1", 8, 4),
+        ("1", 16, 12),
+        ("2", 8, 4),
+    ]
+    assert len({name for r in one.requests for name in r.chunks}) == 16
+    torn = [{"from": "human", "value": "\ud800"}, {"from": "gpt", "value": "what?"}]
+    (alone,) = read_trace(lines(path, {"conversations": torn})).requests
+    assert (alone.input_tokens, alone.output_tokens) == (1, 2)
+
+
 GOOD = '{"timestamp": 0, "input_length": 1100, "hash_ids": [0, 1]}\n'
 
 
@@ -282,6 +448,14 @@ GOOD = '{"timestamp": 0, "input_length": 1100, "hash_ids": [0, 1]}\n'
         ("", ("no requests",)),
         (GOOD + "{", (":2", "JSON")),
         (GOOD + "[]", (":2", "object")),
+        ("[{]", ("property name",)),
+        ('[{"conversations": [{"value": "Hi"}]}]', (":1", "conversations.0.from", "required")),
+        ('{"timestamp": 0, "messages": []}', (":1", "messages", "at least 1")),
+        (
+            '{"chat_id": 1, "timestamp": 0, "input_length": 40, "hash_ids": [1]}',
+            (":1", "blocks of 16", "2 to 3"),
+        ),
+        ('{"chat_id": [], "timestamp": 0, "input_length": 4, "hash_ids": []}', (":1", "chat_id")),
         (GOOD.replace("1100", "-3"), (":1", "input_length = -3", "greater than or equal to 1")),
         (GOOD.replace("1100", "5000"), (":1", "hash_ids: 2 ids", "blocks of 512", "9 to 10")),
         (GOOD.replace('"hash_ids": [0, 1]', '"hash_ids": ["x"]'), (":1", "hash_ids.0 = 'x'", "integer")),
@@ -319,6 +493,7 @@ def test_broken_traces(tmp_path: Path, text: str, words: tuple[str, ...]) -> Non
         ("[model]\nprefill_tokens_per_s = 0", ("model.prefill_tokens_per_s = 0", "greater than 0")),
         ("speed = 1", ("speed: unknown setting", "model, nodes, handoff, tiers, policy")),
         ("tiers = {}", ("tiers", "at least 1")),
+        ('model.state_bytes = 1\ntiers.disk.precision = "fp8"', ("tiers.disk.precision", "state_bytes")),
         ("[model", ("sim.toml",)),
     ],
 )
@@ -360,6 +535,22 @@ def test_sweeps() -> None:
         compare(mixed(3), SimulationConfig(), ["mru"])
 
 
+def test_snapshots_side_by_side() -> None:
+    """Fewer of them take less, and are hit less; the next turn finds that of its prompt's end."""
+    conversation = trace(request("ab", "cd", extra=5), request("abcdef", time_s=1.0, extra=5))
+    states = config(model={"kv_bytes_per_token": 100, "state_bytes": 5000}, tiers={"disk": {}})
+    runs = compare(conversation, states, snapshots=[1, 3, 0])
+    assert [run.report.hit_tokens["disk"] for run in runs] == [40, 30, 20]
+    assert [run.report.written_bytes["disk"] for run in runs] == [6000 + n * 5000 for n in (6, 3, 2)]
+    assert [run.report.read_bytes["disk"] for run in runs] == [5000 + n * 1000 for n in (4, 3, 2)]
+    last = compare(trace(request("ab"), request("ab")), states, snapshots=[0])[0].report
+    assert last.hit_tokens["disk"] == 10, "the state after the last token is of no use"
+    with pytest.raises(ConfigError, match="snapshots: the model has no states"):
+        compare(conversation, SimulationConfig(), snapshots=[1])
+    with pytest.raises(ConfigError, match="snapshots = '1,x': want whole numbers"):
+        parse_snapshots("1,x")
+
+
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(
         cli.app, ["simulate", *map(str, arguments)], env={"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"}
@@ -380,6 +571,9 @@ def test_the_command_compares_and_writes(tmp_path: Path) -> None:
     ]
     for found in document["runs"]:
         assert f"{found['hit_rate']:.1%}" in result.output
+        assert f"{found['share_of_bound']:.1%}" in result.output
+        assert found["hit_rate"] < found["hit_rate_bound"] * 1.001 < 1
+        assert found["share_of_bound"] == found["hit_rate"] / found["hit_rate_bound"]
     assert png.read_bytes().startswith(b"\x89PNG")
     again = tmp_path / "again.json"
     assert run(saved, *options[2:], "--json", again).exit_code == 0

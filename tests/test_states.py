@@ -11,9 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvkit.handoff.protocol import outgoing, states
-from kvkit.handoff.protocol.messages import Cancel, Commit
-from kvkit.handoff.protocol.outgoing import Outgoing, Stage
+from kvkit.handoff.protocol import states
 from kvkit.handoff.protocol.states import (
     Action,
     Buffer,
@@ -23,6 +21,7 @@ from kvkit.handoff.protocol.states import (
     End,
     Grant,
     Limits,
+    OfRequest,
     Phase,
     Unexpected,
     Verdict,
@@ -38,7 +37,10 @@ def names(word: str) -> list[str]:
 
 
 def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Next:
+    """Whose name is a letter and a digit brings one of two parts of what the letter stands for."""
     given = {"elsewhere": (), "deadline_s": 100.0} | more
+    if transfer[1:]:
+        given.setdefault("of", OfRequest(transfer[0], 2))
     return states.reserve(buffer, transfer, f"peer of {transfer}", names(word), now=now, **given)
 
 
@@ -180,15 +182,146 @@ def test_events_of_others_do_not_count() -> None:
         lambda: states.commit(buffer, "A", "another", (0, 1), 0.0),
         lambda: states.arrived(buffer, "A", "peer of A", 2, 0.0),
     ):
-        with pytest.raises(Unexpected):
+        with pytest.raises(Unexpected, match=r"^transfer A: (this peer has none|record 2 is not expected)"):
             event()
     assert states.cancel(buffer, "A", "another", 0.0) == (buffer, ())
     assert states.arrived(buffer, "over", "another", 0, 0.0) == (buffer, ())
     with pytest.raises(Unexpected, match="record 0"):
         states.arrived(bring(buffer, "A", 1), "A", "peer of A", 0, 0.0)
     again, (refusal,) = reserve(buffer, "A", "c")
+    assert refusal == Deny("A", "peer of A", "there is a transfer A already")
+    assert again == buffer
+
+
+def test_no_more_transfers_are_known_than_may_be() -> None:
+    buffer, _ = reserve(Buffer.empty(1, LIMITS), "A", "a")
+    (first,) = buffer.transfers.values()
+    few = {str(i): replace(first, id=str(i)) for i in range(states.MAX_TRANSFERS - 1)}
+    buffer, actions = reserve(replace(buffer, transfers=few), "B", "b")
+    assert actions == ()
+    again, (refusal,) = reserve(buffer, "C", "c")
+    assert refusal == Deny("C", "peer of C", "4096 transfers are under way")
+    assert again == buffer
+
+
+def test_the_sender_s_cancel_ends_what_is_not_committed() -> None:
+    buffer, _ = reserve(Buffer.empty(2, LIMITS), "A", "ab")
+    over, actions = states.cancel(bring(buffer, "A", 1), "A", "peer of A", 0.0)
+    assert actions == (End("A", "peer of A", "cancelled by its sender", frozenset({0, 1}), ()),)
+    assert states.cancel(over, "A", "peer of A", 0.0) == (over, ())
+    done, _ = finish(buffer, "A")
+    assert states.cancel(done, "A", "peer of A", 0.0) == (done, ())
+
+
+def test_a_buffer_that_does_not_add_up_is_a_defect() -> None:
+    buffer, _ = reserve(Buffer.empty(8, LIMITS), "A", "ab")
+    buffer, _ = finish(buffer, "A")
+    buffer, _ = reserve(buffer, "B0", "bc")
+    buffer, _ = reserve(buffer, "B1", "d")
+    buffer, _ = reserve(bring(buffer, "B0", 1), "C0", "e")
+    check_integrity(buffer)
+    b0 = buffer.transfers["B0"]
+    changed = [
+        replace(b0, shared=b0.shared | b0.own),
+        replace(b0, arrived=frozenset({0, 1})),
+        replace(b0, shared=frozenset()),
+        replace(b0, of=OfRequest("B", 3)),
+        replace(b0, phase=Phase.WAITING, own=frozenset(), shared=frozenset(), arrived=frozenset()),
+    ]
+    without = {name: found for name, found in buffer.transfers.items() if name != "B1"}
+    for broken in [
+        replace(buffer, free=buffer.free - 1),
+        replace(buffer, free=buffer.free + 1, lent=-1),
+        replace(buffer, free=-1, lent=buffer.free + 1),
+        replace(buffer, held={"a": 1, "b": 1}),
+        replace(buffer, requests={}),
+        replace(buffer, requests={**buffer.requests, "A": ("A",)}),
+        replace(buffer, free=buffer.free + 1, transfers=without, requests={"B": ("B0",), "C": ("C0",)}),
+        *(replace(buffer, transfers={**buffer.transfers, "B0": part}) for part in changed),
+    ]:
+        with pytest.raises(AssertionError):
+            check_integrity(broken)
+    with pytest.raises(AssertionError, match="1 slots came back, 0 were away"):
+        states.freed(buffer, 1, 0.0)
+
+
+def test_parts_of_a_request_are_admitted_together_or_not_at_all() -> None:
+    """4 slots, in the order A0, B0, B1, A1: what has not all of its parts yet stands in nobody's way."""
+    buffer, actions = reserve(Buffer.empty(4, LIMITS), "A0", "ab")
+    assert actions == ()
+    buffer, actions = reserve(buffer, "B0", "cd")
+    assert actions == ()
+    buffer, actions = reserve(buffer, "B1", "ef")
+    assert kinds(actions) == [("Grant", "B0"), ("Grant", "B1")]
+    buffer, actions = reserve(buffer, "A1", "gh")
+    assert actions == ()
+    buffer, actions = states.release(buffer, "B", "used", 0.0)
+    assert kinds(actions) == [("End", "B0"), ("End", "B1")]
+    buffer, actions = states.freed(buffer, 3, 0.0)
+    assert actions == (), "one of two parts would fit"
+    buffer, actions = states.freed(buffer, 1, 0.0)
+    assert kinds(actions) == [("Grant", "A0"), ("Grant", "A1")]
+    check_integrity(buffer)
+
+
+def test_parts_of_a_request_end_together() -> None:
+    buffer, _ = reserve(Buffer.empty(4, LIMITS), "A0", "ab")
+    buffer, _ = reserve(buffer, "A1", "cd")
+    buffer, _ = finish(buffer, "A0")
+    over, actions = states.lost(bring(buffer, "A1", 1), "peer of A1", 0.0)
+    assert actions == (
+        End("A1", "peer of A1", "its sender is gone", frozenset({0, 1}), ()),
+        End("A0", "peer of A0", "another part of it: its sender is gone", frozenset(), ("a", "b")),
+    )
+    assert states.freed(over, 4, 0.0) == (Buffer.empty(4, LIMITS), ())
+    over, actions = states.lost(buffer, "peer of A0", 0.0)
+    assert (over, actions) == (buffer, ()), "what it committed stays"
+    waiting, _ = reserve(buffer, "B0", "xy")
+    _, actions = states.expire(waiting, 10.0)
+    assert actions == (Deny("B0", "peer of B0", "no slots came free in time"),)
+
+
+def test_parts_wait_for_their_use_from_the_last_of_them_on() -> None:
+    buffer, _ = reserve(Buffer.empty(4, LIMITS), "A0", "ab")
+    buffer, _ = reserve(buffer, "A1", "cd")
+    buffer, _ = finish(buffer, "A0")
+    _, actions = states.expire(buffer, 20.0)
+    assert kinds(actions) == [("End", "A1"), ("End", "A0")], "nothing of its other part came"
+    buffer = bring(buffer, "A1", 1, now=15.0)
+    buffer = bring(buffer, "A1", 1, now=34.0)
+    assert states.expire(buffer, 40.0) == (buffer, ()), "its other part is still coming"
+    buffer, _ = finish(buffer, "A1", now=40.0)
+    assert states.next_deadline(buffer) == 70.0
+    _, actions = states.expire(buffer, 70.0)
+    assert kinds(actions) == [("End", "A0"), ("End", "A1")]
+
+
+def test_parts_that_cannot_be_are_refused_at_once() -> None:
+    buffer, _ = reserve(Buffer.empty(3, LIMITS), "A0", "ab")
+    over, actions = reserve(buffer, "A1", "cd")
+    reason = "4 records do not fit the buffer's 3 slots"
+    assert actions == (
+        Deny("A1", "peer of A1", reason),
+        Deny("A0", "peer of A0", f"another part of it: {reason}"),
+    )
+    assert over == Buffer.empty(3, LIMITS)
+    for of in (OfRequest("A", 3), OfRequest("A", 1)):
+        again, actions = reserve(buffer, "A1", "c", of=of)
+        assert actions == (Deny("A1", "peer of A1", "request A has 1 of 2 transfers already"),)
+        assert again == buffer
+    again, (refusal,) = reserve(buffer, "A", "c")
     assert isinstance(refusal, Deny)
     assert again == buffer
+    buffer, _ = reserve(buffer, "A1", "c")
+    again, (refusal,) = reserve(buffer, "A2", "d")
+    assert refusal == Deny("A2", "peer of A2", "request A has 2 of 2 transfers already")
+    assert again == buffer
+
+
+def test_what_is_elsewhere_takes_no_room_of_its_request() -> None:
+    buffer, _ = reserve(Buffer.empty(2, LIMITS), "A0", "ab", elsewhere="a")
+    _, actions = reserve(buffer, "A1", "c")
+    assert kinds(actions) == [("Grant", "A0"), ("Grant", "A1")]
 
 
 def test_closing_lets_what_comes_in_come_in() -> None:
@@ -197,12 +330,11 @@ def test_closing_lets_what_comes_in_come_in() -> None:
     buffer, actions = states.close(buffer, 0.0, at_once=False)
     assert kinds(actions) == [("Deny", "B")]
     _, (refusal,) = reserve(buffer, "C", "a")
-    assert isinstance(refusal, Deny)
-    assert "closing" in refusal.reason
+    assert refusal == Deny("C", "peer of C", "the receiver is closing")
     buffer, actions = finish(buffer, "A")
     assert kinds(actions) == [("Complete", "A")]
     buffer, actions = states.close(buffer, 0.0, at_once=True)
-    assert kinds(actions) == [("End", "A")]
+    assert actions == (End("A", "peer of A", "the receiver is closing", frozenset(), ("a", "b")),)
 
 
 @dataclass(frozen=True)
@@ -237,7 +369,10 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
         found = buffer.transfers.get(transfer)
         if not rest or transfer in world.ended:
             continue
-        if rest[0] == "reserve":
+        parts = [] if found is None else states.parts_of(buffer, found.of.id)
+        if rest[0] == "reserve" and any(t[0] == transfer[0] for t in world.ended):
+            yield replace(world, ended=world.ended | {transfer})  # as a receiver refuses it
+        elif rest[0] == "reserve":
             yield after(reserve(buffer, transfer, words[transfer]), transfer)
         elif rest[0] == "data" and found is not None and found.phase is Phase.RECEIVING:
             due = found.own - found.arrived
@@ -247,7 +382,7 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
                 yield after((buffer, ()), transfer)
         elif rest[0] == "commit":
             yield after(states.commit(buffer, transfer, f"peer of {transfer}", (), 0.0), transfer)
-        elif rest[0] == "release" and found is not None and found.phase is Phase.COMMITTED:
+        elif rest[0] == "release" and {part.phase for part in parts} == {Phase.COMMITTED}:
             yield after(states.release(buffer, transfer, "used", 0.0), transfer)
         if world.faults and found is not None:
             yield after(states.cancel(buffer, transfer, found.peer, 0.0), faults=world.faults - 1)
@@ -271,7 +406,22 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
 )
 def test_every_order_of_events_ends_well(slots: int, words: tuple[str, ...], faults: int) -> None:
     """All interleavings, with faults anywhere: what is left to do can be done, and at the end all is free."""
-    by_name = dict(zip("ABCD", words, strict=False))
+    explore(slots, dict(zip("ABCD", words, strict=False)), faults)
+
+
+@pytest.mark.parametrize(
+    ("slots", "words", "faults"),
+    [
+        (2, {"A0": "a", "A1": "b", "B0": "c", "B1": "d"}, 1),
+        (3, {"A0": "ab", "A1": "c", "B": "ad"}, 1),
+    ],
+)
+def test_every_order_of_parts_ends_well(slots: int, words: dict[str, str], faults: int) -> None:
+    """Each would have half of the room and wait for the other half, if parts were admitted one by one."""
+    explore(slots, words, faults)
+
+
+def explore(slots: int, by_name: dict[str, str], faults: int) -> None:
     script = ("reserve", "data", "commit", "release")
     start = World(Buffer.empty(slots, LIMITS), tuple((t, script) for t in by_name), faults)
     seen = {start.key()}
@@ -395,81 +545,3 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBuffer = BufferMachine.TestCase
 TestBuffer.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-
-
-def open_transfer(word: str = "abc", slots: Sequence[int] = (4, -1, 2)) -> Outgoing:
-    out = Outgoing.asked("T", names(word), deadline_s=5.0, transfer_s=10.0, now=0.0)
-    out, steps = outgoing.admitted(out, slots, 1.0)
-    assert steps == ()
-    return out
-
-
-def test_a_sender_sends_what_is_wanted_then_commits() -> None:
-    out = open_transfer()
-    assert out.unsent == {"a", "c"}
-    out, steps = outgoing.put(out, "b", 2.0)
-    assert steps == ()
-    out, steps = outgoing.put(out, "c", 2.0)
-    assert steps == (outgoing.Send(2, 2),)
-    assert outgoing.put(out, "c", 2.0) == (out, ())
-    out, steps = outgoing.put(out, "a", 3.0)
-    assert steps == (outgoing.Send(0, 4), Commit("T", ()))
-    out, steps = outgoing.done(out)
-    assert (out.stage, out.error, out.missing) == (Stage.ENDED, None, 0)
-
-
-def test_a_sender_that_has_nothing_to_send_commits() -> None:
-    out = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
-    out, steps = outgoing.admitted(out, [-1, -1], 1.0)
-    assert (out.stage, steps) == (Stage.COMMITTED, (Commit("T", ()),))
-
-
-def test_a_sender_wants_nothing_before_it_is_admitted() -> None:
-    out = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
-    assert outgoing.put(out, "a", 1.0) == (out, ())
-    assert not out.unsent
-
-
-def test_a_sender_that_finishes_early_says_what_is_missing() -> None:
-    out, _ = outgoing.put(open_transfer(), "a", 2.0)
-    out, steps = outgoing.finish(out, 2.0)
-    assert steps == (Commit("T", (2,)),)
-    out, _ = outgoing.done(out)
-    assert (out.error, out.missing) == (None, 1)
-
-
-@pytest.mark.parametrize("stage", list(Stage))
-def test_a_release_is_always_answered(stage: Stage) -> None:
-    """The receiver lends its slots to nobody before that."""
-    out = replace(open_transfer(), stage=stage, error="before" if stage is Stage.ENDED else None)
-    out, steps = outgoing.released(out, "expired")
-    assert steps == (Cancel("T"),)
-    assert (out.stage, out.error) == (Stage.ENDED, "before" if stage is Stage.ENDED else "expired")
-    assert outgoing.put(out, "a", 2.0) == (out, ())
-    assert outgoing.finish(out, 2.0) == (out, ())
-    assert outgoing.admitted(out, [1, 2, 3], 2.0) == (out, ())
-    assert outgoing.done(out) == (out, ())
-
-
-def test_a_sender_that_waits_too_long_cancels() -> None:
-    asked = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
-    assert outgoing.overdue(asked, 4.9) == (asked, ())
-    for out, at, reason in [
-        (asked, 5.0, "the receiver did not answer in time"),
-        (open_transfer(), 11.0, "no record was put for too long"),
-        (outgoing.finish(open_transfer(), 2.0)[0], 12.0, "the receiver did not confirm in time"),
-    ]:
-        ended, steps = outgoing.overdue(out, at)
-        assert (ended.stage, ended.error, steps) == (Stage.ENDED, reason, (Cancel("T"),))
-        assert outgoing.overdue(ended, at + 100) == (ended, ())
-
-
-def test_answers_that_nobody_asked_for() -> None:
-    out = open_transfer()
-    with pytest.raises(Unexpected):
-        outgoing.admitted(out, [1, 2, 3], 2.0)
-    with pytest.raises(Unexpected):
-        outgoing.done(out)
-    asked = Outgoing.asked("T", names("ab"), 5.0, 10.0, 0.0)
-    with pytest.raises(Unexpected, match="3 slots for 2 records"):
-        outgoing.admitted(asked, [1, 2, 3], 2.0)

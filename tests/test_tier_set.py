@@ -17,7 +17,7 @@ from kvkit.cache import CacheTimeout
 from kvkit.moving import tier_set as access
 from kvkit.moving.tier_set import ASKING_THREADS
 from kvkit.staging import Lease, release_all
-from kvkit.tiers.base import OnComplete, Tier
+from kvkit.tiers.base import OnComplete, OnHeld, Tier
 from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
@@ -99,6 +99,39 @@ def test_what_was_put_is_counted_although_its_slot_is_in_use_again(tmp_path: Pat
         moved = cache.counts().bytes_per_second["disk", "put"]
         seconds = cache.counts().seconds["disk", "put"]
         assert moved.total * seconds.total == pytest.approx(2 * size)
+
+
+class Mute(Wrapper):
+    """`inner`, which says nothing of what it evicts, as a server."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.tells = False
+
+    def watch(self, on_held: OnHeld) -> bool:
+        return False
+
+
+def test_what_a_tier_does_not_tell_its_answers_do(tmp_path: Path) -> None:
+    engine, tokens = make_engine(), sequence(4)
+    fill(engine, tmp_path, tokens)
+    told: dict[str, bool] = {}
+    with new_cache(engine, new_staging(engine, 16), [Mute(ObjectTier(str(tmp_path)))]) as cache:
+        assert not cache.watch(["disk"], lambda _, names, held: told.update(dict.fromkeys(names, held)))
+        hit, places = cache.lookup(tokens), engine.places(engine.table(len(tokens)))
+        names = hit.chunks.names
+        assert told == dict.fromkeys(names, True)
+        cache.tiers["disk"].delete(names[3:])
+        cache.load(hit, places)
+        assert told == dict.fromkeys(names[:3], True) | {names[3]: False}, "a read missed it"
+        cache.tiers["disk"].delete(names[1:])
+        cache.lookup(tokens)
+        assert (told[names[0]], told[names[1]]) == (True, False), "a lookup missed it"
+        cache.store(tokens, places)
+        cache.flush()
+        assert told == dict.fromkeys(names, True)
+        cache.clear("disk")
+        assert told == dict.fromkeys(names, False)
 
 
 class Undescribed(Wrapper):

@@ -324,6 +324,36 @@ def test_a_put_under_way_is_no_hit_and_keeps_its_room(staging: Staging) -> None:
     TierContract().finish(tier, staging)
 
 
+@pytest.mark.parametrize("meanwhile", ["deleted", "written by another"])
+def test_what_is_forgotten_while_it_is_written_keeps_its_room(
+    meanwhile: str, tmp_path: Path, staging: Staging
+) -> None:
+    """What the simulation found (docs/interleavings.md): the tier would hold more than its capacity."""
+    config = TierConfig(url=str(tmp_path), capacity=2 * SLOT_BYTES)
+    names = record_names(4)
+    with closing(ObjectTier(config)) as tier:
+        folder: Any = tier._store
+        write, others = folder.write, [names[0]]
+
+        def meddle(name: str, data: memoryview) -> None:
+            if name not in others:
+                write(name, data)
+                return
+            others.remove(name)
+            if meanwhile == "deleted":
+                tier.delete([name])
+                write(name, data)
+            else:
+                tier.write(name, data)
+                raise OSError("the second of two writers")
+
+        folder.write = meddle
+        put(tier, staging, names[:1])
+        for name in names[1:]:
+            assert put(tier, staging, [name]) == [None]
+        assert sum(size for _, size in tier.scan()) <= 2 * SLOT_BYTES
+
+
 def test_metadata_is_written_once(tmp_path: Path) -> None:
     layout = small_layout()
     form = RecordFormat.of(layout, 0, small_namespace(layout, chunk_tokens=32))

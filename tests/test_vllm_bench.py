@@ -15,7 +15,7 @@ from pages import on_page, run_shell
 from small_models import save_with_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
-from vllm_engine import ENVIRONMENT
+from vllm_process import ENVIRONMENT
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench.workloads import CONTROL, WORKLOADS

@@ -14,7 +14,7 @@ from pages import blocks, on_page
 from servers import free_ports
 from small_models import save_with_tokenizer
 from typed import Typed
-from vllm_engine import ENVIRONMENT
+from vllm_process import ENVIRONMENT
 
 WORDS = " ".join(f"word{number}" for number in range(400))
 

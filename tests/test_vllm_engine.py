@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pytest
+import torch
 from engine import POISON
 
+pytest.importorskip("aiohttp")
 pytest.importorskip("vllm")
 
-import msgspec
-import zmq
+from following import Following, addresses
 from metric_names import documented
-from servers import free_ports
 from small_models import QWEN, VOCABULARY, save
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from transformers import AutoModelForCausalLM
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
+from waiting import wait_for
 
+from kvkit.adapters.huggingface.cached import GrowingCache
 from kvkit.adapters.vllm import stats
+from kvkit.bench.judge import MeasuredModel
+from kvkit.bench.precision import restore
+from kvkit.format.record import read_header
+from kvkit.router.index import BlockIndex
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -41,10 +50,10 @@ class OneModel(Engine):
 
     def __init__(self, model: Path) -> None:
         super().__init__()
-        self._model = model
+        self.model = model
 
     def open(self, transfer: Settings | None, model: Path | None = None, **options: Any) -> Self:
-        return super().open(transfer, model or self._model, skip_tokenizer_init=True, **options)
+        return super().open(transfer, model or self.model, skip_tokenizer_init=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +163,23 @@ def test_a_request_that_must_not_read_computes(tiered: Engine, expected: Expecte
     assert tiered.cached(LONG) == [512]
     (found,) = tiered.generate([LONG], skip_reading_prefix_cache=True)
     assert (found["cached"], found["tokens"]) == (0, expected(LONG))
+
+
+def wanting(**wish: Any) -> dict[str, Any]:
+    """Sampling parameters of a request that wants this of the cache."""
+    return {"extra_args": {"kv_transfer_params": {"kv_cache": wish}}}
+
+
+def test_a_request_gets_what_it_wants_of_the_cache(tiered: Engine) -> None:
+    given = prompt(600, seed=90)
+    (cold,) = tiered.generate([given], **wanting(store=False))
+    assert tiered.cached(given, **wanting(store_to=["disk"])) == [0], "the first one was not stored"
+    assert tiered.cached(given, **wanting(load_from=["memory"], store=False)) == [0]
+    (found,) = tiered.generate([given], **wanting(load_from=["disk"], max_load_tokens=300, store=False))
+    assert (found["cached"], found["tokens"]) == (2 * BLOCK, cold["tokens"])
+    # what is refused costs a request its wishes, but for that nothing is stored
+    assert tiered.cached(given, **wanting(load_from=["memory"], keep_s=60, store=False)) == [512]
+    assert tiered.cached(given, **wanting(load_from=["memory"])) == [0]
 
 
 def damage(folder: Path, records: slice) -> int:
@@ -306,37 +332,55 @@ def test_two_connectors_in_one_engine(process: Engine, expected: Expected, tmp_p
     process.flush()
 
 
-def test_what_is_stored_is_told(process: Engine, expected: Expected, tmp_path: Path) -> None:
-    """Events of vLLM's own cache and of kvkit's tiers name the same blocks."""
-    (port,) = free_ports(1)
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.subscribe("")
-        socket.bind(f"tcp://127.0.0.1:{port}")  # vLLM binds only to all addresses, and else connects
-        process.open(
-            connector(on_disk(tmp_path)),
-            enable_prefix_caching=True,
-            kv_events_config={
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": f"tcp://127.0.0.1:{port}",
-            },
-        )
-        told: list[tuple[str, object]] = []
-        attempt = 0
-        while len({medium for medium, _ in told}) < 2 and attempt < 20:
-            # events that come before the subscription are lost, and a step is needed to send them
-            process.text(LONG, cache_salt=f"attempt {attempt}")
-            process.flush()
-            process.text(prompt(20))
-            attempt += 1
-            while socket.poll(1000):
-                *_, payload = socket.recv_multipart()
-                for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
-                    if isinstance(event, BlockStored):
-                        told += [(event.medium, hash_) for hash_ in event.block_hashes]
-    blocks = {medium: {hash_ for m, hash_ in told if m == medium} for medium in ("GPU", "STORAGE")}
-    assert blocks["STORAGE"]
-    assert blocks["STORAGE"] <= blocks["GPU"]
+def test_a_router_knows_what_an_engine_holds(process: Engine, expected: Expected, tmp_path: Path) -> None:
+    """By events of vLLM's own cache and of kvkit's tiers, which name the same blocks; so after a restart."""
+    where = addresses(tmp_path)
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": where["events"],
+        "replay_endpoint": where["replay"],
+    }
+    started = partial(
+        process.open,
+        connector(on_disk(tmp_path / "kv")),
+        enable_prefix_caching=True,
+        kv_events_config=events,
+    )
+    started()
+
+    async def index() -> BlockIndex:
+        async with Following(tmp_path) as router:
+            await router.until_current()
+            return router.follower.index
+
+    def known() -> tuple[int, int]:
+        """With vLLM's own cache, and without, once a step has sent what is new."""
+        process.text(prompt(20))
+        found = asyncio.run(index())
+        one, other = (found.tokens(LONG, None, "salt", engine_cache=both) for both in (True, False))
+        return one, other
+
+    assert known() == (0, 0)
+    process.text(LONG, cache_salt="salt")
+    process.flush()
+    wait_for(lambda: known() == (512, 512))
+    process.do("clear", "disk")
+    wait_for(lambda: known() == (512, 0))
+    process.text(LONG)
+    process.flush()
+    started()
+
+    def listed() -> set[Any]:
+        process.text(prompt(20))
+        found = asyncio.run(index())
+        assert found.tokens(LONG, None, "", engine_cache=False) == 512 or not found.complete
+        return {*found._places} if found.complete else set()
+
+    wait_for(lambda: bool(listed()))
+    before = listed()
+    process.text(LONG)
+    assert len(listed()) == len(before), "vLLM has other names for them"
 
 
 @pytest.mark.parametrize("short_of", ["blocks", "places"])
@@ -387,3 +431,68 @@ def test_what_is_loaded_by_layers_is_written_back(
         assert (found["cached"], found["tokens"]) == (512, expected(LONG))
         name = f"vllm:kvkit_loaded_tokens_total{{tier={tier}}}"
         assert difference(process.metrics(), before, name) == [512]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("divided", "shape"), [({}, (6, 2)), ({"record_ranks": 2, "record_stages": 3}, (2, 1))]
+)
+def test_kv_of_fewer_bits_is_hit(
+    process: OneModel, expected: Expected, tmp_path: Path, divided: Settings, shape: tuple[int, int]
+) -> None:
+    """What is said over it is what transformers' model says over KV that the reference quantised."""
+    settings = {"precision": "fp8", "unchecked_precision": True, **on_disk(tmp_path)}
+    process.open(connector(settings, **divided))
+    cold, hit = (process.generate([LONG], logprobs=20)[0] for _ in range(2))
+    assert cold["tokens"] == expected(LONG)
+    assert (cold["cached"], hit["cached"]) == (0, 512)
+    model = MeasuredModel(AutoModelForCausalLM.from_pretrained(process.model, dtype=torch.float32).eval())
+    ids, kv = np.array(LONG, np.int32), GrowingCache(model.layout, len(LONG), torch.device("cpu"))
+    model.logits(ids[:512], kv)
+    restore(kv, kv, 512, "fp8")
+    said = model.logits(ids[512:], kv)[-1].log_softmax(-1)
+    wanted = {token: float(said[int(token)]) for token in hit["first"]}
+    assert hit["first"] == pytest.approx(wanted, abs=5e-3)
+    assert cold["first"] != pytest.approx(hit["first"], abs=5e-3)
+    process.flush()
+    first, *others = tmp_path.rglob("c.*")
+    assert len(others) + 1 == 4 * 12 // (shape[0] * shape[1])
+    header = read_header(first.read_bytes())
+    assert (header.dtype, header.shape) == ("fp8 of float32", (*shape, BLOCK, 2 * 32 + 8))
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_what_comes_of_fewer_bits_is_its_request_s_own(
+    process: Engine, expected: Expected, tmp_path: Path, load: str
+) -> None:
+    """What a tier has with fewer bits is loaded neither for others, nor into memory, nor to be built on."""
+    few = {"disk": {"url": f"file://{tmp_path}", "precision": "int8", "codec": "zstd"}}
+    tiers = {"memory": {"capacity": "128MiB"}} | few
+    unchecked = {"tiers": tiers, "unchecked_precision": True}
+    process.open(connector(unchecked, load=load), enable_prefix_caching=True)
+    names = (
+        "vllm:kvkit_hit_tokens_total{tier=memory}",
+        "vllm:kvkit_approximate_tokens_total{tier=disk}",
+        "vllm:kvkit_loaded_tokens_total{tier=disk}",
+        "vllm:prompt_tokens_by_source_total{source=local_cache_hit}",
+        "vllm:kvkit_stored_tokens_total{tier=memory}",
+        "vllm:kvkit_stored_tokens_total{tier=disk}",
+    )
+
+    def told(given: list[int]) -> list[float]:
+        before = process.metrics()
+        process.text(given, tokens=1)
+        process.flush()
+        process.text(prompt(20))  # a step of its own, which tells what was stored
+        return difference(process.metrics(), before, *names)
+
+    assert told(LONG) == [0, 0, 0, 0, 512, 512]
+    assert told(LONG) == [0, 0, 0, 512, 0, 0]  # vLLM has it as it was computed
+    process.do("clear", "memory")
+    assert process.do("reset", False)
+    longer = LONG + prompt(200, seed=5)
+    for given in (LONG, LONG, longer, longer):
+        assert told(given) == [0, 512, 512, 0, 0, 0]
+    process.do("clear", "disk")
+    assert told(LONG) == [0, 0, 0, 0, 512, 512]
+    assert process.text(LONG) == [expected(LONG)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +14,15 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, TABLE, Pair, Rank, piece
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, OTHER, TABLE, Pair, Rank, piece
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import Lora, Question, Sequence
+from kvkit.adapters.engine.question import LookupAnswer, Lora, Question, Sequence
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
+from kvkit.moving.policy import RequestPolicy
+from kvkit.staging import release_all
 from kvkit.tiers.testing.contract import record_names
 from kvkit.tiers.testing.faulty import Fault
 
@@ -120,6 +125,32 @@ def test_a_step_without_work_waits_for_what_is_sent(tmp_path: Path, monkeypatch:
     pair.close()
 
 
+def test_what_has_come_is_known_at_once_where_memory_alone_is_asked(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    worker, cache = pair.decode.worker, pair.decode.worker.cache
+    for tensor in pair.prefill.pages.values():
+        tensor.copy_(torch.rand(tensor.shape))
+    ask = Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)
+    near = replace(cache.policy, retrieve_from=("handoff", "memory"))
+    cache.policy, policy = near, cache.policy
+    assert worker.answer_now(ask) is None, "it has not come"
+    pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+    pair.receiver.wait("t", DEADLINE_S)
+    cache.policy = policy
+    assert worker.answer_now(ask) is None, "the disk is to be asked, too"
+    cache.policy = near
+    assert worker.answer_now(replace(ask, policy=RequestPolicy(load_from=("disk",)))) is None
+    assert worker.answer_now(replace(ask, documents=(Sequence(IDS),))) is None
+    found = worker.answer_now(ask)
+    assert found == LookupAnswer("a", 1, 0, len(IDS), (("handoff", len(IDS)),))
+    assert worker.report() is None, "it is told once"
+    assert pair.decode.load(LoadTask("a", 1, 0, len(IDS), (OTHER,)))
+    for name, tensor in pair.decode.pages.items():
+        assert torch.equal(tensor[OTHER], pair.prefill.pages[name][TABLE])
+    assert pair.receiver.transfers() == {}
+    pair.close()
+
+
 def test_what_nobody_wants_makes_room(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
@@ -148,6 +179,170 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
     for ours, theirs in zip(pair.prefill.pages.values(), pair.decode.pages.values(), strict=True):
         assert torch.equal(ours[TABLE[:blocks]], theirs[into])
         assert not theirs[[block for block in range(BLOCKS) if block not in into]].any()
+    assert pair.receiver.transfers() == {}
+    pair.close()
+
+
+def test_layers_are_packed_as_they_are_computed_and_take_no_slot(tmp_path: Path) -> None:
+    """Whole chunks, and a block behind them. What the pages hold later does not matter."""
+    tokens = 2 * CHUNK + 3
+    pair = Pair(tmp_path)
+    worker, staging = pair.prefill.worker, pair.prefill.worker.cache.staging
+    taken = staging.acquire(staging.slots, 0.0)
+    send = piece(pair, "a", IDS[:tokens], 0, tokens)
+    step = StepMetadata(1, sends=[send])
+    worker.begin(step)
+    wait_for(lambda: pair.prefill.sender.transfers() == {"of-a": "sending"})
+    slots = [lease.array for lease in pair.receiver._filling["of-a"].values()]
+    for number, (name, tensor) in enumerate(pair.prefill.pages.items()):
+        tensor.fill_(3.0 + number)
+        worker.computed(name)
+        packed = np.full(8, 3.0 + number, np.float32).tobytes()
+        wait_for(lambda packed=packed: all(packed in slot.tobytes() for slot in slots))
+        tensor.fill_(-1.0)
+    assert pair.decode.found() == 0
+    worker.save(step)
+    pair.finish(*worker.finish({"a"}))
+    release_all(taken)
+    ask = Question("a", 1, send.sequence, transfer="of-a", computed_there=True)
+    pair.decode.step(questions=[ask], idle=True)
+    assert pair.decode.heard() == tokens
+    assert pair.decode.load(LoadTask("a", 1, 0, tokens, ([7, 8, 9, 10, 11],)))
+    for number, tensor in enumerate(pair.decode.pages.values()):
+        assert (tensor[7:] == 3.0 + number).all()
+        assert not tensor[:7].any()
+    assert pair.receiver.transfers() == {}
+    pair.close()
+
+
+def test_what_was_computed_before_there_was_room_is_packed_when_there_is(tmp_path: Path) -> None:
+    """Before that it is not known what the receiver lacks."""
+    pair = Pair(tmp_path)
+    worker, slots = pair.prefill.worker, pair.receiver.arena.slots
+    first = pair.prefill.sender.open("first", pair.address, record_names(slots), DEADLINE_S)
+    assert first.admitted.result(DEADLINE_S) == slots
+    pair.prefill.fill(3.0)
+    step = StepMetadata(1, sends=[pair.send()])
+    worker.begin(step)
+    for name in pair.prefill.pages:
+        worker.computed(name)
+    worker._prompts._packers.submit(int).result(DEADLINE_S)  # type: ignore[union-attr]
+    pair.prefill.sender.cancel("first")
+    worker.save(step)
+    pair.finish(*worker.finish({"a"}))
+    status = pair.receiver.wait("t", DEADLINE_S)
+    assert status is not None
+    assert (status.phase, status.held) == (Phase.COMMITTED, 3)
+    assert pair.decode.found() == len(IDS)
+    pair.close()
+
+
+@pytest.mark.parametrize("why", ["abort", "failed load", "wanted back", "given up"])
+def test_pages_of_a_step_that_is_not_sent_are_read_no_more(tmp_path: Path, why: str) -> None:
+    """No slot of the receiver is lost, and it takes nothing for a record."""
+    pair = Pair(tmp_path, "sync")
+    worker = pair.prefill.worker
+    load = LoadTask("b", 1, 0, CHUNK, ([7, 8],))  # nobody has found that
+    step = StepMetadata(1, sends=[pair.send()], loads=[load] if why == "failed load" else [])
+    worker.begin(step)
+    wait_for(lambda: pair.prefill.sender.transfers() == {"t": "sending"})
+    worker.start_loads(step)
+    worker.computed("layers.0")
+    if why == "given up":
+        pair.receiver.release("t", "given up")
+        wait_for(lambda: pair.prefill.sender.transfers() == {})
+    if why != "abort":
+        worker.save(step)
+    if why == "wanted back":
+        worker.vacate()
+    pair.finish(*worker.finish({"a"}))
+    pair.prefill.fill(7.0)
+    wait_for(lambda: pair.receiver.transfers() in ({}, {"t": Phase.COMMITTED}))
+    assert pair.decode.found() in (0, len(IDS) if why == "wanted back" else 0)
+    pair.receiver.release("t")
+    wait_for(lambda: pair.receiver.arena.free == pair.receiver.arena.slots)
+    pair.receiver.check_integrity()
+    pair.close()
+
+
+class FullDecode:
+    """A decode engine without room, and a prefill engine of a model with windows that goes on meanwhile."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        sizes = {"block_size": BLOCK, "sliding_window": CHUNK - BLOCK + 1, "num_kv_heads": 2, "head_size": 8}
+        spec = SlidingWindowSpec(**sizes, dtype=torch.float32)
+        self.pair = Pair(folder, specs={"layers.0": spec, "layers.1": spec}, **more)
+        slots = self.pair.receiver.arena.slots
+        others = self.pair.prefill.sender.open("others", self.pair.address, record_names(slots), DEADLINE_S)
+        assert others.admitted.result(DEADLINE_S) == slots
+        self.model = {name: torch.rand(3, *tensor.shape) for name, tensor in self.pair.prefill.pages.items()}
+
+    def compute(self) -> None:
+        """A chunk a step, of which each writes to all blocks; a block of the window is gone by then."""
+        for number in range(3):
+            send = piece(self.pair, "a", IDS, number * CHUNK, (number + 1) * CHUNK)
+            step = StepMetadata(number, sends=[replace(send, blocks=([-1, *send.blocks[0][1:]],))])
+            self.pair.prefill.run(step, forward=lambda number=number: self._write(number))
+        self.pair.prefill.step()
+        self.pair.prefill.fill(-1.0)
+
+    def _write(self, number: int) -> None:
+        for name, tensor in self.pair.prefill.pages.items():
+            tensor.copy_(self.model[name][number])
+
+    def make_room(self) -> int:
+        """What of the prompt is found when there is some, and the prefill engine is done."""
+        pair = self.pair
+        pair.prefill.sender.cancel("others")
+        pair.finish(*pair.prefill.step(("a",)))
+        ask = Question("a", 1, Sequence(IDS), transfer="of-a", computed_there=True)
+        pair.decode.step(questions=[ask], idle=True)
+        return pair.decode.heard()
+
+
+@pytest.mark.parametrize("send", ["async", "sync"])
+def test_what_waits_for_room_outlives_its_blocks(tmp_path: Path, send: str) -> None:
+    """Windows that move on leave them to others before the receiver has room for the prompt."""
+    full = FullDecode(tmp_path, send=send)
+    full.compute()
+    assert full.make_room() == len(IDS)
+    assert full.pair.decode.load(LoadTask("a", 1, 0, len(IDS), (OTHER,)))
+    for name, tensor in full.pair.decode.pages.items():
+        for block in range(len(TABLE)):
+            expected = full.model[name][block * BLOCK // CHUNK, TABLE[block]]
+            gone = block * BLOCK % CHUNK == 0
+            assert torch.equal(tensor[OTHER[block]], torch.zeros_like(expected) if gone else expected)
+    assert full.pair.receiver.transfers() == {}
+    full.pair.close()
+
+
+def test_what_waits_for_room_takes_no_more_memory_than_slots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decode engine hears that it has to compute, and the prefill engine gets its blocks back."""
+    full = FullDecode(tmp_path)
+    staging = full.pair.prefill.worker.cache.staging
+    staging.slots, slots = 2, staging.slots
+    full.compute()
+    staging.slots = slots
+    assert "a: its pages are wanted back before they were sent" in caplog.messages
+    assert full.make_room() == 0
+    full.pair.close()
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_load_in_parts_ends_where_a_record_is_damaged(tmp_path: Path, damaged: int) -> None:
+    """Whatever the other part brought."""
+    pair = Pair(tmp_path)
+    pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
+    pair.decode.step(
+        questions=[Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
+    )
+    assert pair.decode.heard() == len(IDS)
+    with pair.receiver._records[pair.receiver.records()[damaged][0]].share() as lease:
+        lease.array[lease.used // 2] ^= 1
+    assert not pair.decode.load(LoadTask("a", 1, 0, len(IDS), (TABLE,)))
+    assert pair.decode.worker.invalid_blocks() == set(TABLE[damaged * CHUNK // BLOCK :])
     assert pair.receiver.transfers() == {}
     pair.close()
 

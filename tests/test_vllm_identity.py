@@ -22,14 +22,19 @@ pytest.importorskip("vllm")
 from safetensors.torch import save_file
 from small_models import QWEN
 from transformers import AutoModelForCausalLM
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm_engine import BLOCK, connector
 
 from kvkit.adapters.vllm.connector import KVKitConnector
-from kvkit.adapters.vllm.identity import adapter_fingerprint, folder_fingerprint, model_identity
+from kvkit.adapters.vllm.identity import (
+    adapter_fingerprint,
+    draft_identity,
+    folder_fingerprint,
+    model_identity,
+)
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.moving.sequence import Chunks
 
@@ -378,16 +383,23 @@ def test_a_draft_model_counts_by_its_weights(model: Path, tmp_path: Path) -> Non
     """Its KV lies beside the model's."""
     draft = Path(shutil.copytree(model, tmp_path / "draft"))
     config = vllm_config(model)
-    alone = model_identity(config)
-    config.speculative_config = SimpleNamespace(
-        method="draft_model", draft_model_config=vllm_config(draft).model_config, draft_load_config=None
+    alone = draft_identity(config)
+    config.speculative_config = SpeculativeConfig(
+        method="draft_model",
+        model=str(draft),
+        num_speculative_tokens=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
     )
-    before = model_identity(config)
+    before = draft_identity(config)
     path = next(draft.glob("*.safetensors"))
     flip(path, path.stat().st_size // 2)
-    assert len({alone, before, model_identity(config)}) == 3
+    assert len({alone, before, draft_identity(config)}) == 3
+    assert before.startswith("draft_model draft ")
     config.speculative_config.draft_load_config = SimpleNamespace(load_format="ipc_cache")
-    assert model_identity(config) != model_identity(config), "weights of which nobody knows what they are"
+    assert draft_identity(config) != draft_identity(config), "weights of which nobody knows what they are"
+    config.speculative_config.method = "medusa"
+    assert (alone, draft_identity(config)) == ("", ""), "it has no KV"
 
 
 def test_a_longer_prompt_counts_where_it_decides_the_rotation(model: Path) -> None:

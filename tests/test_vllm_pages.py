@@ -12,19 +12,29 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
+    KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheSpec,
     KVCacheTensor,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     create_kv_cache_views,
 )
 
-from kvkit.adapters.vllm.pages import check_chunks, complete_tokens, group_pages, has_windows, layer_specs
+from kvkit.adapters.vllm.pages import (
+    check_chunks,
+    complete_tokens,
+    group_pages,
+    has_windows,
+    layer_specs,
+    table_specs,
+    window_of,
+)
 from kvkit.kernels.pages.api import pack, unpack
 from kvkit.settings import ConfigError
 
@@ -129,26 +139,48 @@ def test_groups_with_tables_of_their_own_stay_apart() -> None:
         (1, ("layers.1", "layers.3")),
         (0, ("layers.2", "layers.10")),
     ]
-    assert has_windows(spec for group in specs for spec in group.values())
-    assert not has_windows(specs[0].values())
+    assert has_windows([FULL, SLIDING])
+    assert not has_windows([FULL])
+
+
+def test_a_stage_of_a_pipeline_may_lack_all_layers_of_a_group() -> None:
+    """What its config says of that group stands for those of other stages."""
+    groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate((FULL, SLIDING))]
+    made = SimpleNamespace(kv_cache_groups=_project_kv_cache_groups_to_worker(groups, {"layers.0": FULL}))
+    specs, tables = layer_specs(made, cpu=False), table_specs(made)
+    assert specs == [{"layers.0": FULL}, {}]
+    assert tables == [FULL, SLIDING]
+    assert check_chunks(CHUNK, tables) == (32, 32)
+    found, pages = group_pages(specs, views(FULL, ["layers.0"], "LBHNC"), BLOCKS, False)
+    assert [(group.table, group.names) for group in pages] == [(0, ("layers.0",))]
+    assert found.layers == 1
 
 
 def test_what_cannot_be_restored_is_named() -> None:
-    mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigError, match=r"layer layers\.1\.mixer: .* MambaSpec.*FullAttentionSpec"):
-        layer_specs(config((FULL, ["layers.0"]), (mamba, ["layers.1.mixer"])), cpu=False)
+    cross = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"layer layers\.1\.cross: .* CrossAttentionSpec.*FullA"):
+        layer_specs(config((FULL, ["layers.0"]), (cross, ["layers.1.cross"])), cpu=False)
     with pytest.raises(ConfigError, match=r"layer layers\.0: .*MLAAttentionSpec.* first token"):
         layer_specs(config((MLA, ["layers.0"])), cpu=True)
 
 
+def test_what_is_blended_has_no_records_with_gaps() -> None:
+    assert window_of(FULL, CHUNK) is None
+    assert window_of(SLIDING, 32) == 48
+    with pytest.raises(ConfigError, match="chunk_tokens = 48: want less than 48 with blend"):
+        window_of(SLIDING, 48)
+    with pytest.raises(ConfigError, match="blend: chunks of local attention"):
+        window_of(LOCAL, CHUNK)
+
+
 def test_a_chunk_is_a_multiple_of_every_block() -> None:
     wide = FullAttentionSpec(block_size=48, num_kv_heads=2, head_size=8, dtype=torch.float32)
-    specs = layer_specs(config((FULL, ["a"]), (wide, ["b"])), cpu=False)
-    assert check_chunks(192, specs) == (32, 48)
+    tables = table_specs(config((FULL, ["a"]), (wide, ["b"])))
+    assert check_chunks(192, tables) == (32, 48)
     with pytest.raises(ConfigError, match=r"chunk_tokens = 256: .* 32, 48 tokens; .* of 96, such as 288"):
-        check_chunks(256, specs)
+        check_chunks(256, tables)
     with pytest.raises(ConfigError, match="such as 96"):
-        check_chunks(8, specs)
+        check_chunks(8, tables)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from routers import Routed, ask, fetch, text_of
 from servers import free_ports, together
 from small_models import save_with_tokenizer
 from typed import Typed
-from vllm_engine import BLOCK, ENVIRONMENT, prompt
+from vllm_engine import BLOCK, prompt
+from vllm_process import ENVIRONMENT
 from waiting import wait_for
 
 COMPLETIONS = "/v1/completions"

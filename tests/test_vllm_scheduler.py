@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -450,7 +451,7 @@ def test_what_cannot_be_saved_in_the_end_is_not_kept(computed: int, blocks: list
 def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
     scheduler, a = new_scheduler(), request(16)
     told: list[tuple[Request, int, int]] = []
-    scheduler.on_save = lambda view, first, stop: told.append((view, first, stop))
+    scheduler.on_chunks = lambda view, first, stop: told.append((view, first, stop))
     scheduler.match(a, 0)
     step(scheduler, {"a": 16}, ([7, 8, 9, 10],))
     a.tokens += range(9)
@@ -527,6 +528,20 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
     assert (save.first, save.blocks) == (0, table)
 
 
+def test_what_is_received_is_admitted_at_once_where_a_worker_answers_at_once() -> None:
+    scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
+    scheduler.answer_now = lambda ask: LookupAnswer(ask.request, ask.number, 0, 15, (("handoff", 15),))
+    scheduler.forget("later")
+    assert scheduler.match(a, 0) == (None, False), "the worker does not know of the reset yet"
+    (ask,) = step(scheduler).questions
+    scheduler.forget("later")
+    step(scheduler)
+    assert scheduler.match(a, 0) == (14, True)
+    scheduler.admit(a, ([21, 22, 23, 24],), 14)
+    (load,) = step(scheduler).loads
+    assert load.number > ask.number
+
+
 @pytest.mark.parametrize(("tokens", "computed"), [(1, 0), (13, 12), (15, 14)])
 def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) -> None:
     """vLLM has it in its prefix cache, or there is a single token."""
@@ -542,3 +557,44 @@ def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
     assert scheduler.match(a, 0) == (None, False)
     scheduler.finish(a, None)
     assert step(scheduler).unwanted == ["t"]
+
+
+def approximate(*segments: tuple[str, int], **fields: object) -> tuple[Scheduler, list[int], Request]:
+    """A scheduler that knows what was found of a request, of "few" with fewer bits; what it keeps private."""
+    begun: list[int] = []
+    kept, view = SimpleNamespace(begin=lambda view, tokens: begun.append(tokens)), request(41)
+    scheduler = new_scheduler(approximate=frozenset({"few"}), private=kept, **fields)
+    scheduler.match(view, 0)
+    (asked,) = step(scheduler).questions
+    total = sum(size for _, size in segments)
+    scheduler.hear(WorkerReport([LookupAnswer("a", asked.number, 0, total, segments)]))
+    return scheduler, begun, view
+
+
+@pytest.mark.parametrize(
+    ("segments", "first"),
+    [
+        ((("disk", 8), ("few", 16), ("disk", 8)), 8),
+        ((("few", 32),), 0),
+        ((("disk", 32),), None),
+        ((), None),
+    ],
+)
+def test_from_the_first_token_of_fewer_bits_on_nothing_is_saved(
+    segments: tuple[tuple[str, int], ...], first: int | None
+) -> None:
+    scheduler, begun, view = approximate(*segments)
+    found, table = scheduler.match(view, 0)[0] or 0, list(range(1, 13))
+    assert begun == ([] if first is None else [first])
+    scheduler.admit(view, (table,), found)
+    step(scheduler)
+    view.num_computed_tokens = found
+    saves = step(scheduler, {"a": 41 - found}, (table,)).saves
+    assert [(s.first, len(s.sequence.tokens)) for s in saves] == ([(found // 8, 40)] if first is None else [])
+
+
+def test_what_is_handed_off_is_exact() -> None:
+    sends = {"handoff": lambda view: RemoteDecode("t", "tcp://decode:1")}
+    scheduler, begun, view = approximate(("disk", 16), ("few", 16), **sends)
+    assert scheduler.match(view, 0) == (16, True)
+    assert begun == []

@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.adapters.vllm.connector import log_as_vllm
 from kvkit.adapters.vllm.stats import METRICS, PromMetrics, Recorder, Stats
+from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Loaded, Stored
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.moving.counts import Counts
@@ -103,18 +105,20 @@ def test_prometheus_sees_each_rank() -> None:
 
 def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> None:
     counts.lookup_tokens += 16
-    for counter in (counts.hit_tokens, counts.loaded_tokens, counts.loaded_bytes):
+    for counter in (counts.hit_tokens, counts.approximate_tokens, counts.loaded_tokens, counts.loaded_bytes):
         counter["disk"] += 16
     for counter in (counts.stored_records, counts.stored_bytes):
         counter["disk"] += 16
     recorder.loaded(Loaded(16), 1.0, kept=False)
     recorder.stored(Stored(16, 16), 1.0)
     recorder.called_off(1)
+    recorder.blended(BlendDone("a", 1, 2, 3, (), np.zeros(1, np.int32), {"rows": 1.0}))
     told = recorder.take()
     assert told is not None
     rows = re.findall(r"^\| vllm:kvkit_(\w+) \| ([\w, ]*) \|", METRICS, re.MULTILINE)
+    by = {name: ", stage" if name == "blend_seconds" else ", tier" for name in told.data["0"]}
     assert dict(rows) == {
-        name: "rank, tier" if isinstance(value, dict) else "rank" for name, value in told.data["0"].items()
+        name: "rank" + by[name] * isinstance(value, dict) for name, value in told.data["0"].items()
     }
     assert recorder.take() is None
 

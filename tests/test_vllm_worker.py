@@ -268,8 +268,9 @@ def test_a_prefetch_that_is_called_off_ends(hasty: Rank) -> None:
     staging.check_integrity()
 
 
-def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path) -> None:
-    """The first requests' come first; another's turn comes when one of them leaves."""
+@pytest.mark.parametrize("second", ["b", "a"])
+def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path, second: str) -> None:
+    """The first requests' come first; another's turn comes when one of them leaves. One may have several."""
     rank = Rank(tmp_path, "async", memory="120KiB")  # ten records of 12 KiB
     requests = {name: IDS + 1000 * i for i, name in enumerate("abc")}
     for tokens in requests.values():
@@ -282,9 +283,9 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path) -> None:
     def near() -> dict[str, int]:
         return {name: in_memory(rank, tokens) // CHUNK for name, tokens in requests.items()}
 
-    rank.step(
-        prefetches=[PrefetchTask(name, Sequence(tokens)) for name, tokens in requests.items()], idle=True
-    )
+    names = "a", second, "c"
+    queued = map(PrefetchTask, names, map(Sequence, requests.values()))
+    rank.step(prefetches=list(queued), idle=True)
     wait_for(lambda: near() == {"a": 3, "b": 2, "c": 0})
     rank.step(idle=True)
     rank.step(called_off=["a"], idle=True)
@@ -303,7 +304,7 @@ def test_a_failed_prefetch_gives_its_room_to_the_next(rank: Rank, monkeypatch: p
     for i, tokens in enumerate(started):
         prefetches.add(str(i), tokens, rank.worker._namespace, 0)
     prefetches.go_on()
-    assert all(wanted.move is failed for wanted in prefetches._wanted.values())
+    assert all(wanted.move is failed for wanted in prefetches._wanted)
 
 
 def test_a_later_epoch_calls_prefetches_off(hasty: Rank) -> None:

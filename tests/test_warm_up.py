@@ -12,7 +12,7 @@ import torch
 from test_cache import make_engine, open_cache, sequence
 
 import kvkit.moving.layerwise
-import kvkit.moving.load
+import kvkit.moving.sequence
 import kvkit.moving.store
 import kvkit.moving.warm_up
 from kvkit.cache import CacheError, SequencePages
@@ -57,7 +57,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(kvkit.moving.warm_up, "COUNTS", (1, 3))
     for module in (kvkit.moving.store, kvkit.moving.layerwise, kvkit.moving.warm_up):
         monkeypatch.setattr(module, "pack", mover(True))
-    for module in (kvkit.moving.load, kvkit.moving.layerwise, kvkit.moving.warm_up):
+    for module in (kvkit.moving.sequence, kvkit.moving.layerwise, kvkit.moving.warm_up):
         monkeypatch.setattr(module, "unpack", mover(False))
     return found
 

@@ -13,7 +13,7 @@ from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging,
 from engine import Engine
 
 from kvkit.cache import Cache, Hit
-from kvkit.moving import load as loads
+from kvkit.moving import sequence as sequences
 from kvkit.moving.reads import PlanReads
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Tier
@@ -197,7 +197,7 @@ def test_what_was_used_is_written_back_however_the_load_ends(
             loaded.cancel()
             assert loaded.result(DEADLINE_S).tokens == 3 * CHUNK
         else:
-            monkeypatch.setattr(loads, "unpack", None)
+            monkeypatch.setattr(sequences, "unpack", None)
             faulty.release()
             assert isinstance(loaded.exception(DEADLINE_S), TypeError)
         cache.flush()

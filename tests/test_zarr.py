@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -38,6 +39,8 @@ AS_BYTES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint
 GROUPS = {dtype: LayerGroup((0, 2, 4), 3, 8, 8, dtype, 4) for dtype in DTYPES}
 GROUPS["mla"] = LayerGroup((0, 1), 1, 576, 0, "bfloat16", 16)
 GROUPS["132"] = LayerGroup((0, 1), 1, 132, 0, "uint8", 16)
+GROUPS["fp8"] = LayerGroup((0, 1), 3, 8, 8, "bfloat16", 4, precision="fp8")
+GROUPS["int8"] = LayerGroup((0, 1), 1, 32, 0, "float32", 4, precision="int8")
 GROUPS["opaque"] = LayerGroup((0, 1), 3, 8, 8, "float32", 8, page_bytes=3 * 8 * 16 * 4)
 
 
@@ -55,7 +58,8 @@ def format_of(group: LayerGroup) -> RecordFormat:
 
 
 def stored_dtype(group: LayerGroup) -> np.dtype[Any]:
-    return np.dtype("uint8" if group.opaque else AS_BYTES.get(group.dtype, group.dtype))
+    dtype = group.stored.dtype
+    return np.dtype("uint8" if group.opaque else AS_BYTES.get(dtype, dtype))
 
 
 def write_store(root: Path, form: RecordFormat, codec: str) -> dict[bytes, npt.NDArray[Any]]:
@@ -97,6 +101,7 @@ def test_zarr_reads_a_folder_of_records(tmp_path: Path, pipeline: str, group: La
     assert (attributes["dtype"], attributes["codec"]) == (group.dtype, codec)
     assert attributes["layers"] == list(group.layers)
     assert attributes["opaque"] is group.opaque
+    assert attributes.get("precision") == group.precision
 
     for key, values in held.items():
         high, low = coordinates(key)
@@ -197,6 +202,27 @@ def test_groups_of_layers_are_arrays_side_by_side(tmp_path: Path, pipeline: str)
         for key, values in write_store(tmp_path, form, "none").items():
             z = zarr.open_array(tmp_path / form.array, mode="r")
             assert (z[coordinates(key)] == values).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "opaque"])
+def test_groups_of_heads_are_places_on_one_axis(tmp_path: Path, pipeline: str, name: str) -> None:
+    """Whoever wrote them: one array has the model's heads, and says nothing of who has which."""
+    group = GROUPS[name]
+    page = group.page_bytes and group.page_bytes // 3
+    parts = [replace(group, kv_heads=1, page_bytes=page, first_head=h, model_heads=3) for h in range(3)]
+    forms = [format_of(part) for part in parts]
+    assert len({form.array for form in forms}) == len({arrays.metadata(form) for form in forms}) == 1
+    held = {}
+    for form in forms:
+        shutil.rmtree(tmp_path / "one", ignore_errors=True)
+        held[form.group.place] = write_store(tmp_path / "one", form, "none")
+        shutil.copytree(tmp_path / "one", tmp_path / "all", dirs_exist_ok=True)
+    z = zarr.open_array(tmp_path / "all" / forms[0].array, mode="r")
+    assert z.shape[2:] == (forms[0].shape[0], 3, *forms[0].shape[2:])
+    for key in held[0]:
+        high, low = coordinates(key)
+        found = z[high : high + 1, low : low + 1]  # zarrs has no other selection over several shards
+        assert (found == np.concatenate([held[h][key] for h in range(3)], 1)).all()
 
 
 def test_metadata_is_what_earlier_versions_wrote_by_hand() -> None:

@@ -9,17 +9,18 @@ import gc
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from vllm_process import Fork
 
 from kvkit.adapters.huggingface import smollm2
 
@@ -27,14 +28,6 @@ BLOCK = 128
 """Tokens of vLLM's blocks on a CPU."""
 
 SIZES = {"chunk_tokens": BLOCK, "staging": "64MiB"}
-
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
 
 Settings = dict[str, Any]
 
@@ -71,17 +64,16 @@ class Engine:
     """A process with one vLLM `LLM` at a time. A context manager that ends it.
 
     Args:
-        environment: variables of the process, besides `ENVIRONMENT`.
+        environment: variables of the process that differ from the usual.
     """
 
     def __init__(self, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | ENVIRONMENT | environment,
-        )
+        there, requests = os.pipe()
+        answers, back = os.pipe()
+        self._process = Fork("vllm_engine", [], (there, back, 2), environment)
+        os.close(there)
+        os.close(back)
+        self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
 
     def open(self, transfer: Settings | None, model: Path | None = None, **options: Any) -> Self:
         """Close the `LLM` that is open and make another.
@@ -105,12 +97,37 @@ class Engine:
         self._call("open", chosen | options)
         return self
 
-    def generate(self, prompts: Sequence[list[int]], tokens: int = 8, **sampling: Any) -> list[Settings]:
-        """Greedy continuations of prompts that come together; `lora` in `sampling` is a LoRARequest's fields.
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int = 8,
+        blends: Sequence[Settings | None] = (),
+        **sampling: Any,
+    ) -> list[Settings]:
+        """Greedy continuations of prompts that come together.
 
-        Of each its tokens, logprobs, cached tokens, reason to end, and `handoff`, its kv_transfer_params.
+        In `sampling`, `lora` is a LoRARequest's fields; `cache_salt` and `image`, the pixels of a side, are
+        those of all prompts.
+
+        Of each its tokens, logprobs, cached tokens, reason to end, `handoff`, its kv_transfer_params, and
+        log-probabilities: `first`, of tokens that may be first, as many as `logprobs` in `sampling` says; and
+        `scored`, of the prompt's tokens but the first where there is a `prompt_logprobs`.
+
+        Args:
+            blends: of each prompt what it asks of blending, None: nothing. Empty: nobody asks.
         """
-        found: list[Settings] = self._call("generate", prompts, tokens, sampling)
+        found: list[Settings] = self._call("generate", prompts, tokens, list(blends), sampling)
+        return found
+
+    def submit(
+        self, name: str, prompt: list[int], tokens: int = 8, blend: Settings | None = None, **more: Any
+    ) -> None:
+        """Have a request wait for `step`; `more` are the prompt's `cache_salt` and `image`."""
+        self._call("submit", name, prompt, tokens, blend, more)
+
+    def step(self, steps: int) -> dict[str, Settings]:
+        """Take so many steps; the answers that are complete, as `generate` has them, by request."""
+        found: dict[str, Settings] = self._call("step", steps)
         return found
 
     def text(self, *prompts: list[int], tokens: int = 8, **sampling: Any) -> list[list[int]]:
@@ -137,8 +154,7 @@ class Engine:
     def close(self) -> None:
         """End the engine as a user would: it saves what is under way."""
         if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self._requests.close()
             self._process.wait(60.0)
 
     def kill(self) -> None:
@@ -154,19 +170,17 @@ class Engine:
         self.close() if error is None else self.kill()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([method, arguments]) + "\n")
-        self._process.stdin.flush()
+        self._requests.write(json.dumps([method, arguments]) + "\n")
+        self._requests.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._answers:
             if line.startswith(MARK):
                 answer = json.loads(line.removeprefix(MARK))
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
-        raise AssertionError(f"the engine ended with {self._process.wait()}")
+        raise AssertionError("the engine ended")
 
 
 MARK = "kvkit-test "
@@ -178,11 +192,13 @@ class _Served:
     def __init__(self) -> None:
         self.llm: Any = None
         self.taken: list[Any] = []
+        self.asked: list[int] | None = None
 
     def open(self, options: Settings) -> None:
         from vllm import LLM
         from vllm.config import KVEventsConfig, KVTransferConfig
-        from vllm.platforms import current_platform
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
         self.close()
         transfer, events = options.pop("kv_transfer_config"), options.pop("kv_events_config", None)
@@ -190,38 +206,57 @@ class _Served:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
         if events is not None:
             options["kv_events_config"] = KVEventsConfig(**events)
-        self.llm = LLM(**options)
-        # vLLM's kernels are in place for good; a second search for them stumbles over llvmlite's modules
-        current_platform.__class__.register_triton_kernel_overrides = classmethod(lambda cls: None)
+        try:
+            self.llm = LLM(**options)
+        except BaseException:
+            ensure_kv_transfer_shutdown()
+            cleanup_dist_env_and_memory()
+            raise
 
-    def generate(self, prompts: list[list[int]], tokens: int, sampling: Settings) -> list[Settings]:
-        from vllm import SamplingParams
-
+    def generate(
+        self, prompts: list[list[int]], tokens: int, blends: list[Settings | None], sampling: Settings
+    ) -> list[Settings]:
         from kvkit.cache import CacheTimeout  # not before vLLM's start: it imports numba
 
-        salt, lora = sampling.pop("cache_salt", None), sampling.pop("lora", None)
-        params = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, **sampling
-        )
-        given = [{"prompt_token_ids": p} | ({"cache_salt": salt} if salt else {}) for p in prompts]
+        lora, more = sampling.pop("lora", None), {k: sampling.pop(k) for k in _MORE if k in sampling}
+        params = [_sampling(tokens, blend, **sampling) for blend in blends or [None] * len(prompts)]
+        given = [_prompt(p, **more) for p in prompts]
         adapter = None if lora is None else self._adapter(lora)
         answers = self.llm.generate(given, params, use_tqdm=False, lora_request=adapter)
-        self._finish()
+        while self.busy():
+            self.llm.llm_engine.step()
         for worker in _workers():  # the next call finds what this one saved, however busy the machine is
             worker.settle()
             with suppress(CacheTimeout):  # a tier of the test that hangs
                 worker.cache.flush(5.0)
-        return [
-            {
-                "tokens": list(out.token_ids),
-                "cached": answer.num_cached_tokens,
-                "reason": out.finish_reason,
-                "handoff": answer.kv_transfer_params,
-                "logprobs": [step[t].logprob for step, t in zip(out.logprobs, out.token_ids, strict=True)],
-            }
-            for answer in answers
-            for out in answer.outputs
-        ]
+        return [_told(answer, out) for answer in answers for out in answer.outputs]
+
+    def submit(
+        self, name: str, prompt: list[int], tokens: int, blend: Settings | None, more: Settings
+    ) -> None:
+        self.llm.llm_engine.add_request(name, _prompt(prompt, **more), _sampling(tokens, blend))
+
+    def step(self, steps: int) -> dict[str, Settings]:
+        answers = [answer for _ in range(steps) for answer in self.llm.llm_engine.step()]
+        return {one.request_id: _told(one, one.outputs[0]) for one in answers if one.finished}
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def preempt(self) -> None:
+        """Have all that runs give up its blocks, and come again."""
+        self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    def selected(self) -> list[int]:
+        """Which tokens of the newest blend were computed again."""
+        (worker,) = _workers()
+        found: list[int] = worker._blends.last.selected.tolist()
+        return found
+
+    def free_blocks(self) -> tuple[int, int]:
+        """How many of vLLM's blocks are free, and how many there are."""
+        pool = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # one stands for blocks that are not there
 
     def _adapter(self, lora: Settings) -> Any:
         from vllm.lora.request import LoRARequest
@@ -231,11 +266,10 @@ class _Served:
     def add_lora(self, lora: Settings) -> None:
         self.llm.llm_engine.add_lora(self._adapter(lora))
 
-    def _finish(self) -> None:
-        """Take the steps that are left after the last answer; a core in another process does so itself."""
+    def busy(self) -> bool:
+        """Whether steps are left to take; a core in another process takes them itself."""
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
-        while core is not None and core.scheduler.has_requests():
-            self.llm.llm_engine.step()
+        return core is not None and bool(core.scheduler.has_requests())
 
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
@@ -264,10 +298,29 @@ class _Served:
         space = replace(worker.cache.namespace, chunk_tokens=tokens)
         return sum(form.record_bytes for form in formats_of(worker.cache.layout, space))
 
+    def call(self, module: str, function: str, *arguments: Any) -> list[Any]:
+        """What a function of another module of the tests returns for each rank's model runner."""
+        found: list[Any] = self.llm.collective_rpc(_call, 120.0, (module, function, *arguments))
+        return found
+
     def transfers(self) -> dict[str, str]:
         """The phase of what is being received or waits to be used."""
         receivers = [worker.cache.tiers["handoff"].receiver for worker in _workers()]
         return {name: str(phase) for it in receivers for name, phase in it.transfers().items()}
+
+    def questions(self) -> int:
+        """How many the workers were asked since this was first called."""
+        from kvkit.adapters.engine.lookups import Lookups
+
+        if self.asked is None:
+            self.asked, ask = [], Lookups.ask
+
+            def note(lookups: Any, question: Any) -> None:
+                self.asked.append(question.number)
+                ask(lookups, question)
+
+            Lookups.ask = note
+        return len(self.asked)
 
     def keep_last_word(self) -> None:
         """Of the next transfer all is sent but the message that this was all."""
@@ -287,6 +340,12 @@ class _Served:
     def clear(self, tier: str) -> None:
         for worker in _workers():
             worker.cache.clear(tier)
+
+    def pin(self, tokens: list[int], seconds: float) -> int:
+        """Of what requests without adapter and salt store; how many tokens are pinned."""
+        (worker,) = _workers()
+        pinned: int = worker.cache.pin(tokens, seconds, worker.space_of(None, ""))
+        return pinned
 
     def take_slots(self) -> None:
         """Leave none for saves and loads until `give_slots_back`."""
@@ -312,6 +371,45 @@ class _Served:
         cleanup_dist_env_and_memory()
 
 
+_MORE = ("cache_salt", "image")
+"""What comes with prompts, not with their sampling."""
+
+
+def _prompt(tokens: list[int], cache_salt: str | None = None, image: int | None = None) -> Settings:
+    """As vLLM takes it; the image is a square of so many pixels, always the same."""
+    given: Settings = {"prompt_token_ids": tokens} | ({"cache_salt": cache_salt} if cache_salt else {})
+    if image is not None:
+        pixels = np.random.default_rng(0).integers(0, 256, (image, image, 3), np.uint8)
+        given["multi_modal_data"] = {"image": pixels}
+    return given
+
+
+def _sampling(tokens: int, blend: Settings | None, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    asked = {} if blend is None else {"extra_args": {"kv_transfer_params": {"blend": blend}}}
+    given = {"max_tokens": tokens, "logprobs": 0} | asked | more
+    return SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **given)
+
+
+def _told(answer: Any, out: Any) -> Settings:
+    """What the parent is told of an answer."""
+    steps = zip(out.logprobs, out.token_ids, strict=True)
+    return {
+        "tokens": list(out.token_ids),
+        "cached": answer.num_cached_tokens,
+        "reason": out.finish_reason,
+        "handoff": answer.kv_transfer_params,
+        "logprobs": [step[token].logprob for step, token in steps],
+        "first": {token: one.logprob for token, one in out.logprobs[0].items()} if out.logprobs else {},
+        "scored": [
+            step[token].logprob
+            for token, step in zip(answer.prompt_token_ids, answer.prompt_logprobs or (), strict=False)
+            if step is not None
+        ],
+    }
+
+
 def _workers() -> Iterator[Any]:
     """kvkit's side of the worker in this process, alone or within a MultiConnector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -324,9 +422,19 @@ def _workers() -> Iterator[Any]:
             yield one._worker
 
 
+def _call(worker: Any, module: str, function: str, *arguments: Any) -> Any:
+    return getattr(importlib.import_module(module), function)(worker.model_runner, *arguments)
+
+
 def _serve() -> None:
-    gc.unfreeze = lambda: None  # or vLLM collects garbage among all that was imported, 8 times an engine
-    importlib.import_module("vllm.entrypoints.llm")  # takes seconds, in which the test goes on
+    gc.freeze = gc.unfreeze = lambda: None  # what was imported stays frozen, and no engine after its end
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()  # or another vLLM starts for each new architecture
+    executor = importlib.import_module("vllm.v1.executor.multiproc_executor")
+    executor.get_mp_context = lambda: get_context("fork")  # or each rank imports vLLM anew
+    platform = importlib.import_module("vllm.platforms").current_platform
+    platform.register_triton_kernel_overrides()  # the search for them stumbles over modules of llvmlite
+    platform.__class__.register_triton_kernel_overrides = classmethod(lambda cls: None)
     served = _Served()
     for line in sys.stdin:
         method, arguments = json.loads(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvkit.adapters.engine.question import Question, Sequence, TokenIds
+from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.pages import group_pages
+from kvkit.adapters.vllm.pages import RankHeads, StageLayers, add_states, group_pages
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.format.layout import Precision
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.tiers.testing.faulty import FaultyTier, Plan
@@ -46,22 +49,49 @@ class Rank:
         ranks: tuple[int, int] = (0, 1),
         server: dict[str, Any] | None = None,
         memory: str = "1MiB",
+        disk: str | None = None,
+        tells: bool = False,
         loras: Loras | None = None,
+        heads: RankHeads | None = None,
+        stages: StageLayers | None = None,
+        specs: dict[str, FullAttentionSpec] | None = None,
+        opaque: bool = True,
+        state: MambaSpec | None = None,
+        drafts: bool = False,
+        draft: str = "",
+        precision: Precision | None = None,
+        orders: dict[str, PageOrder] | None = None,
         **more: Any,
     ) -> None:
+        self._drafts = drafts
         tiers: dict[str, Any] = {"memory": {"capacity": memory}, "disk": {"url": f"file://{folder}"}}
+        if disk is not None:
+            tiers["disk"]["capacity"] = disk
         if pool is not None:
             tiers["pool"] = {"url": f"file://{pool}", "scope": "shared"}
         kvkit = {"chunk_tokens": CHUNK, "staging": "1MiB", "tiers": tiers, "handoff": handoff}
-        kvkit["server"] = server or {}
+        kvkit |= {"server": server or {}, "precision": precision}
         number, world = ranks
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
-        specs = {f"layers.{2 * group + i}": SPECS[group] for group in range(groups) for i in range(2)}
-        self.pages = {name: torch.zeros(BLOCKS, 2, BLOCK, 2 * spec.head_size) for name, spec in specs.items()}
-        layout, where = group_pages([specs], self.pages, BLOCKS, opaque=True)
-        namespace = config.namespace(layout, model="m", dtype="float32", rank=number, world=world)
+        if specs is None:
+            specs = {f"layers.{2 * group + i}": SPECS[group] for group in range(groups) for i in range(2)}
+        held = {name: 2 if heads is None else heads.held(spec) for name, spec in specs.items()}
+        self.pages = {
+            name: torch.zeros(BLOCKS, held[name], BLOCK, 2 * spec.head_size) for name, spec in specs.items()
+        }
+        if state is None:
+            divided = heads, stages, precision, orders
+            layout, where = group_pages([specs], self.pages, BLOCKS, opaque, *divided)
+        else:
+            every = [specs, {"layers.9.mixer": state}]
+            self.pages["layers.9.mixer"] = torch.zeros(BLOCKS, 1, 1, 100, dtype=torch.uint8)
+            found = group_pages(every, self.pages, BLOCKS, opaque)
+            layout, where = add_states(found, every, self.pages, CHUNK)
+        share = heads is not None
+        fields: dict[str, Any] = {"rank": number, "world": world, "ranks_share": share, "draft": draft}
+        namespace = config.namespace(layout, model="m", dtype="float32", **fields)
         self.worker = Worker(
-            config, settings, layout, where, namespace, tells_stores=False, served=served, loras=loras
+            config, settings, layout, where, namespace, tells_stores=tells, served=served, loras=loras
         )
         self.waits = load != "async"
         self.number = 0
@@ -87,12 +117,27 @@ class Rank:
     def step(self, finished: tuple[str, ...] = (), **told: Any) -> tuple[set[str], set[str], set[str]]:
         """One step; what `finish` returns."""
         self.number += 1
-        step = StepMetadata(self.number, **told)
+        return self.run(StepMetadata(self.number, **told), finished)
+
+    def run(
+        self,
+        step: StepMetadata,
+        finished: Iterable[str] = (),
+        forward: Callable[[], object] = lambda: None,
+        draft: Callable[[], object] = lambda: None,
+    ) -> tuple[set[str], set[str], set[str]]:
+        """Take a step in vLLM's order, in which the model and its draft compute; what `finish` returns."""
         self.worker.settle()
         self.worker.begin(step)
         self.worker.start_loads(step)
+        forward()
+        if not self._drafts or step.idle:
+            self.worker.save(step)
+            return self.worker.finish(set(finished))
+        found = self.worker.finish(set(finished))
+        draft()
         self.worker.save(step)
-        return self.worker.finish(set(finished))
+        return found
 
     def fill(self, value: float) -> None:
         for tensor in self.pages.values():
@@ -128,6 +173,74 @@ class Rank:
         assert failed == ({"a"} if short and not self.waits else set())
         assert report is None or report.failed_step == (self.number if self.waits else 0)
         return not short
+
+
+HEADS = 2
+OTHER = [7, 8, 9, 10, 11, 6]
+"""Blocks that are loaded into."""
+MODEL = {
+    f"layers.{i}": torch.rand(
+        BLOCKS, HEADS, BLOCK, 2 * SPECS[i // 2].head_size, generator=torch.manual_seed(i)
+    )
+    for i in range(4)
+}
+"""The KV of all heads."""
+
+
+def share(rank: int, size: int) -> slice:
+    """The heads that a rank has."""
+    first = rank * HEADS // size
+    return slice(first, first + max(1, HEADS // size))
+
+
+class Ranks:
+    """The workers of an engine that divides its heads into records of one."""
+
+    def __init__(
+        self, folder: Path, size: int, opaque: bool, load: str = "async", records: int = 2, **more: Any
+    ) -> None:
+        self.size = size
+        self.each = [
+            Rank(
+                folder,
+                load,
+                groups=2,
+                ranks=(number, size),
+                heads=RankHeads(HEADS, number, size, records, per_host=size),
+                opaque=opaque,
+                **more,
+            )
+            for number in range(size)
+        ]
+
+    def compute(self) -> None:
+        """Have the model's KV in all pages."""
+        for number, rank in enumerate(self.each):
+            for name, pages in rank.pages.items():
+                pages.copy_(MODEL[name][:, share(number, self.size)])
+
+    def save(self) -> None:
+        self.compute()
+        for rank in self.each:
+            rank.save()
+
+    def found(self) -> set[int]:
+        return {rank.found() for rank in self.each}
+
+    def load(self, tokens: int = len(IDS)) -> None:
+        """Load what was found, and compare every page with the model's."""
+        blocks = -(-tokens // BLOCK)
+        for number, rank in enumerate(self.each):
+            rank.fill(-1.0)
+            assert rank.load(LoadTask("a", 1, 0, tokens, (OTHER[:blocks],)))
+            for name, pages in rank.pages.items():
+                expected = torch.full_like(pages, -1.0)
+                expected[OTHER[:blocks]] = MODEL[name][TABLE[:blocks]][:, share(number, self.size)]
+                assert torch.equal(pages, expected)
+
+    def close(self) -> None:
+        for rank in self.each:
+            rank.worker.close()
 
 
 SAVE = SaveTask("a", Sequence(IDS), 0, (TABLE,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import psutil
 from servers import Process, free_ports
-from vllm_engine import ENVIRONMENT, Settings
+from vllm_engine import Settings
+from vllm_process import ENVIRONMENT, Fork
 
 from kvkit.adapters.huggingface import smollm2
+
+MODULE = "vllm.entrypoints.openai.api_server"
 
 
 class Served(Process):
@@ -47,7 +51,11 @@ class Served(Process):
         self._within = within
         self._apart = apart
 
-    def command(self) -> list[str]:
+    def environment(self) -> dict[str, str]:
+        """Its variables, besides those of the tests."""
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self._apart))}
+
+    def arguments(self) -> list[str]:
         options = {
             "--model": str(self._model or smollm2.fetch()),
             "--served-model-name": "smollm2",
@@ -59,12 +67,20 @@ class Served(Process):
         }
         if self._transfer is not None:
             options["--kv-transfer-config"] = json.dumps(self._transfer)
-        chosen = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self._apart))}
-        variables = [f"{k}={v}" for k, v in chosen.items()]
         flat = [word for pair in options.items() for word in pair]
-        switches = ["--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
-        module = "vllm.entrypoints.openai.api_server"
-        return [*self._within, "env", *variables, sys.executable, "-m", module, *flat, *switches]
+        return [*flat, "--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
+
+    def command(self) -> list[str]:
+        variables = [f"{k}={v}" for k, v in (ENVIRONMENT | self.environment()).items()]
+        return [*self._within, "env", *variables, sys.executable, "-m", MODULE, *self.arguments()]
+
+    def launch(self) -> None:
+        if self._within:  # where no fork can be
+            super().launch()
+            return
+        with open(os.devnull) as nothing, open(self.log, "ab") as log:
+            streams = nothing.fileno(), log.fileno(), log.fileno()
+            self._process = Fork(MODULE, self.arguments(), streams, self.environment(), self.folder)
 
     def answers(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:

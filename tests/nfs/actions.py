@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -179,13 +180,11 @@ def read_in_two(root: str, name: str, size: int, stream: TextIO) -> Any:
 
 
 def write_until_it_fails(root: str, names: list[str], size: int, stream: TextIO) -> Any:
-    """Write record after record, saying each one's end; the first error."""
-    for name in names:
-        done = write(root, name, size, stream)
-        if done is not None:
-            return done
+    """Write record after record, then the first again, saying each one's end; the first error."""
+    turns = itertools.cycle(names)
+    while (done := write(root, name := next(turns), size, stream)) is None:
         say(stream, name)
-    return None
+    return done
 
 
 def traffic(root: str, name: str, stream: TextIO, write_bytes: int = 0) -> dict[str, int]:

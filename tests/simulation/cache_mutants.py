@@ -1,0 +1,387 @@
+"""Defects of caches and tiers, planted one at a time."""
+
+from __future__ import annotations
+
+from simulation.mutant import Mutant
+
+STAGING, WORKERS = "kvkit/staging.py", "kvkit/workers.py"
+PUTS, PROMISES, READS = "kvkit/moving/puts.py", "kvkit/moving/promises.py", "kvkit/moving/reads.py"
+TIERS, STORE, LOAD = "kvkit/moving/tier_set.py", "kvkit/moving/store.py", "kvkit/moving/load.py"
+PREFETCHED, BACK = "kvkit/moving/prefetched.py", "kvkit/moving/write_backs.py"
+MEMORY, OBJECTS, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/objects.py", "kvkit/tiers/base.py"
+HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/moving/layerwise.py"
+
+CACHE_MUTANTS = (
+    # locks that are not taken
+    Mutant(
+        "two threads give back shares of one slot, and one of them does not count",
+        STAGING,
+        """\
+        with self._changed:
+            if not self._drop(lease):
+                return
+""",
+        """\
+        if not self._drop(lease):
+            return
+        with self._changed:
+""",
+    ),
+    Mutant(
+        "puts that end are counted without the lock",
+        PUTS,
+        """\
+        with self._lock:
+            self._under_way -= 1
+            self._progress_s = time.monotonic()
+""",
+        """\
+        left = self._under_way - 1
+        self._progress_s = time.monotonic()
+        self._under_way = left
+""",
+    ),
+    Mutant(
+        "a job is taken without the lock: another thread takes it first",
+        WORKERS,
+        """\
+                self._idle -= 1
+                job = (self._urgent or self._jobs).popleft()
+            job()
+""",
+        """\
+                self._idle -= 1
+            job = (self._urgent or self._jobs).popleft()
+            job()
+""",
+    ),
+    Mutant(
+        "a record that is reported twice is counted twice: two threads find it not reported yet",
+        TIERS,
+        """\
+            with reporting:
+                share = shares.pop(name, None)
+                if share is None:  # reported before
+                    return
+                size += 0 if error is not None else share.used
+                last = not shares
+""",
+        """\
+            with reporting:
+                share = shares.get(name)
+                if share is None:  # reported before
+                    return
+                size += 0 if error is not None else share.used
+                last = len(shares) == 1
+            shares.pop(name)
+""",
+    ),
+    # notifications
+    Mutant(
+        "who returns a slot wakes nobody",
+        STAGING,
+        """\
+            self._free.appendleft(lease.slot)  # the slot used last is the one in cache
+            self._changed.notify_all()
+""",
+        """\
+            self._free.appendleft(lease.slot)  # the slot used last is the one in cache
+""",
+    ),
+    Mutant(
+        "one thread is woken for many jobs",
+        WORKERS,
+        """\
+            self._changed.notify(len(jobs))
+""",
+        """\
+            self._changed.notify(0)
+""",
+    ),
+    Mutant(
+        "threads are not told that they are to end",
+        WORKERS,
+        """\
+            self._closed = True
+            self._changed.notify_all()
+        deadline""",
+        """\
+            self._closed = True
+        deadline""",
+    ),
+    Mutant(
+        "a flush does not hear of the last put",
+        PUTS,
+        """\
+                del self._left[start]
+                self._changed.notify_all()
+""",
+        """\
+                del self._left[start]
+""",
+    ),
+    Mutant(
+        "who waits for a promise does not hear that it is kept",
+        PROMISES,
+        """\
+                    del self._makers[name]
+            self._changed.notify_all()
+""",
+        """\
+                    del self._makers[name]
+""",
+    ),
+    Mutant(
+        "a load does not hear that its record was read",
+        READS,
+        """\
+            read.error, read.ended = error, True
+            self._changed.notify()
+""",
+        """\
+            read.error, read.ended = error, True
+""",
+    ),
+    # waits
+    Mutant(
+        "slots are taken without a look whether they are still there after the wait",
+        STAGING,
+        """\
+                    if ready():
+                        return self._lease(""",
+        """\
+                    if not self._closed:
+                        return self._lease(""",
+    ),
+    Mutant(
+        "a load waits for its records without a deadline",
+        READS,
+        "left_s if self._meeting is None else min(left_s, POLL_S)",
+        "None if self._meeting is None else min(left_s, POLL_S)",
+    ),
+    Mutant(
+        "a question to a tier has no deadline",
+        TIERS,
+        "future.result(self.timeout_s if timeout_s is None else max(0.0, timeout_s))",
+        "future.result(None if timeout_s is None else max(0.0, timeout_s))",
+    ),
+    Mutant(
+        "who waits for slots has no deadline",
+        STAGING,
+        """\
+                    if left <= RECLAIM_S:
+""",
+        """\
+                    if left <= -1e9:
+""",
+    ),
+    # slots
+    Mutant(
+        "a tier reads into a slot that it has no share of",
+        BASE,
+        """\
+    held = [lease.share() for lease in leases]
+    jobs""",
+        """\
+    held = list(leases)
+    jobs""",
+    ),
+    Mutant(
+        "a load gives its slots back before it has used what is in them",
+        LOAD,
+        """\
+                        try:
+                            if ready:  # 4. used, 5. written back, later
+""",
+        """\
+                        release_all(ready)
+                        try:
+                            if ready:  # 4. used, 5. written back, later
+""",
+    ),
+    Mutant(
+        "a put that waits has no share of its slot",
+        PUTS,
+        """\
+                put.lease = put.lease.share()
+            self._waiting""",
+        """\
+                put.lease = put.lease
+            self._waiting""",
+    ),
+    Mutant(
+        "puts that are asked for later forget their slots where the tier fails",
+        PUTS,
+        """\
+            finally:
+                release_all(held)
+
+        try:
+            self._offering""",
+        """\
+            finally:
+                if run < len(puts):
+                    release_all(held)
+
+        try:
+            self._offering""",
+    ),
+    Mutant(
+        "what was read for nothing is not given back",
+        READS,
+        """\
+            read.ended = True
+            read.lease.release()
+        self.in_flight.clear()
+""",
+        """\
+            read.ended = True
+            if not read.error:
+                read.lease.release()
+        self.in_flight.clear()
+""",
+    ),
+    Mutant(
+        "evicted records keep their slots",
+        MEMORY,
+        """\
+            released = [self._leases.pop(victim) for victim in victims]
+""",
+        """\
+            released = [self._leases.pop(victim) for victim in victims[1:]]
+""",
+    ),
+    # pages
+    Mutant(
+        "pages are packed after they were given back",
+        STORE,
+        """\
+                    with transfer.pages:
+                        if transfer.stopped:
+                            break
+                        self._pack(numbers, leases)
+""",
+        """\
+                    with transfer.pages:
+                        if transfer.stopped:
+                            break
+                    self._pack(numbers, leases)
+""",
+    ),
+    # what is seen, and when
+    Mutant(
+        "a record is a hit while it is written",
+        OBJECTS,
+        "names[count] in known and names[count] not in writing",
+        "names[count] in known",
+    ),
+    Mutant(
+        "what could neither be deleted nor looked at takes no room any more",
+        OBJECTS,
+        """\
+            size: int | None = self.largest  # unless it can be told
+""",
+        """\
+            size: int | None = None
+""",
+    ),
+    Mutant(
+        "a record that is being written may be evicted",
+        OBJECTS,
+        """\
+                may_evict=lambda victim: victim not in self._writing,
+""",
+        "",
+    ),
+    Mutant(
+        "who stores is told of a chunk when the first of its records is there",
+        PROMISES,
+        "whole = self._stored[tier, chunk] == self._groups",
+        "whole = self._stored[tier, chunk] == 1",
+    ),
+    Mutant(
+        "a promise ends with the store, not with the tier that has it",
+        PROMISES,
+        """\
+                    if kept or not self._attempts[name]:
+""",
+        """\
+                    if kept or self._attempts[name] < 2:
+""",
+    ),
+    Mutant(
+        "what is promised is asked after the tiers: what ended in between is missed",
+        PUTS,
+        """\
+        promised = self.promises.among(chunks.names)  # asked before the tiers: what ended since, they have
+        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
+""",
+        """\
+        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
+        promised = self.promises.among(chunks.names)
+""",
+    ),
+    # queues, circuits, ends
+    Mutant(
+        "who starts puts does not look again for those that came meanwhile",
+        PUTS,
+        """\
+                if not puts:
+                    self._starting = False
+                    return
+""",
+        """\
+                if not puts:
+                    break
+""",
+    ),
+    Mutant(
+        "a tier that is closed is given up before its threads have ended",
+        TIERS,
+        """\
+                else:  # late or not: its threads have to end
+                    self._asking[name].submit(tier.close, urgent=True).result(self.timeout_s)
+""",
+        """\
+                else:
+                    self.bounded(name, lambda tier: tier.close())
+""",
+    ),
+    Mutant(
+        "a trial that ends undecided stays under way",
+        HEALTH,
+        """\
+            if self._trial:
+                self._trial, self._until = False, now
+""",
+        """\
+            if self._trial:
+                self._until = now + 1e9
+""",
+    ),
+    Mutant(
+        "a store that is called off never says that it is done",
+        CACHE,
+        """\
+        transfer.add_done_callback(lambda done: store.give_up() if done.cancelled() else None)
+""",
+        "",
+    ),
+    Mutant(
+        "a layer's slots are given back while it is being read into them",
+        LAYERS,
+        """\
+        share = lease.share()
+
+        def read() -> None:
+            with share:
+""",
+        """\
+        share = lease.share()
+        lease = share
+
+        def read() -> None:
+            if True:
+""",
+    ),
+)

@@ -1,0 +1,105 @@
+"""Defects of folders that processes share, planted one at a time."""
+
+from __future__ import annotations
+
+from simulation.mutant import Mutant
+
+FOLDER = "kvkit/tiers/folder.py"
+
+FOLDER_MUTANTS = (
+    Mutant(
+        "a file has its name before what is in it is synced",
+        FOLDER,
+        """\
+                _write_all(file, data)
+                if self._fsync:
+                    os.fsync(file)
+                else:
+""",
+        """\
+                _write_all(file, data)
+                if not self._fsync:
+""",
+        "folder",
+    ),
+    Mutant(
+        "a file has its name before it is written",
+        FOLDER,
+        """\
+                _write_all(file, data)
+                if self._fsync:
+""",
+        """\
+                os.rename(temporary, path)
+                _write_all(file, data)
+                temporary = path
+                if self._fsync:
+""",
+        "folder",
+    ),
+    Mutant(
+        "the folder that a name is in is not synced",
+        FOLDER,
+        "            _sync_folder(folder)\n            if folder",
+        "            if folder",
+        "folder",
+    ),
+    Mutant(
+        "the names of new folders are not synced",
+        FOLDER,
+        "            if folder not in self._synced:",
+        "            if False:",
+        "folder",
+    ),
+    Mutant(
+        "a write that the system cut short is taken for whole",
+        FOLDER,
+        """\
+        while part:
+            try:
+                part = part[os.write(file, part) :]
+""",
+        """\
+        if part:
+            try:
+                os.write(file, part)
+""",
+        "folder",
+    ),
+    Mutant(
+        "a read that the system cut short is taken for whole",
+        FOLDER,
+        "    while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], offset + done)):\n",
+        "    if count := os.preadv(file, [buffer[done:]], offset + done):\n",
+        "folder",
+    ),
+    Mutant(
+        "a write that fails leaves its file",
+        FOLDER,
+        """\
+            # after the close, as in _remove_if_dead
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+""",
+        """\
+            raise
+""",
+        "folder",
+    ),
+    Mutant(
+        "a file that was read stays open",
+        FOLDER,
+        """\
+                yield file
+            finally:
+                os.close(file)
+""",
+        """\
+                yield file
+            finally:
+                pass
+""",
+        "folder",
+    ),
+)

@@ -1,0 +1,8 @@
+"""All defects that are planted."""
+
+from __future__ import annotations
+
+from simulation.cache_mutants import CACHE_MUTANTS
+from simulation.folder_mutants import FOLDER_MUTANTS
+
+MUTANTS = CACHE_MUTANTS + FOLDER_MUTANTS

@@ -1,0 +1,76 @@
+"""What changes alike in all tokens is taken back from those that are not computed again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_blend_run import CONFIGS, SPANS, N, close, computed, prompt, random_model
+
+from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
+from kvkit.blend.plan import BlendError, Selection, plan_blend
+from kvkit.blend.run import Blended, blend
+from kvkit.kernels.pages import reference
+
+
+@torch.inference_mode()
+def blended(kind: str, selection: Selection) -> tuple[Blended, list[torch.Tensor], list[torch.Tensor]]:
+    """A prompt whose reused tokens all lack the same, before their rope; K and V before and after."""
+    model = random_model(kind)
+    decoder, tokens, plan = HuggingFaceDecoder(model), prompt(), plan_blend(N, 0, SPANS)
+    kv, _ = computed(model, tokens)
+    reused = np.flatnonzero(plan.reused)
+    turns = torch.from_numpy(decoder.rope.turns(reused))
+    torch.manual_seed(1)
+    for layer in kv.layers:
+        lack_k, lack_v = (torch.randn_like(room[0, :, :1]) for room in (layer.room_k, layer.room_v))
+        layer.room_k[0][:, reused] -= reference.rotate(
+            lack_k.expand(-1, len(reused), -1), turns, decoder.rope
+        )
+        layer.room_v[0][:, reused] -= lack_v
+    before = [room.clone() for layer in kv.layers for room in (layer.room_k, layer.room_v)]
+    done = blend(decoder, paged(kv), tokens, plan, selection)
+    return done, before, [room for layer in kv.layers for room in (layer.room_k, layer.room_v)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_all_tokens_lack_is_found_by_a_few(kind: str) -> None:
+    model = random_model(kind)
+    full, logits = computed(model, prompt())
+    rooms = [room for layer in full.layers for room in (layer.room_k, layer.room_v)]
+    done, _, after = blended(kind, Selection("first_n", 0.2, first_n=0, drift=1.0))
+    assert 0 < len(done.selected) < 20
+    assert close(done.logits, logits)
+    assert all(close(ours, theirs) for ours, theirs in zip(after, rooms, strict=True))
+    without, _, _ = blended(kind, Selection("first_n", 0.2, first_n=0))
+    assert not close(without.logits, logits, 0.01)
+
+
+def test_a_share_of_it_is_added() -> None:
+    """Of the first layer, whose rows are exact."""
+    full, _ = computed(random_model("gqa"), prompt())
+    rooms = full.layers[0].room_k, full.layers[0].room_v
+    done, before, after = blended(
+        "gqa", Selection("question_attention", 0.4, first_n=2, layers=1, drift=0.25)
+    )
+    plan = plan_blend(N, 0, SPANS)
+    kept = np.setdiff1d(np.flatnonzero(plan.reused), done.selected)
+    assert len(kept)
+    for was, ours, theirs in zip(before[:2], after[:2], rooms, strict=True):
+        lacked, lacks = (theirs - was)[0, :, kept], (theirs - ours)[0, :, kept]
+        assert close(lacks, 0.75 * lacked)
+        exact = np.flatnonzero(plan.exact)
+        assert torch.equal(was[0, :, exact], ours[0, :, exact])
+
+
+def test_the_first_of_every_span_have_no_say() -> None:
+    """These alone are computed again: nobody is told anything."""
+    done, before, after = blended("gqa", Selection("first_n", 0.15, first_n=8, drift=1.0))
+    kept = np.setdiff1d(np.arange(N), np.union1d(done.selected, plan_blend(N, 0, SPANS).computed))
+    assert all(torch.equal(was[:, :, kept], now[:, :, kept]) for was, now in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("drift", [-0.1, 1.1])
+def test_a_share_is_one(drift: float) -> None:
+    with pytest.raises(BlendError, match=f"drift={drift}: want 0 to 1"):
+        Selection(drift=drift)

@@ -1,0 +1,112 @@
+"""The most hits that could be had, against a search of all that could be held, and above every policy."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import frontier
+from kvkit.simulate.config import SimulationConfig
+from kvkit.simulate.model import Simulator, simulate
+from kvkit.simulate.optimum import most_hits
+from kvkit.simulate.traces import Request, Trace
+from kvkit.tiers.eviction.policies import POLICIES
+
+CHUNK = 1000  # bytes of a simulated chunk: 10 tokens of 100 bytes
+
+
+@st.composite
+def traces(draw: st.DrawFn, requests: int = 20, kinds: str = "ab", longest: int = 3) -> Trace:
+    """Short chains of a few kinds of chunks, which share beginnings; some end in an answer."""
+    made = []
+    for chain in draw(st.lists(st.text(kinds, min_size=1, max_size=longest), min_size=1, max_size=requests)):
+        prompt = draw(st.integers(0, len(chain)))
+        names = tuple(chain[: i + 1] for i in range(len(chain)))
+        made.append(Request(0.0, "s", 10 * prompt + 5, 10 * (len(chain) - prompt), names, prompt))
+    return Trace(10, tuple(made))
+
+
+def searched(trace: Trace, room: int) -> int:
+    """The most hits, leading runs, over every choice of what is held after each request."""
+    best: dict[frozenset[str], int] = {frozenset(): 0}
+    for request in trace.requests:
+        after: dict[frozenset[str], int] = {}
+        for held, hits in best.items():
+            prompt = request.chunks[: request.prompt_chunks]
+            run = next((i for i, name in enumerate(prompt) if name not in held), len(prompt))
+            known = held.union(request.chunks)
+            for count in range(min(room, len(known)) + 1):
+                for kept in combinations(sorted(known), count):
+                    key = frozenset(kept)
+                    after[key] = max(after.get(key, 0), hits + run)
+        best = after
+    return max(best.values())
+
+
+@settings(max_examples=100)
+@given(traces(8, "abc", 2), st.integers(0, 3))
+def test_it_is_what_a_search_of_everything_finds(trace: Trace, room: int) -> None:
+    assert most_hits(trace, room) == searched(trace, room)
+
+
+@given(traces(), st.integers(1, 8))
+def test_without_a_limit_all_that_returns_is_a_hit(trace: Trace, room: int) -> None:
+    seen: set[str] = set()
+    returned = 0
+    for request in trace.requests:
+        returned += sum(name in seen for name in request.chunks[: request.prompt_chunks])
+        seen.update(request.chunks)
+    assert most_hits(trace, room) <= most_hits(trace, None) == returned
+
+
+def configured(*capacities: int | None, nodes: int = 1, eviction: str = "lru") -> SimulationConfig:
+    """A tier for each capacity, in chunks: the first of each node, others shared."""
+    tiers = {
+        f"tier{i}": {
+            "scope": "shared" if i else "node",
+            "capacity": None if chunks is None else chunks * CHUNK + 1,
+            "eviction": eviction,
+        }
+        for i, chunks in enumerate(capacities)
+    }
+    model = {"kv_bytes_per_token": 100}
+    return SimulationConfig.model_validate({"model": model, "tiers": tiers, "nodes": {"both": nodes}})
+
+
+def test_room_is_that_of_all_tiers_of_all_nodes() -> None:
+    assert Simulator(configured(4, 9, nodes=3), 10).room == 3 * 4 + 9
+    assert Simulator(configured(4, None), 10).room is None
+
+
+@given(
+    traces(),
+    st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    st.integers(1, 2),
+    st.sampled_from(list(POLICIES)),
+)
+def test_no_policy_has_more(trace: Trace, capacities: list[int], nodes: int, eviction: str) -> None:
+    config = configured(*capacities, nodes=nodes, eviction=eviction)
+    hit = simulate(trace, config).hit_tokens.total()
+    assert hit <= most_hits(trace, Simulator(config, 10).room) * trace.block_tokens
+
+
+@given(traces(), st.integers(1, 8))
+def test_more_room_is_never_worse(trace: Trace, room: int) -> None:
+    assert most_hits(trace, room - 1) <= most_hits(trace, room)
+
+
+@given(traces(30), st.integers(3, 8))
+def test_ideas_are_simulated_as_policies_are(trace: Trace, room: int) -> None:
+    """Without an idea it is LRU; and none has more than can be had."""
+    told = frontier.returning(trace)
+    assert frontier.hits_of(trace, room, frontier.Idea(room, told)) == frontier.hits_of_policy(
+        trace, room, "lru"
+    )
+    assert (
+        frontier.hits_of_policy(trace, room, "lru")
+        == simulate(trace, configured(room)).hit_tokens.total() // 10
+    )
+    for idea in frontier.IDEAS.values():
+        assert frontier.hits_of(trace, room, idea(room, told)) <= most_hits(trace, room)

@@ -1,0 +1,120 @@
+"""The judge whose model is in vLLM: it finds what the other finds, and measures what that one cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from small_models import save_with_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig
+from vllm_process import ENVIRONMENT
+
+from kvkit.bench import quality
+from kvkit.bench.doctor import served_names
+from kvkit.bench.judge import Judge, method_named
+from kvkit.bench.quality_vllm import CHUNK_TOKENS, is_served
+from kvkit.bench.tasks.registry import SETS
+from kvkit.blend import gate
+from kvkit.blend.plan import BlendError, Selection
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from kvkit.bench.judge import method_named
+from kvkit.bench.quality import run
+from kvkit.bench.quality_vllm import EngineJudge
+model, kept, lead, sizes, *names = sys.argv[1:]
+methods = {name: method_named(name) for name in names}
+judge = EngineJudge(model, methods)
+judge.lead = np.arange(int(lead), dtype=np.int32)
+print("\\n" + json.dumps(list(run(judge, judge.encode, Path(kept), methods=methods, **json.loads(sizes)))))
+judge.close()
+"""
+DOCTOR = """
+from kvkit import cli
+from kvkit.bench import quality
+quality.GATE_SAMPLES = 1
+cli.main()
+"""
+
+
+def run(program: str, *arguments: object, **environment: str) -> Any:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    settings = os.environ | ENVIRONMENT | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+
+
+def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
+    """Behind a lead, of two tasks: divergence, answers and rows, by methods that a request can name."""
+    model = save_with_tokenizer(tmp_path / "model")
+    names = ("naive", "default .15", "prophetkv .15", "random .15", "question_attention 1")
+    lead, sizes = CHUNK_TOKENS, {"count": 1, "tokens": 512, "sets": ("retrieval", "needle")}
+    done = run(MEASURE, model, tmp_path / "kept.jsonl", lead, json.dumps(sizes), *names)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    judge = Judge(AutoModelForCausalLM.from_pretrained(model).eval())
+    judge.lead = np.arange(lead, dtype=np.int32)
+    methods = {name: method_named(name) for name in names}
+    expected: Any = quality.run(
+        judge, encode, tmp_path / "other.jsonl", methods=methods, count=1, tokens=512, sets=sizes["sets"]
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in names[:-1]:
+            figures = ours["measured"][name]
+            assert figures["kl"] > 0.01
+            for figure in ("kl", "f1", "rows", "nll"):
+                wanted = pytest.approx(theirs["measured"][name][figure], rel=0.01)
+                assert figures[figure] == wanted, (ours["set"], name, figure)
+            assert figures["seconds"] > 0
+        full = ours["measured"]["full"]
+        assert abs(ours["measured"][names[-1]]["kl"]) < 1e-4
+        assert full["kl"] == 0
+        assert full["nll"] == pytest.approx(theirs["measured"]["full"]["nll"], rel=1e-4)
+        assert full["f1"] == theirs["measured"]["full"]["f1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "can"),
+    [
+        ("first_n .15", True),
+        ("default .30", True),
+        ("cacheblend .15", False),
+        ("default .15, drift", False),
+        ("k deviation .15, block mask", False),
+    ],
+)
+def test_vllm_measures_what_a_request_can_ask_for(name: str, can: bool) -> None:
+    assert is_served(method_named(name)) is can
+
+
+def test_doctor_measures_in_vllm_what_is_not_like_llama(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_with_tokenizer(tmp_path / "model", CohereConfig)
+    done = run(DOCTOR, "doctor", "--blend", model, XDG_CACHE_HOME=str(tmp_path), COLUMNS="200")
+    said = " ".join(done.stdout.split())
+    assert "not Llama-like: measured in vLLM" in said, done.stderr[-2000:]
+    assert "blending 15 % changes the distribution of the next token by" in said
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (name,) = served_names(str(model), None)
+    measured = json.loads(gate.path_of(name).read_text())["measured"]
+    assert measured["samples"] == len(SETS)
+    assert 0 < measured["kl"] < measured["naive_kl"]
+    assert done.returncode == 1, "its weights are random"
+    with pytest.raises(BlendError, match="too much"):
+        gate.check(name, Selection(), "unchecked")

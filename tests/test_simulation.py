@@ -1,0 +1,229 @@
+"""Every interleaving that CI has time for: seeds that find nothing, and planted defects that seeds find."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+from simulation import scheduler as scheduler_module
+from simulation.lives import SCENARIOS, live, story
+from simulation.mutants import MUTANTS
+from simulation.mutation import HOUSE, copied, find, plant
+from simulation.primitives import SimulatedLock, SimulatedThreading
+from simulation.scheduler import Carriers, Scheduler, Violation
+
+TESTS = Path(__file__).parent
+SEEDS = {"cache": 6000, "folder": 4000}
+PARTS = 2
+"""Tests that they are divided into."""
+SAMPLE = (
+    "a flush does not hear of the last put",
+    "evicted records keep their slots",
+    "the names of new folders are not synced",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_slot_is_lost() -> None:
+    """Instead of that of all tests, whose locks would be of simulations that have ended: lives check it."""
+
+
+@pytest.fixture(scope="module")
+def carriers() -> Carriers:
+    return Carriers()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_seed_finds_anything(scenario: str, part: int) -> None:
+    count = SEEDS[scenario] // PARTS
+    first = part * count
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "simulation"),
+            "--scenario",
+            scenario,
+            f"--first={first}",
+            f"--seeds={count}",
+        ],
+        env={**os.environ, "PYTHONPATH": f"{HOUSE}:{TESTS}", "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+    assert f"{count} seeds" in run.stdout
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_seed_is_one_interleaving(scenario: str, carriers: Carriers) -> None:
+    """Whatever ran before it, and whether or not a trace is kept."""
+    seeds = range(12)
+    first = {seed: live(scenario, seed, carriers) for seed in seeds}
+    for seed in reversed(seeds):
+        again = live(scenario, seed, carriers, traced=True)
+        assert (again.steps, again.now) == (first[seed].steps, first[seed].now)
+        assert story(again) == story(live(scenario, seed, carriers, traced=True))
+    assert len({(life.steps, life.now) for life in first.values()}) == len(seeds)
+
+
+def test_a_story_names_threads_times_and_what_they_wait_for(carriers: Carriers) -> None:
+    told = "\n".join(story(live("cache", seed, carriers, traced=True)) for seed in range(12))
+    for words in (
+        "client-0",
+        "kvkit-load-0",
+        "stores ",
+        "loads it",
+        "disk writes",
+        "waits for news of Workers.",
+    ):
+        assert words in told
+
+
+@pytest.mark.parametrize("what", SAMPLE)
+def test_a_planted_defect_is_found(what: str, tmp_path: Path) -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.what == what)
+    seed, says = find(mutant, copied(tmp_path), 300)
+    assert seed is not None
+    assert says
+
+
+def test_what_the_defects_replace_is_in_the_product(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    for mutant in MUTANTS:
+        before = plant(mutant, copy)
+        compile((copy / mutant.file).read_text(), mutant.file, "exec")
+        (copy / mutant.file).write_text(before)
+    assert len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
+
+
+# the scheduler itself, on programs whose defects are known
+
+Program = Callable[[Scheduler, SimulatedThreading], None]
+
+
+def failures(program: Program, carriers: Carriers, seeds: int, fine: bool = False) -> list[BaseException]:
+    """What some seeds of a program end with."""
+    found = []
+    for seed in range(seeds):
+        scheduler = Scheduler(seed, carriers, fine=fine)
+        scheduler.run(partial(program, scheduler, SimulatedThreading(scheduler)))
+        if scheduler.failure is not None:
+            found.append(scheduler.failure[1])
+    return found
+
+
+def side_by_side(threading: SimulatedThreading, *targets: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=target, name=f"thread-{i}") for i, target in enumerate(targets)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("checks_again", [True, False])
+def test_a_wait_without_a_second_look(checks_again: bool, carriers: Carriers) -> None:
+    def program(scheduler: Scheduler, threading: SimulatedThreading) -> None:
+        changed, items = threading.Condition(), list[int]()
+
+        def put() -> None:
+            for i in range(3):
+                with changed:
+                    items.append(i)
+                    changed.notify()
+
+        def take() -> None:
+            for _ in range(3):
+                with changed:
+                    if checks_again:
+                        changed.wait_for(lambda: items)
+                    elif not items:
+                        changed.wait()
+                    items.pop()
+
+        side_by_side(threading, put, put, take, take)
+
+    found = failures(program, carriers, 300)
+    assert bool(found) is not checks_again
+    assert all(isinstance(error, IndexError) for error in found)
+
+
+@pytest.mark.parametrize("same_order", [True, False])
+def test_two_locks_in_two_orders(same_order: bool, carriers: Carriers) -> None:
+    def program(scheduler: Scheduler, threading: SimulatedThreading) -> None:
+        one, two = threading.Lock(), threading.Lock()
+
+        def take(first: SimulatedLock, second: SimulatedLock) -> None:
+            with first, second:
+                pass
+
+        others = (one, two) if same_order else (two, one)
+        side_by_side(threading, partial(take, one, two), partial(take, *others))
+
+    found = failures(program, carriers, 300)
+    assert bool(found) is not same_order
+    assert all(isinstance(error, Violation) and "nobody can go on" in str(error) for error in found)
+    assert all("thread-0: waits for" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_lines_of_the_product_are_interrupted(
+    locked: bool, carriers: Carriers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no lock gives others a turn, a line does."""
+    monkeypatch.setattr(scheduler_module, "is_product", lambda file: file == __file__)
+
+    def program(scheduler: Scheduler, threading: SimulatedThreading) -> None:
+        lock, count = threading.Lock(), [0]
+
+        def add() -> None:
+            with lock if locked else nullcontext():
+                before = count[0]
+                count[0] = before + 1
+
+        side_by_side(threading, add, add, add)
+        scheduler.check(count[0] == 3, "{} of 3 are counted", count[0])
+
+    assert bool(failures(program, carriers, 300, fine=True)) is not locked
+    assert not failures(program, carriers, 300, fine=False)
+
+
+def test_the_clock_stands_still_while_anyone_can_go_on(carriers: Carriers) -> None:
+    def program(scheduler: Scheduler, threading: SimulatedThreading) -> None:
+        began, event, woken = scheduler.now, threading.Event(), list[str]()
+
+        def wait(name: str, seconds: float) -> None:
+            assert not event.wait(seconds)
+            woken.append(name)
+
+        side_by_side(threading, partial(wait, "late", 3600.0), partial(wait, "early", 2.0))
+        scheduler.check(woken == ["early", "late"], "woken: {}", woken)
+        scheduler.check(scheduler.now == began + 3600.0, "it is {} s", scheduler.now - began)
+
+    assert not failures(program, carriers, 50)
+
+
+def test_threads_that_are_left_are_unwound(carriers: Carriers) -> None:
+    """They hold nothing, and their carriers serve the next simulation."""
+    ended = list[str]()
+
+    def program(scheduler: Scheduler, threading: SimulatedThreading) -> None:
+        event = threading.Event()
+
+        def wait() -> None:
+            try:
+                event.wait()
+            finally:
+                ended.append("waiter")
+
+        threading.Thread(target=wait, name="waiter").start()
+        scheduler.sleep(1.0)
+
+    assert not failures(program, carriers, 20)
+    assert ended == ["waiter"] * 20

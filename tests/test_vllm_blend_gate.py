@@ -1,0 +1,145 @@
+"""The gate in front of vLLM: what `kvkit doctor --blend` found is for engines with that model alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from small_models import QWEN
+from test_vllm_identity import flip, vllm_config
+from transformers import AutoModelForCausalLM
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm_engine import BLOCK
+
+from kvkit.adapters.vllm.connector import KVKitConnector
+from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.bench.doctor import served_names
+from kvkit.blend import gate
+from kvkit.blend.plan import BlendError, Selection
+from kvkit.moving import precision
+from kvkit.settings import ConfigError
+
+UNLESS = "blend.unchecked = true"
+COMMIT = "a" * 40
+HUB = SimpleNamespace(_commit_hash=COMMIT)
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model in a folder, which was measured and passed."""
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(QWEN).save_pretrained(folder)
+    gate.keep(served_names(str(folder), None), Selection(), {"passed": True})
+    return folder
+
+
+def starts(model: Path, **blend: Any) -> None:
+    """Make the scheduler's connector of an engine that blends."""
+    config = vllm_config(model)
+    config.kv_transfer_config.kv_connector_extra_config["blend"] = blend
+    make_scheduler(config)
+
+
+def make_scheduler(config: Any) -> None:
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)]
+    )
+    KVKitConnector(config, KVConnectorRole.SCHEDULER, caches)
+
+
+def check(model: Path, ratio: float = 0.15) -> None:
+    check_model(vllm_config(model), Selection(ratio=ratio), UNLESS)
+
+
+def test_a_model_that_passed_is_blended_wherever_it_lies(model: Path, tmp_path: Path) -> None:
+    check(model)
+    check(model, ratio=0.3)
+    check(Path(shutil.copytree(model, tmp_path / "elsewhere")))
+    (model / "tokenizer_config.json").write_text("{}")
+    check(model)
+
+
+def test_other_weights_and_another_config_were_not_measured(model: Path) -> None:
+    weights, config = model / "model.safetensors", model / "config.json"
+    flip(weights, weights.stat().st_size // 2)
+    with pytest.raises(BlendError, match=r"not been measured.*kvkit doctor --blend MODEL.*blend\.unchecked"):
+        check(model)
+    flip(weights, weights.stat().st_size // 2)
+    check(model)
+    told = json.loads(config.read_text())
+    config.write_text(json.dumps(told | {"transformers_version": "0"}))
+    check(model)
+    config.write_text(json.dumps(told | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(BlendError, match="not been measured"):
+        check(model)
+
+
+def test_an_engine_that_blends_starts_with_a_model_that_passed(model: Path) -> None:
+    starts(model)
+    starts(model, ratio=0.5, least_ratio=0.1)
+    with pytest.raises(BlendError, match="measured with"):
+        starts(model, ratio=0.1)
+    with pytest.raises(BlendError, match="measured with"):
+        starts(model, methods=["first_n", "question_attention"])
+    gate.keep(served_names(str(model), None), Selection(), {"passed": False})
+    with pytest.raises(BlendError, match=r"too much of .*blend\.unchecked = true"):
+        starts(model)
+    starts(model, unchecked=True)
+
+
+def test_less_than_was_measured_is_refused(model: Path) -> None:
+    with pytest.raises(BlendError, match=r"measured with .*0\.15.*, not .*0\.1,"):
+        check(model, ratio=0.1)
+
+
+def test_a_config_that_the_engine_changes_was_not_measured(model: Path) -> None:
+    config = vllm_config(model, hf_overrides={"rms_norm_eps": 1e-3})
+    with pytest.raises(BlendError, match=r"hf_overrides = \{'rms_norm_eps': 0\.001\}: .*blend\.unchecked"):
+        check_model(config, Selection(), UNLESS)
+
+
+def test_kv_of_fewer_bits_is_gated_by_the_same_weights(model: Path) -> None:
+    config = vllm_config(model)
+    kvkit = config.kv_transfer_config.kv_connector_extra_config["kvkit"]
+    kvkit |= {"precision": "fp8", "unchecked_precision": True}
+    make_scheduler(config)
+    kvkit["unchecked_precision"] = False
+    with pytest.raises(ConfigError, match=r"'fp8' has not been measured.*or set unchecked_precision = true"):
+        make_scheduler(config)
+    with pytest.raises(ConfigError, match=r"precision = 'fp8' has not been measured.*or set it"):
+        check_precision(config, "fp8", "it")
+    precision.keep(served_names(str(model), None), "fp8", {"passed": True})
+    check_precision(config, "fp8", "it")
+    with pytest.raises(ConfigError, match=r"hf_overrides = .*kvkit doctor --precision fp8 MODEL"):
+        check_precision(vllm_config(model, hf_overrides={"rms_norm_eps": 1e-3}), "fp8", "it")
+    latents = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
+    with pytest.raises(ConfigError, match=r"precision = 'fp8': this engine stores latents"):
+        check_precision(latents, "fp8", "it")
+
+
+def test_a_model_of_the_hub_is_its_commit(model: Path) -> None:
+    config = vllm_config(model)
+    config.model_config.model = "org/name"
+    config.model_config.hf_config._commit_hash = COMMIT
+    with pytest.raises(BlendError, match="not been measured"):
+        check_model(config, Selection(), UNLESS)
+    gate.keep(served_names("org/name", HUB), Selection(), {"passed": True})
+    check_model(config, Selection(), UNLESS)
+    config.model_config.hf_config._commit_hash = "b" * 40
+    with pytest.raises(BlendError, match="not been measured"):
+        check_model(config, Selection(), UNLESS)

@@ -1,0 +1,310 @@
+"""kvkit's attention in the place of vLLM's: on pages as vLLM makes them for GPUs, and when it is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("vllm")
+
+from test_vllm_pages import FORMS, FULL, SLIDING, views
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+
+from kvkit.adapters.vllm.blending import choosing
+from kvkit.adapters.vllm.blending.attention import OwnAttention, OwnLayer, scoring
+from kvkit.adapters.vllm.blending.choice import ENGINE, KVKIT, RowsForm
+from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
+from kvkit.adapters.vllm.blending.row_problems import PromptRows, problems, row_problem
+from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowsOf
+from kvkit.blend.methods.method import NeedsQuestion
+from kvkit.blend.plan import Span, plan_blend
+from kvkit.environment import slug_of
+from kvkit.kernels.attention import reference, triton
+from kvkit.kernels.attention.rows import Rows, RowsError
+from kvkit.kernels.attention.triton_kernels import attend
+from kvkit.kernels.tuning import tables
+from kvkit.kernels.tuning.tables import Tuned, TunedKey, build_of, forget_tables, write_table
+
+HEADS, GROUP, SIZE = FULL.num_kv_heads, 3, FULL.head_size
+WINDOW = SLIDING.sliding_window
+CPU = torch.device("cpu")
+
+
+def module(kind: type[Attention] = Attention, **more: Any) -> Any:
+    """One of vLLM's attention layers."""
+    config = VllmConfig()
+    model = {"dtype": torch.float32, "is_mm_prefix_lm": False, "rswa_window": None, "use_mla": False}
+    config.model_config = SimpleNamespace(**model)  # type: ignore[assignment]
+    with set_current_vllm_config(config):
+        return kind(HEADS * GROUP, SIZE, SIZE**-0.5, num_kv_heads=HEADS, prefix="model.layers.0.attn", **more)
+
+
+def layer(layout: str = "LBHNC", kernel: int | None = None, table: int = 0, **more: Any) -> AttentionLayer:
+    """The same with pages, of random numbers, as vLLM's own code makes them for a GPU."""
+    made = module(**more)
+    spec = SLIDING if made.sliding_window else FULL
+    (pages,) = views(spec, ["one"], layout, kernel).values()
+    pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(table)))
+    made.kv_cache = pages
+    return AttentionLayer(0, "one", made, table, spec.block_size)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows at some positions, and vLLM's blocks of the request in each of two tables."""
+
+    positions: tuple[int, ...]
+    blocks: tuple[list[int], list[int]]
+
+    @property
+    def rows(self) -> RowsOf:
+        at = np.array(self.positions)
+        return RowsOf(np.zeros(len(at), np.int32), at, self.blocks)
+
+
+REQUESTS = (
+    Request((0, 3, 4, 5, 31, 32, 70), ([4, 1, 5], [2, 0, 3])),
+    Request((80, 94, 95), ([0, 2, 3], [-1, 1, 5])),  # its window has left the first block
+)
+
+
+def by_position(given: AttentionLayer, request: Request, q: torch.Tensor, softcap: float = 0) -> torch.Tensor:
+    """What rows see, a row and a key at a time, in float64."""
+    pages, window = given.module.kv_cache.double(), given.module.sliding_window or 10**6
+    tokens = pages.shape[2]
+    ratio = given.block_tokens // tokens
+    out = []
+    for p, row in zip(request.positions, q.double(), strict=True):
+        seen = range(max(0, p - window + 1), p + 1)
+        ids = [request.blocks[given.table][j // given.block_tokens] * ratio for j in seen]
+        places = zip(ids, (j % given.block_tokens for j in seen), strict=True)
+        at = [pages[block + n // tokens, :, n % tokens] for block, n in places]
+        k, v = torch.stack(at, 1).repeat_interleave(GROUP, 0).split(SIZE, -1)
+        scores = (k @ row[..., None])[..., 0] * SIZE**-0.5
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        out.append((scores.softmax(-1)[:, None] @ v)[:, 0])
+    return torch.stack(out)
+
+
+def queries() -> torch.Tensor:
+    """Of `REQUESTS`' rows and two rows of padding."""
+    count = sum(len(request.positions) for request in REQUESTS) + 2
+    return torch.randn(count, HEADS * GROUP, SIZE, generator=torch.Generator().manual_seed(9))
+
+
+def expected(given: AttentionLayer, q: torch.Tensor, softcap: float = 0) -> torch.Tensor:
+    parts = q[:-2].split([len(request.positions) for request in REQUESTS])
+    return torch.cat([by_position(given, r, x, softcap) for r, x in zip(REQUESTS, parts, strict=True)])
+
+
+@pytest.mark.parametrize(("layout", "kernel"), FORMS)
+def test_rows_see_what_is_before_them_in_vllms_pages(layout: str, kernel: int | None) -> None:
+    """Several requests, with a block table for full attention and one for a window; padding stays."""
+    full, sliding = layer(layout, kernel), layer(layout, kernel, 1, per_layer_sliding_window=WINDOW)
+    own = OwnAttention.of([full, sliding], 1)
+    assert own is not None
+    plan, q = own.plan([request.rows for request in REQUESTS], CPU), queries()
+    for i, given in enumerate((full, sliding)):
+        out = torch.full_like(q, math.nan)
+        plan.attend(i, q, given.module.kv_cache, out)
+        torch.testing.assert_close(out[:-2].double(), expected(given, q), atol=3e-5, rtol=3e-5)
+        assert out[-2:].isnan().all()
+
+
+def test_a_soft_cap_is_the_layers() -> None:
+    capped = layer(logits_soft_cap=1.5)
+    own = OwnAttention.of([capped], 1)
+    assert own is not None
+    q = queries()
+    out = torch.empty_like(q)
+    own.plan([request.rows for request in REQUESTS], CPU).attend(0, q, capped.module.kv_cache, out)
+    torch.testing.assert_close(out[:-2].double(), expected(capped, q, 1.5), atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("kernel", [None, 16])
+def test_the_kernel_reads_vllms_pages_as_they_are(kernel: int | None) -> None:
+    """In Triton's interpreter: tokens outermost, K and V side by side, blocks of the kernel's own size."""
+    given = layer("LBNHC", kernel)
+    own, q = OwnAttention.of([given], 1), queries()
+    assert own is not None
+    rows = own.plan([request.rows for request in REQUESTS], CPU).rows[own.layers[0]]
+    k, v = given.module.kv_cache.split(SIZE, -1)
+    out, lse = torch.full_like(q[:-2], math.nan), torch.empty(q[:-2].shape[:2])
+    for launch in triton.attention(q[:-2], k, v, rows, own.layers[0].scoring, out, lse):
+        launch.run()
+    torch.testing.assert_close(out.double(), expected(given, q), atol=3e-5, rtol=3e-5)
+
+
+def test_a_block_that_is_missed_is_an_error() -> None:
+    """A window has left it: nobody looks. Full attention would read another's tokens."""
+    own = OwnAttention.of([layer(table=1)], 1)
+    assert own is not None
+    with pytest.raises(RowsError, match="block -1"):
+        own.plan([REQUESTS[1].rows], CPU)
+
+
+def biased() -> Any:
+    return module(alibi_slopes=[0.1] * HEADS * GROUP)
+
+
+def chunked() -> Any:
+    return module(ChunkedLocalAttention, attention_chunk_size=16)
+
+
+def with_sinks() -> Any:
+    return module(sinks=torch.zeros(HEADS * GROUP))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(biased, "ALiBi"), (with_sinks, "sinks"), (chunked, "ChunkedLocalAttention")],
+)
+def test_what_kvkit_does_not_compute_is_the_engines(
+    make: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = layer()
+    other = make()
+    other.kv_cache = given.module.kv_cache
+    with caplog.at_level("INFO"):
+        assert OwnAttention.of([given, replace(given, module=other)], 1) is None
+    assert "engine's attention: model.layers.0.attn: " in caplog.text
+    assert reason in caplog.text
+
+
+def test_quantised_pages_are_the_engines() -> None:
+    given = layer()
+    given.module.kv_cache = given.module.kv_cache.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        OwnLayer.of(given)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The table of a GPU that this machine seems to have."""
+    monkeypatch.setenv("KVKIT_TUNED", str(tmp_path))
+    monkeypatch.setattr(tables, "gpu_name", lambda: "Imaginary 9")
+    forget_tables()
+    yield tmp_path / f"{slug_of('Imaginary 9')}.json"
+    forget_tables()
+
+
+def form(rows: int, runs: int, context: int = 8192) -> RowsForm:
+    return RowsForm(rows, runs, context, 4, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("rows", "runs", "tiles", "wins"),
+    [
+        (1, 1, (1, 1), False),
+        (64, 1, (2, 2), False),
+        (2048, 1, (64, 64), False),
+        (2048, 60, (120, 64), False),
+        (64, 3, (3, 2), False),
+        (64, 64, (64, 2), True),
+        (1292, 1100, (1100, 41), True),
+    ],
+)
+def test_many_short_runs_are_kvkits(rows: int, runs: int, tiles: tuple[int, int], wins: bool) -> None:
+    given = form(rows, runs)
+    assert (given.tiles(ENGINE), given.tiles(KVKIT)) == tiles
+    assert given.untuned == (KVKIT if wins else ENGINE)
+
+
+def positions(count: int, step: int) -> NDArray[np.int64]:
+    return np.arange(count, dtype=np.int64) * step
+
+
+def test_what_was_tuned_decides_where_one_rank_runs_the_model(gpu: Path) -> None:
+    given = layer()
+    own, several = OwnAttention.of([given], 1), OwnAttention.of([given], 2)
+    assert own is not None
+    assert several is not None
+    consecutive, strewn = (RowsOf(np.zeros(64, np.int32), positions(64, s), ([], [])) for s in (1, 2))
+    assert [own.wins([rows], 256) for rows in (consecutive, strewn)] == [False, True]
+    tuned = RowsForm(64, 64, 127, *own.form)
+    key = TunedKey(tuned.bucket, build_of(attend, False))
+    write_table(gpu, "Imaginary 9", {key: Tuned(ENGINE, 1.0, 2.0)})
+    assert not own.wins([strewn], 256)
+    assert several.wins([strewn], 256), "ranks that chose otherwise would cut rows otherwise"
+    assert own.wins([strewn], 63), "the engine would run the model twice"
+
+
+class PagesAsTheyAre(PagesOfLayers):
+    """Of layers whose pages are not opaque, as on a GPU."""
+
+    def __init__(self, layers: list[AttentionLayer]) -> None:
+        self.layers, self.orders = layers, [None] * len(layers)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        NeedsQuestion(value_norm=True),
+        NeedsQuestion(value_norm=False),
+        NeedsQuestion(value_norm=False, heads="mean"),
+        NeedsQuestion(value_norm=True, last=1),
+    ],
+)
+@pytest.mark.parametrize("kernel", [None, 8])
+def test_the_question_is_seen_over_vllms_pages(
+    kernel: int | None, asked: NeedsQuestion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every layer the head that pays most, or their mean; a part of the question after another."""
+    alone = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(choosing, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(choosing, "get_pp_group", lambda: alone)
+    tokens, question = 96, np.arange(91, 96)
+    layers = [layer(kernel=kernel), layer(kernel=kernel, table=1, per_layer_sliding_window=WINDOW)]
+    layers = [replace(one, number=i) for i, one in enumerate(layers)]
+    plan = plan_blend(tokens, 4, [Span(4, 90, 1)])
+    assert plan.question.tolist() == [90, *question]
+    blocks = REQUESTS[1].blocks
+    asking = QuestionAttention(PagesAsTheyAre(layers), 2, plan, blocks, asked)
+    at, q = np.array([90, *question]), queries()[:6]
+    for part in (slice(0, 2), slice(2, 6)):
+        for i in range(2):
+            asking.look(i, q[part], at[part])
+    want = []
+    for one in layers[-(asked.last or 2) :]:
+        table = np.maximum(blocks[one.table], 0)
+        held = one.module.kv_cache.unflatten(0, (-1, one.block_tokens // one.module.kv_cache.shape[2]))[table]
+        k, v = held.transpose(2, 3).flatten(0, 2)[:, None].transpose(0, 2).split(SIZE, -1)
+        rows = Rows.of(at, np.array([0, 6]), np.array([tokens]), np.zeros((1, 1), np.int64), tokens)
+        values = v.transpose(0, 1) if asked.value_norm else None
+        scores = reference.query_scores(q, k.transpose(0, 1), values, rows, scoring(one.module))
+        want.append((scores.amax(0) if asked.heads == "max" else scores.mean(0)).numpy())
+    asking.add_up()
+    np.testing.assert_allclose(asking.seen(), np.stack(want), rtol=1e-4, atol=1e-6)
+
+
+def test_a_problem_is_right_with_kvkits_and_with_nothing_else() -> None:
+    problem = row_problem(PromptRows(256, 0.2, heads=2, group=2, size=16))
+    assert problem.space == (KVKIT, ENGINE)
+    case = problem.make(CPU, True)
+    case.poison()
+    assert case.fault()
+    case.run(KVKIT)
+    assert case.fault() == ""
+    (launch,) = case.launches(None)
+    assert launch.config == KVKIT  # type: ignore[attr-defined]
+    case.outputs[0][0, 0, 0] += 1
+    assert case.fault()
+
+
+def test_every_problem_is_for_a_choice_of_its_own() -> None:
+    every = list(problems())
+    assert (
+        len({problem.name for problem in every}) == len({problem.bucket for problem in every}) == len(every)
+    )
+    assert {problem.space for problem in every} == {(ENGINE, KVKIT), (KVKIT, ENGINE)}
