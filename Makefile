@@ -11,11 +11,16 @@ OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
 GPU_TRITON := $(OLD_TRITON)-cp312
 # theirs, too; the environment's is older
 JAX := 0.11.2
+MUTMUT := .mutants/tool
 OUT ?= .gpu
-JOBS ?= 2
+# more than cores, as engines that start leave some idle; tests/conftest.py says what which of them takes
+JOBS ?= 3
+SEEDS ?= 100000
+# threads that spin slow the others
+PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo setup test quick test-nfs test-triton test-jax bench check docs paper gpu gpu-tests \
-	gpu-packages clean
+.PHONY: demo setup test tests quick test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
+	gpu-packages simulate simulate-mutants clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,13 +38,21 @@ demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from 
 
 setup: $(VENV)/dev.stamp  ## the environment that the tests need
 
-test: $(VENV)/dev.stamp check  ## what CI runs, but for test-nfs
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile  # threads that spin slow the others
+test: check tests  ## style, types, floors, documentation and tests
+
+tests: $(VENV)/dev.stamp
+	$(PYTEST)
 
 quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no server, no model, no compiler
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --quick tests
+	$(PYTEST) -q --quick tests
+
+simulate: $(VENV)/dev.stamp  ## SEEDS interleavings of cache and tiers; the story of one that finds something
+	PYTHONPATH=.:tests $(BIN)/python -m simulation --seeds $(SEEDS)
+
+simulate-mutants: $(VENV)/dev.stamp  ## every planted defect, and the seed that finds it; in benchmarks/results/
+	PYTHONPATH=.:tests $(BIN)/python -m simulation.mutation
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py
@@ -50,12 +63,19 @@ $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
 
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
-	PYTHONPATH=$(OLD_TRITON) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile \
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -q \
 		tests/test_attention_triton.py tests/test_attention_shapes.py tests/test_pages_triton.py tests/test_pages_compiled.py tests/test_gate.py \
 		tests/test_search.py
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a Python for it is or can be had
 	$(BIN)/python tests/newer_jax.py $(JAX)
+
+$(MUTMUT)/stamp: | $(VENV)/dev.stamp
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) mutmut==3.8.1 libcst==1.9.0
+	touch $@
+
+mutants: $(MUTMUT)/stamp  ## which changes of the pure core no test notices; goes on where it was interrupted
+	PYTHONPATH=.:$(MUTMUT) nice -n 15 $(BIN)/python tests/mutants.py --json benchmarks/results/mutants.json
 
 check: $(VENV)/dev.stamp  ## style, types, floors, and that the documentation builds
 	$(BIN)/ruff check .
@@ -71,8 +91,12 @@ docs: $(VENV)/dev.stamp  ## the documentation, with its generated tables: site/i
 bench: $(VENV)/dev.stamp  ## ratios against the roof and the peers; results in benchmarks/results/
 	$(BIN)/python -m benchmarks.run
 
+bench-check: $(VENV)/dev.stamp  ## what has become slower since the last commit, beyond noise, on the hot paths
+	$(BIN)/python -m benchmarks.check --counts
+	$(BIN)/python -m benchmarks.check
+
 paper: $(VENV)/dev.stamp  ## paper/build/kvkit.pdf, every figure from benchmarks/results/
-	$(BIN)/python paper/build.py
+	$(BIN)/python -m paper.build
 
 gpu:  ## what a GPU is asked in its first nine minutes, with the Python at hand; results in $(OUT)
 	OUT=$(OUT) $(PYTHON) -m benchmarks.gpu

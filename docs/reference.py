@@ -20,13 +20,14 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 import kvkit
-from kvkit.adapters.vllm.settings import Settings
+from kvkit.adapters.vllm.settings import BlendSettings, Settings
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.moving.requests import RequestLimits
 from kvkit.observe import metrics
 from kvkit.router import metrics as router_metrics
-from kvkit.router.settings import EngineConfig, RouterConfig
+from kvkit.router.settings import BlendLimits, EngineConfig, RouterConfig
 from kvkit.simulate import config as simulate
 from kvkit.tiers.mooncake import MooncakeOptions
 from kvkit.tiers.settings import TierConfig
@@ -56,6 +57,7 @@ API = (
     "format.names",
     "format.record",
     "blend.plan",
+    "blend.methods.method",
     "blend.gate",
     "format.rope",
     "observe.metrics",
@@ -90,12 +92,18 @@ API = (
     "kernels.tuning.shapes",
     "adapters.huggingface.cached",
     "adapters.huggingface.blended",
+    "adapters.huggingface.auxiliary",
     "adapters.huggingface.smollm2",
+    "adapters.huggingface.gemma",
     "adapters.vllm.connector",
     "simulate.config",
     "simulate.model",
+    "simulate.optimum",
     "simulate.traces",
     "bench.workloads",
+    "bench.judge",
+    "bench.tasks.registry",
+    "adapters.vllm.settings",
     "bench.memory",
 )
 """Modules of kvkit whose names are for users; those of all others may change from one version to the next."""
@@ -107,8 +115,12 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "server": ServerConfig,
     "handoff": HandoffConfig,
     "router": RouterConfig,
+    "router_blend": BlendLimits,
+    "router_requests": RequestLimits,
     "router_engine": EngineConfig,
     "vllm": Settings,
+    "vllm_blend": BlendSettings,
+    "vllm_requests": RequestLimits,
     "simulated_model": simulate.ModelConfig,
     "simulated_nodes": simulate.NodesConfig,
     "simulated_link": simulate.LinkConfig,
@@ -264,7 +276,7 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f'`"{choice}"`' for choice in parts)
     if origin is tuple:
-        return f"list of {_type(parts[0])}s"
+        return f"list of {_type(parts[0])}" + ("" if get_origin(parts[0]) is Literal else "s")
     if origin is dict:
         return "table"
     if hasattr(annotation, "__metadata__"):
@@ -276,6 +288,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value is PydanticUndefined or value == {}:
         return ""
+    value = list(value) if isinstance(value, tuple) else value
     if isinstance(value, ByteSize):
         return f'`"{value.human_readable(decimal=not value % 10**6).replace(".0", "")}"`'
     return f"`{str(value).lower() if isinstance(value, bool) else repr(value)}`".replace("'", '"')
