@@ -26,8 +26,8 @@ from kvkit.environment import describe
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RECORDED = HERE / "results" / "counts.json"
-SLACK = {"calls": 1.05, "allocated_kib": 1.05, "reads_and_writes": 1.0, "bytes_read_and_written": 1.02}
-"""More than so many times the recorded count is worse."""
+SLACK = {"calls": 1.1, "allocated_kib": 1.05, "reads_and_writes": 1.0, "bytes_read_and_written": 1.02}
+"""More than so many times the recorded count is worse; threads of a busy machine share reads otherwise."""
 LEAST = {"calls": 4, "allocated_kib": 16}
 """And by more than this."""
 LEAST_NOISE = 0.03

@@ -31,7 +31,7 @@ from kvkit.router.routing import Candidate, RoutingLimits, choose_decode
 
 ENGINES, BLOCKS, BLOCK_TOKENS = 8, 512, 16
 REPEATS = 15
-"""Calls of which the least is taken: who waits for a thread calls more."""
+"""Calls of which the least is taken: who waits for a thread looks again more often."""
 
 Call = Callable[[], object]
 
@@ -85,7 +85,8 @@ def _route() -> Call:
 
 
 class Calls:
-    """Counts calls of Python and C functions, in all threads that are started after it."""
+    """Counts calls of Python and C functions, in all threads that are started after it; not those by which
+    they wait for one another, as there are more where the machine is busy."""
 
     def __init__(self) -> None:
         self._on, self._next = False, itertools.count()
@@ -93,7 +94,7 @@ class Calls:
         sys.setprofile(self._profile)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self._on and event in ("call", "c_call"):
+        if self._on and event in ("call", "c_call") and frame.f_code.co_filename != threading.__file__:
             next(self._next)  # one instruction: threads cannot get between
 
     def of(self, call: Call) -> int:

@@ -7,7 +7,6 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,64 +35,18 @@ settings.register_profile(  # for tests/mutants.py: the same examples each time
 settings.load_profile("kvkit")
 
 
-ENGINES = (
-    *("vllm", "router", "engines", "soak", "bench", "examples", "demo", "docs", "quality", "smollm2"),
-    *("cached", "blend"),
-)
-"""Words in the names of test files that start engines, or read models: they take gigabytes."""
-
 SLOW = (
-    *ENGINES,
-    *("attention", "triton", "gate", "problems", "search", "jax", "pallas", "paper", "make_gpu", "gpu"),
-    *("metrics_move", "machine", "packaging", "plugins", "top", "strangers", "fuzz", "channel", "bucket"),
-    *(
-        "redis",
-        "mooncake",
-        "bombs",
-        "eio",
-        "faults",
-        "inspect",
-        "tuning",
-        "devices",
-        "hot_paths",
-        "simulation",
-    ),
+    *("vllm", "router", "engines", "soak", "bench", "examples", "demo", "docs", "quality", "smollm2"),
+    *("cached", "blend", "attention", "triton", "gate", "problems", "search", "jax", "pallas", "paper"),
+    *("make_gpu", "gpu", "metrics_move", "machine", "packaging", "plugins", "top", "strangers", "fuzz"),
+    *("channel", "bucket", "redis", "mooncake", "bombs", "eio", "faults", "inspect", "tuning", "devices"),
+    *("hot_paths", "simulation"),
 )
-"""And of those that start servers and compilers, or take long."""
+"""Words in the names of test files that start engines, servers or compilers, read models, or take long."""
 
 
 def is_slow(path: Path) -> bool:
     return any(word in path.stem for word in SLOW)
-
-
-def takes_memory(path: Path) -> bool:
-    return any(word in path.stem for word in ENGINES)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several processes two alone take the files of `ENGINES`: for more of them memory is not enough."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _next(self, node: Any) -> str | None:
-            large = node.gateway.id in ("gw0", "gw1")
-            own = (file for file in self.workqueue if takes_memory(Path(file)) == large)
-            return next(own, next(iter(self.workqueue), None) if large else None)
-
-        def _reschedule(self, node: Any) -> None:
-            if not node.shutting_down and self._next(node) is None:
-                node.shutdown()
-            else:
-                super()._reschedule(node)
-
-        def _assign_work_unit(self, node: Any) -> None:
-            file = self._next(node)
-            if file is not None:
-                self.workqueue.move_to_end(file, last=False)
-                super()._assign_work_unit(node)
-
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

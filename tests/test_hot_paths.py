@@ -35,7 +35,7 @@ def by_thread():
     go.release()
     done.acquire()
 
-print(calls.of(once), calls.of(twice), min(calls.of(by_thread) for _ in range(3)) >= 5)
+print(calls.of(once), calls.of(twice), min(calls.of(by_thread) for _ in range(3)) == 4)
 """
 
 
@@ -57,9 +57,9 @@ def test_what_is_worse_is_said() -> None:
     counts = {"calls": 100, "allocated_kib": 100, "reads_and_writes": 2, "bytes_read_and_written": 9}
     recorded = {"hit": counts}
     assert check.worse_counts(recorded, recorded) == []
-    more = {"hit": {"calls": 106, "allocated_kib": 117, "reads_and_writes": 3, "bytes_read_and_written": 10}}
+    more = {"hit": {"calls": 111, "allocated_kib": 117, "reads_and_writes": 3, "bytes_read_and_written": 10}}
     assert check.worse_counts(more, recorded) == [
-        "hit: calls 106, recorded 100",
+        "hit: calls 111, recorded 100",
         "hit: allocated_kib 117, recorded 100",
         "hit: reads_and_writes 3, recorded 2",
         "hit: bytes_read_and_written 10, recorded 9",

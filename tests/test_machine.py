@@ -201,4 +201,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

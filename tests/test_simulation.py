@@ -19,7 +19,7 @@ from simulation.primitives import SimulatedLock, SimulatedThreading
 from simulation.scheduler import Carriers, Scheduler, Violation
 
 TESTS = Path(__file__).parent
-SEEDS = {"cache": 6000, "folder": 4000}
+SEEDS = {"cache": 3000, "folder": 7000}
 PARTS = 2
 """Tests that they are divided into."""
 SAMPLE = (

@@ -173,10 +173,14 @@ def test_blended_answers_do_not_depend_on_blocks(served: tuple[Engine, Answers])
     precompute(engine, asked)
     alone = [blended(engine, [one], LONG, 0.15)[0] for one in asked]
     before = engine.metrics()["vllm:num_preemptions_total{}"]
-    together = blended(engine, asked, LONG, 0.15)
-    assert engine.metrics()["vllm:num_preemptions_total{}"] > before
-    for found, expected in zip(together, alone, strict=True):
-        assert found["tokens"] == expected["tokens"]
-        assert found["handoff"]["blend"] == expected["handoff"]["blend"]
+    for _ in range(10):
+        together = blended(engine, asked, LONG, 0.15)
+        for found, expected in zip(together, alone, strict=True):
+            assert found["tokens"] == expected["tokens"]
+            assert found["handoff"]["blend"] == expected["handoff"]["blend"]
+        if engine.metrics()["vllm:num_preemptions_total{}"] > before:
+            break
+    else:
+        pytest.fail("documents come so slowly that requests never meet")
     free, blocks = engine.do("free_blocks")
     assert free == blocks

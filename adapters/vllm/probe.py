@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from xxhash import xxh3_128_hexdigest
 
 
@@ -106,6 +105,8 @@ class _Watch:
                 self._write(one)
 
     def _write(self, one: _Followed) -> None:
+        from safetensors.torch import save_file
+
         number = self._written[one.name]
         self._written[one.name] += 1
         path = self.folder / f"{one.name}.{number}.rank{self._rank}"
