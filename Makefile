@@ -16,11 +16,12 @@ OUT ?= .gpu
 # tests/conftest.py has put the files in order
 JOBS ?= 2
 SEEDS ?= 100000
+SECONDS ?= 60
 # threads that spin slow the others
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo setup test tests quick test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
-	gpu-packages simulate simulate-mutants clean
+	gpu-packages simulate simulate-mutants histories clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -53,6 +54,9 @@ simulate: $(VENV)/dev.stamp  ## SEEDS interleavings of cache and tiers; the stor
 
 simulate-mutants: $(VENV)/dev.stamp  ## every planted defect, and the seed that finds it; in benchmarks/results/
 	PYTHONPATH=.:tests $(BIN)/python -m simulation.mutation
+
+histories: $(VENV)/dev.stamp  ## SECONDS of real processes over shared stores, killed, stopped and cut off; what no order of events explains
+	PYTHONPATH=.:tests $(BIN)/python -m histories --seconds $(SECONDS)
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py

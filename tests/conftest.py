@@ -40,7 +40,7 @@ SLOW = (
     *("cached", "blend", "attention", "triton", "gate", "problems", "search", "jax", "pallas", "paper"),
     *("make_gpu", "gpu", "metrics_move", "machine", "packaging", "plugins", "top", "strangers", "fuzz"),
     *("channel", "bucket", "redis", "mooncake", "bombs", "eio", "faults", "inspect", "tuning", "devices"),
-    *("hot_paths", "simulation"),
+    *("hot_paths", "simulation", "histories"),
 )
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
 

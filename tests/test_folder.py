@@ -78,6 +78,25 @@ def test_a_restart_finds_what_was_written(tmp_path: Path, staging: Staging) -> N
     reopened.close()
 
 
+def test_a_listing_forgets_what_others_deleted(tmp_path: Path, staging: Staging) -> None:
+    """So does a clear, which deletes what is listed: a lookup after it would find what is gone."""
+    ours, theirs = (ObjectTier(TierConfig(url=str(tmp_path), capacity=4 * SLOT_BYTES)) for _ in range(2))
+    gone: set[str] = set()
+    put(ours, staging, NAMES)
+    theirs.count_leading(NAMES)
+    theirs.delete(NAMES[:2])
+    assert ours.count_leading(NAMES) == 4
+    ours.watch(lambda names, held: None if held else gone.update(names))
+    assert {name for name, _ in ours.scan()} == {*NAMES[2:]}
+    assert gone == {*NAMES[:2]}
+    assert ours.count_leading(NAMES) == 0
+    assert ours.count_leading(NAMES[2:]) == 2
+    put(ours, staging, [name.replace("c.", "c.9") for name in NAMES[:2]])
+    assert ours.evicted == 0, "what is gone takes no room"
+    ours.close()
+    theirs.close()
+
+
 def test_a_restart_lets_the_oldest_go_first(tmp_path: Path, staging: Staging) -> None:
     tier = ObjectTier(str(tmp_path))
     put(tier, staging, NAMES[:3])

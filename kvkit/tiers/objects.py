@@ -91,6 +91,7 @@ class ObjectTier(ThreadedTier):
         self._writing: Counter[str] = Counter()
         self._written: set[str] = set()  # those of them that one of several writers is done with
         self._leaving: set[str] = set()  # evicted, not put again, and not deleted yet
+        self._listings: list[set[str]] = []  # of each under way what was known and is not found since
         limits = [capacity for capacity in config.capacities if capacity is not None]
         capacity = min(limits) * len(stores) if limits else None
         self._index = eviction.EvictionState(capacity, config.eviction, config.quota)
@@ -286,7 +287,22 @@ class ObjectTier(ThreadedTier):
         return self._store.size(name)
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        return self._store.scan()
+        """As in `Tier`; what was known and is not listed, as others deleted it, is forgotten in the end."""
+        with self._lock:
+            unlisted = set(self._index.entries)
+            self._listings.append(unlisted)
+        try:
+            for name, size in self._store.scan():
+                unlisted.discard(name)
+                yield name, size
+            with self._lock:
+                gone = [name for name in unlisted if name not in self._writing]
+                for name in gone:
+                    eviction.remove(self._index, name)
+                self._on_held(gone, False)
+        finally:
+            with self._lock:
+                self._listings = [other for other in self._listings if other is not unlisted]
 
     def describe(self, array: str, metadata: bytes) -> None:
         """As in `Tier`. What is there stays, with a warning where it says something else; but what is no
@@ -362,7 +378,7 @@ class ObjectTier(ThreadedTier):
                 self._writing[name] -= 1
                 if written:
                     self._written.add(name)
-                    self._on_held((name,), True)
+                    self._found(name)
                 if not self._writing[name]:
                     del self._writing[name]
                     if name not in self._written:
@@ -392,6 +408,12 @@ class ObjectTier(ThreadedTier):
     def _note(self, name: str, size: int, parent: str | None = None) -> None:
         """Note, under the lock, what the store holds, be it beyond the capacity: the next put makes room."""
         eviction.note(self._index, name, size, parent=parent, owner=owner_of(name))
+        self._found(name)
+
+    def _found(self, name: str) -> None:
+        """Tell, under the lock, that the store holds a record."""
+        for unlisted in self._listings:
+            unlisted.discard(name)
         self._on_held((name,), True)
 
     @contextmanager
