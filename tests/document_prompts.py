@@ -96,7 +96,7 @@ def measure(
         found = blended(engine, prompts, 1, ratio, logprobs=logprobs)
         told = [one["handoff"]["blend"] for one in found]
         assert all(one["blended"] > 0 for one in told), told
-        assert all(isfinite(value) for one in found for value in one["first"].values())
+        assert all(isfinite(value) for one in found for value in one["likely"][0].values())
         divergences[ratio] = sum(map(divergence, expected, found)) / len(prompts)
     every = blended(engine, prompts, ANSWER, 1.0)
     told = [one["handoff"]["blend"] for one in every]
@@ -114,7 +114,7 @@ def measure(
 
 def divergence(full: Settings, found: Settings) -> float:
     """KL of `first` of two answers, in nats, over the tokens that both have."""
-    p, q = full["first"], found["first"]
+    p, q = full["likely"][0], found["likely"][0]
     return sum(exp(p[token]) * (p[token] - q[token]) for token in p.keys() & q.keys())
 
 

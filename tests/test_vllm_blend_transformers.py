@@ -77,5 +77,5 @@ def test_the_same_rows_and_the_same_distribution(tmp_path: Path) -> None:
             expected = by_transformers(model, asked, Selection(method, ratio, coverage=COVERAGE))
             assert engine.do("selected") == expected.selected.tolist()
             logprobs = expected.logits.log_softmax(-1)
-            wanted = {token: float(logprobs[int(token)]) for token in answer["first"]}
-            assert answer["first"] == pytest.approx(wanted, abs=TOLERANCE)
+            wanted = {token: float(logprobs[int(token)]) for token in answer["likely"][0]}
+            assert answer["likely"][0] == pytest.approx(wanted, abs=TOLERANCE)

@@ -81,7 +81,10 @@ def error(found: list[Settings], expected: list[Settings]) -> float:
         if one["tokens"] != other["tokens"]:
             return float("inf")
         pairs = list(zip(one["logprobs"], other["logprobs"], strict=True))
-        pairs += [(one["first"][t], other["first"][t]) for t in one["first"].keys() & other["first"].keys()]
+        pairs += [
+            (one["likely"][0][t], other["likely"][0][t])
+            for t in one["likely"][0].keys() & other["likely"][0].keys()
+        ]
         worst = max(worst, *(abs(a - b) for a, b in pairs))
     return worst
 

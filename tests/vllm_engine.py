@@ -110,7 +110,7 @@ class Engine:
         those of all prompts.
 
         Of each its tokens, logprobs, cached tokens, reason to end, `handoff`, its kv_transfer_params, and
-        log-probabilities: `first`, of tokens that may be first, as many as `logprobs` in `sampling` says; and
+        log-probabilities: `likely`, at each place, of as many tokens as `logprobs` in `sampling` says; and
         `scored`, of the prompt's tokens but the first where there is a `prompt_logprobs`.
 
         Args:
@@ -401,7 +401,7 @@ def _told(answer: Any, out: Any) -> Settings:
         "reason": out.finish_reason,
         "handoff": answer.kv_transfer_params,
         "logprobs": [step[token].logprob for step, token in steps],
-        "first": {token: one.logprob for token, one in out.logprobs[0].items()} if out.logprobs else {},
+        "likely": [{token: one.logprob for token, one in step.items()} for step in out.logprobs],
         "scored": [
             step[token].logprob
             for token, step in zip(answer.prompt_token_ids, answer.prompt_logprobs or (), strict=False)

@@ -16,7 +16,11 @@ from models.faults import StoredRecord, stored, with_fault
 from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, connector, prompt
 
+from kvkit.bench.prove.verdict import Reply, compare
+
 ANSWER = 8
+LIKELY = 5
+"""So many tokens are looked at where another one than expected is chosen."""
 PROMPTS = [prompt(n, seed=n, vocabulary=VOCABULARY) for n in (636, 380)]
 """With its answer each fills one more chunk."""
 PREFILLED = "vllm:prompt_tokens_total{}"
@@ -50,7 +54,7 @@ class Visit:
         engine.open(self.transfer(), self._model, **self._options)
         other.open(None, self._model, **self._options)
         self.prompts = [[IMAGE, *given[1:]] for given in PROMPTS] if self.image else PROMPTS
-        whole = self.answers(other, self.prompts, 2 * ANSWER + 1)
+        whole = self.answers(other, self.prompts, 2 * ANSWER + 1, logprobs=LIKELY)
         self.expected = [_part(answer, slice(ANSWER)) for answer in whole]
         self.turns = [
             [*given, *answer["tokens"][: ANSWER + 1]]
@@ -141,8 +145,12 @@ class Visit:
         found = take(self)
         expected = self.expected_turns if take is next_turn else self.expected
         same = [one["tokens"] for one in expected] == [one["tokens"] for one in found]
-        loaded, worst = int(self.loaded(tier) - before), difference(expected, found)
-        works = same and worst < self._architecture.tolerance and (loaded >= least if least else not loaded)
+        compared = [
+            compare(_reply(one), _reply(other), self._architecture.tolerance)
+            for one, other in zip(expected, found, strict=True)
+        ]
+        loaded, worst = int(self.loaded(tier) - before), max(one.largest for one in compared)
+        works = not any(one.wrong for one in compared) and (loaded >= least if least else not loaded)
         return {"works": works, "same_tokens": same, "difference": worst, "loaded_tokens": loaded}
 
     @cached_property
@@ -244,7 +252,11 @@ WAYS: dict[str, tuple[str, int, Callable[[Visit], Answers]]] = {
 
 def _part(answer: Settings, part: slice) -> Settings:
     """Some of its tokens."""
-    return answer | {name: answer[name][part] for name in ("tokens", "logprobs")}
+    return answer | {name: answer[name][part] for name in ("tokens", "logprobs", "likely")}
+
+
+def _reply(answer: Settings) -> Reply:
+    return Reply(*(tuple(answer[name]) for name in ("tokens", "logprobs", "likely")))
 
 
 def difference(expected: Answers, found: Answers) -> float:
