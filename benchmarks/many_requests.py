@@ -10,6 +10,7 @@ vLLM's scheduler and the workers are left out.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections import Counter
@@ -47,6 +48,7 @@ class Driven:
         seconds: of this thread, by part.
         steps, request_steps: how many there were, and how many requests they computed something for.
         slowest_s: the step that took longest.
+        collecting_s: what of that was Python's garbage collector, which looks at all that lives.
     """
 
     def __init__(self, count: int, windows: bool = False) -> None:
@@ -54,7 +56,8 @@ class Driven:
         hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         self.seconds: Counter[str] = Counter()
         self.steps = self.request_steps = 0
-        self.slowest_s = 0.0
+        self.slowest_s = self.collecting_s = 0.0
+        self._collected = self._pauses = self._pause_began = 0.0
         self._requests = [self._request(number, hasher) for number in range(count)]
         self._media = Media()
         tables = (PROMPT + GENERATED) // BLOCK
@@ -76,6 +79,13 @@ class Driven:
 
     def run(self) -> None:
         """Take all requests from their arrival to their end."""
+        gc.callbacks.append(self._note_collection)
+        try:
+            self._run()
+        finally:
+            gc.callbacks.remove(self._note_collection)
+
+    def _run(self) -> None:
         waiting = {r.request_id: r for r in self._requests}
         running: dict[str, Request] = {}
         step = StepMetadata()
@@ -83,7 +93,7 @@ class Driven:
             with self._timed("lookups"):
                 self._scheduler.arrive(request)
         while waiting or running or step.loads:
-            before = self.seconds.total()
+            before, collected = self.seconds.total(), self._collected
             self._hear(step, running)
             for name, request in list(waiting.items()):
                 with self._timed("lookups"):
@@ -105,7 +115,15 @@ class Driven:
                 self._compute(running, name, tokens)
             self.steps += 1
             self.request_steps += len(scheduled)
-            self.slowest_s = max(self.slowest_s, self.seconds.total() - before)
+            if (took := self.seconds.total() - before) > self.slowest_s:
+                self.slowest_s, self.collecting_s = took, self._collected - collected
+
+    def _note_collection(self, phase: str, _: dict[str, int]) -> None:
+        """Called by Python's garbage collector as it begins and ends."""
+        if phase == "start":
+            self._pause_began = time.thread_time()
+        else:
+            self._pauses += time.thread_time() - self._pause_began
 
     def _hear(self, step: StepMetadata, running: dict[str, Request]) -> None:
         """Have the last step's questions answered, its loads and saves done."""
@@ -157,9 +175,10 @@ class Driven:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        began = time.thread_time()
+        began, pauses = time.thread_time(), self._pauses
         yield
         self.seconds[part] += time.thread_time() - began
+        self._collected += self._pauses - pauses
 
 
 def measure(count: int) -> dict[str, Any]:
@@ -173,6 +192,7 @@ def measure(count: int) -> dict[str, Any]:
         "request_steps": driven.request_steps,
         "seconds_per_request": each,
         "slowest_step_s": driven.slowest_s,
+        "collecting_s": driven.collecting_s,
     }
 
 
