@@ -526,14 +526,15 @@ def _scale(found: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def _many(document: dict[str, Any]) -> list[list[str]]:
     """What requests take of the scheduler's side of the connector, by how many there are."""
-    rows = [["requests at once", "lookups", "plans", "events", "a request and step", "longest step", "of it Python's collector"]]
+    parts = "lookups", "plans", "events"
+    rows = [["requests at once", *parts, "a request and step", "longest step", "of it Python's collector"]]
     for run in document["results"]:
-        parts = run["seconds_per_request"]
-        total = sum(parts.values()) * run["requests"]
+        each = run["seconds_per_request"]
+        total = sum(each.values()) * run["requests"]
         rows.append(
             [
                 f"{run['requests']:,}",
-                *(f"{1e3 * parts[part]:.2f} ms" for part in ("lookups", "plans", "events")),
+                *(f"{1e3 * each[part]:.2f} ms" for part in parts),
                 f"{1e6 * total / run['request_steps']:.1f} µs",
                 *(f"{1e3 * run[name]:.0f} ms" for name in ("slowest_step_s", "collecting_s")),
             ]
