@@ -17,11 +17,12 @@ OUT ?= .gpu
 JOBS ?= 2
 SEEDS ?= 100000
 SECONDS ?= 60
+MINUTES ?= 120
 # threads that spin slow the others
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo setup test tests quick test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
-	gpu-packages simulate simulate-mutants histories clean
+	gpu-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,6 +58,9 @@ simulate-mutants: $(VENV)/dev.stamp  ## every planted defect, and the seed that 
 
 histories: $(VENV)/dev.stamp  ## SECONDS of real processes over shared stores, killed, stopped and cut off; what no order of events explains
 	PYTHONPATH=.:tests $(BIN)/python -m histories --seconds $(SECONDS)
+
+soak: $(VENV)/dev.stamp  ## MINUTES of vLLM, handoff, the router and a pool amid faults, side by side; in benchmarks/results/
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py

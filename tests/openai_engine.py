@@ -29,6 +29,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 try:
     from servers import Process, free_ports
 except ImportError:  # run as a program, where nothing of the tests is needed
@@ -130,7 +132,9 @@ DEFAULTS: Body = {
 }
 
 
-class _Toy:
+class Toy:
+    """What the process does."""
+
     def __init__(self) -> None:
         self.settings = dict(DEFAULTS)
         self.seen: list[Body] = []
@@ -286,7 +290,7 @@ def pieces_of(
 
 
 def _serve(port: int) -> None:
-    toy = _Toy()
+    toy = Toy()
     app = web.Application()
     app.router.add_post("/control", toy.control)
     app.router.add_get("/health", toy.health)
@@ -300,6 +304,4 @@ def _serve(port: int) -> None:
 
 
 if __name__ == "__main__":
-    from aiohttp import web
-
     _serve(int(sys.argv[1]))

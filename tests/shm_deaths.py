@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import traceback
-import uuid
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from room import check_room
 
 from kvkit.tiers.base import TierFull
 from kvkit.tiers.eviction.policies import NORMAL
@@ -68,13 +68,7 @@ def check(path: str, survivor: Pool) -> None:
     assert held == dict(survivor.listed())
     assert {*fresh._file.held.tolist()} <= {0, 1 + NORMAL, 1 + LEAST}
     assert all(read(survivor, name) and size_of(name) == size for name, size in held.items())
-    others = (f"{uuid.uuid4().hex}/0/c.0.{i}.0.0.0.0" for i in count())
-    for _ in range(SLOTS - len(held)):
-        write(fresh, next(others))
-    assert (len(fresh.listed()), fresh.evicted) == (SLOTS, 0), "room is lost"
-    for _ in range(SLOTS):
-        write(fresh, next(others))
-    assert (len(fresh.listed()), fresh.evicted) == (SLOTS, SLOTS), "a slot cannot be had"
+    check_room(fresh, SLOTS, write)
     assert dict(fresh.listed()) == dict(survivor.listed())  # it has the next changes by the log
     fresh.close()
 
