@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from kvkit.adapters.vllm.probe import PageProbe, prompt_name
 from kvkit.bench.files import BenchError
-from kvkit.bench.prove.engines import EngineLaunch
+from kvkit.bench.prove.engines import EngineLaunch, opening
 from kvkit.bench.prove.models import ChangedWeights, linked, make_adapter
 from kvkit.bench.prove.options import ProveOptions, chosen, command_of, prepared, transfer_of
 from kvkit.bench.prove.pages import compare_files, compare_pages
 from kvkit.bench.prove.report import html
+from kvkit.bench.prove.run import wanted
 from kvkit.bench.prove.scenarios import SCENARIOS, AskedPrompt, crowd_of, prompts_of
 from kvkit.bench.prove.verdict import (
     Compared,
@@ -54,8 +56,58 @@ def test_prompts_come_from_the_seed_and_share_what_they_should(seed: int, chunk:
     assert {one.name for scenario in SCENARIOS for one in scenario.asked()} == set(found)
 
 
+def test_the_reference_is_asked_all_that_is_compared() -> None:
+    asked = {(one.name, one.adapter) for scenario in SCENARIOS for one in scenario.asked()}
+    assert asked == wanted(SCENARIOS, changed=False)
+    assert wanted(SCENARIOS, changed=True) == {("short", False)}
+    assert not wanted(chosen("warm"), changed=True)
+
+
+def test_no_scenario_is_asked_what_changed_weights_may_have_stored() -> None:
+    after = [one.name for one in SCENARIOS].index("weights changed") + 1
+    asked = {(one.name, one.adapter) for scenario in SCENARIOS[after:] for one in scenario.asked()}
+    assert not asked & wanted(SCENARIOS, changed=True)
+
+
 def test_a_crowd_fills_what_there_is() -> None:
     assert [len(prompt) for prompt in crowd_of(0, 1000, 300)] == [300, 300, 300, 100]
+
+
+class _Opened:
+    """What `opening` takes, and what it did with it."""
+
+    def __init__(self, barrier: Barrier | None = None, error: BenchError | None = None) -> None:
+        self.barrier, self.error, self.is_open = barrier, error, False
+
+    def open(self) -> _Opened:
+        if self.barrier is not None:
+            self.barrier.wait(60)
+        if self.error is not None:
+            raise self.error
+        self.is_open = True
+        return self
+
+
+def test_engines_start_at_once_where_they_may() -> None:
+    barrier = Barrier(3)
+    engines = [_Opened(barrier) for _ in range(3)]
+    with opening(engines, beside=True) as openers:  # type: ignore[arg-type]
+        assert [id(opened()) for opened in openers] == [*map(id, engines)]
+    first, second = _Opened(), _Opened()
+    with opening([first, second], beside=False) as openers:  # type: ignore[list-item]
+        openers[1]()
+        assert (first.is_open, second.is_open) == (False, True)
+
+
+def test_an_engine_that_does_not_start_is_told_when_no_other_starts_any_more() -> None:
+    barrier = Barrier(2)
+    fails, other = _Opened(barrier, BenchError("no room")), _Opened(barrier)
+    with (
+        pytest.raises(BenchError, match="no room"),
+        opening([fails, other], beside=True) as openers,  # type: ignore[list-item]
+    ):
+        openers[0]()
+    assert other.is_open
 
 
 def test_equal_answers_are_equal() -> None:
@@ -67,7 +119,7 @@ def test_equal_answers_are_equal() -> None:
     [
         (replace(EXPECTED, logprobs=(-0.1, -0.21)), "token 1: log-probabilities 0.01 apart"),
         (replace(EXPECTED, tokens=(6, 7), logprobs=(-0.1, -0.2)), "token 0 is 6, want 5"),
-        (replace(EXPECTED, tokens=(9, 7)), "token 0 is 9, want 5"),
+        (replace(EXPECTED, tokens=(9, 7)), "token 0 is 9, want 5: it is not among the likeliest there"),
         (Reply((5,), (-0.1,), ({5: -0.1},)), "1 tokens, want 2"),
         (Reply(error="HTTP 500"), "no answer: HTTP 500"),
     ],
@@ -202,10 +254,14 @@ def test_engines_are_started_alike_but_for_the_connector(tmp_path: Path) -> None
         apart = set(reference.options) ^ set(engine.options)
         assert apart == {"--no-enable-prefix-caching", "--enable-prefix-caching"}
         told = dict(pairwise(engine.options))
-        assert told["--num-gpu-blocks-override"] == str(12 * 256 // 32)
+        assert told["--num-gpu-blocks-override"] == str(12 * 128 // 32)
         assert told["--dtype"] == "bfloat16"
         assert Path(told["--lora-modules"].partition("=")[2], "adapter_config.json").exists()
         assert Path(engine.model, "model.safetensors").is_symlink()
+        assert found.changed_reference is not None
+        (changed,) = Path(found.changed_reference.model).iterdir()
+        assert changed.name == "model.safetensors"
+        assert not changed.is_symlink()
     assert not found.folder.exists()
 
 
@@ -232,7 +288,7 @@ def test_the_command_does_the_same_again() -> None:
     options = ProveOptions(kv_transfer_config='{"kv_connector": "X"}', vllm="--seed 1")
     expected = (
         "kvkit prove --seed 7 --kv-transfer-config '{\"kv_connector\": \"X\"}' --scenarios 'one token' "
-        "--chunk-tokens 256 --vllm '--seed 1'"
+        "--chunk-tokens 128 --vllm '--seed 1'"
     )
     assert command_of(options, 7, "one token") == expected
 

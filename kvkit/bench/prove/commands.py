@@ -25,6 +25,7 @@ def prove(
     been loaded. Exit status 0: all is proven; 1: something differs; 2: something is not proven, or cannot be
     run.
     """
+    import resource
     import time
     from dataclasses import asdict
 
@@ -39,6 +40,9 @@ def prove(
     from kvkit.bench.systems import ended_by_sigterm
 
     console = Console()
+    everybody = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+    began = time.monotonic()
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -57,6 +61,8 @@ def prove(
             "dtype": proof.dtype,
             "seed": proof.seed,
             "compared": words,
+            "wall_s": round(time.monotonic() - began, 1),
+            "cpu_s": round(sum(sum(resource.getrusage(who)[:2]) for who in everybody), 1),
         }
         console.print(shown(verdicts))
         say(words)

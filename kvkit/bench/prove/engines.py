@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class EngineLaunch:
     folder: Path  # of its log
     environment: Mapping[str, str]
     transfer: dict[str, Any] | None = None  # its kv_transfer_config
+    beside: bool = False  # whether others may start at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,14 @@ class ProvedEngine:
         Raises:
             BenchError: it does not start, or there is none.
         """
-        if self._prefill is not None:
-            self._prefill.open()
         if isinstance(self._at, str):
             self.target = connect(self._name, self._at)
-        else:
+        elif self._prefill is None:
             self.target = self._started(self._at)
+        else:
+            with opening([self._prefill], self._at.beside) as (prefill,):
+                self.target = self._started(self._at)
+                prefill()
         if self._watched is not None:
             self.watch(self._watched)
         return self
@@ -293,6 +297,21 @@ class ProvedEngine:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         with exchange("POST", self._target.url + path, json.dumps(body).encode(), _TIMEOUT_S) as response:
             return json.loads(response.read())
+
+
+@contextmanager
+def opening(engines: Sequence[ProvedEngine], beside: bool) -> Iterator[list[Callable[[], ProvedEngine]]]:
+    """Of each engine what opens it; with `beside` all begin to start at once, and that awaits it.
+
+    The context ends when none starts any more; it closes none.
+    """
+    workers = Workers(len(engines), "prove")
+    begun = [workers.submit(engine.open) for engine in engines] if beside else []
+    try:
+        yield [one.result for one in begun] or [engine.open for engine in engines]
+    finally:
+        wait(begun)
+        workers.close(_TIMEOUT_S)
 
 
 def _ids(top: dict[str, float]) -> dict[int, float]:

@@ -36,6 +36,7 @@ class ChangedWeights:
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
+        self.folder = folder
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as weights:
                 for name in sorted(weights.keys()):
@@ -59,7 +60,7 @@ class ChangedWeights:
 
     def restore(self) -> None:
         """Have it hold the tensor as it was."""
-        self._file.unlink(missing_ok=True)
+        self._file.unlink()
         self._file.symlink_to(self._before)
 
 

@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvkit.bench import memory
 from kvkit.bench.files import BenchError, model_folder, split_options
 from kvkit.bench.prove.engines import PROBE, EngineLaunch, ProvedEngine, with_adapter
 from kvkit.bench.prove.models import ChangedWeights, linked, make_adapter
-from kvkit.bench.prove.run import ToProve
+from kvkit.bench.prove.run import ToProve, changes_weights
 from kvkit.bench.prove.scenarios import SCENARIOS, Scenario, prompts_of
 from kvkit.bench.prove.verdict import LOGPROB_TOLERANCE
 from kvkit.bench.systems import free_port, missing
@@ -57,7 +57,7 @@ class ProveOptions:
     ] = None
     scenarios: Annotated[str, typer.Option(help="names separated by commas; default: all of them")] = ""
     seed: Annotated[int | None, typer.Option(min=0, help="of the prompts; default: any, it is told")] = None
-    chunk_tokens: Annotated[int, typer.Option(min=16, max=4096, help="that the connector stores")] = 256
+    chunk_tokens: Annotated[int, typer.Option(min=16, max=4096, help="that the connector stores")] = 128
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; default: float32, bfloat16 on a GPU")
     ] = None
@@ -131,7 +131,7 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
     if options.store_pid is None:
         lacks["store"] = "the store's process is not known: name it with --store-pid"
     with TemporaryDirectory(prefix="kvkit-prove-") as name:
-        folder, weights = Path(name), None
+        folder, weights, changed = Path(name), None, None
         if options.url is not None and options.reference is not None:
             lacks |= dict.fromkeys(("own", "weights"), "the engine was not started here")
             lacks["adapter"] = "it is not known whether the engines have an adapter"
@@ -142,6 +142,8 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
                 raise BenchError(reason)
             launch, weights = _launch(options, folder, dtype, lacks, console)
             reference = launch
+            if weights is not None and any(map(changes_weights, scenarios)):
+                changed = replace(launch, model=_changed(weights, folder / "changed-model"))
             engine = _with_connector(options, launch, folder)
         yield ToProve(
             reference=reference,
@@ -151,6 +153,7 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
             seed=seed,
             folder=folder,
             dtype=dtype,
+            changed_reference=changed,
             weights=weights,
             store_pid=options.store_pid,
             missing=lacks,
@@ -171,7 +174,7 @@ def _launch(
     else:
         lacks["weights"] = f"{model} is no folder: its weights are not changed"
     given = split_options(options.vllm)
-    share = memory.share(model, tiers=_BESIDE_BYTES, most=_BLOCK_BYTES, options=given)
+    share, beside = _share(model, 1 if options.prefill_config is None else 2, given)
     more = (*share.options, *given)
     block = int(dict(pairwise(more)).get("--block-size", 16 if gpu_name() else 128))
     chunk = options.chunk_tokens
@@ -189,7 +192,8 @@ def _launch(
     if gpu_name() is None:  # it starts sooner
         words.append("--enforce-eager")
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    launch = EngineLaunch(model, (*words, *more), folder, environment)
+        environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin slow the other engines
+    launch = EngineLaunch(model, (*words, *more), folder, environment, beside=beside)
     try:
         adapter = options.lora or make_adapter(Path(model), folder / "adapter")
     except BenchError as error:
@@ -197,6 +201,29 @@ def _launch(
     else:
         launch = with_adapter(launch, adapter.absolute())
     return launch, weights
+
+
+def _share(model: str, servers: int, given: Sequence[str]) -> tuple[memory.Share, bool]:
+    """What each engine is given, and whether all may start at the same time, both references too.
+
+    Raises:
+        MemoryTooSmall: not even `servers` fit.
+    """
+
+    def of(servers: int) -> memory.Share:
+        return memory.share(model, servers=servers, tiers=_BESIDE_BYTES, most=_BLOCK_BYTES, options=given)
+
+    if gpu_name() is None:  # on one, vLLM measures what others leave while it starts
+        with suppress(memory.MemoryTooSmall):
+            share = of(servers + 2)
+            return share, share.block_bytes is not None
+    return of(servers), False
+
+
+def _changed(weights: ChangedWeights, folder: Path) -> str:
+    """Another folder with the same model, of which the tensor is changed."""
+    ChangedWeights(linked(weights.folder, folder)).change()
+    return str(folder)
 
 
 def _with_connector(options: ProveOptions, launch: EngineLaunch, folder: Path) -> ProvedEngine:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvkit.adapters.vllm.probe import prompt_name
 from kvkit.bench.files import BenchError
-from kvkit.bench.prove.engines import ADAPTER, EngineLaunch, ProvedEngine, SentPrompt
+from kvkit.bench.prove.engines import ADAPTER, EngineLaunch, ProvedEngine, SentPrompt, opening
 from kvkit.bench.prove.models import ChangedWeights
 from kvkit.bench.prove.pages import compare_files
 from kvkit.bench.prove.scenarios import Act, AskedPrompt, Scenario, crowd_of
@@ -41,7 +41,10 @@ class ToProve:
     """What is to be proven, and with what.
 
     Attributes:
+        changed_reference: the same with the changed weights, where a scenario has them.
         missing: why something that scenarios may need is not there: adapter, weights, own, store.
+        changed: whether the engine has the changed weights.
+        failed: whether it gave an error in place of an answer, and may be about to end.
     """
 
     reference: EngineLaunch | str
@@ -51,11 +54,13 @@ class ToProve:
     seed: int
     folder: Path
     dtype: str
+    changed_reference: EngineLaunch | None = None
     weights: ChangedWeights | None = None
     store_pid: int | None = None
     missing: dict[str, str] = field(default_factory=dict)
     expected: dict[Expected, Reply] = field(default_factory=dict)
     changed: bool = False
+    failed: bool = False
 
 
 def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
@@ -65,22 +70,28 @@ def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
         BenchError: an engine does not start, or does not answer.
     """
     chosen = [one for one in proof.scenarios if not _lacking(proof, one)]
-    say("asking the reference")
-    _ask_reference(proof, chosen)
-    if any(map(_changes, chosen)):
-        assert proof.weights is not None
-        proof.weights.change()
-        proof.changed = True
-        try:
-            _ask_reference(proof, [one for one in chosen if _changes(one)])
-        finally:
-            proof.weights.restore()
-            proof.changed = False
-    say("starting the engine with the connector" if proof.engine.is_own else "finding the engine")
+    engines = [ProvedEngine("reference", proof.reference)] if chosen else []
+    if proof.changed_reference is not None and any(map(changes_weights, chosen)):
+        engines.append(ProvedEngine("changed", proof.changed_reference))
     found = []
     with ExitStack() as stack:
-        if chosen:
-            stack.enter_context(proof.engine)
+        if engines:
+            for engine in (*engines, proof.engine):
+                stack.callback(engine.close)
+            beside = isinstance(proof.reference, EngineLaunch) and proof.reference.beside
+            with opening([*engines, proof.engine], beside) as openers:
+                if beside:
+                    say("starting the engines")
+                    openers[-1]()  # what is to be proven may not start
+                say("asking the reference")
+                for changed, engine in enumerate(engines):
+                    openers[changed]()
+                    _ask_reference(proof, engine, chosen, bool(changed))
+                    engine.close()
+                if not beside:
+                    own = proof.engine.is_own
+                    say("starting the engine with the connector" if own else "finding the engine")
+                    openers[-1]()
             proof.engine.watch(proof.folder / "found")
             if proof.engine.dtype not in ("", proof.dtype):
                 raise BenchError(f"dtype = {proof.dtype}: the engine has {proof.engine.dtype}")
@@ -93,7 +104,7 @@ def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
     return found
 
 
-def _changes(scenario: Scenario) -> bool:
+def changes_weights(scenario: Scenario) -> bool:
     return any(act.do == "change weights" for act in scenario.acts)
 
 
@@ -109,23 +120,34 @@ def _lacking(proof: ToProve, scenario: Scenario) -> str:
     return "; ".join(proof.missing[one] for one in needed if one in proof.missing)
 
 
-def _ask_reference(proof: ToProve, scenarios: Sequence[Scenario]) -> None:
+def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]]:
+    """Prompts that the reference, or the one with the changed weights, is asked; whether with the adapter."""
+    scenarios = [one for one in scenarios if changes_weights(one) or not changed]
+    found = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
+    return found | {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
+
+
+def _ask_reference(
+    proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool
+) -> None:
     """Have an engine without the connector answer what scenarios ask, each prompt for itself."""
-    wanted = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
-    wanted |= {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
-    if not wanted:
-        return
-    with ProvedEngine("reference", proof.reference) as engine:
-        engine.watch(proof.folder / ("changed" if proof.changed else "expected"))
-        for name, adapter in sorted(wanted):
-            (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
-            if reply.error is not None:
-                raise BenchError(f"the reference gives no answer: {reply.error}")
-            proof.expected[name, adapter, proof.changed] = reply
+    engine.watch(proof.folder / ("changed" if changed else "expected"))
+    for name, adapter in sorted(wanted(scenarios, changed)):
+        (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
+        if reply.error is not None:
+            raise BenchError(f"the reference gives no answer: {reply.error}")
+        proof.expected[name, adapter, changed] = reply
 
 
 def _prove(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
     observed: list[Observed] = []
+    if proof.engine.is_own and (proof.changed or proof.failed):
+        proof.engine.close()
+        proof.failed = False
+    if proof.changed:
+        assert proof.weights is not None
+        proof.weights.restore()
+        proof.changed = False
     _revive(proof.engine)
     try:
         for act in scenario.acts:
@@ -138,7 +160,7 @@ def _prove(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
         first, second = scenario.unlike
         control = compare(
             proof.expected[first.name, first.adapter, False],
-            proof.expected[second.name, second.adapter, _changes(scenario)],
+            proof.expected[second.name, second.adapter, changes_weights(scenario)],
             LOGPROB_TOLERANCE[proof.dtype],
         )
     return judge(scenario, observed, control, proof.engine.handed_off)
@@ -227,6 +249,7 @@ def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -
     queries = [_query(proof, one) for one in act.prompts]
     before = proof.engine.counts()
     replies = proof.engine.ask(queries, then)
+    proof.failed = proof.failed or any(reply.error is not None for reply in replies)
     loaded = proof.engine.counts()["loaded"] - before["loaded"]
     tolerance = LOGPROB_TOLERANCE[proof.dtype]
     compared: list[Compared] = []

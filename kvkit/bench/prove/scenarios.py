@@ -143,8 +143,8 @@ SCENARIOS = (
         "store killed",
         "kill -9 of the connector's store",
         (
-            *(_ask(_SHORT), _FORGET, _ask(_SHORT, loads="some"), _FORGET),
-            *(Act("kill store"), _ask(_SHORT), _ask(_LONG)),
+            *(_ask(_LONG), _FORGET, _ask(_LONG, loads="some"), _FORGET),
+            *(Act("kill store"), _ask(_LONG), _ask(_CUT)),  # not what changed weights may have stored
         ),
     ),
 )

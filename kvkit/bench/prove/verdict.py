@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import isfinite
 from typing import Literal
 
 from kvkit.bench.prove.scenarios import AskedPrompt, Loads, Scenario
@@ -80,6 +81,8 @@ def compare(expected: Reply, found: Reply, tolerance: float) -> Compared:
             apart = max(apart, expected.logprobs[place] - likely.get(other, float("-inf")))
         if apart > tolerance:
             token = f"token {place} is {other}, want {one}" if one != other else f"token {place}"
+            if not isfinite(apart):
+                return Compared(largest, f"{token}: it is not among the likeliest there")
             said = f"{token}: log-probabilities {apart:.2g} apart, {tolerance:g} is tolerated"
             return Compared(apart, said)
         largest = max(largest, apart)
