@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ from kvkit.handoff.transport.addresses import connect, listen
 from kvkit.handoff.transport.channel import (
     HEADER,
     ChannelClosed,
+    ChannelError,
     ChannelIdle,
     FrameError,
 )
@@ -129,6 +131,26 @@ def test_only_one_arena_is_taken(tmp_path: Path, arena: Staging) -> None:
     with pytest.raises(FrameError, match="one arena for each channel"):
         peer.channel.receive(nowhere, DEADLINE_S)
     peer.close()
+
+
+def test_no_thread_for_an_arena_costs_the_connection_alone(
+    tmp_path: Path, arena: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the simulation found (docs/interleavings.md): it was an error that nobody expected."""
+    assert arena.descriptor is not None
+    before = open_descriptors()
+    peer = Passing(tmp_path)
+    peer.offer([arena.descriptor], SLOT_BYTES, 4)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(ChannelError, match="no thread for its arena: can't start new thread"):
+        peer.channel.receive(nowhere, DEADLINE_S)
+    assert not peer.channel.one_sided
+    peer.close()
+    assert open_descriptors() == before
 
 
 def test_a_descriptor_that_belongs_to_nothing(tmp_path: Path, arena: Staging) -> None:

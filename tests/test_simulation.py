@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 from simulation import scheduler as scheduler_module
-from simulation.lives import SCENARIOS, live, story
+from simulation.lives import BUDGET, SCENARIOS, live, story
 from simulation.mutants import MUTANTS
 from simulation.mutation import HOUSE, copied, find, plant
 from simulation.primitives import SimulatedLock, SimulatedThreading
 from simulation.scheduler import Carriers, Scheduler, Violation
 
 TESTS = Path(__file__).parent
-SEEDS = {"cache": 3000, "folder": 7000}
 PARTS = 2
 """Tests that they are divided into."""
 SAMPLE = (
     "a flush does not hear of the last put",
     "evicted records keep their slots",
     "the names of new folders are not synced",
+    "what is queued when a link ends is told to nobody",
 )
 
 
@@ -42,7 +42,7 @@ def carriers() -> Carriers:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_seed_finds_anything(scenario: str, part: int) -> None:
-    count = SEEDS[scenario] // PARTS
+    count = BUDGET[scenario] // PARTS
     first = part * count
     run = subprocess.run(
         [
@@ -84,6 +84,15 @@ def test_a_story_names_threads_times_and_what_they_wait_for(carriers: Carriers) 
         "waits for news of Workers.",
     ):
         assert words in told
+
+
+def test_the_story_of_a_handoff_has_all_that_goes_wrong(carriers: Carriers) -> None:
+    told = "\n".join(story(live("handoff", seed, carriers, traced=True)) for seed in range(60))
+    for words in (
+        *("is killed", "is cut off", "closes", "gives r0 up", "calls r0 off", "ends its connection"),
+        *("cannot start kvkit-handoff", "Cannot allocate memory", "has a slot of D for", "D1-use-r0"),
+    ):
+        assert words in told, words
 
 
 @pytest.mark.parametrize("what", SAMPLE)
@@ -207,6 +216,39 @@ def test_the_clock_stands_still_while_anyone_can_go_on(carriers: Carriers) -> No
         scheduler.check(scheduler.now == began + 3600.0, "it is {} s", scheduler.now - began)
 
     assert not failures(program, carriers, 50)
+
+
+def test_a_process_that_is_killed_runs_no_further(carriers: Carriers) -> None:
+    """Its locks stay taken, and nobody waits for its threads to end; one of them may have killed it."""
+
+    def program(scheduler: Scheduler, threading: SimulatedThreading, suicide: bool) -> None:
+        process, lock, steps = object(), threading.Lock(), [0]
+
+        def work(kills: bool) -> None:
+            scheduler.current.process = process
+            with lock:
+                for _ in range(20):
+                    steps[0] += 1
+                    scheduler.pause()
+                if kills:
+                    scheduler.kill(process)
+                    steps[0] += 1000
+                scheduler.sleep(5.0)
+
+        threads = [threading.Thread(target=partial(work, suicide and i == 0)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        scheduler.sleep(1.0)
+        scheduler.kill(process)
+        before = steps[0]
+        for thread in threads:
+            thread.join()
+        scheduler.sleep(100.0)
+        scheduler.check(steps[0] == before < 1000, "{} steps, {} before", steps[0], before)
+        scheduler.check(lock.locked(), "a dead thread gave its lock back")
+
+    for suicide in (False, True):
+        assert not failures(partial(program, suicide=suicide), carriers, 50)
 
 
 def test_threads_that_are_left_are_unwound(carriers: Carriers) -> None:

@@ -38,7 +38,7 @@ class Deadlines:
         deadline: float | None = None
         while True:
             self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._changed.clear()  # before it looks: what comes after that is heard at the next wait
             if self._closed:
                 return
-            self._changed.clear()
             deadline = self._expire(time.monotonic())

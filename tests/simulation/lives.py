@@ -8,10 +8,17 @@ from dataclasses import dataclass
 
 from simulation.cache_life import cache_life
 from simulation.folder_life import folder_life
+from simulation.handoff_life import handoff_life
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
 
-SCENARIOS: Mapping[str, Callable[[World], Callable[[], None]]] = {"cache": cache_life, "folder": folder_life}
+SCENARIOS: Mapping[str, Callable[[World], Callable[[], None]]] = {
+    "cache": cache_life,
+    "folder": folder_life,
+    "handoff": handoff_life,
+}
+BUDGET = {"cache": 3000, "folder": 5800, "handoff": 1200}
+"""Seeds of each in CI, within which a defect has to be found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from simulation.lives import BUDGET
 from simulation.mutant import Mutant
 from simulation.mutants import MUTANTS
 
 TESTS = Path(__file__).parent.parent
 HOUSE = TESTS.parent
 RESULTS = HOUSE / "benchmarks" / "results" / "simulation-mutants.json"
-BUDGET = {"cache": 6000, "folder": 4000}
-"""Seeds of each scenario in CI, within which a defect has to be found."""
 
 
 def plant(mutant: Mutant, copy: Path) -> str:
@@ -66,8 +65,8 @@ def find(mutant: Mutant, copy: Path, seeds: int) -> tuple[int | None, str]:
     return (None, "") if found is None else (int(found[1]), found[2])
 
 
-def run(mutants: Sequence[Mutant], seeds: int | None = None) -> list[dict[str, Any]]:
-    """A row for each: what it is, the first seed that finds it, and what that says."""
+def run(mutants: Sequence[Mutant], seeds: int | None = None, *, keep: bool = False) -> list[dict[str, Any]]:
+    """A row for each: what it is, the first seed that finds it, and what that says; `keep`: in RESULTS."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
@@ -83,19 +82,28 @@ def run(mutants: Sequence[Mutant], seeds: int | None = None) -> list[dict[str, A
                 }
             )
             print(f"{'missed' if seed is None else f'seed {seed}':>12}  {mutant.what}", flush=True)
+            if keep:
+                record(rows[-1])
     return rows
+
+
+def record(row: dict[str, Any]) -> None:
+    """Put a row in the place of the one of before."""
+    known = {before["what"]: before for before in json.loads(RESULTS.read_text())["mutants"]}
+    known[row["what"]] = row
+    every = [known[mutant.what] for mutant in MUTANTS if mutant.what in known]
+    RESULTS.write_text(json.dumps({"budget": BUDGET, "mutants": every}, indent=1) + "\n")
 
 
 def main() -> int:
     """Run all, or those whose words contain what is asked for; 1 where one is not found."""
     parser = argparse.ArgumentParser(prog="python -m simulation.mutation", description=__doc__)
     parser.add_argument("--seeds", type=int, help="for each at most; default: as many as CI runs")
-    parser.add_argument("--only", default="", help="words of the defect")
+    parser.add_argument("--only", default="", help="words of the defect; the others' results stay")
+    parser.add_argument("--scenario", choices=[*BUDGET], help="those of this one")
     asked = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if asked.only in mutant.what]
-    rows = run(chosen, asked.seeds)
-    if not asked.only and not asked.seeds:
-        RESULTS.write_text(json.dumps({"budget": BUDGET, "mutants": rows}, indent=1) + "\n")
+    chosen = [m for m in MUTANTS if asked.only in m.what and asked.scenario in (None, m.scenario)]
+    rows = run(chosen, asked.seeds, keep=not asked.seeds)
     missed = [row for row in rows if row["seed"] is None]
     print(f"{len(rows) - len(missed)} of {len(rows)} found")
     return 1 if missed else 0

@@ -245,7 +245,7 @@ class SimulatedThread:
             raise RuntimeError("cannot join thread before it is started")
         scheduler = self._threads.scheduler
         until = None if timeout is None else scheduler.now + timeout
-        while not self._task.done:
+        while not (self._task.done or self._task.killed):
             self._task.joined.append(scheduler.current)
             left = None if until is None else until - scheduler.now
             if not scheduler.block(f"the end of {self.name}", left):
@@ -253,7 +253,7 @@ class SimulatedThread:
                 return
 
     def is_alive(self) -> bool:
-        return self._task is not None and not self._task.done
+        return self._task is not None and not (self._task.done or self._task.killed)
 
     @property
     def ident(self) -> int | None:

@@ -76,11 +76,13 @@ class Task:
         waits_for: what, while it cannot go on.
         woken: whether what it waited for came; otherwise it was the deadline.
         waits: how often it has waited: a deadline is of one wait.
+        process: which it is of, the one of the thread that started it; None where there is but one.
+        killed: it never has a turn again; what it holds, it holds for ever.
     """
 
     __slots__ = (
-        *("carrier", "done", "joined", "name", "priority", "run", "scheduler", "waits", "waits_for"),
-        "woken",
+        *("carrier", "done", "joined", "killed", "name", "priority", "process", "run", "scheduler", "waits"),
+        *("waits_for", "woken"),
     )
 
     def __init__(self, scheduler: Scheduler, name: str, run: Callable[[], object], priority: float) -> None:
@@ -92,6 +94,8 @@ class Task:
         self.waits_for: object = None
         self.woken = False
         self.waits = 0
+        self.process: object = None
+        self.killed = False
         self.done = False
         self.joined: list[Task] = []
 
@@ -158,6 +162,7 @@ class Scheduler:
     def spawn(self, name: str, run: Callable[[], object]) -> Task:
         """A thread more, that can go on at once."""
         task = Task(self, name, run, self.random.random())
+        task.process = self.current.process
         self.tasks.append(task)
         self._runnable.append(task)
         self._hurry(task)
@@ -190,11 +195,23 @@ class Scheduler:
 
     def wake(self, task: Task) -> None:
         """Have a thread that waits go on."""
-        if task.waits_for is not None and not task.woken:
+        if task.waits_for is not None and not task.woken and not task.killed:
             task.woken = True
             if task not in self._runnable:
                 self._runnable.append(task)
                 self._hurry(task)
+
+    def kill(self, process: object) -> None:
+        """Have the threads of a process stop where they are; one that kills its own has no further turn."""
+        for task in self.tasks:
+            if task.process is process and not task.done:
+                task.killed = True
+                if task in self._runnable:
+                    self._runnable.remove(task)
+                for other in task.joined:
+                    self.wake(other)
+        if self.current.killed:
+            self._turn_to(self._choose())
 
     def sleep(self, seconds: float) -> None:
         """Have the current thread go on so much later."""
@@ -210,7 +227,7 @@ class Scheduler:
 
     def fail(self, error: BaseException) -> None:
         """End the simulation, for this reason. Raises `Over`."""
-        if self.failure is None:
+        if self.failure is None and not self._over:
             self.failure = self.current.name, error
         self._end()
         raise Over
@@ -225,7 +242,7 @@ class Scheduler:
         frames = sys._current_frames()
         lines = []
         for task in self.tasks:
-            if task.done:
+            if task.done or task.killed:
                 continue
             frame = None if task.carrier is None else frames.get(task.carrier.ident)
             where = " < ".join(places(frame, 4)) or "not begun"
@@ -244,7 +261,7 @@ class Scheduler:
         except Over:
             pass
         except BaseException as error:
-            if self.failure is None:
+            if self.failure is None and not self._over:  # unwinding breaks into what is locked
                 self.failure = task.name, error
         finally:
             sys.settrace(None)
@@ -318,13 +335,15 @@ class Scheduler:
             due, _, task, waits = heappop(self._deadlines)
             if task.waits != waits or task.waits_for is None or task.woken or task in self._runnable:
                 continue
+            if task.killed:
+                continue
             self.now = max(self.now, due)
             self._runnable.append(task)
             self._hurry(task)
             while self._deadlines and self._deadlines[0][0] <= self.now:
                 _, _, other, number = heappop(self._deadlines)
                 waiting = other.waits == number and other.waits_for is not None and not other.woken
-                if waiting and other not in self._runnable:
+                if waiting and not other.killed and other not in self._runnable:
                     self._runnable.append(other)
             return True
         return False

@@ -20,7 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkit.handoff.transport.channel import HEADER, SHARED, Channel, FrameError, Listener, connecting
+from kvkit.handoff.transport.channel import (
+    HEADER,
+    SHARED,
+    Channel,
+    ChannelError,
+    FrameError,
+    Listener,
+    connecting,
+)
 from kvkit.handoff.transport.stream import Stream, set_timeout
 from kvkit.staging import PAGE_BYTES, Arena, Lease, Staging, map_shared, prefault
 
@@ -193,7 +201,10 @@ class LocalChannel(Channel):
             if len(self._stream.passed) != 1 or len(body) != _ARENA.size:
                 raise ValueError("want one arena for each channel, and its sizes")
             slot_bytes, slots = _ARENA.unpack(body)
-            self._arena = PeerArena(self._stream.passed.pop(), slot_bytes, slots)
+            try:
+                self._arena = PeerArena(self._stream.passed.pop(), slot_bytes, slots)
+            except RuntimeError as error:
+                raise ChannelError(f"{self.peer}: no thread for its arena: {error}") from error
             return slots, slot_bytes
         finally:
             self._stream.close_passed()
