@@ -56,8 +56,8 @@ def test_what_a_request_is_handed_is_read_off_it() -> None:
 
 
 def test_former_states_are_kept_by_whole_chunks_as_windows_are() -> None:
-    assert found(made(states={1: True}, blocks=(BLOCK, CHUNK)), request(16), 8) == (8, True)
-    assert made(states={1: True}, blocks=(BLOCK, CHUNK)).match(request(8), 0) == (0, False)
+    assert found(made(states={1: True}, blocks=(BLOCK, BLOCK)), request(16), 8) == (8, True)
+    assert made(states={1: True}, blocks=(BLOCK, BLOCK)).match(request(8), 0) == (0, False)
 
 
 def test_an_answer_counts_to_the_end_of_its_time() -> None:
@@ -162,6 +162,7 @@ def test_what_each_tier_gave_is_counted_from_where_the_load_began() -> None:
     assert scheduler.match(a, 4) == (28, True)
     scheduler.admit(a, (TABLE,), 28)
     assert scheduler.sources("a", 28) == {"memory": 12, "disk": 16}
+    assert scheduler.sources("a", 20) == {"memory": 4, "disk": 16}
     assert scheduler.sources("a", 4) == {"memory": 4}
 
 
@@ -181,7 +182,7 @@ class Blending:
         return self
 
     def wants(self, computed: int) -> bool:
-        return True
+        return computed < 8
 
     def ask(self, question: Question, whole: Sequence) -> Question:
         assert len(whole.tokens) == 20
@@ -207,6 +208,15 @@ def test_a_request_is_blended_as_a_whole_but_for_what_vllm_computes(windows: boo
     blending = Blending(room=True)
     assert found(made(blends=blending, windows=windows), request(20), 8, computed=4) == (16 - windows, True)
     assert blending.pinned == 1
+
+
+def test_what_is_not_worth_blending_any_more_is_loaded_as_it_is() -> None:
+    scheduler, a = made(blends=Blending(room=True)), request(20)
+    assert found(scheduler, a, 16) == (20, True)
+    assert scheduler.match(a, 8) == (8, True), "vLLM has more of it by now"
+    scheduler.admit(a, (TABLE,), 8)
+    told = step(scheduler)
+    assert ([load.stop for load in told.loads], told.blends) == ([16], [])
 
 
 def test_a_request_waits_a_while_for_blocks_to_be_blended_in(caplog: pytest.LogCaptureFixture) -> None:
