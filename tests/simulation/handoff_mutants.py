@@ -18,34 +18,6 @@ planted = partial(Mutant, scenario="handoff")
 HANDOFF_MUTANTS = (
     # locks that are not taken
     planted(
-        "a record is borrowed without the lock: it may be released meanwhile",
-        RECEIVER,
-        """\
-        with self._changed:
-            lease = self._records.get(name)
-            return None if lease is None else lease.share()
-""",
-        """\
-        lease = self._records.get(name)
-        return None if lease is None else lease.share()
-""",
-    ),
-    planted(
-        "receivers to which a record went are counted without the lock",
-        SENDER,
-        """\
-        with self._changed:
-            record.left -= 1
-            last = not record.left
-""",
-        """\
-        left = record.left - 1
-        record.left = left
-        with self._changed:
-            last = not left
-""",
-    ),
-    planted(
         "what a release makes of the state is worked out before the lock",
         RECEIVER,
         """\
