@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leaderboard, tables_vllm
+from benchmarks import leaderboard, tables_proofs, tables_vllm
 from kvkit.bench.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +31,7 @@ PAGES = (
     "docs/pd.md",
     "docs/handoff.md",
     "docs/scale.md",
+    "docs/prove.md",
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
@@ -86,6 +87,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "fleet": lambda: _fleet(json.loads((results / "fleet.json").read_text())["runs"]),
         "shm": lambda: _shm(figures),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
+        **tables_proofs.proofs(results),
     }
 
     def fill(match: re.Match[str]) -> str:
