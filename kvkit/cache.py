@@ -71,8 +71,7 @@ LOADING_THREADS, STORING_THREADS, LOOKING_THREADS, PREFETCHING_THREADS = 4, 2, 4
 """What goes on in the background at a time. It mostly waits for tiers, which have threads of their own."""
 
 SpaceOf = Callable[[str | None, str], Namespace]
-"""What is stored for a model's name, as requests have it (an adapter's, for one; None: the base model), and a
-cache salt. Raises `UnknownModel`."""
+"""What is stored for a requested model (an adapter, say; None: the base) and salt. Raises `UnknownModel`."""
 
 READING_THREADS = 8
 """Layers of records that are read at a time, of each tier."""
@@ -140,7 +139,7 @@ class Cache:
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
         self.timeout_s = timeout_s
-        self.space_of: SpaceOf = space_of or self._own_space
+        self.space_of: SpaceOf = space_of or partial(_only_space, namespace)
         self.server: CacheServer | None = None
         self._opener = Opener("this cache")
         tier_set = TierSet(self.tiers, self.policy, staging, timeout_s, layout.copy, layout.copies)
@@ -564,11 +563,6 @@ class Cache:
     def _tier_set(self) -> TierSet:
         return self._puts.tiers
 
-    def _own_space(self, model: str | None, salt: str) -> Namespace:
-        if model not in (None, self.namespace.model):
-            raise UnknownModel(f"model = {model!r}: not known here; known is {self.namespace.model!r}")
-        return replace(self.namespace, salt=salt) if salt else self.namespace
-
     def _part(
         self, tokens: Any, namespace: Namespace | None, first: int, policy: RequestPolicy = NO_WISHES
     ) -> Chunks:
@@ -584,6 +578,12 @@ class Cache:
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
         return Load(self._puts, hit, pages, rotate, _marks(pages))
+
+
+def _only_space(namespace: Namespace, model: str | None, salt: str) -> Namespace:
+    if model not in (None, namespace.model):
+        raise UnknownModel(f"model = {model!r}: not known here; known is {namespace.model!r}")
+    return replace(namespace, salt=salt) if salt else namespace
 
 
 def _marks(pages: Sequence[SequencePages]) -> CudaEvents:

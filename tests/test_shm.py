@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -134,6 +135,28 @@ def test_a_cache_loads_what_another_stored_without_a_copy(url: str) -> None:
         assert second.prefetch_chunks > 0
         for cache in caches:
             cache.check_integrity()
+
+
+def test_a_closed_cache_gives_up_its_memory_with_its_last_reference(url: str) -> None:
+    """Not when garbage happens to be collected: it has all of the pool mapped, by two descriptors."""
+    engine, tokens = make_engine(), sequence(4)
+    table = engine.table(len(tokens))
+    gc.collect()
+    gc.disable()
+    try:
+        before = os.listdir("/proc/self/fd")
+        slots = new_staging(engine, 8)
+        with new_cache(engine, slots, [shm(url, slots, 16)]) as cache:
+            engine.compute(tokens, table)
+            cache.store(tokens, engine.places(table))
+            cache.flush()
+            assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == len(tokens)
+        gone = weakref.ref(cache)
+        del cache, slots
+        assert gone() is None
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    finally:
+        gc.enable()
 
 
 def test_capacity_and_use_are_those_of_the_pool(url: str, staging: Staging) -> None:
