@@ -256,7 +256,8 @@ def _part(answer: Settings, part: slice) -> Settings:
 
 
 def _reply(answer: Settings) -> Reply:
-    return Reply(*(tuple(answer[name]) for name in ("tokens", "logprobs", "likely")))
+    likely = ({int(token): logprob for token, logprob in step.items()} for step in answer["likely"])
+    return Reply(tuple(answer["tokens"]), tuple(answer["logprobs"]), tuple(likely))
 
 
 def difference(expected: Answers, found: Answers) -> float:
