@@ -50,7 +50,7 @@ quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no s
 	$(BIN)/mypy
 	$(PYTEST) -q --quick tests
 
-simulate: $(VENV)/dev.stamp  ## SEEDS interleavings of cache and tiers; the story of one that finds something
+simulate: $(VENV)/dev.stamp  ## SEEDS interleavings of cache, folders, handoff and router; the story of one that finds something
 	PYTHONPATH=.:tests $(BIN)/python -m simulation --seeds $(SEEDS)
 
 simulate-mutants: $(VENV)/dev.stamp  ## every planted defect, and the seed that finds it; in benchmarks/results/

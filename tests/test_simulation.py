@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("zmq")
+
 from simulation import scheduler as scheduler_module
 from simulation.lives import BUDGET, SCENARIOS, live, story
 from simulation.mutants import MUTANTS
 from simulation.mutation import HOUSE, copied, find, plant
 from simulation.primitives import SimulatedLock, SimulatedThreading
+from simulation.router_loop import SimulatedLoop
 from simulation.scheduler import Carriers, Scheduler, Violation
 
 TESTS = Path(__file__).parent
@@ -26,6 +33,7 @@ SAMPLE = (
     "evicted records keep their slots",
     "the names of new folders are not synced",
     "what is queued when a link ends is told to nobody",
+    "a client that leaves does not end its request to the engine",
 )
 
 
@@ -91,6 +99,15 @@ def test_the_story_of_a_handoff_has_all_that_goes_wrong(carriers: Carriers) -> N
     for words in (
         *("is killed", "is cut off", "closes", "gives r0 up", "calls r0 off", "ends its connection"),
         *("cannot start kvkit-handoff", "Cannot allocate memory", "has a slot of D for", "D1-use-r0"),
+    ):
+        assert words in told, words
+
+
+def test_the_story_of_a_router_has_all_that_goes_wrong(carriers: Carriers) -> None:
+    told = "\n".join(story(live("router", seed, carriers, traced=True)) for seed in range(40))
+    for words in (
+        *("is down", "is stuck", "is sick", "leaves", "refuses", "garbage", "abort", "loses batch"),
+        *("asks p0/v1/completions", "asks d0/v1/chat/completions", "is answered: 200", "is answered: 502"),
     ):
         assert words in told, words
 
@@ -269,3 +286,71 @@ def test_threads_that_are_left_are_unwound(carriers: Carriers) -> None:
 
     assert not failures(program, carriers, 20)
     assert ended == ["waiter"] * 20
+
+
+# the event loop
+
+Tasks = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
+
+
+def looped(tasks: Tasks, carriers: Carriers, seed: int, shuffles: float = 1.0) -> Scheduler:
+    """What becomes of them."""
+    scheduler = Scheduler(seed, carriers, fine=False)
+    loop = SimulatedLoop(scheduler, shuffles, 0.0)
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(tasks(loop))
+        finally:
+            loop.unwind()
+            loop.close()
+
+    scheduler.run(run)
+    return scheduler
+
+
+@pytest.mark.parametrize("shuffles", [0.0, 1.0])
+def test_a_loop_keeps_the_order_within_a_task_and_draws_among_them(
+    shuffles: float, carriers: Carriers
+) -> None:
+    orders = set[str]()
+
+    async def tasks(loop: SimulatedLoop) -> None:
+        began, said = loop.time(), list[str]()
+
+        async def step(letters: str) -> None:
+            for letter in letters:
+                said.append(letter)
+                await asyncio.sleep(0)
+
+        for letter in "123":
+            loop.call_soon(said.append, letter)
+        await asyncio.gather(step("abc"), step("xyz"))
+        await asyncio.sleep(3600.0)
+        loop.check(loop.time() == began + 3600.0, "it is {}", loop.time())
+        for letters in ("123", "abc", "xyz"):
+            kept = "".join(letter for letter in said if letter in letters)
+            loop.check(kept == letters, "{} is run as {}", letters, kept)
+        orders.add("".join(said))
+
+    for seed in range(20):
+        assert looped(tasks, carriers, seed, shuffles).failure is None
+    assert (len(orders) > 5) == bool(shuffles)
+
+
+def test_what_escapes_from_a_task_ends_a_simulation(carriers: Carriers) -> None:
+    async def fails() -> None:
+        raise ValueError("escaped")
+
+    async def lone(loop: SimulatedLoop) -> None:
+        loop.create_task(fails(), name="lone")
+        await asyncio.sleep(1.0)
+
+    async def stuck(loop: SimulatedLoop) -> None:
+        await loop.create_future()
+
+    lost, ended = looped(lone, carriers, 0).failure, looped(stuck, carriers, 0).failure
+    assert lost is not None
+    assert isinstance(lost[1], ValueError)
+    assert ended is not None
+    assert "nobody can go on" in str(ended[1])

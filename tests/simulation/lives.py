@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from simulation.cache_life import cache_life
 from simulation.folder_life import folder_life
 from simulation.handoff_life import handoff_life
+from simulation.router_life import router_life
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
 
@@ -16,8 +17,9 @@ SCENARIOS: Mapping[str, Callable[[World], Callable[[], None]]] = {
     "cache": cache_life,
     "folder": folder_life,
     "handoff": handoff_life,
+    "router": router_life,
 }
-BUDGET = {"cache": 3000, "folder": 5800, "handoff": 1200}
+BUDGET = {"cache": 3000, "folder": 5400, "handoff": 1200, "router": 400}
 """Seeds of each in CI, within which a defect has to be found."""
 
 
