@@ -4,8 +4,9 @@ A process rests where nothing is asked of it. `Flat.rest` notes then how much me
 pages of files, which come and go as the machine has room, and how many descriptors and threads there are.
 `judge` says what of that rises:
 
-- resident memory, where the second half of the rests spans `JUDGED_S`: its least-squares slope there is at
-  most `GROWTH` MiB a minute, or what the soak says;
+- resident memory, where the last third of the rests spans `JUDGED_S`: its least-squares slope there is at
+  most `GROWTH` MiB a minute, or what the soak says. Before, allocators come to hold what threads need at
+  most;
 - descriptors, and threads: in the second half of the rests there are never over `SPARE` more than in the
   first.
 """
@@ -71,8 +72,8 @@ def judge(sizes: Sequence[Size], growth: float = GROWTH) -> list[str]:
 
 
 def growth_of(sizes: Sequence[Size]) -> float | None:
-    """MiB a minute in the second half; None where that is too short to tell."""
-    late = sizes[len(sizes) // 2 :]
+    """MiB a minute in the last third; None where that is too short to tell."""
+    late = sizes[-(-2 * len(sizes) // 3) :]
     if len(late) < 3 or late[-1].at_s - late[0].at_s < JUDGED_S:
         return None
     minutes = np.array([size.at_s / 60 for size in late])

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,6 +49,8 @@ class Parts:
         self._path = path
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._found: dict[str, Any] = {}
+        alone = set(parts) != set(PARTS) and path.exists()
+        self._before: dict[str, Any] = json.loads(path.read_text()) if alone else {"parts": {}}
         total = f"{minutes * len(parts):g}"
         self._about = {"command": f"python -m benchmarks.soak --minutes {total} --at-once {at_once}"}
 
@@ -88,8 +91,10 @@ class Parts:
             )
 
     def _write(self) -> None:
-        order = {part: self._found[part] for part in PARTS if part in self._found}
-        self._path.write_text(json.dumps(describe() | self._about | {"parts": order}, indent=1) + "\n")
+        known = self._before["parts"] | self._found
+        order = {part: known[part] for part in PARTS if part in known}
+        document = self._about | self._before | describe() | {"parts": order}
+        self._path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _read(path: Path, log: Path, status: int) -> dict[str, Any]:
@@ -104,6 +109,31 @@ def _read(path: Path, log: Path, status: int) -> dict[str, Any]:
 def is_well(found: dict[str, Any]) -> bool:
     """Whether a part found nothing wrong, and nothing that grows."""
     return not found["wrong"] and not any(flat["not_flat"] for flat in found["flat"].values())
+
+
+def tables(path: Path) -> dict[str, Callable[[], list[list[str]]]]:
+    """The tables of a result."""
+    return {"soak": lambda: rows(path), "soak_vllm": lambda: rows_of_vllm(path)}
+
+
+def rows_of_vllm(path: Path) -> list[list[str]]:
+    """What the soak of vLLM has beside the others; the head alone where there is none."""
+    table = [["of the soak of vLLM", ""]]
+    found = json.loads(path.read_text())["parts"].get("vllm", {}) if path.exists() else {}
+    if "requests" not in found:
+        return table
+    asked = sum(n for what, n in found["blended"].items() if what.startswith("asked"))
+    spoiled = sum(found["faults_injected"].values())
+    return [
+        *table,
+        ["requests", f"{found['requests']:,}"],
+        ["asked to be blended", f"{asked:,}"],
+        ["aborted; preempted", f"{found['requests_aborted']:,}; {found['preemptions']:,}"],
+        ["reads and writes that failed or were damaged", f"{spoiled:,}"],
+        ["of the prompt tokens hit", f"{found['hit_tokens'] / found['prompt_tokens']:.0%}"],
+        ["wrong tokens, exact", f"{found['wrong_tokens']:,}"],
+        ["wrong tokens, every token recomputed", f"{found['wrong_tokens_at_ratio_1']:,}"],
+    ]
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -150,7 +180,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0, help="of all together")
     parser.add_argument("--at-once", type=int, default=len(PARTS), help="so many run side by side")
-    parser.add_argument("--part", choices=[*PARTS], action="append", help="only this one")
+    parser.add_argument(
+        "--part", choices=[*PARTS], action="append", help="only this one; others stay as recorded"
+    )
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/soak-<machine>.json")
     given = parser.parse_args()
     asked = given.part or [*PARTS]

@@ -63,8 +63,8 @@ KILLED, DELAYED, UNUSED = 0.01, 0.1, 0.1
 GIVEN_UP = 0.01
 """The share of looks of a receiver at a transfer under way that end it."""
 
-HANGS_S = 60.0
-"""A request that has not ended after so long hangs."""
+HANGS_S = 600.0
+"""A request that has not ended after so long hangs. Others may have nearly all of the machine."""
 
 
 class Node:

@@ -64,8 +64,9 @@ LEAVING, SALTED = 0.1, 0.1
 """Shares of clients that leave, and of requests that want more than the answer."""
 FATES = {"kill": 0.4, "stop": 0.4, "clear": 0.2}
 FATED = {"kill": "killed", "stop": "stopped", "clear": "emptied"}
-PATIENCE_S = 90.0
-"""A request that has not ended after so long hangs; so does a router that has not come to rest."""
+PATIENCE_S = 900.0
+"""A request that has not ended after so long hangs; so does a router that has not come to rest. Others may
+have nearly all of the machine."""
 OWN_MISTAKE = "the router made a mistake"
 TROUBLE = "Traceback|a mistake of the router's own|followed no more"
 """What its log says of it, and of other mistakes."""
@@ -81,6 +82,8 @@ class Pace:
         away_s: how long an engine that died or was stopped is away.
         timeout_s: of an engine, for what it is asked for; three times as long, for a whole answer.
         conversations: how many there are.
+        engines: those of `ENGINES` that there are; d0 among them.
+        blocks: that an engine holds at most, fewer than all prompts have.
     """
 
     pause_s: float = 0.5
@@ -88,9 +91,11 @@ class Pace:
     away_s: tuple[float, float] = (0.2, 5.0)
     timeout_s: float = 8.0
     conversations: int = CONVERSATIONS
+    engines: tuple[str, ...] = tuple(ENGINES)
+    blocks: int = 600
 
 
-QUICK, QUICK_REQUESTS = Pace(0.0, (1.0, 2.0), (0.1, 0.5), 1.5, 2), 80
+QUICK, QUICK_REQUESTS = Pace(0.0, (1.0, 2.0), (0.1, 0.5), 1.5, 2, ("p0", "d0", "d1"), 80), 80
 """With `--quick`."""
 
 
@@ -112,9 +117,9 @@ class Serving(Process):
         raise NotImplementedError  # it is asked by `Soak.until_up`, which goes on meanwhile
 
 
-def standin(folder: Path, seed: int) -> Serving:
+def standin(folder: Path, blocks: int, seed: int) -> Serving:
     told = (f"ipc://{folder}/{name}" for name in ("events", "replay"))
-    return Serving(folder, "-m", "benchmarks.standin", "{port}", *told, str(seed))
+    return Serving(folder, "-m", "benchmarks.standin", "{port}", *told, str(blocks), str(seed))
 
 
 def settings(engines: dict[str, Serving], timeout_s: float) -> str:
@@ -180,7 +185,9 @@ class Soak:
         self.spells = spells
         self.folder = folder
         self.pace = pace
-        self.engines = {name: standin(folder / name, seed) for seed, name in enumerate(ENGINES)}
+        self.engines = {
+            name: standin(folder / name, pace.blocks, seed) for seed, name in enumerate(pace.engines)
+        }
         config = folder / "router.toml"
         config.write_text(settings(self.engines, pace.timeout_s))
         words = (
@@ -307,7 +314,7 @@ class Soak:
                 await asyncio.wait_for(over.wait(), self.chance.uniform(*self.pace.fate_s))
             if over.is_set():
                 return
-            name = self.chance.choice([*ENGINES])
+            name = self.chance.choice(self.pace.engines)
             (fate,) = self.chance.choices([*FATES], [*FATES.values()])
             self.fated[FATED[fate]] += 1
             engine, away_s = self.engines[name], self.chance.uniform(*self.pace.away_s)
@@ -334,9 +341,9 @@ class Soak:
         await self.until_all_are_up()
         await self.until(self.is_idle, "requests are counted as running")
         for role in ("decode", "prefill"):
-            for name in (name for name, its in ENGINES.items() if its == role):
+            for name in (name for name in self.engines if ENGINES[name] == role):
                 await self.compare(name)
-        await self.health(set(ENGINES))
+        await self.health(set(self.engines))
         await self.until(self.is_idle, "requests are counted as running")
 
     async def compare(self, name: str) -> None:
@@ -365,7 +372,7 @@ class Soak:
     async def health(self, up: set[str]) -> None:
         """Have the router find these engines up, and no others."""
         for name in self.engines:
-            await self.behave(name, health=200 if name in up else 503, keeps=up == set(ENGINES))
+            await self.behave(name, health=200 if name in up else 503, keeps=up == set(self.engines))
 
         async def seen() -> bool:
             return {e["name"] for e in await self.states() if e["up"]} == up
@@ -395,7 +402,7 @@ class Soak:
 
     async def is_idle(self) -> bool:
         found = re.findall(r"^kvkit_router_engine_requests\{.*\} (.*)$", await self.metrics(), re.MULTILINE)
-        assert len(found) == len(ENGINES)
+        assert len(found) == len(self.engines)
         return not any(map(float, found))
 
     async def new_tokens(self) -> dict[str, int]:

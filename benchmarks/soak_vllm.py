@@ -71,7 +71,7 @@ GROWTH = 1.0
 BUSY = 0.6
 """The share of the time in which the engine computes, so that others of this machine get on."""
 
-HANGS_S = 300.0
+HANGS_S = 900.0
 """A request that is not answered so long after the end of its spell hangs."""
 
 MIB = 1 << 20

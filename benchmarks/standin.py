@@ -1,6 +1,6 @@
 """An engine for the soak of the router, in a process of its own: the toy of the tests, which fails at random.
 
-    python -m benchmarks.standin PORT EVENTS REPLAY SEED
+    python -m benchmarks.standin PORT EVENTS REPLAY BLOCKS SEED
 
 It holds the last blocks of the prompts that it was asked, and tells of them as vLLM does: numbered batches of
 KV events, the last of which can be had again, while some get lost. To `/behave` it takes what differs from
@@ -27,8 +27,8 @@ from kvkit.router.events import KVEventBatch
 from kvkit.router.index import BlockHash, ClearedBlocks, KVEvent, RemovedBlocks, StoredBlocks
 from tests.openai_engine import Body, Toy, render
 
-BLOCK, BLOCKS = 16, 600
-"""Tokens of a block; blocks that it holds at most, fewer than all prompts have."""
+BLOCK = 16
+"""Tokens of a block."""
 KEPT = 10_000
 """Batches that can be had again."""
 PLACE, TIER = "CPU", "memory"
@@ -99,9 +99,10 @@ class Told:
 
 
 class Blocks:
-    """The blocks that were used last."""
+    """The blocks that were used last: so many."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def keep(self, tokens: list[int]) -> list[KVEvent]:
@@ -117,7 +118,9 @@ class Blocks:
             ids = tokens[first * BLOCK : len(hashes) * BLOCK]
             new: list[BlockHash] = [*hashes[first:]]
             events.append(StoredBlocks(new, last, ids, BLOCK, PLACE, ownership=TIER))
-        gone: list[BlockHash] = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - BLOCKS)]
+        gone: list[BlockHash] = [
+            self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._most)
+        ]
         if gone:
             events.append(RemovedBlocks(gone, PLACE, ownership=TIER))
         return events
@@ -142,10 +145,10 @@ def hashes_of(tokens: list[int]) -> list[int]:
 class StandIn:
     """The engine."""
 
-    def __init__(self, events: str, replay: str, seed: str) -> None:
+    def __init__(self, events: str, replay: str, blocks: int, seed: str) -> None:
         self._chance = random.Random(seed)
         self._told = Told(events, replay)
-        self._blocks = Blocks()
+        self._blocks = Blocks(blocks)
         self._way = dict(CALM)
         self._failed: Counter[str] = Counter()
 
@@ -236,8 +239,8 @@ def prompt_of(path: str, body: Body) -> list[int]:
 
 
 def main() -> None:
-    port, events, replay, seed = sys.argv[1:]
-    app = StandIn(events, replay, seed).app()
+    port, events, replay, blocks, seed = sys.argv[1:]
+    app = StandIn(events, replay, int(blocks), seed).app()
     web.run_app(app, host="127.0.0.1", port=int(port), handler_cancellation=True, print=None)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leaderboard, tables_proofs, tables_vllm
+from benchmarks import leaderboard, soak, tables_proofs, tables_vllm
 from kvkit.bench.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +32,7 @@ PAGES = (
     "docs/handoff.md",
     "docs/scale.md",
     "docs/prove.md",
+    "docs/operations.md",
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
@@ -69,8 +70,8 @@ def render(page: str, results: Path = RESULTS) -> str:
         "models": lambda: _models(json.loads((results / "models.json").read_text())),
         "models_lmcache": lambda: _ways(_of_lmcache(json.loads((results / "models.json").read_text()))),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
-        "queued": lambda: _queued(json.loads((results / f"queued-{MACHINE}.json").read_text())),
-        "sending": lambda: _sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
+        "queued": lambda: tables_vllm.queued(json.loads((results / f"queued-{MACHINE}.json").read_text())),
+        "sending": lambda: tables_vllm.sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
         "precision": lambda: _precision(json.loads((results / f"precision-{MACHINE}.json").read_text())),
         "handoff": lambda: _handoff(figures),
         "private": lambda: _private(figures),
@@ -88,6 +89,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "shm": lambda: _shm(figures),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
         **tables_proofs.proofs(results),
+        **soak.tables(results / f"soak-{MACHINE}.json"),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -123,25 +125,6 @@ def _serve(document: dict[str, Any]) -> list[list[str]]:
         shown.append("" if control is None else f"{control['median']:.3f}")
         rows.append([row["system"], *shown])
     return rows
-
-
-def _queued(document: dict[str, Any]) -> list[list[str]]:
-    """What it gives to bring near what a queued request will hit."""
-    rows = [["", "minimum", "median"]]
-    for kind, shown in (("not", "read from a cold disk"), ("prefetched", "brought near while it waited")):
-        seconds = document["gap_s"][kind]
-        rows.append([shown, *(f"{1000 * of(seconds):.0f} ms" for of in (min, statistics.median))])
-    rows.append(["ratio", *(f"{document[f'ratio_of_{k}']:.2f}" for k in ("minima", "medians"))])
-    return rows
-
-
-def _sending(document: dict[str, Any]) -> list[list[str]]:
-    """What sending costs a prefill engine."""
-    ratios = (document[f"ratio_of_{k}"] for k in ("minima", "medians"))
-    return [
-        ["", "ratio of minima", "of medians"],
-        ["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)],
-    ]
 
 
 def _handoff(figures: dict[str, Any]) -> list[list[str]]:

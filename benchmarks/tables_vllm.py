@@ -1,4 +1,4 @@
-"""Rows of the tables of what real vLLM engines were measured at: blended prompts, hybrid models."""
+"""Rows of the tables of what real vLLM engines were measured at: blends, hybrid models, queues, sending."""
 
 from __future__ import annotations
 
@@ -89,3 +89,22 @@ def replay(path: Path) -> list[list[str]]:
         cells = (found["trace"], str(found["requests"]), found["policy"], f"{found['share']:.0%}")
         rows.append([*cells, f"{found['simulated_hits']:.1%}", f"{found['hits']:.1%}"])
     return rows
+
+
+def queued(document: dict[str, Any]) -> list[list[str]]:
+    """What it gives to bring near what a queued request will hit."""
+    rows = [["", "minimum", "median"]]
+    for kind, shown in (("not", "read from a cold disk"), ("prefetched", "brought near while it waited")):
+        seconds = document["gap_s"][kind]
+        rows.append([shown, *(f"{1000 * of(seconds):.0f} ms" for of in (min, statistics.median))])
+    rows.append(["ratio", *(f"{document[f'ratio_of_{k}']:.2f}" for k in ("minima", "medians"))])
+    return rows
+
+
+def sending(document: dict[str, Any]) -> list[list[str]]:
+    """What sending costs a prefill engine."""
+    ratios = (document[f"ratio_of_{k}"] for k in ("minima", "medians"))
+    return [
+        ["", "ratio of minima", "of medians"],
+        ["P's time with sending / without", *(f"{ratio:.3f}" for ratio in ratios)],
+    ]

@@ -224,32 +224,27 @@ SOURCES: Mapping[str, Source] = {
         )
         for flow in ("handoff", "pool", "pull", "both")
     },
-    "soak_handoff": Source(
-        "soak-handoff-{machine}.json",
-        "python -m benchmarks.soak_handoff",
-        (
-            "requests",
-            "seconds",
-            "outcomes/done",
-            "outcomes/cancelled",
-            "killed/receivers",
-            "killed/senders",
-            "wrong",
-        ),
-    ),
     "soak": Source(
-        "soak-vllm-{machine}.json",
-        "python -m benchmarks.soak_vllm",
+        "soak-{machine}.json",
+        "python -m benchmarks.soak",
         (
-            *("seconds", "requests", "requests_aborted", "answers_tokens", "wrong_tokens", "preemptions"),
+            *(f"parts/*/{field}" for field in ("seconds", "wrong", "flat/*/rests", "flat/*/not_flat")),
             *(
-                "wrong_tokens_at_ratio_1",
-                "faults_injected/*",
-                "prompt_tokens",
-                "hit_tokens",
-                "blended/requests",
+                f"parts/vllm/{field}"
+                for field in (
+                    *("requests", "requests_aborted", "answers_tokens", "wrong_tokens", "preemptions"),
+                    *("wrong_tokens_at_ratio_1", "faults_injected/*", "prompt_tokens", "hit_tokens"),
+                    *("blended/requests", "all_slots_free", "all_blocks_free"),
+                )
             ),
-            *("all_slots_free", "all_blocks_free"),
+            *(
+                f"parts/handoff/{field}"
+                for field in ("done/requests", "outcomes/cancelled", "killed/senders")
+            ),
+            *(f"parts/router/done/{field}" for field in ("requests", "right", "errors", "compared")),
+            *(f"parts/router/faults/{field}" for field in ("answers", "engines killed", "engines stopped")),
+            "parts/shm/done/chunks loaded and compared",
+            "parts/shm/faults/processes killed",
         ),
     ),
     "precision": Source(

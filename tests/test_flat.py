@@ -70,11 +70,11 @@ def test_a_soak_says_how_much_it_may_grow() -> None:
 
 
 def test_too_little_time_says_nothing_of_memory() -> None:
-    def few(span_s: float) -> list[Size]:
-        return [Size(span_s * i / 5, 100 + 20 * i, 20 + i, 5) for i in range(10)]
+    def few(between_s: float) -> list[Size]:
+        return [Size(between_s * i, 100 + 20 * i, 20 + i, 5) for i in range(12)]
 
-    assert len(judge(few(JUDGED_S))) == 1, "descriptors alone"
-    assert len(judge(few(JUDGED_S * 1.5))) == 2
+    assert len(judge(few(0.3 * JUDGED_S))) == 1, "descriptors alone"
+    assert len(judge(few(0.4 * JUDGED_S))) == 2
 
 
 def test_sizes_are_those_of_the_process() -> None:

@@ -90,7 +90,7 @@ def test_a_missing_file_is_named_with_its_command(name: str, tmp_path: Path) -> 
         ("blend_4k", ("sets", "documents", "naive", "kl_interval"), "sets/documents/naive/kl_interval"),
         ("served", ("results", 0, "ttft_s", "hit, on"), "results/0/ttft_s/hit, on"),
         ("demo", ("turns", 2, "identical"), "turns/2/identical"),
-        ("soak", ("wrong_tokens",), "wrong_tokens"),
+        ("soak", ("parts", "vllm", "wrong_tokens"), "parts/vllm/wrong_tokens"),
     ],
 )
 def test_a_missing_figure_is_named_with_its_place(

@@ -16,6 +16,9 @@ from kvkit.environment import describe
 ROOT = Path(__file__).parent.parent
 
 
+pytestmark = pytest.mark.timeout(900)  # beside others
+
+
 def quick(name: str, folder: Path) -> dict[str, Any]:
     """What `python -m benchmarks.<name> --quick` finds; nothing is wrong, and nothing grew."""
     path = folder / "found.json"
@@ -45,7 +48,7 @@ def test_router(tmp_path: Path) -> None:
     assert done["requests"] >= 80
     assert done["requests"] == done["right"] + done["errors"] + done["clients that left"]
     assert done["right"] > 40
-    assert done["compared"] == 4 * 5 * 2
+    assert done["compared"] == 4 * 3 * 2
     assert sum(found["spoiled"].values()) == found["faults"]["answers"] > 0
     assert sum(found["ways"].values()) > 0, "the router noticed none"
 
@@ -53,7 +56,7 @@ def test_router(tmp_path: Path) -> None:
 def test_shared_memory(tmp_path: Path) -> None:
     found = quick("soak_shm", tmp_path)
     assert min(found["calls"]["store"], found["calls"]["load"]) > 0
-    assert found["done"]["calls"] >= 400
+    assert found["done"]["calls"] >= 300
     assert found["done"]["chunks loaded and compared"] > found["done"]["of them when all rested"] > 0
     assert found["faults"]["processes killed"] >= 12
     assert found["faults"]["processes stopped"] > 0
@@ -131,6 +134,18 @@ def test_what_is_found_is_written_by_part(
         )
     ]
     assert soak.rows(tmp_path / "none.json") == [head]
+
+
+def test_what_is_run_alone_leaves_the_others_as_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "soak.json"
+    before = {"command": "python -m benchmarks.soak", "parts": {"vllm": part(), "shm": part(wrong=["it"])}}
+    path.write_text(json.dumps(before))
+    run(monkeypatch, tmp_path, {"shm": writes(part(seconds=9.0))}, 1)
+    after = json.loads(path.read_text())
+    assert after["parts"] == {"vllm": part(), "shm": part(seconds=9.0)}
+    assert after["command"] == before["command"]
 
 
 def test_what_was_done_before_a_signal_is_kept(tmp_path: Path) -> None:
