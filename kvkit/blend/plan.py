@@ -106,9 +106,9 @@ class Selection:
         fade: of `question_attention`: a score counts half so many tokens after its span's start, a third at
             twice as many, and so on: the KV of later tokens, which saw more of their own span, differs less
             from what a full prefill computes. 0: scores do not fade.
-        drift: this share of what changes on average in the tokens that are computed again, K before its rope
-            and V, is added to the other reused tokens, layer by layer: see `kvkit.blend.drift`. 0: they stay
-            as they were found.
+        drift: this share of what V, and half of it of what K before its rope is estimated to have lost, by
+            the tokens that are computed again, is added to the other reused tokens, layer by layer: see
+            `kvkit.blend.drift`. 0: they stay as they were found.
         coverage: the tokens with the highest scores are chosen until they have this share of all the scores,
             so `ratio` is the most that recomputing may cost. Methods that see nothing choose as with 1: as
             many as `ratio` has room for.
