@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ TASKS = (
     *("needle", "needle keys", "needle values", "needle queries", "tracking", "words", "qa", "hops"),
     *("classify", "code"),
 )
+ANSWERED = 0.3
 
 
 def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
@@ -97,6 +99,43 @@ def tasks(results: Path) -> list[list[str]]:
             of = [entry["sets"].get(kind, {}).get(name) for kind in kinds]
             rows.append([_named(entry), name, *("" if one is None else f"{one['f1']:.2f}" for one in of)])
     return rows
+
+
+def curve(path: Path) -> list[list[str]]:
+    """How right answers are by the rows that are computed, fewest first; task by task, and all together.
+
+    `of full` is of the tasks that full recompute answers in at least `ANSWERED` of the samples: how many
+    exact answers there are for each of its own.
+    """
+    found = json.loads(path.read_text())
+    sets, means = found["sets"], found["overall"]
+    kinds = [kind for kind in sets if "exact" in sets[kind]["full"]]
+    answered = [kind for kind in kinds if sets[kind]["full"]["exact"] >= ANSWERED]
+    rows = [["method", "rows", "KL", "exact", "of full", *kinds]]
+    for name in sorted(means, key=lambda name: (means[name]["rows"], name)):
+        each = {kind: sets[kind][name]["exact"] for kind in kinds}
+        share = sum(each[kind] for kind in answered) / sum(sets[kind]["full"]["exact"] for kind in answered)
+        cells = [_shown(means[name], "kl", ".3f"), _shown(means[name], "exact", ".2f"), f"{share:.2f}"]
+        rows.append([name, f"{means[name]['rows']:.1%}", *cells, *(f"{one:.2f}" for one in each.values())])
+    return rows
+
+
+def overpaid(path: Path) -> list[list[str]]:
+    """By how much the question overpays tokens that lost context; of a file of benchmarks.lost_context."""
+    runs = json.loads(path.read_text())["runs"]
+    rows = [["tokens of a prompt", *(f"{run['tokens']:,}" for run in runs)]]
+    rows.append(["paid to reused tokens, all computed", *(f"{run['exact']:.0%}" for run in runs)])
+    rows.append(["to their keys as they were found", *(f"{run['alone']:.0%}" for run in runs)])
+    every = [{(one["from"], one["to"]): one["log_ratio"] for one in run["by_loss"]} for run in runs]
+    for low, high in dict.fromkeys(edges for of in every for edges in of):
+        ratios = [of.get((low, high)) for of in every]
+        shown = ["" if ratio is None else f"{math.exp(ratio):.1f}×" for ratio in ratios]
+        rows.append([f"those that saw 1 of {math.exp(low):.1f} to {math.exp(high):.1f}", *shown])
+    rows.append(["power of what is missing", *(f"{run['slope']:.2f}" for run in runs)])
+    of_tasks = (
+        [f"of `{task}` alone", *(f"{run['slopes'][task]:.2f}" for run in runs)] for task in runs[0]["slopes"]
+    )
+    return [*rows, *of_tasks]
 
 
 def draw(entry: dict[str, Any], path: Path) -> None:

@@ -66,6 +66,8 @@ def render(page: str, results: Path = RESULTS) -> str:
         "blend_4k": lambda: _blend(results / f"blend-4k-{MACHINE}.json"),
         "leaderboard": lambda: leaderboard.methods(results),
         "leaderboard_tasks": lambda: leaderboard.tasks(results),
+        "blend_rows": lambda: leaderboard.curve(results / f"blend-rows-4k-{MACHINE}.json"),
+        "lost_context": lambda: leaderboard.overpaid(results / f"lost-context-{MACHINE}.json"),
         "blend_models": lambda: _blend_models(json.loads((results / "blend-models.json").read_text())),
         "models": lambda: _models(json.loads((results / "models.json").read_text())),
         "models_lmcache": lambda: _ways(_of_lmcache(json.loads((results / "models.json").read_text()))),

@@ -170,7 +170,7 @@ class Judge(MeasuredModel):
         seconds = _now(self.decoder.device) - began
         full = self.follow(last, sample, kv)
         measured = {"full": figures_of(full, full, sample, 1.0, seconds) | self._f1(last, full, sample, kv)}
-        found, plan = self._documents(sample, room)
+        found, plan = self.documents(sample, room)
         for name, method in methods.items():
             for layer, source in zip(kv.layers, found.layers, strict=True):
                 layer.room_k.copy_(source.room_k)
@@ -195,7 +195,7 @@ class Judge(MeasuredModel):
         kv.mark_filled(len(sample.prompt))
         return {"f1": f1(self.says(last, sample, kv), wanted)}
 
-    def _documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
+    def documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
         """KV of every document computed alone behind `lead` and moved to its place, and the plan."""
         found, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
         for start, stop in sample.documents:
