@@ -180,6 +180,16 @@ SOURCES: Mapping[str, Source] = {
             *(f"overall/*/{field}_interval" for field in ("kl", "f1", "f1_ahead")),
         ),
     ),
+    "lost_context": Source(
+        "lost-context-{machine}.json",
+        "python -m benchmarks.lost_context",
+        tuple(f"runs/*/{field}" for field in ("tokens", "exact", "alone", "slope")),
+    ),
+    "blend_rows": Source(
+        "blend-rows-4k-{machine}.json",
+        "kvkit bench blend --tokens 4096 --samples 6",
+        ("samples", "tokens", *(f"overall/*/{field}" for field in ("rows", "exact", "kl")), "sets/*/*/exact"),
+    ),
     "blend_models": Source(
         "blend-models.json", "python tests/test_vllm_blend_models.py", ("architectures/*/special",)
     ),
