@@ -262,7 +262,7 @@ def _reason(said: str) -> str:
     wrong = (line.rpartition("] ")[2].strip() for line in said.splitlines())
     found = [line for line in wrong if re.match(r"\w*(Error|Exception): ", line)]
     told = [line for line in found if "Engine core" not in line]
-    return (told or said.splitlines() or ["it says nothing"])[0][:300]
+    return (told or said.splitlines()[-1:] or ["it says nothing"])[0][:300]
 
 
 def main() -> None:

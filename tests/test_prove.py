@@ -16,8 +16,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from kvkit.adapters.vllm.probe import PageProbe, prompt_name
+from kvkit.bench.client import Target
 from kvkit.bench.files import BenchError
-from kvkit.bench.prove.engines import EngineLaunch, opening
+from kvkit.bench.prove.engines import EngineLaunch, ProvedEngine, opening
 from kvkit.bench.prove.models import ChangedWeights, linked, make_adapter
 from kvkit.bench.prove.options import ProveOptions, chosen, command_of, prepared, transfer_of
 from kvkit.bench.prove.pages import compare_files, compare_pages
@@ -33,6 +34,7 @@ from kvkit.bench.prove.verdict import (
     exit_status,
     judge,
 )
+from kvkit.bench.systems import free_port
 
 WARM = next(one for one in SCENARIOS if one.name == "warm")
 TENANTS = next(one for one in SCENARIOS if one.name == "tenants")
@@ -108,6 +110,15 @@ def test_an_engine_that_does_not_start_is_told_when_no_other_starts_any_more() -
     ):
         openers[0]()
     assert other.is_open
+
+
+def test_an_engine_that_is_gone_tells_nothing() -> None:
+    engine = ProvedEngine("gone", "")
+    engine.unseen, engine.target = "", Target("gone", f"http://127.0.0.1:{free_port()}", "m", vllm=True)
+    for told in (engine.skipped, engine.counts, engine.capacity):
+        with pytest.raises(BenchError, match=r"127\.0\.0\.1"):
+            told()
+    assert not engine.forget()
 
 
 def test_equal_answers_are_equal() -> None:

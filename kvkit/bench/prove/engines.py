@@ -155,10 +155,17 @@ class ProvedEngine:
             self.unseen = f"the engine has no probe ({str(error)[:80]})"
 
     def skipped(self) -> int | None:
-        """Tokens that requests had when they were scheduled, preempted ones too; None: it has no probe."""
+        """Tokens that requests had when they were scheduled, preempted ones too; None: it has no probe.
+
+        Raises:
+            BenchError: it does not tell.
+        """
         if self.unseen:
             return None
-        return int(self._post("/collective_rpc", {"method": "prove_skipped"})["results"][0][0])
+        try:
+            return int(self._post("/collective_rpc", {"method": "prove_skipped"})["results"][0][0])
+        except _FAILURES as error:
+            raise BenchError(f"{self._target.url} does not tell what it skipped: {error!r}") from error
 
     def counts(self) -> Counter[str]:
         """vLLM's own counts so far: `loaded` tokens, `own` hits, `preempted` requests; and what is `running`.

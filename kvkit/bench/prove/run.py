@@ -153,7 +153,7 @@ def _prove(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
         for act in scenario.acts:
             observed += _do(proof, act)
     except BenchError as error:
-        why = str(error).partition("\n")[0]
+        why, proof.failed = str(error).partition("\n")[0], True
         return ScenarioVerdict(scenario.name, "differs", f"the engine does not answer: {why}")
     control = None
     if scenario.unlike is not None:
@@ -270,6 +270,8 @@ def _preempted(proof: ToProve, act: Act) -> Observed:
     for _ in range(_PREEMPTIONS):
         before, skipped = engine.counts(), engine.skipped()
         found = _observe(proof, act, engine.preempt)
+        if any(one.wrong for one in found.compared):  # an engine that fails tells nothing
+            return found
         grown, after = engine.counts() - before, engine.skipped()
         if grown["preempted"]:
             break
