@@ -111,11 +111,12 @@ def curve(path: Path) -> list[list[str]]:
     sets, means = found["sets"], found["overall"]
     kinds = [kind for kind in sets if "exact" in sets[kind]["full"]]
     answered = [kind for kind in kinds if sets[kind]["full"]["exact"] >= ANSWERED]
+    most = sum(sets[kind]["full"]["exact"] for kind in answered)
     rows = [["method", "rows", "KL", "exact", "of full", *kinds]]
     for name in sorted(means, key=lambda name: (means[name]["rows"], name)):
         each = {kind: sets[kind][name]["exact"] for kind in kinds}
-        share = sum(each[kind] for kind in answered) / sum(sets[kind]["full"]["exact"] for kind in answered)
-        cells = [_shown(means[name], "kl", ".3f"), _shown(means[name], "exact", ".2f"), f"{share:.2f}"]
+        share = f"{sum(each[kind] for kind in answered) / most:.2f}" if answered else ""
+        cells = [_shown(means[name], "kl", ".3f"), _shown(means[name], "exact", ".2f"), share]
         rows.append([name, f"{means[name]['rows']:.1%}", *cells, *(f"{one:.2f}" for one in each.values())])
     return rows
 

@@ -18,7 +18,7 @@ from pages import changed, on_page, run_shell
 from test_blend_run import random_model
 from typer.testing import CliRunner
 
-from benchmarks import leaderboard
+from benchmarks import leaderboard, lost_context
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
@@ -339,6 +339,33 @@ def test_the_leaderboard_has_every_method_of_every_model(
     assert len(rows) == 1 + len(leaderboard.METHODS)
     assert {len(row) for row in rows} == {len(heads)}
     assert tasks == ["model, tokens", "method", "needle keys"]
+
+
+def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
+    """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
+    place = tmp_path / "kvkit" / "models" / smollm2.NAME
+    place.parent.mkdir(parents=True)
+    place.symlink_to(folder)
+    small = {"--tokens 4096": "--tokens 512", "--samples 6": "--samples 1"}
+    command = on_page("docs/leaderboard.md", "kvkit bench blend --tokens 4096")
+    run_shell(command, tmp_path, small, XDG_CACHE_HOME=str(tmp_path))
+    _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
+    shares = {name: float(rows.removesuffix("%")) for name, rows, *_ in rows}
+    assert (
+        shares["naive"] < shares["default .15"] == shares["default .15, drift"] < shares["default .80"] < 100
+    )
+    assert shares["default .15"] < shares["default .90, covering .9"] < shares["full"] == 100
+
+
+def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
+    page = on_page("docs/leaderboard.md", "python -m benchmarks.lost_context")
+    words = [*shlex.split(page)[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
+    monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
+    lost_context.main()
+    (_, *tokens), (_, *exact), *_ = leaderboard.overpaid(tmp_path / "lost.json")
+    assert tokens == ["512", "768"]
+    assert all(0 < float(share.removesuffix("%")) <= 100 for share in exact)
 
 
 @pytest.mark.parametrize(
