@@ -346,7 +346,7 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "kvkit" / "models" / smollm2.NAME
     place.parent.mkdir(parents=True)
     place.symlink_to(folder)
-    small = {"--tokens 4096": "--tokens 512", "--samples 6": "--samples 1"}
+    small = {"--tokens 4096": "--tokens 512", "--samples 5": "--samples 1"}
     command = on_page("docs/leaderboard.md", "kvkit bench blend --tokens 4096")
     run_shell(command, tmp_path, small, XDG_CACHE_HOME=str(tmp_path))
     _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
