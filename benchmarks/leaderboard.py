@@ -28,6 +28,7 @@ MODELS = ("smollm2", "gemma")
 METHODS = (
     *("naive", "default .15", "default .15, drift", "first_n .15", "random .15", "k deviation .15"),
     *(f"{name} .15" for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "cacheclip")),
+    "prophetkv .15, first 8",
     *("oracle .15", "oracle_change .15"),
 )
 TASKS = (

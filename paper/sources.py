@@ -187,7 +187,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "blend_rows": Source(
         "blend-rows-4k-{machine}.json",
-        "kvkit bench blend --tokens 4096 --samples 5",
+        "kvkit bench blend --tokens 4096 --samples 4",
         ("samples", "tokens", *(f"overall/*/{field}" for field in ("rows", "exact", "kl")), "sets/*/*/exact"),
     ),
     "blend_models": Source(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ from kvkit.adapters.huggingface.cached import model_fingerprint
 from kvkit.bench import precision as measuring
 from kvkit.bench import quality
 from kvkit.bench.doctor import served_names
-from kvkit.bench.files import load_model
+from kvkit.bench.files import BenchError, load_model
 from kvkit.bench.judge import METHODS, Judge, Measures, Method, _BlockMask, _bottom_right, method_named
 from kvkit.bench.precision import PrecisionJudge
 from kvkit.bench.statistics import bootstrap
@@ -162,6 +163,20 @@ def test_the_block_mask_leaves_out_the_last_block(judge: Judge) -> None:
 
 FEW = {name: METHODS[name] for name in ("naive", "default .15", "k deviation .15")}
 FEWER = "default .15, covering .10"
+
+
+def test_a_name_says_what_is_selected() -> None:
+    assert method_named("prophetkv .15, first 8").selection == Selection("prophetkv", first_n=8)
+    both = Selection(ratio=0.4, coverage=0.65, first_n=4)
+    assert method_named("default .40, covering .65, first 4").selection == both
+    for wrong in (
+        "default .15, last 8",
+        "default .15, first .5",
+        "default .15, first",
+        "default .15, first -1",
+    ):
+        with pytest.raises(BenchError, match=re.escape(repr(wrong))):
+            method_named(wrong)
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, judge: Judge) -> None:
@@ -343,12 +358,10 @@ def test_the_leaderboard_has_every_method_of_every_model(
 
 def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
-    place = tmp_path / "kvkit" / "models" / smollm2.NAME
-    place.parent.mkdir(parents=True)
-    place.symlink_to(folder)
-    small = {"--tokens 4096": "--tokens 512", "--samples 5": "--samples 1"}
-    command = on_page("docs/leaderboard.md", "kvkit bench blend --tokens 4096")
-    run_shell(command, tmp_path, small, XDG_CACHE_HOME=str(tmp_path))
+    small = {"--tokens 4096": f"--tokens 512 --model {folder}", "--samples 4": "--samples 1"}
+    small |= {"--json ": f"--json {tmp_path}/"}
+    command = changed(on_page("docs/leaderboard.md", "kvkit bench blend --tokens 4096"), small)
+    assert run(*shlex.split(command)[1:]).exit_code == 0
     _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
     shares = {name: float(rows.removesuffix("%")) for name, rows, *_ in rows}
     assert (

@@ -69,28 +69,38 @@ METHODS: Mapping[str, Method] = {
         for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "oracle", "oracle_change")
     },
 }
+_OPTIONS: Mapping[str, tuple[str, Callable[[str], float]]] = {
+    "covering": ("coverage", float),
+    "first": ("first_n", int),
+}
 
 
 def method_named(name: str) -> Method:
     """The one of `METHODS`, or "NAME .15": any blending method with a share of rows, and no tokens besides.
 
     NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name. Of
-    "NAME .40, covering .8" the latter is `Selection.coverage`.
+    "NAME .40, covering .8" the latter is `Selection.coverage`, of "NAME .15, first 8" `Selection.first_n`.
 
     Raises:
         BenchError: it is neither.
     """
     if name in METHODS:
         return METHODS[name]
-    said, _, coverage = name.partition(", covering ")
+    said, *options = name.split(", ")
     method, _, ratio = said.rpartition(" ")
     try:
         selection = Selection() if method == "default" else Selection(method, first_n=0)
-        return Method(replace(selection, ratio=float(ratio), coverage=float(coverage or 1)))
-    except ValueError as error:
+        chosen: dict[str, Any] = {"ratio": float(ratio)}
+        for option in options:
+            word, _, value = option.partition(" ")
+            field, of = _OPTIONS[word]
+            chosen[field] = of(value)
+        return Method(replace(selection, **chosen))
+    except (LookupError, ValueError) as error:
         told = f": {error}" if method else ""
+        may = " or ".join(f"', {word} N'" for word in _OPTIONS)
         raise BenchError(
-            f"methods: {name!r}, want some of {'; '.join(METHODS)}; or NAME .15{told}"
+            f"methods: {name!r}, want some of {'; '.join(METHODS)}; or NAME .15, also with {may}{told}"
         ) from error
 
 
