@@ -36,6 +36,8 @@ TASKS = (
     *("classify", "code"),
 )
 ANSWERED = 0.3
+CLOSE = 1.6
+"""Of figures on a logarithmic scale, one over the other."""
 
 
 def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
@@ -141,18 +143,56 @@ def overpaid(path: Path) -> list[list[str]]:
 
 
 def draw(entry: dict[str, Any], path: Path) -> None:
-    """Draw F1 against the rows that were computed, and against the time to the first token."""
-    figure, (by_rows, by_time) = panels(2, 4.6, 3.8)
+    """Draw F1 against the rows that were computed, and against the time to the first token.
+
+    Methods that stand close together are drawn a little apart, with their names beside them.
+    """
+    figure, (by_rows, by_time) = panels(2, 5.4, 4.4)
     for panel in (by_rows, by_time):
-        for name, shown in entry["overall"].items():
-            x = shown["rows"] if panel is by_rows else 1 / shown["speedup"]
-            panel.plot(x, shown["f1"], "o")
-            panel.vlines(x, *shown["f1_interval"], alpha=0.4)
-            panel.annotate(name, (x, shown["f1"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        at = {
+            name: shown["rows"] if panel is by_rows else 1 / shown["speedup"]
+            for name, shown in entry["overall"].items()
+        }
         panel.set(title=_named(entry), ylabel="F1, mean over tasks", xscale="log")
+        for together in clusters(at):
+            _draw_together(panel, together, entry["overall"])
+        panel.set_xlim(min(at.values()) / 1.3, 5 * max(at.values()))
     by_rows.set_xlabel("rows computed, of all")
     by_time.set_xlabel("time to the first token, of a full prefill's")
     figure.savefig(path, dpi=110)
+
+
+def clusters(at: dict[str, float]) -> list[dict[str, float]]:
+    """Names by where they stand, those together that are within `CLOSE` of their neighbours."""
+    found: list[dict[str, float]] = []
+    last = 0.0
+    for name in sorted(at, key=lambda name: at[name]):
+        if not found or at[name] > CLOSE * last:
+            found.append({})
+        found[-1][name] = last = at[name]
+    return found
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places, ascending as what is wanted, at least `gap` apart and about the same mean."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + gap) if places else place)
+    back = (sum(places) - sum(wanted)) / len(places) if places else 0.0
+    return [place - back for place in places]
+
+
+def _draw_together(panel: Any, at: dict[str, float], overall: dict[str, Any]) -> None:
+    """Points of one cluster with their intervals, and their names to the right of all of them."""
+    names = sorted(at, key=lambda name: float(overall[name]["f1"]))
+    places = spread([overall[name]["f1"] for name in names], 0.013)
+    right = max(at.values()) * 1.25
+    for number, (name, place) in enumerate(zip(names, places, strict=True)):
+        x, f1 = at[name] * (1 + 0.015 * (number - len(names) / 2)), overall[name]["f1"]
+        (point,) = panel.plot(x, f1, "o", markersize=4)
+        panel.vlines(x, *overall[name]["f1_interval"], alpha=0.3, color=point.get_color(), linewidth=1)
+        panel.plot([x, right], [f1, place], color=point.get_color(), linewidth=0.5)
+        panel.text(right * 1.02, place, name, fontsize=7, va="center", color=point.get_color())
 
 
 def _named(entry: dict[str, Any]) -> str:

@@ -356,6 +356,14 @@ def test_the_leaderboard_has_every_method_of_every_model(
     assert tasks == ["model, tokens", "method", "needle keys"]
 
 
+def test_names_that_stand_together_are_drawn_apart() -> None:
+    together = leaderboard.clusters({"c": 1.0, "a": 0.1, "b": 0.12})
+    assert [list(names) for names in together] == [["a", "b"], ["c"]]
+    places = leaderboard.spread([0.1, 0.11, 0.5, 0.5], 0.05)
+    assert all(b - a >= 0.05 - 1e-9 for a, b in itertools.pairwise(places))
+    assert sum(places) == pytest.approx(1.21)
+
+
 def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
     small = {"--tokens 4096": f"--tokens 512 --model {folder}", "--samples 4": "--samples 1"}
