@@ -23,7 +23,7 @@ from kvkit.kernels.pages import reference
 
 KAndV = tuple[torch.Tensor, torch.Tensor]
 """Pages of one layer, or rows of them."""
-Tokens = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
+Places = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
 """Positions, slots, and float32 what they lost, each [T]."""
 OF_K = 0.5
 """Of K's change so much of the share is added: all of it overshoots in the scores that the question gives."""
@@ -39,8 +39,8 @@ class Drift:
     """
 
     share: float
-    telling: Tokens
-    told: Tokens
+    telling: Places
+    told: Places
 
     @classmethod
     def of(
@@ -58,11 +58,11 @@ class Drift:
             return None
         device, missed = slots.device, missed_context(plan)
 
-        def tokens(some: NDArray[np.int64]) -> Tokens:
+        def places(some: NDArray[np.int64]) -> Places:
             of_some = torch.from_numpy(missed[some]).to(device)
             return some, slots[torch.from_numpy(some).to(device)], of_some
 
-        return cls(share, tokens(telling), tokens(told))
+        return cls(share, places(telling), places(told))
 
     def held(self, pages: KAndV) -> KAndV:
         """K and V of those that tell, [T, H, D] and [T, H, Dv], to be given to `tell`."""
