@@ -27,7 +27,7 @@ GROWTH = 0.5
 """MiB a minute."""
 JUDGED_S = 300.0
 """In less time memory that is taken once looks like growth."""
-SPARE = {"descriptors": 2, "threads": 3}
+SPARE = 2
 """What is opened once, late: a pool starts a thread when all others of it are busy for the first time."""
 LOOKS, PAUSE_S = 5, 0.1
 """What is being closed takes a moment: the least of so many looks, and the time between two."""
@@ -64,9 +64,9 @@ def judge(sizes: Sequence[Size], growth: float = GROWTH) -> list[str]:
     slope = growth_of(sizes)
     if slope is not None and slope > growth:
         found.append(f"resident memory grows by {slope:.2f} MiB a minute, want at most {growth:g}")
-    for what, spare in SPARE.items():
+    for what in ("descriptors", "threads"):
         before, after = (max(getattr(size, what) for size in part) for part in (early, late))
-        if after > before + spare:
+        if after > before + SPARE:
             found.append(f"{what}: {after} in the second half, {before} in the first")
     return found
 

@@ -36,6 +36,7 @@ TASKS = (
     *("classify", "code"),
 )
 ANSWERED = 0.3
+"""Of the samples of a task, so that it tells how many of full recompute's answers are kept."""
 CLOSE = 1.6
 """Of figures on a logarithmic scale, one over the other."""
 
@@ -178,7 +179,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     places: list[float] = []
     for place in wanted:
         places.append(max(place, places[-1] + gap) if places else place)
-    back = (sum(places) - sum(wanted)) / len(places) if places else 0.0
+    back = (sum(places) - sum(wanted)) / len(places)
     return [place - back for place in places]
 
 
