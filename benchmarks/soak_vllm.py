@@ -13,10 +13,12 @@ block must be free. The exit status is 1 if anything was wrong, or the process g
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,7 @@ from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
 from kvkit.environment import version_of
 from kvkit.staging import Staging, release_all
+from kvkit.workers import Workers
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and here of chunks."""
@@ -166,6 +169,7 @@ def soak(model: Path, spells: Spells, folder: Path) -> dict[str, Any]:
     engine = open_engine(model, tiers(folder, record_bytes(engine)))
     worker = worker_of()
     touch(worker.cache.staging)
+    fill(pools())
     flat = Flat(os.getpid(), GROWTH)
     player = Player(engine, talks)
     for _ in spells:
@@ -234,6 +238,22 @@ def touch(staging: Staging) -> None:
     for lease in leases:
         lease.array[:] = 0
     release_all(leases)
+
+
+def pools() -> list[Workers]:
+    """All pools of kvkit's threads in this process."""
+    gc.unfreeze()  # vLLM has all be passed over that there was when its engine started
+    found = [one for one in gc.get_objects() if type(one) is Workers]
+    gc.freeze()
+    return found
+
+
+def fill(pools: Sequence[Workers]) -> None:
+    """Have every thread of each pool be started: when the last is first needed is chance, too."""
+    for pool in pools:
+        together = threading.Barrier(pool.count)
+        for waiting in [pool.submit(together.wait) for _ in range(pool.count)]:
+            waiting.result(HANGS_S)
 
 
 def settle(engine: Any, worker: Any) -> None:

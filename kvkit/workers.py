@@ -52,10 +52,13 @@ class Workers:
 
     A thread is started when there is a job that no other is free for. (`concurrent.futures` joins its threads
     at exit: one that hangs in a dead mount would hang the process.)
+
+    Attributes:
+        count: threads, at most.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._count = count
+        self.count = count
         self._name = name
         self._opener = Opener(f"the pool of threads {name!r}")
         self._urgent: deque[Callable[[], None]] = deque()
@@ -103,7 +106,7 @@ class Workers:
 
     def _grow(self, missing: int) -> None:
         """Start up to `missing` more threads. With one or more running, less will do."""
-        for _ in range(min(missing, self._count - len(self._threads))):
+        for _ in range(min(missing, self.count - len(self._threads))):
             name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,9 @@ pytest.importorskip("vllm")
 
 from small_models import QWEN, save
 from vllm_process import ENVIRONMENT
+
+from benchmarks.soak_vllm import fill, pools
+from kvkit.workers import Workers
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,3 +44,15 @@ def test_some_seconds_of_conversations(tmp_path: Path) -> None:
     assert sum(found["faults_injected"].values()) > 0
     assert {"machine", "versions", "command", "vllm"} <= set(found)
     assert found["wrong"] == found["flat"]["the engine"]["not_flat"] == []
+
+
+def test_every_thread_is_there_before_the_first_rest() -> None:
+    """Those that a pool would start only when all others are busy for the first time."""
+    mine = [Workers(count, f"kvkit-soak-test-{count}") for count in (1, 3, 8)]
+    mine[1].submit(int).result()
+    gc.freeze()  # as vLLM does
+    assert {id(pool) for pool in mine} <= {id(pool) for pool in pools()}
+    fill(mine)
+    names = Counter(thread.name.rpartition("-")[0] for thread in threading.enumerate())
+    assert [names[f"kvkit-soak-test-{pool.count}"] for pool in mine] == [1, 3, 8]
+    assert all(pool.close() for pool in mine)
