@@ -15,7 +15,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +105,29 @@ def tasks(results: Path) -> list[list[str]]:
     return rows
 
 
+def of_full(sets: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, float]]:
+    """Tasks that full recompute answers in at least `ANSWERED` of the samples; by method, how many exact
+    answers it gives to them for each of full recompute's. No method where there is no such task."""
+    answered = [kind for kind, methods in sets.items() if methods["full"].get("exact", 0.0) >= ANSWERED]
+    if not answered:
+        return [], {}
+    exact = {name: sum(sets[kind][name]["exact"] for kind in answered) for name in sets[answered[0]]}
+    return answered, {name: right / exact["full"] for name, right in exact.items()}
+
+
 def curve(path: Path) -> list[list[str]]:
     """How right answers are by the rows that are computed, fewest first; task by task, and all together.
 
-    `of full` is of the tasks that full recompute answers in at least `ANSWERED` of the samples: how many
-    exact answers there are for each of its own.
+    `of full` is `of_full`'s.
     """
     found = json.loads(path.read_text())
     sets, means = found["sets"], found["overall"]
     kinds = [kind for kind in sets if "exact" in sets[kind]["full"]]
-    answered = [kind for kind in kinds if sets[kind]["full"]["exact"] >= ANSWERED]
-    most = sum(sets[kind]["full"]["exact"] for kind in answered)
+    _, shares = of_full(sets)
     rows = [["method", "rows", "KL", "exact", "of full", *kinds]]
     for name in sorted(means, key=lambda name: (means[name]["rows"], name)):
         each = {kind: sets[kind][name]["exact"] for kind in kinds}
-        share = f"{sum(each[kind] for kind in answered) / most:.2f}" if answered else ""
+        share = f"{shares[name]:.2f}" if name in shares else ""
         cells = [_shown(means[name], "kl", ".3f"), _shown(means[name], "exact", ".2f"), share]
         rows.append([name, f"{means[name]['rows']:.1%}", *cells, *(f"{one:.2f}" for one in each.values())])
     return rows

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.leaderboard import of_full
 from kvkit.bench.statistics import bootstrap
 
 
@@ -42,6 +43,7 @@ def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
             for name, one in sources["blend_models"]["architectures"].items()
         ],
         "frontier": frontier(sources["frontier"]["runs"]),
+        "blend_rows": dict(zip(("answered", "of_full"), of_full(sources["blend_rows"]["sets"]), strict=True)),
     }
 
 
