@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import faulty_tier
-from benchmarks.flat import Flat, size_of
+from benchmarks.flat import Flat
 from benchmarks.spells import Spells, options, report, spells_of
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
@@ -174,11 +174,10 @@ def soak(model: Path, spells: Spells, folder: Path) -> dict[str, Any]:
     fill(pools())
     flat = Flat(os.getpid(), GROWTH)
     player = Player(engine, talks)
-    kept: list[float] = []
     for _ in spells:
         player.work(spells)
         settle(engine, worker)
-        kept.append(give_back())
+        give_back()
         flat.rest()
     tally = player.tally
     scheduler = engine.engine_core.engine_core.scheduler
@@ -208,7 +207,6 @@ def soak(model: Path, spells: Spells, folder: Path) -> dict[str, Any]:
         "prompt_tokens": tally.prompt_tokens,
         "hit_tokens": tally.hit_tokens,
         "preemptions": preemptions,
-        "allocator_kept_mib": kept,
         "load_errors": int(metrics["vllm:kvkit_load_errors_total"]),
         "saves_called_off": int(metrics["vllm:kvkit_saves_called_off_total"]),
         "loaded_tokens_by_tier": loaded,
@@ -270,13 +268,9 @@ def settle(engine: Any, worker: Any) -> None:
     worker.cache.flush()
 
 
-def give_back() -> float:
-    """Have glibc give back what is free: MiB that were. It keeps in each of its arenas, one for some threads,
-    the most that these ever used at a time, whoever has freed it; what is left is in use."""
-    before, *_ = size_of(os.getpid())
+def give_back() -> None:
+    """Have glibc give back what is free, of which it keeps some: what is left is in use."""
     ctypes.CDLL(None).malloc_trim(0)
-    after, *_ = size_of(os.getpid())
-    return round(before - after, 2)
 
 
 def tiers(folder: Path, record: int) -> dict[str, Any]:
