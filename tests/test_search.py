@@ -22,7 +22,7 @@ from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket
 from kvkit.kernels.tuning.gate import CompileError
 from kvkit.kernels.tuning.problems import every_problem
-from kvkit.kernels.tuning.search import Look, Measure, Roof, SearchStep, Tools, Trial, search, tune
+from kvkit.kernels.tuning.search import Late, Look, Measure, Roof, SearchStep, Tools, Trial, search, tune
 from kvkit.kernels.tuning.tables import Build, TableError, Tuned, TunedKey, build_of, read_table, write_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -257,7 +257,7 @@ def timed(clock: Clock, each: float) -> Tools:
     def timer(case: Case) -> Measure:
         def measure(config: KernelConfig) -> float:
             clock.now += each / len(SPACE) / tuning.FIRST_SAMPLES
-            return 1.0 if config == SMALL else 2.0
+            return 1.0 if config == MIDDLE else 2.0
 
         return measure
 
@@ -268,12 +268,32 @@ def test_the_budget_ends_the_search_within_a_problem(tmp_path: Path) -> None:
     """What was measured counts, and the next run searches again."""
     steps = list(tune(PROBLEMS, tmp_path, timed(Clock(), 100), budget_s=50))
     assert [step.state for step in steps] == ["tuned", "left", "left"]
-    assert steps[0].tuned == Tuned(SMALL, 1e6, 2e6, 2)
+    assert steps[0].tuned == Tuned(MIDDLE, 1e6, 2e6, 2)
     fates = [trial.fate for trial in steps[0].trials]
     assert fates.count("untried: the time was over") == 2
     assert "2 configurations untried" in str(steps[0])
     steps = list(tune(PROBLEMS[:1], tmp_path, timed(Clock(), 1)))
-    assert (steps[0].state, steps[0].tuned) == ("tuned", Tuned(SMALL, 1e6, 2e6))
+    assert (steps[0].state, steps[0].tuned) == ("tuned", Tuned(MIDDLE, 1e6, 2e6))
+
+
+def test_the_look_takes_half_of_the_time_and_the_nearest_to_the_default_come_first(tmp_path: Path) -> None:
+    """A compiler that would take all of it leaves time to run what it looked at."""
+    clock = Clock()
+    looked: list[KernelConfig] = []
+
+    def look(problem: Problem, late: Late) -> Mapping[KernelConfig, Look]:
+        for config in problem.space:
+            clock.now += 10
+            looked.append(config)
+            if late():
+                break
+        return dict.fromkeys(looked, Look())
+
+    few = replace(timed(clock, 1), look=look)
+    (step,) = tune(PROBLEMS[:1], tmp_path, few, problem_s=40)
+    assert looked == [DEFAULT, MIDDLE]
+    assert [trial.config for trial in step.trials] == [DEFAULT, MIDDLE, WRONG, LARGE, SMALL]
+    assert not [trial.fate for trial in step.trials if trial.fate.startswith("untried")]
 
 
 def test_each_problem_has_its_seconds(tmp_path: Path) -> None:
@@ -359,7 +379,8 @@ def test_killed_in_the_middle_it_keeps_what_was_done(tmp_path: Path) -> None:
         "for step in t.tune(t.PROBLEMS[:2], Path(sys.argv[1]), t.tools()): print(step.state, flush=True)\n"
         "print('waits', flush=True); sys.stdin.read()"
     )
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=-1, stdout=-1, env=environment, text=True
     )

@@ -42,9 +42,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     [
         (32 << 20, 1, COPY_ENGINE),
         (32 << 20, 64, COPY_ENGINE),
-        (28 << 10, 4096, COPY_ENGINE),
-        ((28 << 10) - 1, 16, KERNEL),
-        ((28 << 10) - 1, 15, COPY_ENGINE),
+        (256 << 10, 4096, COPY_ENGINE),
+        ((256 << 10) - 1, 16, KERNEL),
+        ((256 << 10) - 1, 15, COPY_ENGINE),
         (1, 1, COPY_ENGINE),
         (1024, 1024, KERNEL),
     ],

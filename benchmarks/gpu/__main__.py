@@ -40,16 +40,16 @@ def measuring(name: str, timeout_s: float) -> Step:
 
 
 STEPS = (
-    measuring("driver", 30),
-    measuring("roofs", 30),
-    measuring("defaults", 85),
-    measuring("determinism", 40),
-    measuring("sanitizer", 45),
-    measuring("moving", 100),
-    measuring("tune", 80),
-    measuring("profile", 40),
-    measuring("peers", 30),
-    measuring("blend_rows", 34),
+    measuring("driver", 25),
+    measuring("roofs", 25),
+    measuring("defaults", 60),
+    measuring("determinism", 50),
+    measuring("sanitizer", 90),
+    measuring("moving", 40),
+    measuring("tune", 125),
+    measuring("profile", 35),
+    measuring("peers", 35),
+    measuring("blend_rows", 25),
     measuring("with_jax", 25),
 )
 """What is not known of any GPU first, then what takes longer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from statistics import median
 
 import numpy as np
@@ -64,9 +65,15 @@ def kvkit_by_run(given: RowTensors) -> Callable[[], object]:
 
 
 def flash_by_run(given: RowTensors) -> Callable[[], object]:
-    """As vLLM's backend of that name calls it."""
+    """As vLLM's backend of that name calls it.
+
+    Raises:
+        RuntimeError: this torch's takes no pages: that of 2.11 and before.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    if "block_table" not in signature(varlen_attn).parameters:
+        raise RuntimeError(f"varlen_attn of torch {torch.__version__} takes no pages")
     k, v = given.pages.transpose(1, 2).chunk(2, -1)
     sizes = int(np.diff(given.apart.row_starts).max()), int(given.apart.lengths.max())
 

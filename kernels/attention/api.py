@@ -45,8 +45,8 @@ def blend_attention(
         LaunchError: an argument does not fit.
     """
     _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages)
-    checks.check_pages(q, k_pages, v_pages)
-    checks.check_rows(rows, q, k_pages)
+    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in (q, k_pages, v_pages)]
+    rows.once(("checked", *forms), lambda: _check_attention(q, k_pages, v_pages, rows))
     if q.device.type == "cpu":
         return torch_cpu.attention(q, k_pages, v_pages, rows, scoring)
     from kvkit.kernels.attention import triton
@@ -155,6 +155,11 @@ def query_scores(
     out = q.new_empty(q.shape[1], int(rows.lengths[0]), dtype=torch.float32)
     _run(triton.scores(q, k_pages, v_pages, rows, scoring, lse, out), q.device)
     return out
+
+
+def _check_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows) -> None:
+    checks.check_pages(q, k_pages, v_pages)
+    checks.check_rows(rows, q, k_pages)
 
 
 def _check_gradients(**tensors: torch.Tensor | None) -> None:

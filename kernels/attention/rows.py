@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
 """What masks for a batch may take, to be made once for all layers; beyond it each layer makes its own."""
+
+
+T = TypeVar("T")
 
 
 class RowsError(ValueError):
@@ -67,6 +71,7 @@ class Rows:
     device_tables: torch.Tensor
     _tiles: dict[tuple[int, int | None, int | None], Tiles] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    _known: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -164,6 +169,14 @@ class Rows:
         if key not in self._tiles:
             self._tiles[key] = self._plan(rows_per_tile, split_keys, window)
         return self._tiles[key]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made for the first layer and then remembered for those of an equal `key`."""
+        try:
+            found: T = self._known[key]
+        except KeyError:
+            found = self._known[key] = make()
+        return found
 
     def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
         """Which keys rows see, for attention on a CPU: float32 [after - first, end - begin], 0 or -inf.

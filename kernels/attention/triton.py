@@ -14,7 +14,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -172,31 +172,61 @@ def attention(
     """
     if not rows.count:
         return ()
+    v = k_pages if v_pages is None else v_pages
+    latent = v_pages is not None and (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
+    key = "attention", config, scoring, latent, v_pages is None, *map(_form, (q, k_pages, v))
+    plan = rows.once(key, lambda: _plan(q, k_pages, v_pages, rows, scoring, latent, config))
+    parts = lse, lse
+    if plan.merging is not None:
+        counts = plan.tiles.parts, plan.units, plan.tile_rows
+        parts = lse.new_empty(*counts, 0 if out is None else v.shape[3]), lse.new_empty(counts)
+    results = {"part_out": parts[0], "part_lse": parts[1], "out": lse if out is None else out, "lse": lse}
+    given = {**plan.given, "q": q, "k": k_pages, "v": v, **results}
+    first = Launch(attend, (len(plan.tiles.items) * plan.units,), given, plan.config)
+    if plan.merging is None:
+        return (first,)
+    chosen = plan.merging.config
+    steps = triton.cdiv(plan.tile_rows, dict(chosen.tiles)["ROWS"])
+    grid = len(plan.tiles.merges) * plan.units, steps
+    return first, Launch(merge, grid, {**results, **plan.merging.arguments}, chosen)
+
+
+class _Plan(NamedTuple):
+    """What the layers of a model share, if their pages have equal forms."""
+
+    config: KernelConfig
+    given: dict[str, object]  # of `attend`, without a layer's tensors
+    tiles: Tiles
+    units: int  # programs of an item
+    tile_rows: int
+    merging: Launch | None  # what `merge` is given beside the results; None: no keys are split
+
+
+def _plan(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    rows: Rows,
+    scoring: Scoring,
+    latent: bool,
+    config: KernelConfig | None,
+) -> _Plan:
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
-    latent = (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
     given = {
         **_scored(q, k_pages, v_pages, rows, scoring),
-        "LATENT": latent and v_pages is not None and v.shape[3] == main_channels(k_pages.shape[3]),
+        "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
     }
     config = config or _best(attend, given)
     tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
     pack = packed(group, tile_rows, int(np.diff(rows.row_starts).max()))
     units = heads * triton.cdiv(group, pack)
     tiles = _tiles(rows, tile_rows // pack, tile_keys, units, scoring.window)
-    parts = tiles.parts, units, tile_rows
-    results = {
-        "part_out": lse.new_empty(*parts, 0 if out is None else v.shape[3]),
-        "part_lse": lse.new_empty(parts),
-        "out": lse if out is None else out,
-        "lse": lse,
-    }
-    work = {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
-    first = Launch(attend, (len(tiles.items) * units,), given | results | work, config)
+    given |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
+    given |= dict.fromkeys(("q", "k", "v"))
     if not tiles.parts:
-        return (first,)
+        return _Plan(config, given, tiles, units, tile_rows, None)
     merging = {
-        **results,
         "work": tiles.merges,
         "heads": heads,
         "part_rows": tile_rows,
@@ -205,9 +235,12 @@ def attention(
         "PACK": pack,
         "VALUES": v_pages is not None,
     }
-    chosen = _best(merge, merging)
-    steps = triton.cdiv(tile_rows, dict(chosen.tiles)["ROWS"])
-    return first, Launch(merge, (len(tiles.merges) * units, steps), merging, chosen)
+    chosen = _best(merge, {"part_out": torch.empty(tiles.parts, 0), **merging})
+    return _Plan(config, given, tiles, units, tile_rows, Launch(merge, (), merging, chosen))
+
+
+def _form(x: torch.Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype
 
 
 def scores(

@@ -17,7 +17,7 @@ import torch
 from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, fill
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
-from kvkit.kernels.tuning.gate import CompileError, ProblemFactory, compile_pool, survey
+from kvkit.kernels.tuning.gate import CompileError, ProblemFactory, compile_pool, survey, warm
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import Late, Look, Measure, Roof, Tools, TuningError
@@ -45,7 +45,9 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
         )
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_name(device)
-    with compile_pool(min(8, os.cpu_count() or 1)) as pool:
+    workers = min(32, os.cpu_count() or 1)
+    with compile_pool(workers) as pool:
+        warm(pool, workers, factory)
         yield Tools(
             torch.cuda.get_device_name(device),
             device,

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -149,6 +149,15 @@ def compile_pool(workers: int, cache_folder: str | None = None) -> ProcessPoolEx
     """
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, spawn, initializer=_prepare, initargs=(cache_folder,))
+
+
+def warm(pool: ProcessPoolExecutor, workers: int, factory: ProblemFactory) -> None:
+    """Wait until a pool's processes are there, with what `survey` needs imported."""
+    wait([pool.submit(_import_all, factory) for _ in range(workers)])
+
+
+def _import_all(factory: ProblemFactory) -> None:
+    factory()
 
 
 def _prepare(cache_folder: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,7 +140,8 @@ def tune(
 
     Args:
         budget_s: no problem is begun after so many seconds, and the search within one ends, with the
-            fastest of what it had measured. The next run searches it again.
+            fastest of what it had measured. The next run searches it again. Half of a problem's time at
+            most goes into the look at what the compiler makes of it.
         problem_s: the same for each problem; here what was measured is enough for the next run.
         on_trial: see `OnTrial`.
 
@@ -156,7 +158,7 @@ def tune(
         table = {}
     began = tools.clock()
     for problem in problems:
-        problem = replace(problem, space=problem.space_on(tools.target))
+        problem = replace(problem, space=nearest_first(problem.space_on(tools.target)))
         key = TunedKey(problem.bucket, build_of(problem.kernel, problem.host))
         known = table.get(key)
         if (
@@ -176,12 +178,12 @@ def tune(
             yield SearchStep(problem, "left")
             continue
 
-        def late(ends: float = ends) -> bool:
-            return tools.clock() >= ends
+        def after(time: float) -> Late:
+            return lambda: tools.clock() >= time
 
         try:
-            look, case = tools.look(problem, late), problem.make(tools.device, True)
-            tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, late, on_trial)
+            look, case = tools.look(problem, after((now + ends) / 2)), problem.make(tools.device, True)
+            tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, after(ends), on_trial)
         except torch.OutOfMemoryError as error:
             yield SearchStep(problem, "failed", error=str(error))
             continue
@@ -189,6 +191,20 @@ def tune(
             table[key] = tuned
             write_table(path, tools.name, table)
         yield SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
+
+
+def nearest_first(space: Sequence[KernelConfig]) -> tuple[KernelConfig, ...]:
+    """Configurations by how many doublings they are from the first: little time goes to the nearest."""
+
+    def doublings(config: KernelConfig) -> float:
+        pairs = zip(_sizes(config), _sizes(space[0]), strict=False)  # a way may have none
+        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+
+    return tuple(sorted(space, key=doublings))
+
+
+def _sizes(config: KernelConfig) -> tuple[int, ...]:
+    return *(size for _, size in config.tiles), config.warps, config.stages
 
 
 def search(
@@ -204,8 +220,8 @@ def search(
 
     1. What the compiler found a flaw in is not run, nor what compiled to the same as one that has other
        stages alone; the default always is.
-    2. In the order of their bounds (the roof's time for the bytes and flops of their tiles) each gets
-       FIRST_SAMPLES runs, except those whose bound is above the fastest median so far: they cannot win.
+    2. In the order of the space each gets FIRST_SAMPLES runs, except those whose bound (the roof's time for
+       the bytes and flops of their tiles) is above the fastest median so far: they cannot win.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more, in turns,
        so that a noisy moment hits them all; the median of these counts.
     4. From the fastest on, the first whose results are right is taken; the default counts as faster by GAIN,
@@ -228,7 +244,7 @@ def search(
     compiled: dict[object, KernelConfig] = {}
     untried = 0
     bound = {config: roof.bound(problem.work(config)) for config in problem.space}
-    for config in sorted(problem.space, key=lambda c: (c != default, bound[c])):
+    for config in problem.space:
         fastest = min(median.values(), default=float("inf"))
         if fate[config] and config != default:
             continue
