@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leaderboard, soak, tables_proofs, tables_vllm
+from benchmarks import leaderboard, soak, tables_gpu, tables_proofs, tables_vllm
 from kvkit.bench.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +36,8 @@ PAGES = (
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
+GPU = "nvidia-h100-80gb-hbm3"
+"""And which GPU's."""
 
 
 def render(page: str, results: Path = RESULTS) -> str:
@@ -91,6 +93,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "shm": lambda: _shm(figures),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
         **tables_proofs.proofs(results),
+        **tables_gpu.tables(results / f"gpu-{GPU}.json"),
         **soak.tables(results / f"soak-{MACHINE}.json"),
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.leaderboard import of_full
+from benchmarks.tables_gpu import fastest
 from kvkit.bench.statistics import bootstrap
 
 
@@ -43,7 +44,28 @@ def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
             for name, one in sources["blend_models"]["architectures"].items()
         ],
         "frontier": frontier(sources["frontier"]["runs"]),
+        "gpu": on_gpu(sources["gpu"]["results"]),
         "blend_rows": dict(zip(("answered", "of_full"), of_full(sources["blend_rows"]["sets"]), strict=True)),
+    }
+
+
+def on_gpu(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Shares of the roofs by problem, kvkit's time to its peers', and what moves take from products."""
+    by_step: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for line in results:
+        by_step[line["step"]].append(line)
+    took = {line["what"]: line["min_us"] for line in by_step["peers"] if "min_us" in line}
+    beside: dict[str, list[float]] = defaultdict(list)
+    for line in by_step["moving"]:
+        if line["what"] == "beside products":
+            beside[line["way"]].append(line["product_time"])
+    best = fastest(by_step["defaults"], by_step["tune"])
+    return {
+        "problems": len(best),
+        "of_roof": {name: found.of_roof for name, found in best.items()},
+        "attention": [best[f"attention Llama-3.1-8B, {keys} keys"].of_roof for keys in (4096, 8192, 32768)],
+        "of_peers": {name: took["kvkit"] / us for name, us in took.items()},
+        "beside": beside,
     }
 
 

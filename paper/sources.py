@@ -159,6 +159,11 @@ SOURCES: Mapping[str, Source] = {
             ),
         ),
     ),
+    "gpu": Source(
+        "gpu-nvidia-h100-80gb-hbm3.json",
+        "python -m benchmarks.gpu.keep results.jsonl",
+        ("machine/gpu", "versions/torch", "versions/triton", "results/*/step"),
+    ),
     **{
         f"blend_{size}": Source(
             f"blend-{size}-{{machine}}.json",

@@ -6,8 +6,8 @@ those that none sees are not touched. Where a tile's keys begin and end it finds
 positions in memory, for under `jax.jit` no host knows them. Long tiles are not split among programs: a few
 rows with many keys leave most of a GPU idle. Scores are kept in units of log2: exp2 is what the hardware has.
 
-It has not run on a GPU yet. Tests run it in Pallas' interpreter, lower it for CUDA and compile what comes out
-with PyTorch's Triton.
+Tests run it in Pallas' interpreter, lower it for CUDA and compile what comes out with PyTorch's Triton. On an
+H100 it was right, and took three times as long as Triton's (`make gpu`, step "with_jax").
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
         4: ((32, 32, 4), (32, 32, 8), (16, 16, 8)),
     },
     "sm_90": {
-        2: ((128, 64, 8), (128, 64, 8), (128, 32, 8), (32, 16, 8)),
+        2: ((128, 64, 4), (128, 64, 8), (128, 32, 8), (64, 16, 8)),
         4: ((64, 32, 4), (32, 32, 8), (16, 16, 8)),
     },
     "sm_100": {
@@ -68,7 +68,8 @@ TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
     },
 }
 """TILE_ROWS, TILE_KEYS and warps of `attend` by default: by bytes of a channel, for up to 64, 128, 256 and
-more channels. The largest that do not spill: they take the fewest instructions per product."""
+more channels. The largest that do not spill take the fewest instructions per product; those of sm_90 were the
+fastest of a few on an H100."""
 
 
 def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ...]:
@@ -111,13 +112,19 @@ def _tile_configs(
 ) -> tuple[KernelConfig, ...]:
     choices = TILES[family][item_bytes]
     rows, keys, warps = choices[min(bisect_left((64, 128, 256), size), len(choices) - 1)]
+    if family == "sm_90" and item_bytes == 2 and 64 < size < 128:  # 4 warps do not spill yet
+        warps = 4
     if family == "sm_100" and 64 < size < 128:  # a head in two parts takes more registers
         keys //= 2
-    return _space(family, (rows, 2 * keys if latent else keys, warps), count, (16, 32, 64, 128))
+    if latent:  # keys are values, too
+        rows, keys = (32, 32) if family == "sm_90" and size > 256 else (rows, 2 * keys)
+    return _space(family, (rows, keys, warps), count, (16, 32, 64, 128))
 
 
 @functools.cache
 def _weigh_configs(family: Family, item_bytes: int, size: int, count: int) -> tuple[KernelConfig, ...]:
+    if family == "sm_90" and item_bytes == 2:  # keys are the rows of a wgmma, which takes 64
+        return _space(family, (64, 128, 4) if size <= 128 else (32, 64, 4), count, (32, 64, 128))
     rows = 64 if size * item_bytes <= 256 and item_bytes == 2 else 32 if size <= 64 else 16
     keys = 32 if size * item_bytes > 256 or family == "sm_100" else 64
     warps = 8 if item_bytes == 4 and size > 128 else 4

@@ -75,6 +75,7 @@ def move_problem(move: MoveSpec) -> Problem:
         bucket=pages.bucket(launch),
         kernel=launch.kernel,
         space=pages.configs(kernel),
+        defaults={"gfx942": pages.configs(kernel, amd=True)[0]},
         make=partial(move_case, pages.move, move),
         work=lambda config: Work(moved),
         wide={kernel: move.wide},

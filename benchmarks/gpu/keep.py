@@ -1,0 +1,87 @@
+"""Keep what `make gpu` found, as one document: python -m benchmarks.gpu.keep results.jsonl...
+
+Writes benchmarks/results/gpu-<gpu>.json, or what --json names. Of files of several runs on one GPU the later
+ones count, for each thing that a step measured; Nsight Compute's metrics and configurations that nobody tried
+are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvkit.environment import slug_of
+
+RESULTS = Path(__file__).parent.parent / "results"
+METRICS = (
+    "gpu__time_duration.sum",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "launch__registers_per_thread",
+)
+"""Of a launch, which are kept."""
+
+
+def merged(files: list[Path]) -> dict[str, Any]:
+    """The document of some runs' results.
+
+    Raises:
+        ValueError: they are of several GPUs, or of none.
+    """
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    gpus = set()
+    for path in files:
+        here: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            gpus |= {line.pop("gpu")} if "gpu" in line else set()
+            for kept in _kept(line):
+                here.setdefault((kept["step"], kept["what"]), []).append(kept)
+        found |= here
+    if len(gpus) != 1:
+        raise ValueError(f"results of {sorted(gpus)}: want those of one GPU")
+    (machine,) = found.pop(("driver", "machine"))
+    lines = [_rounded(line) for lines in found.values() for line in lines]
+    about = {"command": "make gpu", "machine": machine["machine"], "versions": machine["versions"]}
+    return about | {"driver": machine["nvidia_smi"], "target": machine["target"], "results": lines}
+
+
+def _kept(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if line["what"] == "ended" or (line["step"] == "tune" and line.get("state") != "tuned"):
+        return  # a trial is in the problem's own line, too
+    if "trials" in line:
+        line["trials"] = [trial for trial in line["trials"] if trial["us"] is not None]
+    if "metrics" in line:
+        line["metrics"] = {name: line["metrics"][name] for name in METRICS if name in line["metrics"]}
+    line.pop("printed", None)
+    yield line
+
+
+def _rounded(value: Any) -> Any:
+    """To four digits: more are noise."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    """Write the document of the files that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", help="results.jsonl of one run after another")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu-<gpu>.json")
+    given = parser.parse_args()
+    document = merged(given.files)
+    path = given.json or RESULTS / f"gpu-{slug_of(document['machine']['gpu'])}.json"
+    lines = ",\n".join(f"  {json.dumps(line, ensure_ascii=False)}" for line in document.pop("results"))
+    head = json.dumps(document, indent=1, ensure_ascii=False).removesuffix("\n}")
+    path.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n')
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
