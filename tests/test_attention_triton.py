@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -144,6 +145,44 @@ def test_any_rows(data: st.DataObject) -> None:
     )
     if problem.plan().count:
         check(problem, tiles(16, data.draw(st.sampled_from([16, 32]))))
+
+
+@pytest.mark.parametrize("keys", [40, 500])
+def test_layers_share_what_was_planned_and_nothing_else(keys: int) -> None:
+    """The second layer, of equal form, is right; whole tiles and split ones; the first's tensors are free."""
+    problem = replace(SMALL, rows=(((0, 3, keys - 2), keys),))
+    rows, config = problem.plan(DEVICE), tiles(16, 16)
+    of_first = []
+    for seed in (0, 1):
+        q, k, v = (x.to(DEVICE) + seed for x in problem.tensors())
+        out, lse = poisoned(*q.shape[:2], problem.v_size, dtype=problem.dtype), poisoned(*q.shape[:2])
+        launches = triton.attention(q, k, v, rows, problem.scoring, out, lse, config)
+        run(launches)
+        wanted, wanted_lse = oracle(problem, q.cpu(), k.cpu(), v.cpu(), problem.plan())
+        tolerance = TOLERANCES[problem.dtype]
+        torch.testing.assert_close(out.cpu().double(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse.cpu(), wanted_lse, atol=1e-4, rtol=1e-4)
+        if seed == 0:
+            of_first = [weakref.ref(x) for x in (q, k, v, out, lse)]
+            work = launches[0].arguments["work"]
+            del q, k, v, out, lse, launches
+            assert [x() for x in of_first] == [None] * 5
+        else:
+            assert launches[0].arguments["work"] is work
+            assert len(launches) == (2 if keys == 500 else 1)
+
+
+def test_another_form_is_planned_anew() -> None:
+    """Other channels, strides, scores and windows, of the same rows."""
+    rows = SMALL.plan(DEVICE)
+    for change in ({}, {"size": 24}, {"v_size": 8}, {"softcap": 2.0}, {"window": 3}, {}):
+        problem = replace(SMALL, **change)
+        q, k, v = (x.to(DEVICE) for x in problem.tensors())
+        for x in (q, torch.cat((q, q), 2)[..., : problem.size]):
+            out, lse = poisoned(*q.shape[:2], problem.v_size, dtype=problem.dtype), poisoned(*q.shape[:2])
+            run(triton.attention(x, k, v, rows, problem.scoring, out, lse))
+            wanted, _ = oracle(problem, *problem.tensors(), problem.plan())
+            torch.testing.assert_close(out.cpu().double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_no_rows() -> None:
