@@ -28,6 +28,7 @@ from kvkit.kernels.tuning.gate import (
 )
 from kvkit.kernels.tuning.problems import every_problem
 
+pytestmark = pytest.mark.timeout(1200)  # compilers beside others, on a machine that may be slow
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "benchmarks" / "results" / "compile.json"
 
