@@ -115,6 +115,21 @@ def check(problem: Problem) -> None:
     torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-4)
 
 
+def test_it_goes_where_it_is_told() -> None:
+    """Into memory that was given, and not a row beyond."""
+    problem = Problem(rows=(((0, 3, 17), 20), ((5,), 9)))
+    q, k, v = problem.tensors()
+    rows = problem.plan()
+    wanted, wanted_lse = blend_attention(q, k, v, rows, problem.scoring)
+    room = torch.full((len(q) + 2, *wanted.shape[1:]), torch.nan)
+    o, lse = blend_attention(q, k, v, rows, problem.scoring, room[1:-1])
+    assert o.data_ptr() == room[1:-1].data_ptr()
+    assert torch.equal(room[1:-1], wanted)
+    assert torch.equal(lse, wanted_lse)
+    assert room[0].isnan().all()
+    assert room[-1].isnan().all()
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     rows = []
@@ -394,6 +409,15 @@ def test_attention_that_cannot_be() -> None:
             function(**good)  # of a layer before: what is known of these rows lets nothing else through
             with pytest.raises(LaunchError, match=message):
                 function(**(good | change))
+    for out, message in (
+        (torch.zeros(2, 4, 7), "out: .*want "),
+        (torch.zeros(2, 4, 8).double(), "out: .*float64.*want"),
+        (torch.zeros(4, 2, 8).transpose(0, 1), "out: strides"),
+        (torch.zeros(2, 4, 8, requires_grad=True), "out: requires_grad"),
+    ):
+        blend_attention(**good, out=torch.zeros(2, 4, 8))
+        with pytest.raises(LaunchError, match=message):
+            blend_attention(**good, out=out)
     with pytest.raises(LaunchError, match="lse: "):
         query_scores(**good, lse=torch.zeros(2, 3))
     two = Problem(rows=(((1,), 5), ((4,), 5)), heads=2, group=2, size=8, v_size=8)

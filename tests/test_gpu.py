@@ -273,8 +273,11 @@ def test_gpu_attention(dtype: torch.dtype, window: int | None, softcap: float | 
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(o.cpu().double(), wanted, **close)
     torch.testing.assert_close(lse.cpu(), wanted_lse, atol=1e-3, rtol=1e-3)
-    again, _ = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scoring)
+    room = torch.full((len(o) + 2, *o.shape[1:]), torch.nan, dtype=dtype, device="cuda")
+    again, _ = attention.blend_attention(*on_gpu, problem.plan("cuda"), problem.scoring, room[1:-1])
     assert torch.equal(o, again)
+    assert torch.equal(o, room[1:-1])
+    assert room[:: len(o) + 1].isnan().all()
 
     one = replace(problem, rows=problem.rows[:1])
     q, k, v = one.tensors()

@@ -17,14 +17,19 @@ import torch
 from kvkit.kernels.attention import checks, torch_cpu
 from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.checks import Form, LaunchError, check_form
 from kvkit.kernels.tuning.configs import Launch
 
 
 def blend_attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows, scoring: Scoring
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    rows: Rows,
+    scoring: Scoring,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of some rows of some requests to keys in pages, by absolute position. Mutates nothing.
+    """Attention of some rows of some requests to keys in pages, by absolute position. Writes `out` alone.
 
     A row at position p of a request of length n attends to key j if j <= p, j < n and j > p - window:
     o = sum_j softmax_j(s_j) v_j, s_j as `scoring` says. Query head h reads KV head h // (Hq / H). Computed
@@ -36,22 +41,26 @@ def blend_attention(
             hold anything.
         rows: where the M rows are, and the pages of their requests; on q's device.
         scoring: scale, window and soft-cap.
+        out: where o goes, contiguous, in no memory of the others; None: new memory.
 
     Returns:
-        o [M, Hq, Dv] in q's dtype, and lse [M, Hq] float32: log sum_j exp(s_j). A row that sees no key is 0
-        with lse -inf.
+        o [M, Hq, Dv] in q's dtype, `out` if that was given, and lse [M, Hq] float32: log sum_j exp(s_j). A
+        row that sees no key is 0 with lse -inf.
 
     Raises:
         LaunchError: an argument does not fit.
     """
-    _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages)
-    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in (q, k_pages, v_pages)]
-    rows.once(("checked", *forms), lambda: _check_attention(q, k_pages, v_pages, rows))
+    _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages, out=out)
+    given = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out)
+    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in given]
+    rows.once(("checked", *forms), lambda: _check_attention(q, k_pages, v_pages, rows, out))
     if q.device.type == "cpu":
-        return torch_cpu.attention(q, k_pages, v_pages, rows, scoring)
+        o, lse = torch_cpu.attention(q, k_pages, v_pages, rows, scoring)
+        return o if out is None else out.copy_(o), lse
     from kvkit.kernels.attention import triton
 
-    out = q.new_empty(*q.shape[:2], v_pages.shape[3])
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v_pages.shape[3])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     _run(triton.attention(q, k_pages, v_pages, rows, scoring, out, lse), q.device)
     return out, lse
@@ -157,9 +166,15 @@ def query_scores(
     return out
 
 
-def _check_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows) -> None:
+def _check_attention(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows, out: torch.Tensor | None
+) -> None:
     checks.check_pages(q, k_pages, v_pages)
     checks.check_rows(rows, q, k_pages)
+    if out is not None:
+        like = Form.of(q)
+        want = Form((*like.shape[:2], v_pages.shape[3]), like.dtype, None, like.device)
+        check_form("out", Form.of(out), want)
 
 
 def _check_gradients(**tensors: torch.Tensor | None) -> None:

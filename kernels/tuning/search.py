@@ -158,7 +158,7 @@ def tune(
         table = {}
     began = tools.clock()
     for problem in problems:
-        problem = replace(problem, space=nearest_first(problem.space_on(tools.target)))
+        problem = replace(problem, space=problem.space_on(tools.target))
         key = TunedKey(problem.bucket, build_of(problem.kernel, problem.host))
         known = table.get(key)
         if (
@@ -182,7 +182,8 @@ def tune(
             return lambda: tools.clock() >= time
 
         try:
-            look, case = tools.look(problem, after((now + ends) / 2)), problem.make(tools.device, True)
+            nearest = replace(problem, space=nearest_first(problem.space))
+            look, case = tools.look(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
             tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, after(ends), on_trial)
         except torch.OutOfMemoryError as error:
             yield SearchStep(problem, "failed", error=str(error))
@@ -220,8 +221,8 @@ def search(
 
     1. What the compiler found a flaw in is not run, nor what compiled to the same as one that has other
        stages alone; the default always is.
-    2. In the order of the space each gets FIRST_SAMPLES runs, except those whose bound (the roof's time for
-       the bytes and flops of their tiles) is above the fastest median so far: they cannot win.
+    2. The nearest to the default first, each gets FIRST_SAMPLES runs, except those whose bound (the roof's
+       time for the bytes and flops of their tiles) is above the fastest median so far: they cannot win.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more, in turns,
        so that a noisy moment hits them all; the median of these counts.
     4. From the fastest on, the first whose results are right is taken; the default counts as faster by GAIN,
@@ -244,7 +245,7 @@ def search(
     compiled: dict[object, KernelConfig] = {}
     untried = 0
     bound = {config: roof.bound(problem.work(config)) for config in problem.space}
-    for config in problem.space:
+    for config in nearest_first(problem.space):
         fastest = min(median.values(), default=float("inf"))
         if fate[config] and config != default:
             continue

@@ -171,13 +171,12 @@ class OwnRows:
             layer: its index in `RowRunner.layers`.
             query: [>= M, Hq, D]; what is behind the M rows is padding.
             pages: [B, H, N, D + Dv], of the layer.
-            output: [>= M, Hq, Dv] of query's dtype.
+            output: [>= M, Hq, Dv] of query's dtype, contiguous, as vLLM makes it.
         """
         own = self.layers[layer]
         rows = self.rows[own]
         k, v = pages[..., : own.size], pages[..., own.size :]
-        o, _ = blend_attention(query[: rows.count], k, v, rows, own.scoring)
-        output[: rows.count].copy_(o)
+        blend_attention(query[: rows.count], k, v, rows, own.scoring, output[: rows.count])
 
 
 def _tables(blocks: Sequence[Sequence[int]], layer: OwnLayer) -> NDArray[np.int64]:
