@@ -57,6 +57,12 @@ def test_two_gpus_are_no_one_document(tmp_path: Path) -> None:
         merged([path])
 
 
+def test_a_document_has_its_machine(tmp_path: Path) -> None:
+    path = write(tmp_path / "1", {"step": "roofs", "what": "x"})
+    with pytest.raises(ValueError, match=r'no "machine" of the step "driver"'):
+        merged([path])
+
+
 def test_without_a_result_tables_have_a_head_alone(tmp_path: Path) -> None:
     for name, table in tables_gpu.tables(tmp_path / "none.json").items():
         assert len(table()) == 1, name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def merged(files: list[Path]) -> dict[str, Any]:
     """The document of some runs' results.
 
     Raises:
-        ValueError: they are of several GPUs, or of none.
+        ValueError: they are of several GPUs, or of none, or no file has the step that names the machine.
     """
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     gpus = set()
@@ -38,26 +38,31 @@ def merged(files: list[Path]) -> dict[str, Any]:
         here: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for line in map(json.loads, path.read_text().splitlines()):
             gpus |= {line.pop("gpu")} if "gpu" in line else set()
-            for kept in _kept(line):
-                here.setdefault((kept["step"], kept["what"]), []).append(kept)
+            if _counts(line):
+                here.setdefault((line["step"], line["what"]), []).append(_slim(line))
         found |= here
     if len(gpus) != 1:
         raise ValueError(f"results of {sorted(gpus)}: want those of one GPU")
+    if ("driver", "machine") not in found:
+        raise ValueError('no "machine" of the step "driver" in these files: name that of a whole run first')
     (machine,) = found.pop(("driver", "machine"))
     lines = [_rounded(line) for lines in found.values() for line in lines]
     about = {"command": "make gpu", "machine": machine["machine"], "versions": machine["versions"]}
     return about | {"driver": machine["nvidia_smi"], "target": machine["target"], "results": lines}
 
 
-def _kept(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if line["what"] == "ended" or (line["step"] == "tune" and line.get("state") != "tuned"):
-        return  # a trial is in the problem's own line, too
+def _counts(line: Mapping[str, Any]) -> bool:
+    """A trial is in its problem's own line, too."""
+    return line["what"] != "ended" and (line["step"] != "tune" or line.get("state") == "tuned")
+
+
+def _slim(line: Mapping[str, Any]) -> dict[str, Any]:
+    slim = {name: value for name, value in line.items() if name != "printed"}
     if "trials" in line:
-        line["trials"] = [trial for trial in line["trials"] if trial["us"] is not None]
+        slim["trials"] = [trial for trial in line["trials"] if trial["us"] is not None]
     if "metrics" in line:
-        line["metrics"] = {name: line["metrics"][name] for name in METRICS if name in line["metrics"]}
-    line.pop("printed", None)
-    yield line
+        slim["metrics"] = {name: line["metrics"][name] for name in METRICS if name in line["metrics"]}
+    return slim
 
 
 def _rounded(value: Any) -> Any:
@@ -75,7 +80,10 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", help="results.jsonl of one run after another")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu-<gpu>.json")
     given = parser.parse_args()
-    document = merged(given.files)
+    try:
+        document = merged(given.files)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     path = given.json or RESULTS / f"gpu-{slug_of(document['machine']['gpu'])}.json"
     lines = ",\n".join(f"  {json.dumps(line, ensure_ascii=False)}" for line in document.pop("results"))
     head = json.dumps(document, indent=1, ensure_ascii=False).removesuffix("\n}")

@@ -20,7 +20,9 @@ def run(bench: Bench) -> None:
     if tool is None:
         bench.results.record(TOOL, found=False)
         return
-    chosen = {p.bucket.op: p.name for p in reversed(bench.problems) if p.bucket.op in FOREMOST}
+    chosen = {
+        p.bucket.op: p.name for p in reversed(bench.problems) if p.bucket.op in FOREMOST
+    }  # the first of each
     command = [tool, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name"]
     command += [f"regex:^({'|'.join(FOREMOST)})$"]
     for section in SECTIONS:

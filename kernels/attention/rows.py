@@ -69,7 +69,6 @@ class Rows:
     slots: torch.Tensor
     device_positions: torch.Tensor
     device_tables: torch.Tensor
-    _tiles: dict[tuple[int, int | None, int | None], Tiles] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int, int, int | None], torch.Tensor] = field(default_factory=dict)
     _known: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -165,10 +164,8 @@ class Rows:
             split_keys: keys of an item end at a multiple of this; None: a tile is one item.
             window: a row at position p sees keys above p - window only.
         """
-        key = rows_per_tile, split_keys, window
-        if key not in self._tiles:
-            self._tiles[key] = self._plan(rows_per_tile, split_keys, window)
-        return self._tiles[key]
+        key = "tiles", rows_per_tile, split_keys, window
+        return self.once(key, lambda: self._plan(rows_per_tile, split_keys, window))
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, made for the first layer and then remembered for those of an equal `key`."""
