@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvkit.kernels.tuning.assembly import Compiled
-from kvkit.kernels.tuning.baseline import regressions, write
+from kvkit.kernels.tuning.baseline import known_of, regressions, write
 from kvkit.kernels.tuning.cases import Work
 from kvkit.kernels.tuning.prediction import RATES, Rates, predict
 
@@ -130,3 +130,11 @@ def test_some_of_a_file_is_recorded_anew(tmp_path: Path) -> None:
         write(path, document(ENTRY, triton="3.6.0"), complete=False)
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "none.json", document(ENTRY), complete=False)
+
+
+def test_what_is_known_is_what_compiled_and_has_no_hazard() -> None:
+    made = {name: value for name, value in asdict(COPY).items() if value != ""}
+    entry = {"problem": "pack", "kernel": "copy_rows", "target": "sm_90", "key": "a"} | made
+    wrong = {"key": "b", "error": "refused"}
+    recorded = document(entry, wrong, entry | {"key": "c", "hazard": "a register"}, ENTRY)
+    assert known_of(recorded) == {"a": COPY}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
+
+from kvkit.kernels.tuning.assembly import Compiled
 
 SLACK = 1.02
 """What counts as worse: more than this many times as much."""
@@ -20,6 +23,13 @@ Document = Mapping[str, Any]
 
 def _listed(document: Document) -> dict[tuple[str, str, str], Mapping[str, Any]]:
     return {(e["problem"], e["kernel"], e["target"]): e for e in document["kernels"]}
+
+
+def known_of(recorded: Document) -> dict[str, Compiled]:
+    """What was made of kernels by their `gate.compile_key`; none that did not compile or has a hazard."""
+    names = [field.name for field in fields(Compiled) if field.default is MISSING]
+    right = (entry for entry in recorded["kernels"] if not entry.keys() & {"error", "hazard"})
+    return {e["key"]: Compiled(**{name: e[name] for name in names}) for e in right if "key" in e}
 
 
 def regressions(found: Document, recorded: Document, complete: bool = True) -> list[str]:

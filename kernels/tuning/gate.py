@@ -3,21 +3,23 @@
 `python -m kvkit.kernels.tuning.gate` is the compile gate: it compiles the default of every problem for every
 target of `GATE`, prints a table and fails if something spills, does not fit or has lost its 16-byte loads.
 With `--compare benchmarks/results/compile.json` it fails, too, if a kernel has become worse than is recorded
-there; `--json benchmarks/results/compile.json` records what is.
+there, and compiles anew only what that file does not hold under an equal `compile_key`;
+`--json benchmarks/results/compile.json` records what is.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,13 @@ from rich.table import Column, Table
 
 from kvkit.environment import version_of
 from kvkit.kernels.tuning.assembly import Compiled, read_amd, read_nvidia
-from kvkit.kernels.tuning.baseline import regressions, write
+from kvkit.kernels.tuning.baseline import known_of, regressions, write
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
-from kvkit.kernels.tuning.gpus import GPUS
+from kvkit.kernels.tuning.gpus import GPUS, Gpu
 from kvkit.kernels.tuning.prediction import RATES, Prediction, predict
 from kvkit.kernels.tuning.problems import every_problem
+from kvkit.kernels.tuning.source import source_digest
 
 
 class CompileError(RuntimeError):
@@ -59,21 +62,59 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     if target not in GPUS:
         raise CompileError(f"target {target!r}: want one of {', '.join(GPUS)}")
     import triton
-    from triton.backends.compiler import GPUTarget
 
     kernel, gpu = launch.kernel, GPUS[target]
     if not isinstance(kernel, triton.runtime.JITFunction):
         raise CompileError(f"{kernel}: TRITON_INTERPRET is set; kernels are interpreted in this process")
     try:
-        with _driver_for(GPUTarget(gpu.backend, gpu.arch, gpu.threads)):
+        with _driver_for(StandInDriver(_triton_target(gpu))):
             done = launch.compile()
-        read = read_amd if gpu.backend == "hip" else read_nvidia
-        return read(done.asm, done.metadata.shared, launch.config.warps, gpu)
+        return _reader(gpu)(done.asm, done.metadata.shared, launch.config.warps, gpu)
     except Exception as error:  # each stage of Triton's compiler raises its own kind
         words = " ".join(f"{type(error).__name__}: {error}".split())
         if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
             words = f"{words[:100]} ... {words[-200:]}"
         raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {words}") from error
+
+
+def compile_key(launch: Launch, target: str) -> str:
+    """A digest of all that `compile_for` follows from, 16 hex digits; compiles nothing.
+
+    The kernel's source, what Triton specialises it by (dtypes, alignment, compile-time values, options),
+    the target, Triton's and its assembler's version, and how their assembly is read. Launches with equal
+    keys are compiled to the same on any machine.
+
+    Args:
+        launch: as for `compile_for`.
+        target: a name of `gpus.GPUS`.
+    """
+    from triton import knobs
+    from triton.compiler import make_backend
+
+    gpu, asked = GPUS[target], list[str]()
+    backend = make_backend(_triton_target(gpu))
+
+    def note(**about: Any) -> bool:
+        asked.extend((about["key"], about["repr"]))  # the second has options that no caller gave
+        return True  # do not compile
+
+    # a device of its own for each target: Triton does not ask about what it has compiled for a device
+    with _driver_for(StandInDriver(_triton_target(gpu), f"keys of {target}")), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        launch.compile()
+    parts = version_of("triton"), backend.hash(), gpu, source_digest(_reader(gpu))
+    texts = [source_digest(launch.kernel), *asked, *map(str, parts)]
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+
+
+def _reader(gpu: Gpu) -> Callable[..., Compiled]:
+    return read_amd if gpu.backend == "hip" else read_nvidia
+
+
+def _triton_target(gpu: Gpu) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(gpu.backend, gpu.arch, gpu.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +126,19 @@ class StandInDriver:
 
     Args:
         target: a `triton.backends.compiler.GPUTarget`.
+        device: what Triton keeps compiled kernels by in this process; None: the target.
     """
 
     target: Any
+    device: Any = None
 
     def get_current_target(self) -> Any:
         """What to compile for."""
         return self.target
 
     def get_current_device(self) -> Any:
-        """What Triton keeps compiled kernels by in this process: one device per target."""
-        return self.target
+        """One device per target, unless told."""
+        return self.device or self.target
 
     def get_current_stream(self, device: Any) -> int:
         """The default one."""
@@ -103,14 +146,14 @@ class StandInDriver:
 
 
 @contextmanager
-def _driver_for(target: Any) -> Iterator[None]:
+def _driver_for(stand_in: StandInDriver) -> Iterator[None]:
     from triton.runtime import driver
 
     try:
         before = driver.active
     except RuntimeError:  # no GPU: who asks next looks again
         before = None
-    driver.set_active(StandInDriver(target))
+    driver.set_active(stand_in)
     try:
         yield
     finally:
@@ -128,6 +171,7 @@ class CompileReport:
     compiled: Compiled | None  # None where it failed
     error: str = ""  # why
     prediction: Prediction | None = None  # for the kernel of the problem's bucket, on a target of `RATES`
+    key: str = ""  # its `compile_key`
 
     def flaw(self) -> str:
         """Why the configuration should not be run, "" if nothing speaks against it."""
@@ -169,14 +213,26 @@ def _prepare(cache_folder: str | None) -> None:
 
 
 def survey(
-    pool: ProcessPoolExecutor, factory: ProblemFactory, jobs: Sequence[CompileJob]
+    pool: ProcessPoolExecutor,
+    factory: ProblemFactory,
+    jobs: Sequence[CompileJob],
+    known: Mapping[str, Compiled] = {},
 ) -> Iterator[CompileReport]:
-    """Compile every kernel of every job, and report in the order of the jobs."""
-    for reports in pool.map(_compile_job, [factory] * len(jobs), jobs):
+    """Compile every kernel of every job, and report in the order of the jobs.
+
+    Args:
+        pool: of `compile_pool`.
+        factory: makes the problems that the jobs name.
+        jobs: what to compile.
+        known: what has been made of launches by their `compile_key`: not compiled again.
+    """
+    for reports in pool.map(partial(_compile_job, factory, known), jobs):
         yield from reports
 
 
-def _compile_job(factory: ProblemFactory, job: CompileJob) -> list[CompileReport]:
+def _compile_job(
+    factory: ProblemFactory, known: Mapping[str, Compiled], job: CompileJob
+) -> list[CompileReport]:
     name, config, target = job
     try:
         problem, case = _case(factory, name)
@@ -185,15 +241,15 @@ def _compile_job(factory: ProblemFactory, job: CompileJob) -> list[CompileReport
         return [CompileReport(name, "", config, target, None, f"{type(error).__name__}: {error}")]
     reports = []
     for launch in launches:
-        kernel, prediction = launch.kernel.__name__, None
+        kernel, key, prediction = launch.kernel.__name__, compile_key(launch, target), None
         try:
-            done = compile_for(launch, target)
+            done = known.get(key) or compile_for(launch, target)
         except CompileError as error:
-            reports.append(CompileReport(name, kernel, config, target, None, str(error)))
+            reports.append(CompileReport(name, kernel, config, target, None, str(error), key=key))
             continue
         if kernel == problem.bucket.op and (rates := RATES.get(target)):
             prediction = predict(problem.work(config), done, config.warps, prod(launch.grid), rates)
-        reports.append(CompileReport(name, kernel, config, target, done, prediction=prediction))
+        reports.append(CompileReport(name, kernel, config, target, done, prediction=prediction, key=key))
     return reports
 
 
@@ -256,19 +312,22 @@ def _entry(report: CompileReport) -> dict[str, Any]:
         "kernel": report.kernel,
         "target": report.target,
         "config": str(report.config),
+        "key": report.key,
     }
     if report.compiled is None:
         return entry | {"error": report.error}
     made, predicted = asdict(report.compiled), asdict(report.prediction) if report.prediction else {}
-    entry |= {name: value for name, value in made.items() if name not in ("digest", "hazard")}
+    entry |= {name: value for name, value in made.items() if name != "digest" and value != ""}
     return entry | {name: float(f"{value:.3g}") for name, value in predicted.items() if value is not None}
 
 
-def gate(factory: ProblemFactory, workers: int, names: Sequence[str] = ()) -> list[CompileReport]:
+def gate(
+    factory: ProblemFactory, workers: int, names: Sequence[str] = (), known: Mapping[str, Compiled] = {}
+) -> list[CompileReport]:
     """Compile the default of each gated problem for each target of `GATE`, by at most `workers` processes.
 
     Of problems that differ in their sizes alone, the first: they compile to the same. With `names`, only
-    problems that have one of them in their name.
+    problems that have one of them in their name. What is `known` by its `compile_key` is not compiled again.
     """
     forms: dict[tuple[str, str], Problem] = {}
     for problem in factory():
@@ -277,7 +336,7 @@ def gate(factory: ProblemFactory, workers: int, names: Sequence[str] = ()) -> li
     chosen = [p for p in forms.values() if not names or any(name in p.name for name in names)]
     jobs = [(p.name, p.space_on(target)[0], target) for p in chosen for target in GATE]
     with compile_pool(workers) as pool:
-        return list(survey(pool, factory, jobs))
+        return list(survey(pool, factory, jobs, known))
 
 
 def main() -> int:
@@ -290,7 +349,8 @@ def main() -> int:
     complete = not arguments.problem
     try:
         recorded = json.loads(arguments.compare.read_text()) if arguments.compare else None
-        reports = gate(every_problem, min(2, os.cpu_count() or 1), arguments.problem)
+        known = known_of(recorded) if recorded else {}
+        reports = gate(every_problem, min(2, os.cpu_count() or 1), arguments.problem, known)
         if not reports:
             raise ValueError(f"--problem: no gated problem has {' or '.join(arguments.problem)} in its name")
         if arguments.json:
