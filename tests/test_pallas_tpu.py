@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from jax_plain import Problem, attention, problem
+from jax_plain import EMULATED, Problem, attention, problem
 
 from kvkit.kernels.attention import jax as functions
 from kvkit.kernels.attention import pallas_tpu
@@ -36,7 +36,9 @@ TPU_CALL = "tpu_custom_call"
 def test_it_is_what_attention_means(shape: dict[str, Any], scoring: Scoring) -> None:
     """Keys that are nobody's, and values beyond a length, are NaN."""
     tolerance = 3e-2 if "dtype" in shape else 3e-5
-    attend = jax.jit(partial(pallas_tpu.blend_attention, scoring=scoring, interpret=True))
+    attend = jax.jit(
+        partial(pallas_tpu.blend_attention, scoring=scoring, interpret=True), compiler_options=EMULATED
+    )
     given = problem(3, requests=3, **shape)
     o, lse = attend(*given)
     assert o.dtype == given.q.dtype
@@ -49,7 +51,10 @@ def test_hostile_tables_and_lengths_read_nothing_outside() -> None:
     given = problem(0, requests=1, heads=1)
     tables, positions, starts, _ = given.requests
     k, v = (jnp.nan_to_num(x) for x in (given.k, given.v))
-    attend = jax.jit(partial(pallas_tpu.blend_attention, given.q, k, v, scoring=Scoring(0.3), interpret=True))
+    attend = jax.jit(
+        partial(pallas_tpu.blend_attention, given.q, k, v, scoring=Scoring(0.3), interpret=True),
+        compiler_options=EMULATED,
+    )
     hostile = tables.at[0, :2].set(jnp.array([-2, 2**31 - 1]))
     nearest = tables.at[0, :2].set(jnp.array([0, len(k) - 1]))
     found = attend(requests=Requests(hostile, positions, starts, jnp.array([2**31 - 1])))
