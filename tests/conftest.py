@@ -30,7 +30,10 @@ def quicken_interpreter() -> None:
     patch = interpreter._patch_lang
 
     def patch_once(function: Any) -> Any:
-        return patch(function) if language.core.is_builtin(language.load) else interpreter._LangPatchScope()
+        names = function.__globals__.values()
+        seen = [module for module in (language, language.core) if any(value is module for value in names)]
+        left = any(language.core.is_builtin(module.load) for module in seen)
+        return patch(function) if left else interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
 
