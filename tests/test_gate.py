@@ -211,20 +211,21 @@ def test_wrong_arguments_are_named() -> None:
     script = """
 import torch, toys
 from dataclasses import replace
-from kvkit.kernels.tuning.gate import CompileError, compile_for
+from kvkit.kernels.tuning.gate import CompileError, compile_for, compile_key
 launch = toys.scale_launch(torch.empty(16), torch.empty(16), toys.tiled(256))
 arguments = dict(launch.arguments)
 without = {k: v for k, v in arguments.items() if k != "x"}
-for given in (without, arguments | {"z": 1}, arguments | {"x": object()}):
-    try:
-        compile_for(replace(launch, arguments=given), "sm_90")
-    except CompileError as error:
-        print(error)
+for function in (compile_for, compile_key):
+    for given in (without, arguments | {"z": 1}, arguments | {"x": object()}):
+        try:
+            function(replace(launch, arguments=given), "sm_90")
+        except CompileError as error:
+            print(error)
 """
-    missing, unknown, odd = in_compiling_process(script).splitlines()
-    for words, named in ((missing, "'x'"), (unknown, "argument z"), (odd, "object")):
+    named = ("'x'", "argument z", "object") * 2
+    for words, name in zip(in_compiling_process(script).splitlines(), named, strict=True):
         assert words.startswith("scale_kernel for sm_90, BLOCK=256")
-        assert named in words
+        assert name in words
 
 
 def test_equal_keys_are_those_of_equal_launches() -> None:
@@ -242,7 +243,7 @@ if sys.argv[1:] == ["compiled"]:
     for target in reversed(targets):
         compile_key(base, target)
 start = -x.data_ptr() % 16 // 4
-aligned, odd = x[start:], x[start + 1 :]
+odd = x[start + 1 :]
 same = {
     "itself": base,
     "other memory": toys.scale_launch(torch.empty(4096), torch.empty(4096), toys.tiled(256)),
@@ -270,7 +271,7 @@ print(sorted(keys.items()))
 
 
 def test_what_is_known_is_not_compiled_again(reports: dict[tuple[str, str], CompileReport]) -> None:
-    """What is predicted of it is."""
+    """What is predicted of it is worked out anew."""
     compiled = {report.key: report.compiled for report in reports.values() if report.compiled}
     assert len(compiled) == len(reports)
     known = {key: replace(done, registers=7) for key, done in compiled.items()}
@@ -335,19 +336,17 @@ def test_what_is_recorded_is_of_these_kernels_and_of_this_compiler(entries: list
     """What is known by its key is not compiled again: of each kernel one is, and is as recorded."""
     document = json.loads(RECORDED.read_text())
     if document["triton"] != version_of("triton"):
-        assert RECORDED.name == "compile.json", "of another Triton"
-        return
+        pytest.skip(f"nothing is recorded of Triton {version_of('triton')}")
     old = [entry for entry in entries if entry not in document["kernels"]]
     assert old == [], f"python -m kvkit.kernels.tuning.gate --json {RECORDED.relative_to(ROOT)}"
-    targets = itertools.cycle(GATE)
     kernels = sorted({entry["kernel"] for entry in entries})
-    sample = {(kernel, next(targets)): None for kernel in kernels}
+    sample = set(zip(kernels, itertools.cycle(GATE), strict=False))
     spaces = {problem.name: problem.space_on for problem in every_problem()}
-    jobs = {}
-    for entry in entries:  # the last of each is a small one
-        if (entry["kernel"], entry["target"]) in sample:
-            target = entry["target"]
-            jobs[entry["kernel"]] = entry["problem"], spaces[entry["problem"]](target)[0], target
+    jobs = {
+        kernel: (entry["problem"], spaces[entry["problem"]](target)[0], target)
+        for entry in entries
+        if ((kernel := entry["kernel"]), (target := entry["target"])) in sample
+    }
     with compile_pool(1) as pool:
         anew = as_json(list(survey(pool, every_problem, list(jobs.values()))))["kernels"]
     assert {entry["kernel"] for entry in anew} == set(kernels)

@@ -59,22 +59,11 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         CompileError: the target is unknown, Triton interprets kernels in this process, or its compiler
             failed.
     """
-    if target not in GPUS:
-        raise CompileError(f"target {target!r}: want one of {', '.join(GPUS)}")
-    import triton
-
-    kernel, gpu = launch.kernel, GPUS[target]
-    if not isinstance(kernel, triton.runtime.JITFunction):
-        raise CompileError(f"{kernel}: TRITON_INTERPRET is set; kernels are interpreted in this process")
-    try:
+    with _explained(launch, target):
+        gpu = GPUS[target]
         with _driver_for(StandInDriver(_triton_target(gpu))):
             done = launch.compile()
         return _reader(gpu)(done.asm, done.metadata.shared, launch.config.warps, gpu)
-    except Exception as error:  # each stage of Triton's compiler raises its own kind
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
-            words = f"{words[:100]} ... {words[-200:]}"
-        raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {words}") from error
 
 
 def compile_key(launch: Launch, target: str) -> str:
@@ -87,24 +76,49 @@ def compile_key(launch: Launch, target: str) -> str:
     Args:
         launch: as for `compile_for`.
         target: a name of `gpus.GPUS`.
+
+    Raises:
+        CompileError: as `compile_for`, but for what its compiler finds.
     """
-    from triton import knobs
-    from triton.compiler import make_backend
+    with _explained(launch, target):
+        from triton import knobs
+        from triton.compiler import make_backend
 
-    gpu, asked = GPUS[target], list[str]()
-    backend = make_backend(_triton_target(gpu))
+        gpu, asked = GPUS[target], list[str]()
+        backend = make_backend(_triton_target(gpu))
 
-    def note(**about: Any) -> bool:
-        asked.extend((about["key"], about["repr"]))  # the second has options that no caller gave
-        return True  # do not compile
+        def note(**about: Any) -> bool:
+            asked.extend((about["key"], about["repr"]))  # the second has options that no caller gave
+            return True  # do not compile
 
-    # a device of its own for each target: Triton does not ask about what it has compiled for a device
-    with _driver_for(StandInDriver(_triton_target(gpu), f"keys of {target}")), knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = note
-        launch.compile()
-    parts = version_of("triton"), backend.hash(), gpu, source_digest(_reader(gpu))
-    texts = [source_digest(launch.kernel), *asked, *map(str, parts)]
-    return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+        # a device of its own for each target: Triton does not ask about what it has compiled for a device
+        with _driver_for(StandInDriver(_triton_target(gpu), f"keys of {target}")), knobs.runtime.scope():
+            knobs.runtime.jit_cache_hook = note
+            launch.compile()
+        if not asked:
+            raise RuntimeError("Triton does not say what it would compile")
+        parts = version_of("triton"), backend.hash(), gpu, source_digest(_reader(gpu))
+        texts = [source_digest(launch.kernel), *asked, *map(str, parts)]
+        return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _explained(launch: Launch, target: str) -> Iterator[None]:
+    """Raise CompileError for whatever goes wrong, and for what cannot be compiled."""
+    if target not in GPUS:
+        raise CompileError(f"target {target!r}: want one of {', '.join(GPUS)}")
+    import triton
+
+    kernel = launch.kernel
+    if not isinstance(kernel, triton.runtime.JITFunction):
+        raise CompileError(f"{kernel}: TRITON_INTERPRET is set; kernels are interpreted in this process")
+    try:
+        yield
+    except Exception as error:  # each stage of Triton's compiler raises its own kind
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
+            words = f"{words[:100]} ... {words[-200:]}"
+        raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {words}") from error
 
 
 def _reader(gpu: Gpu) -> Callable[..., Compiled]:
@@ -241,8 +255,9 @@ def _compile_job(
         return [CompileReport(name, "", config, target, None, f"{type(error).__name__}: {error}")]
     reports = []
     for launch in launches:
-        kernel, key, prediction = launch.kernel.__name__, compile_key(launch, target), None
+        kernel, key, prediction = launch.kernel.__name__, "", None
         try:
+            key = compile_key(launch, target)
             done = known.get(key) or compile_for(launch, target)
         except CompileError as error:
             reports.append(CompileReport(name, kernel, config, target, None, str(error), key=key))
