@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,9 @@ which an answer needs another block; conversations over documents."""
 RATIOS = (None, 1.0, 0.15)
 """How prompts of documents are asked for: exactly, and blended."""
 
-QUICK_REQUESTS = 60
-"""Of all, with `--quick`."""
+QUICK_REQUESTS, QUICK_MOST = 60, 1200
+"""Of all, with `--quick`; and at most, where a tier has given nothing: one that fails is passed over for
+seconds, which may be longer than the others take."""
 
 ABORTED, ABORTED_WITHIN = 0.05, 7
 """The share of requests that are aborted, and within how many steps: 2 to this power, mostly far fewer."""
@@ -168,12 +169,13 @@ def soak(model: Path, spells: Spells, folder: Path) -> dict[str, Any]:
     vocabulary = engine.model_config.get_vocab_size()
     talks = [*conversations(engine, vocabulary), *over_documents(engine, vocabulary)]
     close_engine(engine)
-    engine = open_engine(model, tiers(folder, record_bytes(engine)))
+    settings = tiers(folder, record_bytes(engine))
+    engine = open_engine(model, settings)
     worker = worker_of()
     touch(worker.cache.staging)
     fill(pools())
     flat = Flat(os.getpid(), GROWTH)
-    player = Player(engine, talks)
+    player = Player(engine, talks, settings["tiers"])
     for _ in spells:
         player.work(spells)
         settle(engine, worker)
@@ -414,11 +416,16 @@ def answered(engine: Any, prompts: Sequence[Sequence[int]]) -> list[Turn | None]
 
 
 class Player:
-    """Plays conversations, `AT_A_TIME` at a time, and counts what comes of that."""
+    """Plays conversations, `AT_A_TIME` at a time, and counts what comes of that.
 
-    def __init__(self, engine: Any, talks: Sequence[Sequence[Turn]]) -> None:
+    Args:
+        tiers: their names; in a run of so many requests each has to give something.
+    """
+
+    def __init__(self, engine: Any, talks: Sequence[Sequence[Turn]], tiers: Collection[str]) -> None:
         self._engine = engine
         self._talks = talks
+        self._tiers = tiers
         self._chance = random.Random(0)
         self._under_way: dict[str, Talk] = {}
         self.tally = Tally()
@@ -431,7 +438,7 @@ class Player:
             self._begin()
         while self._under_way:
             step = time.monotonic()
-            goes_on = spells.goes_on(self.tally.requests)
+            goes_on = spells.goes_on(self.tally.requests if spells.seconds else self._requests_that_count())
             for answer in self._engine.step():
                 if answer.finished and (talk := self._under_way.get(answer.request_id)) is not None:
                     self.tally.add(talk, answer)
@@ -446,6 +453,12 @@ class Player:
         self._engine.abort_request([*self._under_way])
         self._under_way.clear()
         self.tally.seconds += time.monotonic() - began
+
+    def _requests_that_count(self) -> int:
+        """None before each tier has given something."""
+        requests = self.tally.requests
+        lacks = requests < QUICK_MOST and any(tier not in counters()[1] for tier in self._tiers)
+        return 0 if lacks else requests
 
     def _begin(self) -> None:
         self._send(Talk(self._chance.choice(self._talks)))

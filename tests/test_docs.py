@@ -201,9 +201,10 @@ def test_what_may_be_said_is_still_said() -> None:
         assert fragment in " ".join((ROOT / page).read_text().split()), (page, fragment)
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu-*.json")), ids=lambda path: path.stem)
-def test_what_a_page_says_of_a_gpu_is_in_its_results(path: Path) -> None:
+@pytest.mark.parametrize("gpu", ["nvidia-h100-80gb-hbm3", "nvidia-h200"])
+def test_what_a_page_says_of_a_gpu_is_in_its_results(gpu: str) -> None:
     """docs/kernels.md: all defaults are right, equal runs give equal bits, the sanitizer finds nothing."""
+    path = RESULTS / f"gpu-{gpu}.json"
     found = json.loads(path.read_text())["results"]
     right = [line["right"] for line in found if line["step"] == "defaults"]
     differ = [line["differ"] for line in found if line["step"] == "determinism" and line["runs"]]

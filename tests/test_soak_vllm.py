@@ -39,8 +39,7 @@ def test_some_seconds_of_conversations(tmp_path: Path) -> None:
     assert found["blended"]["blended tokens"] > 0
     assert found["requests"] > 20
     assert 0 < found["hit_tokens"] < found["prompt_tokens"]
-    # a tier that fails is passed over for a while, which may be all of so short a run
-    assert {"memory", "disk"} <= set(found["loaded_tokens_by_tier"]) <= {"memory", "faulty", "disk"}
+    assert set(found["loaded_tokens_by_tier"]) == {"memory", "faulty", "disk"}
     assert found["preemptions"] > 0
     assert sum(found["faults_injected"].values()) > 0
     assert {"machine", "versions", "command", "vllm"} <= set(found)
