@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from toys import SPACE, scale_problem, tiled
 
 from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, Work
-from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, host_config
+from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, Runnable, host_config
 from kvkit.kernels.tuning.devices import host_timer, look_at, tools_here
 from kvkit.kernels.tuning.gate import CompileError, compile_pool
 from kvkit.kernels.tuning.search import Roof, Tools, tune
@@ -71,11 +73,6 @@ def test_a_configuration_is_made_once() -> None:
         measure(REFUSED)
 
 
-def no_time_after(count: int) -> Callable[[], bool]:
-    looks = iter(range(100))
-    return lambda: next(looks) + 1 >= count
-
-
 STAGES = tuple(SPACE[0]._replace(stages=stages) for stages in (2, 3))
 WARPS = SPACE[0]._replace(warps=8)
 REFUSED_BY_TRITON = tiled(1000)
@@ -89,7 +86,7 @@ def test_the_compilers_word() -> None:
     """A kernel without a loop has no stages: equal code. What Triton refuses says so."""
     with compile_pool(1) as pool:
         look = partial(look_at, pool, looked_at, "sm_90", looked_at()[0])
-        found, some = look(lambda: False), look(no_time_after(2))
+        found, none = look(lambda: False), look(lambda: True)
     two, three = (found[config] for config in STAGES)
     assert two == three
     assert two.binary
@@ -97,7 +94,36 @@ def test_the_compilers_word() -> None:
     assert len({found[config].binary for config in (STAGES[0], WARPS)}) == 2
     assert "power of 2" in found[REFUSED_BY_TRITON].flaw
     assert found[REFUSED_BY_TRITON].binary == ""
-    assert list(some) == list(STAGES)
+    assert not none
+
+
+def endless() -> tuple[Problem, ...]:
+    """The compiler is never done with the last of its configurations; it says when it is there."""
+    problem = looked_at()[0]
+
+    def make(device: torch.device, filled: bool) -> Case:
+        made = problem.make(device, filled)
+
+        def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
+            if config == WARPS:
+                Path(os.environ["KVKIT_TEST_ENDLESS"]).write_text(str(os.getpid()))
+                signal.pause()
+            return made.launches(config)
+
+        return replace(made, launches=launches)
+
+    return (replace(problem, space=(*STAGES, WARPS), make=make),)
+
+
+def test_time_and_a_pool_end_amid_a_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is told, the rest is not waited for; and no process is left."""
+    there = tmp_path / "process"
+    monkeypatch.setenv("KVKIT_TEST_ENDLESS", str(there))
+    with compile_pool(1) as pool:
+        found = look_at(pool, endless, "sm_90", endless()[0], there.exists)
+        process = psutil.Process(int(there.read_text()))
+    assert list(found) == list(STAGES)[: len(found)]
+    assert not process.is_running()
 
 
 def test_a_gpu_has_its_own_default(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -17,7 +16,7 @@ import torch
 from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, fill
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
-from kvkit.kernels.tuning.gate import CompileError, ProblemFactory, compile_pool, survey, warm
+from kvkit.kernels.tuning.gate import CompileError, CompilePool, ProblemFactory, compile_pool, survey, warm
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import Late, Look, Measure, Roof, Tools, TuningError
@@ -47,7 +46,7 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
     target = target_name(device)
     workers = min(32, os.cpu_count() or 1)
     with compile_pool(workers) as pool:
-        warm(pool, workers, factory)
+        warm(pool, factory)
         yield Tools(
             torch.cuda.get_device_name(device),
             device,
@@ -60,11 +59,12 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
 
 
 def look_at(
-    pool: ProcessPoolExecutor, factory: ProblemFactory, target: str, problem: Problem, late: Late
+    pool: CompilePool, factory: ProblemFactory, target: str, problem: Problem, late: Late
 ) -> Mapping[KernelConfig, Look]:
     """What compiling for `target` says of a problem's configurations, as far as there is time."""
     found: dict[KernelConfig, Look] = {}
-    for report in survey(pool, factory, [(problem.name, config, target) for config in problem.space]):
+    jobs = [(problem.name, config, target) for config in problem.space]
+    for report in survey(pool, factory, jobs, late=late):
         before, made = found.get(report.config, Look()), report.compiled
         # how much shared memory it gets is beside the code
         binary = f"{made.digest} {made.shared_bytes} " if made and made.digest else ""
@@ -73,8 +73,6 @@ def look_at(
             numbers = {name: value for name, value in asdict(made).items() if isinstance(value, int)}
         both = f"{before.binary}{binary}" if binary and (before.binary or report.config not in found) else ""
         found[report.config] = Look(before.flaw or report.flaw(), both, numbers)
-        if late():
-            break
     return found
 
 

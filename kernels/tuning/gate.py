@@ -15,11 +15,13 @@ import json
 import multiprocessing
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ class CompileError(RuntimeError):
 
 GATE = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What every kernel must compile for without spills."""
+POLL_S = 0.1
+"""How often `survey` asks whether the time is over."""
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
@@ -198,20 +202,38 @@ ProblemFactory = Callable[[], Sequence[Problem]]
 """A function at the top of a module, so that other processes can find it."""
 
 
-def compile_pool(workers: int, cache_folder: str | None = None) -> ProcessPoolExecutor:
+@dataclass(frozen=True, slots=True)
+class CompilePool:
+    """Processes for `survey`; `compile_pool` makes them."""
+
+    processes: ProcessPoolExecutor
+    workers: int
+
+
+@contextmanager
+def compile_pool(workers: int, cache_folder: str | None = None) -> Iterator[CompilePool]:
     """Processes for `survey`, in which kernels are compiled even where this one interprets them.
+
+    They end with the context, whatever they compile: a large tile takes minutes.
 
     Args:
         workers: how many.
         cache_folder: where Triton keeps what it compiled; None: where it always does.
     """
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, spawn, initializer=_prepare, initargs=(cache_folder,))
+    others = set(multiprocessing.active_children())
+    processes = ProcessPoolExecutor(workers, spawn, initializer=_prepare, initargs=(cache_folder,))
+    try:
+        yield CompilePool(processes, workers)
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        processes.shutdown()
 
 
-def warm(pool: ProcessPoolExecutor, workers: int, factory: ProblemFactory) -> None:
+def warm(pool: CompilePool, factory: ProblemFactory) -> None:
     """Wait until a pool's processes are there, with what `survey` needs imported."""
-    wait([pool.submit(_import_all, factory) for _ in range(workers)])
+    wait([pool.processes.submit(_import_all, factory) for _ in range(pool.workers)])
 
 
 def _import_all(factory: ProblemFactory) -> None:
@@ -227,21 +249,35 @@ def _prepare(cache_folder: str | None) -> None:
 
 
 def survey(
-    pool: ProcessPoolExecutor,
+    pool: CompilePool,
     factory: ProblemFactory,
     jobs: Sequence[CompileJob],
     known: Mapping[str, Compiled] = {},
+    late: Callable[[], bool] = lambda: False,
 ) -> Iterator[CompileReport]:
     """Compile every kernel of every job, and report in the order of the jobs.
+
+    Jobs are handed out as processes become free, and none is cancelled: what cancels breaks a pool that ends.
 
     Args:
         pool: of `compile_pool`.
         factory: makes the problems that the jobs name.
         jobs: what to compile.
         known: what has been made of launches by their `compile_key`: not compiled again.
+        late: whether the time is over: what is not compiled by then is not waited for.
     """
-    for reports in pool.map(partial(_compile_job, factory, known), jobs):
-        yield from reports
+    compile_one, rest = partial(_compile_job, factory, known), iter(jobs)
+    running: deque[Future[list[CompileReport]]] = deque()
+    while True:
+        free = 0 if late() else 2 * pool.workers - len(running)
+        running.extend(pool.processes.submit(compile_one, job) for job in islice(rest, free))
+        if not running:
+            return
+        while not running[0].done():
+            if late():
+                return
+            wait([running[0]], POLL_S)
+        yield from running.popleft().result()
 
 
 def _compile_job(
