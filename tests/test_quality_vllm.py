@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from small_models import save_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig
-from vllm_process import ENVIRONMENT
+from vllm_process import ENVIRONMENT, Fork
 
 from kvkit.bench import quality
 from kvkit.bench.doctor import served_names
@@ -26,20 +26,6 @@ from kvkit.bench.tasks.registry import SETS
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
 
-MEASURE = """
-import json, sys
-from pathlib import Path
-import numpy as np
-from kvkit.bench.judge import method_named
-from kvkit.bench.quality import run
-from kvkit.bench.quality_vllm import EngineJudge
-model, kept, lead, sizes, *names = sys.argv[1:]
-methods = {name: method_named(name) for name in names}
-judge = EngineJudge(model, methods)
-judge.lead = np.arange(int(lead), dtype=np.int32)
-print("\\n" + json.dumps(list(run(judge, judge.encode, Path(kept), methods=methods, **json.loads(sizes)))))
-judge.close()
-"""
 DOCTOR = """
 from kvkit import cli
 from kvkit.bench import quality
@@ -48,10 +34,16 @@ cli.main()
 """
 
 
-def run(program: str, *arguments: object, **environment: str) -> Any:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    settings = os.environ | ENVIRONMENT | environment
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+def measured_in_vllm(folder: Path, *arguments: object) -> Any:
+    """What `quality_in_vllm` measures."""
+    printed, errors = folder / "printed", folder / "errors"
+    with open(os.devnull) as nothing, open(printed, "w") as out, open(errors, "w") as bad:
+        streams = nothing.fileno(), out.fileno(), bad.fileno()
+        process = Fork("quality_in_vllm", [str(one) for one in arguments], streams, {})
+        process.wait(280.0)
+    text = printed.read_text()
+    assert text, errors.read_text()[-2000:]
+    return json.loads(text.splitlines()[-1])
 
 
 def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
@@ -59,9 +51,7 @@ def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
     model = save_with_tokenizer(tmp_path / "model")
     names = ("naive", "default .15", "prophetkv .15", "random .15", "question_attention 1")
     lead, sizes = CHUNK_TOKENS, {"count": 1, "tokens": 512, "sets": ("retrieval", "needle")}
-    done = run(MEASURE, model, tmp_path / "kept.jsonl", lead, json.dumps(sizes), *names)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = measured_in_vllm(tmp_path, model, tmp_path / "kept.jsonl", lead, json.dumps(sizes), *names)
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def encode(text: str) -> list[int]:
@@ -106,7 +96,9 @@ def test_doctor_measures_in_vllm_what_is_not_like_llama(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_with_tokenizer(tmp_path / "model", CohereConfig)
-    done = run(DOCTOR, "doctor", "--blend", model, XDG_CACHE_HOME=str(tmp_path), COLUMNS="200")
+    settings = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "200"}
+    command = [sys.executable, "-c", DOCTOR, "doctor", "--blend", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | settings)
     said = " ".join(done.stdout.split())
     assert "not Llama-like: measured in vLLM" in said, done.stderr[-2000:]
     assert "blending 15 % changes the distribution of the next token by" in said

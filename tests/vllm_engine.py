@@ -89,7 +89,7 @@ class Engine:
             "enforce_eager": True,
             "max_model_len": 2048,
             "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 1 << 30,
+            "kv_cache_memory_bytes": 1 << 29,
             "enable_prefix_caching": False,
             "disable_log_stats": False,
             "kv_transfer_config": transfer,

@@ -1,5 +1,8 @@
 """Processes in which vLLM is imported: forks of one that has done so, for that takes longer than most tests.
 
+vLLM is as it is elsewhere, but for two things that each process of it would do anew: it compiles nothing that
+`enforce_eager` leaves to torch.compile, and it looks at a model's class without another process.
+
 Run as a program, with the number of a socket, it is the one that is forked.
 """
 
@@ -24,9 +27,20 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",  # what has threads cannot be forked
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes for the two or three functions that are compiled
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
+
+FORKED = ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1"}
+IMPORTED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.lora.worker_manager",
+    "vllm.model_executor.layers.quantization.online.base",
+    "zarr",
+)
+"""Of what engines import, what takes long and asks for no settings. vLLM does not start behind numba."""
 
 
 class Fork:
@@ -35,7 +49,7 @@ class Fork:
     Args:
         module: run as `python -m` does.
         streams: descriptors of its input, output and errors.
-        environment: variables that differ from those here and in `ENVIRONMENT`.
+        environment: variables that differ from those here and in `FORKED`.
     """
 
     def __init__(
@@ -49,7 +63,7 @@ class Fork:
         asked = {
             "module": module,
             "arguments": list(arguments),
-            "environment": os.environ | ENVIRONMENT | environment,
+            "environment": os.environ | FORKED | environment,
             "folder": str(folder or Path.cwd()),
         }
         source = _source()
@@ -87,7 +101,7 @@ def _source() -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there:
         command = [sys.executable, __file__, str(there.fileno())]
-        environment = os.environ | ENVIRONMENT
+        environment = os.environ | FORKED
         subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment)
     return here
 
@@ -102,7 +116,9 @@ def _forget_ended() -> None:
 
 
 def _serve(way: socket.socket) -> None:
-    importlib.import_module("vllm.entrypoints.openai.api_server")
+    for module in IMPORTED:
+        importlib.import_module(module)
+    _look_at_models_here()
     gc.collect()
     gc.freeze()
     while True:
@@ -118,6 +134,18 @@ def _serve(way: socket.socket) -> None:
         for stream in streams:
             os.close(stream)
         way.send(str(pid).encode())
+
+
+def _look_at_models_here() -> None:
+    """Have vLLM import a model's class where it serves it, and not first in a process that imports all anew.
+
+    That keeps CUDA out of the process that serves, and there is none.
+    """
+    import torch
+    from vllm.model_executor.models import registry
+
+    if not torch.cuda.is_available():
+        registry._run_in_subprocess = lambda look: look()
 
 
 def _become(asked: dict[str, object], streams: list[int]) -> None:
