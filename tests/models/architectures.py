@@ -90,11 +90,12 @@ def to_int8(folder: Path) -> None:
             weight = (weight / scale).round().to(torch.int8)
         tensors[name] = weight
     save_file(tensors, path, {"format": "pt"})
-    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    eight = {"num_bits": 8, "type": "int"}
     group = {
         "targets": ["Linear"],
-        "weights": eight | {"strategy": "channel", "dynamic": False},
-        "input_activations": eight | {"strategy": "token", "dynamic": True},
+        "weights": eight | {"symmetric": True, "strategy": "channel", "dynamic": False},
+        # symmetric ones go to a kernel that takes no float32 where a CPU has AMX
+        "input_activations": eight | {"symmetric": False, "strategy": "token", "dynamic": True},
     }
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {

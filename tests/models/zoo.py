@@ -86,6 +86,7 @@ ZOO = {
         ),
         "latent attention (MLA)",
         refused="MLAAttentionSpec",
+        options={"dtype": "bfloat16"},  # its kernel for CPUs with AMX takes no float32
     ),
     "Mamba 2": Architecture(
         lambda: transformers.Mamba2Config(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from guest import PORT
+from run import KERNEL
 
 from tests.waiting import wait_until
 
@@ -138,8 +139,7 @@ class Client:
         self._log = folder / f"client{number}.log"
         self._ready = socket.create_server((server, PORT))
         kernel = [
-            *("linux.uml", "mem=320M", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", "quiet"),
-            *("con0=null,fd:1", "con=null", "ssl=null", f"uml_dir={folder}", f"eth0=tuntap,{tap}"),
+            *(*KERNEL, "mem=320M", f"uml_dir={folder}", f"eth0=tuntap,{tap}"),
             *(
                 f"init={sys.executable}",
                 f"PYTHONPATH={os.environ['PYTHONPATH']}",

@@ -26,6 +26,9 @@ PROGRAMS = {
     "taskset": "util-linux",
     "chrt": "util-linux",
 }
+KERNEL = ["linux.uml", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", "quiet"]
+KERNEL += ["con0=null,fd:1", "con=null", "ssl=null"]
+"""A Linux in a process, on the files that are here."""
 NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -42,7 +45,18 @@ def missing() -> str | None:
         return "/dev/net/tun is missing"
     command = [*NAMESPACES, "chrt", "--fifo", "1", "ip", "tuntap", "add", "probe", "mode", "tap"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"{' '.join(command)}: {' '.join(done.stderr.split())}" if done.returncode else None
+    return f"{' '.join(command)}: {' '.join(done.stderr.split())}" if done.returncode else no_machine()
+
+
+def no_machine() -> str | None:
+    """Why user-mode Linux runs no program on this CPU, None if it does; that of Linux 6.1 fails on AMX."""
+    with tempfile.TemporaryDirectory(prefix="kvkit-nfs-") as scratch:
+        options = [*KERNEL, "mem=64M", f"uml_dir={scratch}", "init=/bin/true"]
+        done = subprocess.run(
+            options, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=LIMIT_S
+        )
+    found = [line for line in done.stdout.splitlines() if "set fp regs failed" in line]
+    return f"user-mode Linux does not run on this CPU ({found[0]})" if found else None
 
 
 def main() -> int:
