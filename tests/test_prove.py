@@ -20,8 +20,9 @@ from kvkit.bench.client import Target
 from kvkit.bench.files import BenchError
 from kvkit.bench.prove.engines import EngineLaunch, ProvedEngine, opening
 from kvkit.bench.prove.models import ChangedWeights, linked, make_adapter
-from kvkit.bench.prove.options import ProveOptions, chosen, command_of, prepared, transfer_of
+from kvkit.bench.prove.options import ProveOptions
 from kvkit.bench.prove.pages import compare_files, compare_pages
+from kvkit.bench.prove.preparation import chosen, command_of, prepared, transfer_of
 from kvkit.bench.prove.report import html
 from kvkit.bench.prove.run import wanted
 from kvkit.bench.prove.scenarios import SCENARIOS, AskedPrompt, crowd_of, prompts_of

@@ -97,6 +97,7 @@ def test_doctor_measures_in_vllm_what_is_not_like_llama(
 ) -> None:
     model = save_with_tokenizer(tmp_path / "model", CohereConfig)
     settings = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "200"}
+    settings["VLLM_CACHE_ROOT"] = os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm"))
     command = [sys.executable, "-c", DOCTOR, "doctor", "--blend", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | settings)
     said = " ".join(done.stdout.split())

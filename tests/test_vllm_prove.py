@@ -18,7 +18,8 @@ from vllm_engine import BLOCK, Settings, connector, on_disk
 from vllm_server import Served
 
 from kvkit.bench.prove.engines import PROBE
-from kvkit.bench.prove.options import ProveOptions, prepared
+from kvkit.bench.prove.options import ProveOptions
+from kvkit.bench.prove.preparation import prepared
 from kvkit.bench.prove.run import run
 from kvkit.bench.prove.verdict import ScenarioVerdict
 

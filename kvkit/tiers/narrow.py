@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from xxhash import xxh3_64_intdigest
 
 from kvkit.format.codecs import finish
@@ -26,11 +25,12 @@ from kvkit.format.record import (
     read_header,
     total_bytes,
 )
-from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.tiers.base import ObjectStore, Ranges
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from kvkit.kernels.pages.api import Pages
 
 _BLOCK = np.zeros((1, 1), np.int64)
 """A record's floats are pages of one block."""
@@ -45,6 +45,8 @@ def narrow(record: Buffer, precision: Precision, out: Buffer) -> int:
         RecordError: no such record, or the result does not fit `out`.
         LayoutError: it cannot be narrowed, see `kvkit.format.narrowed.check_narrows`.
     """
+    from kvkit.kernels.pages.api import pack  # PyTorch takes a second, and most stores narrow nothing
+
     view, target = memoryview(record), memoryview(out)
     header = read_header(view)
     group = float_rows(header, precision)
@@ -66,6 +68,8 @@ def widen(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
     Returns:
         Its bytes, or what is damaged; FORMAT: it is intact, and no record of this precision.
     """
+    from kvkit.kernels.pages.api import unpack
+
     view, target = memoryview(record), memoryview(out)
     try:
         header, _, damage = examine(lambda offset, size: view[offset : offset + size], len(view))
@@ -100,6 +104,10 @@ def exact_bytes(header: Header) -> int:
 
 def _pages(group: LayerGroup, record: memoryview, header: Header) -> Pages:
     """The floats of an exact record as pages of one block."""
+    import torch
+
+    from kvkit.kernels.pages.api import Pages
+
     floats = torch.from_numpy(_layers(record, header, group.block_bytes))
     shape = len(group.layers), 1, group.kv_heads, group.block_tokens, group.channels
     return Pages.of(group, list(floats.view(getattr(torch, group.dtype)).view(shape)))

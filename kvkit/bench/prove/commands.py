@@ -1,4 +1,4 @@
-"""`kvkit prove`."""
+"""The command `kvkit prove`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prove(
 
     from kvkit.adapters.huggingface.smollm2 import ModelError
     from kvkit.bench.files import BenchError, check_folders, write_figures
-    from kvkit.bench.prove.options import command_of, prepared
+    from kvkit.bench.prove.preparation import command_of, prepared
     from kvkit.bench.prove.report import html, shown, versions, words_of
     from kvkit.bench.prove.run import run
     from kvkit.bench.prove.verdict import exit_status
