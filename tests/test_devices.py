@@ -17,7 +17,7 @@ from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, Runnable, host_config
 from kvkit.kernels.tuning.devices import host_timer, look_at, tools_here
-from kvkit.kernels.tuning.gate import CompileError, compile_pool
+from kvkit.kernels.tuning.gate import CompileError, compile_pool, survey
 from kvkit.kernels.tuning.search import Roof, Tools, tune
 
 FEW, MANY, REFUSED = (host_config(times=times) for times in (2000, 1, 0))
@@ -117,12 +117,15 @@ def endless() -> tuple[Problem, ...]:
 
 def test_time_and_a_pool_end_amid_a_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled is told, the rest is not waited for; and no process is left."""
-    there = tmp_path / "process"
+    there, told = tmp_path / "process", list[KernelConfig]()
     monkeypatch.setenv("KVKIT_TEST_ENDLESS", str(there))
+    (problem,) = endless()
+    jobs = [(problem.name, config, "sm_90") for config in problem.space]
     with compile_pool(1) as pool:
-        found = look_at(pool, endless, "sm_90", endless()[0], there.exists)
+        for report in survey(pool, endless, jobs, late=lambda: len(told) == 2 and there.exists()):
+            told.append(report.config)
         process = psutil.Process(int(there.read_text()))
-    assert list(found) == list(STAGES)[: len(found)]
+    assert told == list(STAGES)
     assert not process.is_running()
 
 
