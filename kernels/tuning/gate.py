@@ -373,9 +373,12 @@ def _entry(report: CompileReport) -> dict[str, Any]:
 
 
 def gate(
-    factory: ProblemFactory, workers: int, names: Sequence[str] = (), known: Mapping[str, Compiled] = {}
+    pool: CompilePool,
+    factory: ProblemFactory,
+    names: Sequence[str] = (),
+    known: Mapping[str, Compiled] = {},
 ) -> list[CompileReport]:
-    """Compile the default of each gated problem for each target of `GATE`, by at most `workers` processes.
+    """Compile the default of each gated problem for each target of `GATE`, in the pool's processes.
 
     Of problems that differ in their sizes alone, the first: they compile to the same. With `names`, only
     problems that have one of them in their name. What is `known` by its `compile_key` is not compiled again.
@@ -386,22 +389,25 @@ def gate(
             forms.setdefault((problem.bucket.op, problem.bucket.form), problem)
     chosen = [p for p in forms.values() if not names or any(name in p.name for name in names)]
     jobs = [(p.name, p.space_on(target)[0], target) for p in chosen for target in GATE]
-    with compile_pool(workers) as pool:
-        return list(survey(pool, factory, jobs, known))
+    return list(survey(pool, factory, jobs, known))
 
 
-def main() -> int:
-    """Run the gate; the exit status is 1 if it is shut."""
+def run(pool: CompilePool, words: Sequence[str]) -> int:
+    """Run the gate as the command does, and print what it prints; the exit status is 1 if it is shut.
+
+    Raises:
+        SystemExit: the command's words cannot be followed.
+    """
     parser = argparse.ArgumentParser(prog="python -m kvkit.kernels.tuning.gate")
     parser.add_argument("--problem", action="append", default=[], help="only those with this in their name")
     parser.add_argument("--compare", type=Path, help="fail where a kernel is worse than in this file")
     parser.add_argument("--json", type=Path, help="write the table to this file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     complete = not arguments.problem
     try:
         recorded = json.loads(arguments.compare.read_text()) if arguments.compare else None
         known = known_of(recorded) if recorded else {}
-        reports = gate(every_problem, min(2, os.cpu_count() or 1), arguments.problem, known)
+        reports = gate(pool, every_problem, arguments.problem, known)
         if not reports:
             raise ValueError(f"--problem: no gated problem has {' or '.join(arguments.problem)} in its name")
         if arguments.json:
@@ -412,9 +418,15 @@ def main() -> int:
     found = faults(reports, every_problem())
     if recorded:
         accept = f"if it is meant: {parser.prog} --json {arguments.compare}"
-        found += [f"{words} ({accept})" for words in regressions(as_json(reports), recorded, complete)]
+        found += [f"{worse} ({accept})" for worse in regressions(as_json(reports), recorded, complete)]
     print("\n".join(found))
     return 1 if found else 0
+
+
+def main() -> int:
+    """Run the gate for the command line."""
+    with compile_pool(min(2, os.cpu_count() or 1)) as pool:
+        return run(pool, sys.argv[1:])
 
 
 if __name__ == "__main__":
