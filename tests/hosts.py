@@ -29,6 +29,7 @@ class Host:
     """A network namespace, which ends with its last socket; what is called in it runs in one thread.
 
     Attributes:
+        network: the namespace's file.
         within: what begins a command that is to run there.
     """
 
@@ -36,7 +37,8 @@ class Host:
         self.address = address
         self._thread = ThreadPoolExecutor(1)
         self.namespace = self.call(_leave)
-        self.within = ("nsenter", f"--net=/proc/{os.getpid()}/fd/{self.namespace}")
+        self.network = f"/proc/{os.getpid()}/fd/{self.namespace}"
+        self.within = ("nsenter", f"--net={self.network}")
         self.run("ip", "link", "set", "lo", "up")
 
     def call(self, function: Callable[[], T]) -> T:

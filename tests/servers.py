@@ -79,8 +79,9 @@ class Process(ABC):
         self.log = folder / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    @abstractmethod
-    def command(self) -> list[str]: ...
+    def command(self) -> list[str]:
+        """What `launch` starts; not needed where that does otherwise."""
+        raise NotImplementedError
 
     @abstractmethod
     def answers(self) -> bool:

@@ -50,14 +50,12 @@ ByTier = dict[str, int]
 class Engine(Served):
     """A server whose kvkit has an HTTP endpoint, too."""
 
-    def __init__(
-        self, folder: Path, model: Path, settings: Settings, address: str, within: tuple[str, ...]
-    ) -> None:
+    def __init__(self, folder: Path, model: Path, settings: Settings, address: str, network: str) -> None:
         folder.mkdir()
         (port,) = free_ports(1)
         endpoint = {"enabled": True, "host": address, "port": port, "token": SECRET}
         transfer = connector({"chunk_tokens": CHUNK, "server": endpoint} | settings, handoff_timeout_s=5.0)
-        super().__init__(folder, transfer, model, address, within)
+        super().__init__(folder, transfer, model, address, network)
         self.endpoint = f"http://{address}:{port}"
 
     def environment(self) -> dict[str, str]:
@@ -168,7 +166,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, far: tuple[Host, Link] | N
     folder = tmp_path_factory.mktemp("router")
     model = save_with_tokenizer(folder / "model")
     near = "127.0.0.1"
-    address, within, link = (near, (), None) if far is None else (far[0].address, far[0].within, far[1])
+    address, network, link = (near, "", None) if far is None else (far[0].address, far[0].network, far[1])
     (port,) = free_ports(1)
     handoff = {"one": f"unix://{folder}/one/handoff/socket", "two": f"tcp://{address}:{port}"}
     pool = {"url": f"file://{folder}/pool", "scope": "shared"}
@@ -193,7 +191,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, far: tuple[Host, Link] | N
                 "write_back_to": [],
             },
         }
-    hosts = {"p": (near, ()), "one": (near, ()), "two": (address, within)}
+    hosts = {"p": (near, ""), "one": (near, ""), "two": (address, network)}
     token = folder / "token"
     token.write_text(SECRET)
     token.chmod(0o600)

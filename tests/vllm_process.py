@@ -1,7 +1,8 @@
 """Processes in which vLLM is imported: forks of one that has done so, for that takes longer than most tests.
 
-vLLM is as it is elsewhere, but for two things that each process of it would do anew: it compiles nothing that
-`enforce_eager` leaves to torch.compile, and it looks at a model's class without another process.
+vLLM is as it is elsewhere, but for three things that each process of it would do anew: it compiles nothing
+that `enforce_eager` leaves to torch.compile, it looks at a model's class without another process, and the
+processes of an engine are forks, too.
 
 Run as a program, with the number of a socket, it is the one that is forked.
 """
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -50,6 +52,7 @@ class Fork:
         module: run as `python -m` does.
         streams: descriptors of its input, output and errors.
         environment: variables that differ from those here and in `FORKED`.
+        network: the file of a network namespace to be in, where it is another.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class Fork:
         streams: tuple[int, int, int],
         environment: Mapping[str, str],
         folder: Path | None = None,
+        network: str = "",
     ) -> None:
         asked = {
             "module": module,
             "arguments": list(arguments),
             "environment": os.environ | FORKED | environment,
             "folder": str(folder or Path.cwd()),
+            "network": network,
         }
         source = _source()
         socket.send_fds(source, [json.dumps(asked).encode()], streams)
@@ -119,6 +124,7 @@ def _serve(way: socket.socket) -> None:
     for module in IMPORTED:
         importlib.import_module(module)
     _look_at_models_here()
+    _fork_engines()
     gc.collect()
     gc.freeze()
     while True:
@@ -148,13 +154,27 @@ def _look_at_models_here() -> None:
         registry._run_in_subprocess = lambda look: look()
 
 
-def _become(asked: dict[str, object], streams: list[int]) -> None:
+def _fork_engines() -> None:
+    """Have vLLM start an engine's processes as it does on a GPU: on a CPU, each would import all anew.
+
+    It forbids that where processes with threads of OpenMP would be forked, of which there are none.
+    """
+    import vllm.envs
+
+    vllm.envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+
+
+def _become(asked: dict[str, Any], streams: list[int]) -> None:
     """Run what is asked for, to its end."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    libc, pr_set_pdeathsig = ctypes.CDLL(None, use_errno=True), 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if asked["network"]:
+        with open(asked["network"]) as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), asked["network"])
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import urllib.request
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 from servers import Process, free_ports
 from vllm_engine import Settings
-from vllm_process import ENVIRONMENT, Fork
+from vllm_process import Fork
 
 from kvkit.adapters.huggingface import smollm2
 
@@ -27,7 +25,7 @@ class Served(Process):
         transfer: its `kv_transfer_config`; None: without a connector.
         model: folder; None: SmolLM2.
         address: where it listens.
-        within: what begins its command, such as `Host.within`.
+        network: the file of a network namespace to be in, such as `Host.network`.
         apart: whether its worker is a process of its own; takes longer to start.
     """
 
@@ -39,7 +37,7 @@ class Served(Process):
         transfer: Settings | None,
         model: Path | None = None,
         address: str = "127.0.0.1",
-        within: Sequence[str] = (),
+        network: str = "",
         apart: bool = False,
     ) -> None:
         super().__init__(folder)
@@ -48,7 +46,7 @@ class Served(Process):
         self._transfer = transfer
         self._model = model
         self._address = address
-        self._within = within
+        self._network = network
         self._apart = apart
 
     def environment(self) -> dict[str, str]:
@@ -70,17 +68,11 @@ class Served(Process):
         flat = [word for pair in options.items() for word in pair]
         return [*flat, "--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
 
-    def command(self) -> list[str]:
-        variables = [f"{k}={v}" for k, v in (ENVIRONMENT | self.environment()).items()]
-        return [*self._within, "env", *variables, sys.executable, "-m", MODULE, *self.arguments()]
-
     def launch(self) -> None:
-        if self._within:  # where no fork can be
-            super().launch()
-            return
         with open(os.devnull) as nothing, open(self.log, "ab") as log:
             streams = nothing.fileno(), log.fileno(), log.fileno()
-            self._process = Fork(MODULE, self.arguments(), streams, self.environment(), self.folder)
+            variables = self.environment()
+            self._process = Fork(MODULE, self.arguments(), streams, variables, self.folder, self._network)
 
     def answers(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
