@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -428,13 +427,6 @@ def _call(worker: Any, module: str, function: str, *arguments: Any) -> Any:
 
 def _serve() -> None:
     gc.freeze = gc.unfreeze = lambda: None  # what was imported stays frozen, and no engine after its end
-    registry = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda look: look()  # or another vLLM starts for each new architecture
-    executor = importlib.import_module("vllm.v1.executor.multiproc_executor")
-    executor.get_mp_context = lambda: get_context("fork")  # or each rank imports vLLM anew
-    platform = importlib.import_module("vllm.platforms").current_platform
-    platform.register_triton_kernel_overrides()  # the search for them stumbles over modules of llvmlite
-    platform.__class__.register_triton_kernel_overrides = classmethod(lambda cls: None)
     served = _Served()
     for line in sys.stdin:
         method, arguments = json.loads(line)

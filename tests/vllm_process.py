@@ -1,8 +1,7 @@
 """Processes in which vLLM is imported: forks of one that has done so, for that takes longer than most tests.
 
-vLLM is as it is elsewhere, but for three things that each process of it would do anew: it compiles nothing
-that `enforce_eager` leaves to torch.compile, it looks at a model's class without another process, and the
-processes of an engine are forks, too.
+vLLM is as it is elsewhere, but that it compiles nothing that `enforce_eager` leaves to torch.compile, and for
+what `_prepare` does.
 
 Run as a program, with the number of a socket, it is the one that is forked.
 """
@@ -123,8 +122,7 @@ def _forget_ended() -> None:
 def _serve(way: socket.socket) -> None:
     for module in IMPORTED:
         importlib.import_module(module)
-    _look_at_models_here()
-    _fork_engines()
+    _prepare()
     gc.collect()
     gc.freeze()
     while True:
@@ -142,26 +140,24 @@ def _serve(way: socket.socket) -> None:
         way.send(str(pid).encode())
 
 
-def _look_at_models_here() -> None:
-    """Have vLLM import a model's class where it serves it, and not first in a process that imports all anew.
+def _prepare() -> None:
+    """Do once, or without another process, what each process of vLLM would do anew.
 
-    That keeps CUDA out of the process that serves, and there is none.
+    It looks at a model's class in a process that imports all, which keeps CUDA out of the one that serves;
+    starts an engine's processes likewise on a CPU, for those with threads of OpenMP cannot be forked; and
+    seeks in all modules for what stands for Triton's kernels. Here are no CUDA and no threads.
     """
     import torch
-    from vllm.model_executor.models import registry
-
-    if not torch.cuda.is_available():
-        registry._run_in_subprocess = lambda look: look()
-
-
-def _fork_engines() -> None:
-    """Have vLLM start an engine's processes as it does on a GPU: on a CPU, each would import all anew.
-
-    It forbids that where processes with threads of OpenMP would be forked, of which there are none.
-    """
     import vllm.envs
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
+    if torch.cuda.is_available():
+        return
+    registry._run_in_subprocess = lambda look: look()
     vllm.envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+    current_platform.register_triton_kernel_overrides()
+    current_platform.__class__.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def _become(asked: dict[str, Any], streams: list[int]) -> None:

@@ -123,8 +123,10 @@ def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = type(packed)(config)
-    plain.load_state_dict(packed.state_dict())
+    with torch.device("meta"):  # or it takes seconds to draw weights that nobody reads
+        plain = type(packed)(config)
+    plain.load_state_dict(packed.state_dict(), assign=True)
+    plain.tie_weights()
     plain.to(torch.bfloat16).save_pretrained(folder)
     made.save_pretrained(folder)
 
