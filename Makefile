@@ -21,8 +21,8 @@ JOBS ?= 2
 SEEDS ?= 100000
 SECONDS ?= 60
 MINUTES ?= 120
-# threads that spin slow the others
-PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# processes enough for the cores: threads of theirs slow one another, above all those that spin
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -87,6 +88,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first: the quick ones keep every process busy to the end."""
     items.sort(key=lambda item: not is_slow(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Spare searches for garbage what was imported, and have fewer: they took a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 
 def pytest_configure() -> None:
