@@ -79,9 +79,8 @@ class Process(ABC):
         self.log = folder / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def command(self) -> list[str]:
-        """What `launch` starts; not needed where that does otherwise."""
-        raise NotImplementedError
+    @abstractmethod
+    def command(self) -> list[str]: ...
 
     @abstractmethod
     def answers(self) -> bool:

@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 FORKED = ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1"}
 IMPORTED = (
     "vllm.entrypoints.openai.api_server",
@@ -155,7 +156,7 @@ def _prepare() -> None:
     if torch.cuda.is_available():
         return
     registry._run_in_subprocess = lambda look: look()
-    vllm.envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+    setattr(vllm.envs, METHOD, "fork")  # unless a process asks for "spawn"
     current_platform.register_triton_kernel_overrides()
     current_platform.__class__.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
@@ -173,6 +174,8 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
                 raise OSError(ctypes.get_errno(), asked["network"])
     os.environ.clear()
     os.environ.update(asked["environment"])
+    if os.environ.get(METHOD) == "spawn":
+        vars(sys.modules["vllm.envs"]).pop(METHOD, None)
     os.chdir(asked["folder"])
     found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in found if folder and folder not in sys.path]

@@ -26,7 +26,7 @@ class Served(Process):
         model: folder; None: SmolLM2.
         address: where it listens.
         network: the file of a network namespace to be in, such as `Host.network`.
-        apart: whether its worker is a process of its own; takes longer to start.
+        apart: whether its worker is a process of its own; its processes import all anew, as a user's do.
     """
 
     start_s = 300.0
@@ -51,7 +51,8 @@ class Served(Process):
 
     def environment(self) -> dict[str, str]:
         """Its variables, besides those of the tests."""
-        return {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self._apart))}
+        method = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} if self._apart else {}
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self._apart)), **method}
 
     def arguments(self) -> list[str]:
         options = {
@@ -68,11 +69,16 @@ class Served(Process):
         flat = [word for pair in options.items() for word in pair]
         return [*flat, "--enforce-eager", "--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
 
+    def command(self) -> list[str]:
+        """As `python -m` has it."""
+        return [MODULE, *self.arguments()]
+
     def launch(self) -> None:
         with open(os.devnull) as nothing, open(self.log, "ab") as log:
             streams = nothing.fileno(), log.fileno(), log.fileno()
+            module, *arguments = self.command()
             variables = self.environment()
-            self._process = Fork(MODULE, self.arguments(), streams, variables, self.folder, self._network)
+            self._process = Fork(module, arguments, streams, variables, self.folder, self._network)
 
     def answers(self) -> bool:
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
