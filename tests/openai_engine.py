@@ -96,9 +96,10 @@ class OpenAIEngine(Process):
         self._call({"set": settings})
 
     def reset(self) -> None:
-        """Have it be as it was when it was started; start it if it was killed."""
+        """Have it be as it was when it was started; start it if it was killed, resume it if it was stopped."""
         if self._process is None:
             self.start()
+        self.resume()
         self._call({"reset": True})
 
     def seen(self) -> list[Body]:

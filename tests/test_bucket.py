@@ -36,7 +36,8 @@ from kvkit.tiers.testing.contract import (
     record_names,
 )
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.5
+"""More than a busy machine needs for a request."""
 
 
 @pytest.fixture
@@ -301,7 +302,7 @@ def test_a_server_that_never_answers(url: str, staging: Staging) -> None:
         options = {"endpoint": endpoint, "access_key_id": "x", "secret_access_key": "y"}
         tier = ObjectTier(TierConfig(url=url, options=options, timeout_s=TIMEOUT_S))
         names = record_names(2)
-        with pytest.raises(TierError, match=r"no answer within timeout_s=1\.0"):
+        with pytest.raises(TierError, match=f"no answer within timeout_s={TIMEOUT_S}"):
             tier.count_leading(names)
         assert all(isinstance(error, TierError) for error in get(tier, staging, names))
         assert all(isinstance(error, TierError) for error in put(tier, staging, names))

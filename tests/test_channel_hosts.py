@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from channels import DEADLINE_S, fill, nowhere, pattern
 from hosts import Host
+from waiting import wait_for
 
 from kvkit.handoff.transport.addresses import connect, listen
 from kvkit.handoff.transport.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout, Listener
 
 TIMEOUT_S = 1.0
+UNUSED_PORT = 9
+
+
+def is_refused(address: str) -> bool:
+    """Whether the host there says that nobody listens: packets go both ways."""
+    try:
+        socket.create_connection((address, UNUSED_PORT), DEADLINE_S / 2).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 @pytest.fixture
@@ -31,6 +45,8 @@ def hosts() -> Iterator[tuple[Host, Host]]:
             host.run("ip", "link", "set", "link0", "up")
             shape = ("rate", "400mbit", "burst", "256kb", "latency", "100ms")
             host.run("tc", "qdisc", "add", "dev", "link0", "root", "tbf", *shape)
+        # whatever is sent before the kernel has both ends ready is lost, and sent again only after a second
+        wait_for(lambda: pair[1].call(lambda: is_refused(pair[0].address)))
     except OSError as error:
         pytest.skip(f"hosts cannot be made here: {error}")
     yield pair
@@ -79,10 +95,10 @@ def test_a_host_that_does_not_answer(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     here.run("ip", "link", "set", "link0", "down")
     with pytest.raises(ChannelError):
-        there.call(lambda: connect(f"tcp://{here.address}:9", timeout_s=TIMEOUT_S))
+        there.call(lambda: connect(f"tcp://{here.address}:{UNUSED_PORT}", timeout_s=TIMEOUT_S))
 
 
 def test_a_port_where_nobody_listens(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     with pytest.raises(ChannelClosed, match=r"tcp://10.0.0.1:9 cannot be reached: Connection refused"):
-        there.call(lambda: connect(f"tcp://{here.address}:9", timeout_s=TIMEOUT_S))
+        there.call(lambda: connect(f"tcp://{here.address}:{UNUSED_PORT}", timeout_s=TIMEOUT_S))

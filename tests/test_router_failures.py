@@ -239,7 +239,7 @@ def test_a_stopped_d_is_waited_for_no_longer_than_said(start: Start, after: int)
 def test_a_d_that_is_found_down_loses_its_requests(start: Start) -> None:
     """One that hangs: no answer of its own would ever come, and this one is no stream."""
     engines = start(decode=2)
-    with Routed(**engines.settings(), health_timeout_s=0.3, health_interval_s=0.05) as router:
+    with Routed(**engines.settings(), health_timeout_s=2.0, health_interval_s=0.05) as router:
         ask(router.url, COMPLETIONS, completion("short", user="me"))
         (victim,) = set(engines.served())
         engines[victim].set(hang=True)

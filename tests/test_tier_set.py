@@ -308,9 +308,9 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
     )
     staging = new_staging(engine, 8)
     with new_cache(engine, staging, [hung]) as cache:
-        cache._tier_set.timeout_s = 0.1
         place = engine.places(engine.table(len(tokens)))
         stale = cache.lookup(tokens)
+        cache._tier_set.timeout_s = 0.1
         assert cache.load(stale, place).tokens == 0
         assert staging.free == 5
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])

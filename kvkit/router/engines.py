@@ -112,7 +112,7 @@ class Engine:
         self._settings = settings
         self._session = session
         self._suspected = asyncio.Event()
-        self._deadlines: set[asyncio.Timeout] = set()
+        self._deadlines: dict[asyncio.Timeout, None] = {}  # as a set, in the order in which they began
         self._missing = 0
         self._probed = False
 
@@ -156,7 +156,7 @@ class Engine:
         """
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                self._deadlines.add(deadline)
+                self._deadlines[deadline] = None
                 try:
                     async with self._session.request(
                         method,
@@ -169,7 +169,7 @@ class Engine:
                             raise await self._error(response)
                         yield response, deadline
                 finally:
-                    self._deadlines.discard(deadline)
+                    del self._deadlines[deadline]
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             self.up = False
             self._suspected.set()

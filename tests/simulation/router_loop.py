@@ -117,7 +117,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def _choose(self) -> asyncio.Handle:
-        """Which callback goes on. Ordered by tasks, as the product has sets of deadlines."""
+        """Which callback goes on. Ordered by tasks, whatever made them ready."""
         ready = self._ready
         if len(ready) == 1 or self.scheduler.random.random() >= self.shuffles:
             return ready.popleft()

@@ -39,13 +39,13 @@ ROUTER_MUTANTS = (
         ENGINES,
         """\
                 finally:
-                    self._deadlines.discard(deadline)
+                    del self._deadlines[deadline]
 """,
         """\
                 except TimeoutError:
-                    self._deadlines.discard(deadline)
+                    del self._deadlines[deadline]
                     raise
-                self._deadlines.discard(deadline)
+                del self._deadlines[deadline]
 """,
     ),
     # what fails
