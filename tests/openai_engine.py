@@ -96,7 +96,7 @@ class OpenAIEngine(Process):
         self._call({"set": settings})
 
     def reset(self) -> None:
-        """Have it be as it was when it was started; start it if it was killed, resume it if it was stopped."""
+        """Have it be as it was when it was started; start it if it was killed, resume it if stopped."""
         if self._process is None:
             self.start()
         self.resume()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -79,6 +81,36 @@ def test_a_seed_is_one_interleaving(scenario: str, carriers: Carriers) -> None:
         assert (again.steps, again.now) == (first[seed].steps, first[seed].now)
         assert story(again) == story(live(scenario, seed, carriers, traced=True))
     assert len({(life.steps, life.now) for life in first.values()}) == len(seeds)
+
+
+def test_what_others_left_does_not_end_amid_a_life(
+    carriers: Carriers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def starts_a_task_at_its_end() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            _ = [asyncio.ensure_future(asyncio.sleep(0)) for _ in range(3)]
+
+    first, run_once, steps = live("router", 0, carriers), SimulatedLoop._run_once, itertools.count()
+
+    def leave_garbage(loop: SimulatedLoop) -> None:
+        """Which only the collector finds, and soon, if it runs."""
+        if next(steps) == 100:
+            coroutine = starts_a_task_at_its_end()
+            coroutine.send(None)
+            cycle: list[object] = [coroutine]
+            cycle.append(cycle)
+        run_once(loop)
+
+    monkeypatch.setattr(SimulatedLoop, "_run_once", leave_garbage)
+    before = gc.get_threshold()
+    gc.set_threshold(50, 1, 1)
+    try:
+        again = live("router", 0, carriers)
+    finally:
+        gc.set_threshold(*before)
+    assert (again.steps, again.now) == (first.steps, first.now)
 
 
 def test_a_story_names_threads_times_and_what_they_wait_for(carriers: Carriers) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from simulation.cache_life import cache_life
@@ -44,9 +46,21 @@ def live(scenario: str, seed: int, carriers: Carriers, *, traced: bool = False) 
     scheduler = Scheduler(f"{scenario} {seed}", carriers, traced=traced)
     world = World(scheduler)
     main = SCENARIOS[scenario](world)
-    with world.installed():
+    with world.installed(), uncollected():
         scheduler.run(main)
     return scheduler
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: what others left may start tasks and threads when it ends."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def failure_of(scenario: str, seed: int, scheduler: Scheduler) -> Failure | None:
