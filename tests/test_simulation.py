@@ -86,18 +86,19 @@ def test_a_seed_is_one_interleaving(scenario: str, carriers: Carriers) -> None:
 def test_what_others_left_does_not_end_amid_a_life(
     carriers: Carriers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def starts_a_task_at_its_end() -> None:
+    async def starts_a_task_at_its_end(loop: SimulatedLoop) -> None:
         try:
-            await asyncio.get_running_loop().create_future()
+            await loop.create_future()
         finally:
-            _ = [asyncio.ensure_future(asyncio.sleep(0)) for _ in range(3)]
+            if not loop.is_closed():
+                loop.create_task(asyncio.sleep(0))
 
     first, run_once, steps = live("router", 0, carriers), SimulatedLoop._run_once, itertools.count()
 
     def leave_garbage(loop: SimulatedLoop) -> None:
         """Which only the collector finds, and soon, if it runs."""
         if next(steps) == 100:
-            coroutine = starts_a_task_at_its_end()
+            coroutine = starts_a_task_at_its_end(loop)
             coroutine.send(None)
             cycle: list[object] = [coroutine]
             cycle.append(cycle)
