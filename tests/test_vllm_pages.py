@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -25,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     create_kv_cache_views,
 )
+from vllm_names import project_groups
 
 from kvkit.adapters.vllm.pages import (
     check_chunks,
@@ -146,7 +146,7 @@ def test_groups_with_tables_of_their_own_stay_apart() -> None:
 def test_a_stage_of_a_pipeline_may_lack_all_layers_of_a_group() -> None:
     """What its config says of that group stands for those of other stages."""
     groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate((FULL, SLIDING))]
-    made = SimpleNamespace(kv_cache_groups=_project_kv_cache_groups_to_worker(groups, {"layers.0": FULL}))
+    made = SimpleNamespace(kv_cache_groups=project_groups(groups, {"layers.0": FULL}))
     specs, tables = layer_specs(made, cpu=False), table_specs(made)
     assert specs == [{"layers.0": FULL}, {}]
     assert tables == [FULL, SLIDING]

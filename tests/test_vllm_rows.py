@@ -16,7 +16,7 @@ from test_vllm_models import GEMMA
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vllm_engine import Engine, prompt
 
-from kvkit.adapters.vllm.blending import reach
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.connector import register
 
 PROMPTS = [prompt(n, seed=n, vocabulary=VOCABULARY) for n in (700, 300)]
@@ -119,7 +119,7 @@ def test_the_model_is_reached_through_one_method() -> None:
     wrapped = WorkerWrapperBase.initialize_from_config
     register()
     assert WorkerWrapperBase.initialize_from_config is wrapped
-    assert wrapped.__module__ == reach.__name__
+    assert wrapped.__module__ == compat.__name__
 
 
 def test_windows_and_two_ropes(process: Engine, tmp_path: Path) -> None:

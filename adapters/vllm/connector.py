@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +24,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import hash_block_tokens
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvkit.adapters.engine.question import LookupAnswer, Lora, Question, Sequence
-from kvkit.adapters.vllm import pages, states
+from kvkit.adapters.vllm import compat, pages, states
 from kvkit.adapters.vllm import params as parameters
-from kvkit.adapters.vllm.blending import reach, requests
+from kvkit.adapters.vllm.blending import requests
 from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.scheduling import Blends
 from kvkit.adapters.vllm.blending.scratch import Scratch
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.gate import check_model, check_precision
-from kvkit.adapters.vllm.identity import draft_identity, model_identity
+from kvkit.adapters.vllm.identity import draft_identity, lora_settings, model_identity
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
@@ -66,9 +65,9 @@ NAME = "KVKitConnector"
 
 def register() -> None:
     """Make the connector known to vLLM by its name. May be called again; vLLM does so in each process."""
-    if NAME not in KVConnectorFactory._registry:
+    with suppress(ValueError):  # it is known already
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
-    reach.install()
+    compat.tell_of_runner()
 
 
 def log_as_vllm() -> None:
@@ -103,16 +102,18 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             table: states.runs(spec) for table, spec in enumerate(self._tables) if isinstance(spec, MambaSpec)
         }
         _check(self._settings, self._config, vllm_config, len(blocks), self._states.values())
+        if self._settings.blend is not None:
+            compat.check("blend")
         stores = not self._reads_parts()
         events, lora = vllm_config.kv_events_config, vllm_config.lora_config
-        self._tells_stores = events is not None and events.enable_kv_cache_events
+        asked = events is not None and events.enable_kv_cache_events
+        self._tells_stores = asked and compat.offered("events")
         self._loras: Loras | None = None
         self._events: Events | None = None
         if role == KVConnectorRole.WORKER:
             if lora is not None:
-                self._loras = Loras(str(lora.lora_dtype).removeprefix("torch."))
-                self._loras.watch()
-            if self._settings.blend is not None and not reach.installed():
+                self._loras = Loras.watched(lora_settings(lora))
+            if self._settings.blend is not None and not compat.tells_of_runner():
                 raise ConfigError(
                     f"{WHERE}.blend: want kvkit among vLLM's plug-ins, which VLLM_PLUGINS leaves out"
                 )
@@ -124,6 +125,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._config.check_model(partial(check_precision, vllm_config))
         if not stores:
             log.info("records hold the heads of several ranks: each reads its part, and nothing is stored")
+        if vllm_config.model_config.multimodal_config is not None:
+            compat.offered("media")
         self._media = Media()
         ranks, drafts = vllm_config.parallel_config.world_size, vllm_config.speculative_config
         self._scheduler = Scheduler(
@@ -133,7 +136,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             windows=pages.has_windows(s for s in self._tables if not isinstance(s, MambaSpec)),
             states=self._states,
             snapshot_every=self._settings.snapshot_every,
-            looks_ahead=drafts is not None and drafts.use_eagle_block_drop(),
+            looks_ahead=compat.looks_ahead(drafts),
             ranks=ranks,
             waits=self._settings.load != "async",
             stores=stores,
@@ -141,7 +144,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             clock=time.monotonic,
             handoff=self._handoff,
             has=self._has,
-            free=lambda: self._kv_cache_manager.block_pool.get_num_free_blocks(),
+            free=lambda: compat.free_blocks(self._kv_cache_manager),
             on_chunks=self._on_chunks,
             wants=self._wants,
             approximate=frozenset(n for n, t in self._config.tiers.items() if t.precision is not None),
@@ -149,7 +152,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
         self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         if self._tells_stores:
-            hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+            hash_function = compat.find("get_hash_fn_by_name")(
+                vllm_config.cache_config.prefix_caching_hash_algo
+            )
             sizes = self._config.chunk_tokens, self._hash_tokens
             near = pages.ranks_per_host(vllm_config.parallel_config)
             self._events = Events(
@@ -158,7 +163,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 ranks,
                 near,
                 events.buffer_steps,
-                partial(hash_block_tokens, hash_function),
+                partial(compat.find("hash_block_tokens"), hash_function),
             )
 
     @property
@@ -207,7 +212,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         Raises:
             ConfigError: in pages of some layer something else is, or K and V in fewer bits already.
         """
-        modules = self._vllm_config.compilation_config.static_forward_context
+        modules = compat.attention_layers(self._vllm_config)
         known: dict[Any, PageOrder | None] = {}
         for name, held in kv_caches.items():
             form = held.shape[1:], held.dtype, getattr(modules[name], "head_size", None)
@@ -221,7 +226,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return {name: order for name in kv_caches if (order := known[name])}
 
     def open_blending(self, runner: Any) -> None:
-        """Be told of vLLM's model runner, once it has its pages (`blending.reach`)."""
+        """Be told of vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
         if self._settings.blend is not None:
             self._worker.open_blending(runner)
 
@@ -340,7 +345,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def reset_cache(self) -> bool:
         epoch = uuid.uuid4().hex
-        self._scheduler.forget(epoch)
+        self._scheduler.forget(epoch, compat.keeps_cached_blocks(self._kv_cache_manager))
         if self._events is not None:
             self._events.forget(epoch)
         return True
@@ -401,24 +406,20 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def _answer_now(self, question: Question) -> LookupAnswer | None:
         """Ask the worker where it is the only one and in this process, so in the thread that schedules."""
         engine = self._kv_transfer_config.engine_id
-        for connector in reach.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
+        for connector in compat.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
             if isinstance(connector, KVKitConnector) and connector._kv_transfer_config.engine_id == engine:
                 return connector._worker.answer_now(question)
         return None
 
     def _encode(self, text: str) -> list[int]:
         """A mark's token ids."""
-        from vllm.tokenizers import cached_tokenizer_from_config
-
-        ids: list[int] = cached_tokenizer_from_config(self._vllm_config.model_config).encode(
-            text, add_special_tokens=False
-        )
+        tokenizer = compat.find("cached_tokenizer_from_config")(self._vllm_config.model_config)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _has(self, request: Any) -> int:
         """Tokens that vLLM's own prefix cache has of a request."""
-        _, tokens, _ = self._kv_cache_manager.get_computed_blocks(request)
-        return int(tokens)
+        return compat.computed_tokens(self._kv_cache_manager, request)
 
     def _on_chunks(self, request: Any, first: int, stop: int) -> None:
         if self._events is not None:
@@ -519,8 +520,4 @@ def _check(
 
 def _instruction_set(vllm_config: Any) -> str:
     """What decides the order of K within vLLM's CPU pages."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    config, cache = vllm_config.model_config, vllm_config.cache_config
-    order = _get_attn_isa(config.dtype, cache.block_size, config.get_head_size(), cache.cache_dtype)
-    return f"{order}/{torch.backends.cpu.get_cpu_capability()}"
+    return f"{compat.cpu_page_order(vllm_config)}/{torch.backends.cpu.get_cpu_capability()}"

@@ -26,12 +26,8 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
 
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.step import Listed, NamedChunks, WorkerReport
 from kvkit.tiers.settings import TierConfig
 
@@ -217,8 +213,8 @@ class Events:
     def _said(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
         """What is said of blocks with these hashes behind another."""
         return {
-            "block_hashes": [maybe_convert_block_hash(h) for h in hashes],
-            "parent_block_hash": maybe_convert_block_hash(before) if before else None,
+            "block_hashes": [compat.event_hash(h) for h in hashes],
+            "parent_block_hash": compat.event_hash(before) if before else None,
             "block_size": self.hash_tokens,
         }
 
@@ -226,11 +222,11 @@ class Events:
         lora, size = request.lora_request, self.hash_tokens
         begin, end = number * self.chunk_tokens, (number + 1) * self.chunk_tokens
         hashes, first = request.block_hashes, begin // size
-        extra = [generate_block_hash_extra_keys(request, i, i + size, 0)[0] for i in range(begin, end, size)]
+        extra = compat.extra_keys(request, range(begin, end, size))
         said = self._said(hashes[first : end // size], hashes[first - 1] if first else None) | {
             "lora_id": None if lora is None else lora.adapter_id,
             "lora_name": None if lora is None else lora.lora_name,
-            "extra_keys": to_event_extra_keys(extra) if any(extra) else None,
+            "extra_keys": extra,
         }
         return ToldChunk(said, array("i", request.all_token_ids[begin:end]))
 

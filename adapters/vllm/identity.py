@@ -9,10 +9,12 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkit.adapters.huggingface.configs import described, stable_json
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.contents import default_folder, digests
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,82 @@ _OTHER_FILES = re.compile(
 )
 """In a model's folder: what decides no KV of given tokens, and the config: the namespace has what vLLM makes
 of it."""
+_BESIDE = ("model_config", "cache_config", "load_config", "attention_config")
+"""vLLM's configs that say something of the KV of every model."""
+_NOT_KV = {
+    "model_config": {
+        *("model", "model_weights", "runner", "convert", "tokenizer", "tokenizer_mode", "trust_remote_code"),
+        *("dtype", "seed", "hf_config", "hf_text_config", "is_submodel_config", "hf_config_path", "hf_token"),
+        *("word_embeddings_untied_by_checkpoint", "allowed_local_media_path", "allowed_media_domains"),
+        *("revision", "code_revision", "tokenizer_revision", "max_model_len", "spec_target_max_model_len"),
+        *("quantization", "quantization_config", "allow_deprecated_quantization", "enforce_eager"),
+        *("return_sampling_mask", "max_logprobs", "logprobs_mode", "use_fp64_gumbel", "enable_trace_replay"),
+        *("disable_cascade_attn", "skip_tokenizer_init", "enable_prompt_embeds", "served_model_name"),
+        *("config_format", "hf_overrides", "model_class_overrides", "generation_config", "model_impl"),
+        *("override_generation_config", "enable_sleep_mode", "sleep_preserve_parameter_names"),
+        *("sleep_mode_backend", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend"),
+        *("enable_cumem_allocator", "logits_processors", "io_processor_plugin", "renderer_num_workers"),
+        *("pooler_config", "multimodal_config"),
+    },
+    "cache_config": {
+        *("block_size", "user_specified_block_size", "kv_cache_layout", "prefix_match_unit", "cache_dtype"),
+        *("gpu_memory_utilization", "is_attention_free", "num_gpu_blocks_override", "sliding_window"),
+        *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
+        *("mamba_page_size_padded", "skip_page_size_padded", "mamba_block_size", "mamba_cache_mode"),
+        *("enable_mamba_shared_prefix_checkpoint", "num_gpu_blocks", "num_cpu_blocks", "hash_block_size"),
+        *("effective_attention_block_size", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+        *("cache_hit_alignment_tokens", "kv_cache_memory_bytes", "kv_offloading_size"),
+        *("kv_offloading_backend", "simple_cpu_offload_num_blocks"),
+    },
+    "load_config": {
+        *("load_format", "download_dir", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
+        *("safetensors_prefetch_block_size", "model_loader_extra_config", "device", "ignore_patterns"),
+        *("use_tqdm_on_load", "pt_load_map_location"),
+    },
+    "attention_config": {
+        *("backend", "minimax_m3_msa_decode_backend", "backend_per_kind", "flash_attn_version"),
+        *("flash_attn_max_num_splits_for_cuda_graph", "tokenspeed_mla_min_split_kv", "trtllm_ragged_backend"),
+        *("tq_max_kv_splits_for_cuda_graph", "use_trtllm_attention", "mla_prefill_backend"),
+        *("sparse_mla_prefill_workspace_factor", "flex_attn_block_m", "flex_attn_block_n"),
+        *("flex_attn_q_block_size", "flex_attn_kv_block_size", "indexer_tp_shard_min_rows"),
+        *("minimax_m3_indexer_cp",),
+    },
+    "multimodal_config": {
+        *("language_model_only", "limit_per_prompt", "enable_mm_embeds", "media_io_kwargs"),
+        *(
+            "mm_processor_kwargs",
+            "mm_device_do_normalize",
+            "mm_processor_cache_gb",
+            "mm_processor_cache_type",
+        ),
+        *("mm_hasher_algorithm", "mm_shm_cache_max_object_size_mb", "mm_encoder_only", "mm_encoder_tp_mode"),
+        *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_save_path"),
+        *("mm_encoder_fp8_scale_save_margin", "interleave_mm_strings", "skip_mm_profiling"),
+        *("video_pruning_rate", "video_pruning_method", "mm_tensor_ipc", "allow_missing_mm_embeddings"),
+        *("mm_ipc_gpu_memory_gb",),
+    },
+    "speculative_config": {
+        *("enforce_eager", "num_speculative_tokens", "model", "method", "draft_tensor_parallel_size"),
+        *("tensor_parallel_size", "moe_backend", "attention_backend", "max_model_len", "revision"),
+        *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
+        *("prompt_lookup_max", "prompt_lookup_min", "target_model_config", "target_parallel_config"),
+        *("num_speculative_tokens_per_batch_size", "draft_model_config", "draft_parallel_config"),
+        *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "draft_load_config"),
+        *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "rejection_sample_method"),
+        *("synthetic_acceptance_rates", "synthetic_acceptance_length", "enable_adaptive_verification"),
+        *("draft_sample_method", "dspark_draft_topk", "disable_lookahead_block_hashes"),
+        *("draft_lm_head_quantization", "xpress_topc", "fly_window_size", "fly_entropy_threshold"),
+        *("fly_entropy_top_k",),
+    },
+    "lora_config": {
+        *("max_lora_rank", "max_loras", "fully_sharded_loras", "max_cpu_loras", "lora_dtype"),
+        *("default_mm_loras", "specialize_active_lora", "max_lora_cls_labels"),
+    },
+}
+"""Fields of vLLM's configs that decide no KV of given tokens, or are told otherwise: by `model_identity`, the
+layout, or the digests of media."""
+_OFF = {"cache_config": {"replayssm_buffer_len": 16, "swa_bounded_replay": True}}
+"""Values of other fields that change nothing by themselves."""
 _ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin|pt)")
 
 
@@ -55,17 +133,66 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
     if model.multimodal_config is not None:
         media = model.multimodal_config
         parts += [media.video_pruning_rate, media.video_pruning_method, media.mm_encoder_attn_dtype]
+    more = {
+        kind: set_fields(getattr(vllm_config, kind), kind) for kind in _BESIDE if hasattr(vllm_config, kind)
+    }
+    more["multimodal_config"] = set_fields(model.multimodal_config, "multimodal_config")
+    parts += [found for found in [{kind: some for kind, some in more.items() if some}] if found]
     return name, f"{weights}+{_digest(parts)}"
 
 
 def draft_identity(vllm_config: Any) -> str:
     """Likewise of the draft whose layers' KV lies beside the model's; empty where there is none."""
     draft = vllm_config.speculative_config
-    if draft is None or not draft.uses_draft_kv_cache():
-        return ""
+    try:
+        if draft is None or not compat.keeps_draft_kv(draft):
+            return ""
+    except compat.MissingName as error:
+        log.warning("%s", error)
+        return f"unknown-{uuid.uuid4().hex}"
     model = draft.draft_model_config
     name, weights = weights_of(model, draft.draft_load_config or vllm_config.load_config)
-    return f"{draft.method} {name} {weights}+{_digest([described(model.hf_config)])}"
+    more = set_fields(draft, "speculative_config")
+    parts = [described(model.hf_config), *([more] if more else [])]
+    return f"{draft.method} {name} {weights}+{_digest(parts)}"
+
+
+def lora_settings(lora_config: Any) -> str:
+    """Return what vLLM's LoRA settings tell of an adapter's KV, besides the adapter."""
+    more = set_fields(lora_config, "lora_config")
+    dtype = str(lora_config.lora_dtype).removeprefix("torch.")
+    return f"{dtype}/{_digest([more])}" if more else dtype
+
+
+def set_fields(config: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of one of vLLM's configs that are set and may decide KV, by name.
+
+    Whatever vLLM adds is among them once it is set, until `_NOT_KV` or `_OFF` says otherwise. Off are false
+    and empty values, "auto" and "none".
+    """
+    if config is None:
+        return {}
+    names = [field.name for field in fields(config)] if is_dataclass(config) else sorted(vars(config))
+    values = {name: getattr(config, name) for name in names if name not in _NOT_KV[kind]}
+    off = _OFF.get(kind, {})
+    return {
+        name: _plain(value)
+        for name, value in values.items()
+        if value and value not in ("auto", "none") and off.get(name) != value
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return what is the same in every process for equal values of a config's field."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(one) for one in value)
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _digest(parts: list[Any]) -> str:
@@ -156,11 +283,14 @@ def _commit(model: Any, load: Any) -> str:
         LookupError: it is not known.
     """
     from huggingface_hub import snapshot_download
-    from vllm import envs
 
     if model.model_weights:
         raise LookupError("they are in a store of objects")
-    if envs.VLLM_USE_MODELSCOPE:  # Hugging Face's cache says nothing of a model of the same name there
+    if reason := compat.absent("modelscope"):
+        raise LookupError(reason)
+    if compat.find(
+        "envs"
+    ).VLLM_USE_MODELSCOPE:  # Hugging Face's cache says nothing of a model of the same name there
         raise LookupError("they come from ModelScope")
     told = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
     for commit in (told, model.revision):

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm.lora.worker_manager import WorkerLoRAManager
-
 from kvkit.adapters.engine.question import Lora
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.contents import Stamp
 from kvkit.adapters.vllm.identity import adapter_files, adapter_fingerprint
 
@@ -26,22 +25,36 @@ class Loras:
     something else from there, or would, nothing with that adapter is looked up or stored any more.
 
     Args:
-        dtype: what vLLM computes adapters in.
+        settings: of vLLM's that decide KV with an adapter, as `identity.lora_settings` tells them.
     """
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    def __init__(self, settings: str) -> None:
+        self._settings = settings
         self._manager: Any = None
         self._loaded: dict[int, str | None] = {}
         self._named: dict[str, str | None] = {}
         self._read: dict[str, tuple[dict[Path, Stamp], str]] = {}
         self.close: Callable[[], None] = lambda: None
 
-    def watch(self) -> None:
-        """Note what vLLM reads in this process from now on, until `close` is called: nothing else tells."""
-        load = WorkerLoRAManager._load_adapter
+    @staticmethod
+    def watched(settings: str) -> Loras | None:
+        """Return the adapters of this process, watched; None, with a warning, where vLLM cannot be seen."""
+        loras = Loras(settings)
+        try:
+            loras.watch()
+        except compat.MissingName as error:
+            log.warning("%s", error)
+            return None
+        return loras
 
-        def load_and_note(manager: Any, request: Any) -> Any:
+    def watch(self) -> None:
+        """Note which adapters vLLM reads in this process from now on, until `close` is called.
+
+        Raises:
+            MissingName: this vLLM reads them in a way that cannot be seen.
+        """
+
+        def load_and_note(manager: Any, request: Any, load: Callable[[Any, Any], Any]) -> Any:
             before = self._held(request.lora_path)
             adapter = load(manager, request)
             held = self._held(request.lora_path)
@@ -50,12 +63,7 @@ class Loras:
             self._named_as(request.lora_path, self._loaded[request.lora_int_id])
             return adapter
 
-        def unwatch() -> None:
-            if WorkerLoRAManager._load_adapter is load_and_note:
-                WorkerLoRAManager._load_adapter = load
-
-        WorkerLoRAManager._load_adapter = load_and_note
-        self.close = unwatch
+        self.close = compat.watch_adapters(load_and_note)
 
     def identity(self, lora: Lora) -> str | None:
         """What stands for an adapter in a namespace; None: no KV of it is to be looked up or stored.
@@ -65,7 +73,7 @@ class Loras:
         kept = self._manager is not None and lora.number in self._manager.list_adapters()
         held = self._loaded.get(lora.number) if kept and not lora.read_anew else self._held(lora.path)
         named = self._named_as(lora.path, held)
-        return None if named is None else f"{named}/{self._dtype}" + ("/3d" if lora.fused_experts else "")
+        return None if named is None else f"{named}/{self._settings}" + ("/3d" if lora.fused_experts else "")
 
     def _named_as(self, path: str, held: str | None) -> str | None:
         """The one identity of a path, if that is what is `held`. Notes it, or that there is none."""

@@ -11,9 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from vllm.multimodal.hasher import MultiModalHasher
 
 from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.vllm import compat
 from kvkit.format.keys import as_tokens
 
 log = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class Media:
 
 def _digest(feature: Any) -> str | None:
     """Of a medium as the model gets it; None where an address tells workers alone where it is."""
-    if feature.data is None or "address" in feature.data:
+    if feature.data is None or "address" in feature.data or compat.absent("media"):
         return None
     data = feature.data.get_data()
     if any(value is None for value in data.values()):
         return None
-    digest: str = MultiModalHasher.hash_kwargs("blake3", modality=feature.modality, data=data)
+    digest: str = compat.find("MultiModalHasher").hash_kwargs("blake3", modality=feature.modality, data=data)
     return digest

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -22,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvkit.adapters.vllm import states
+from kvkit.adapters.vllm import compat, states
 from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError, Precision, heads_of
 from kvkit.kernels.pages.api import Pages
@@ -281,7 +280,7 @@ def stage_layers(
         return None
     told: list[Sequence[Mapping[str, KVCacheSpec]]] = [groups] * stages
     if stages > 1:
-        torch.distributed.all_gather_object(told, groups, group=get_pp_group().cpu_group)
+        torch.distributed.all_gather_object(told, groups, group=compat.find("get_pp_group")().cpu_group)
     return StageLayers(told, record_stages)
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_hexdigest
 
+from kvkit.adapters.vllm import compat
+
 
 def prompt_name(tokens: Sequence[int], adapter: str | None) -> str:
     """What files of a prompt's pages are called, before a dot."""
@@ -61,18 +63,11 @@ class _Watch:
         self.skipped = 0
         self._rank = rank
         self._config = runner.kv_cache_config
-        self._layers: Mapping[str, Any] = runner.vllm_config.compilation_config.static_forward_context
+        self._layers: Mapping[str, Any] = compat.attention_layers(runner.vllm_config)
         self.dtype = runner.vllm_config.model_config.dtype
         self._running: dict[str, _Followed] = {}
         self._written: Counter[str] = Counter()
-        execute = runner.execute_model
-
-        def run(scheduled: Any, *args: Any, **more: Any) -> Any:
-            found = execute(scheduled, *args, **more)
-            self._after(scheduled)
-            return found
-
-        runner.execute_model = run
+        compat.after_steps(runner, self._after)
 
     def _after(self, scheduled: Any) -> None:
         for name in scheduled.finished_req_ids:

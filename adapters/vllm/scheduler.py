@@ -26,6 +26,7 @@ from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.scheduling import Blend, Blends
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
+from kvkit.adapters.vllm.request_state import PendingLookup, RequestState
 from kvkit.adapters.vllm.standing import Standing
 from kvkit.adapters.vllm.states import spread
 from kvkit.adapters.vllm.step import (
@@ -52,42 +53,6 @@ PATIENCE_S = 5.0
 
 AHEAD = 8
 """Queued requests for which something is brought near at a time. The workers bound its bytes."""
-
-
-@dataclass(slots=True)
-class _Question:
-    number: int
-    chunks: int
-    computed: int = 0
-    answers: dict[int, LookupAnswer] = field(default_factory=dict)
-    known_at: float = math.inf
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of a request. `saved` is None until it computes for the first time after an admission.
-
-    Attributes:
-        handoff: with whom its KV is exchanged.
-        sent: tokens of its prompt that were told to be sent; None before the first.
-        passed_over: there is nothing to bring near for it, until it is admitted.
-        blend: what of it is to be blended, or was; None: nothing, for good.
-        private: the first token whose KV is, or will be, approximate for a tier's fewer bits; None: none is.
-        policy: what it wants of the cache.
-    """
-
-    view: Any
-    policy: RequestPolicy
-    handoff: RemoteDecode | RemotePrefill | None = None
-    sent: int | None = None
-    question: _Question | None = None
-    admitted: LookupAnswer | None = None
-    start: int = 0
-    saved: int | None = None
-    barred: bool = False
-    passed_over: bool = False
-    blend: Blend | None = None
-    private: int | None = None
 
 
 @dataclass(eq=False)
@@ -146,7 +111,7 @@ class Scheduler:
         self._loses = self.windows or bool(self.states)  # windows, and former states
         # after a window's end, only whole chunks are known to hold all that is attended to
         self._grain_tokens = self.chunk_tokens if self._loses else math.lcm(*self.block_tokens)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._queue: dict[str, None] = {}  # in the order in which they came
         self._ahead: set[str] = set()
         self._standing = Standing(self.block_tokens, self.states, self.free)
@@ -154,6 +119,7 @@ class Scheduler:
         self._next = StepMetadata()
         self._heard = 0
         self.epoch = self._told_epoch = ""
+        self._keeps_old = False  # vLLM's own prefix cache kept blocks of before the last reset
 
     def arrive(self, view: Any) -> None:
         """Note a new request: it is queued, although vLLM may not ask about it for long."""
@@ -166,6 +132,7 @@ class Scheduler:
         None: not known yet. Notes a question where there is none; asked again, it says the same.
         """
         request = self._request(view)
+        request.epoch, request.computed = self.epoch, computed
         if not request.passed_over:
             self._queue.setdefault(view.request_id)  # a preempted one is queued again
         self._standing.leave(view.request_id)  # vLLM asks about those alone that have no blocks
@@ -191,7 +158,7 @@ class Scheduler:
             if sequence is None:
                 request.barred = True
                 return 0, False
-            question = request.question = _Question(next(self._numbers), wanted)
+            question = request.question = PendingLookup(next(self._numbers), wanted)
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
             policy = replace(request.policy, max_load_tokens=None)  # the sequence ends there
             told = Question(view.request_id, question.number, sequence, computed, *transfer, policy=policy)
@@ -235,12 +202,11 @@ class Scheduler:
             return
         if blend is not None and blend.private is None:
             request.blend = None  # what it has from now on is exact, and stays so
-        if not tokens or question is None:
-            if isinstance(request.handoff, RemotePrefill):
-                self._next.unwanted.append(request.handoff.transfer)
-            return
-        self._standing.add(view)
-        self._next.loads.append(self._load(request, question, question.computed + tokens, blocks))
+        if tokens:
+            self._standing.add(view)
+            self._next.loads.append(self._load(request, question, request.computed, tokens, blocks))
+        elif isinstance(request.handoff, RemotePrefill):
+            self._next.unwanted.append(request.handoff.transfer)
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Which tiers the last `tokens` tokens of what was admitted come from."""
@@ -306,7 +272,7 @@ class Scheduler:
         if isinstance(request.handoff, RemotePrefill):
             self._next.unwanted.append(request.handoff.transfer)
         sends = request.sent is not None
-        if request.saved is None or blocks is None:
+        if request.saved is None or blocks is None or self._is_void(request):
             return sends
         chunk, first = self.chunk_tokens, request.saved
         stop = min(view.num_computed_tokens, self._known(request, view.num_tokens - 1)) // chunk
@@ -330,6 +296,8 @@ class Scheduler:
             return request.blend.answer()
         if request is None or request.sent is None or not isinstance(request.handoff, RemoteDecode):
             return None
+        if self._is_void(request):
+            return None
         return parameters.answer(request.handoff, request.sent)
 
     def received(self, name: str) -> None:
@@ -337,22 +305,47 @@ class Scheduler:
         if self.blends is not None:
             self.blends.scratch.give_back(name)
 
-    def forget(self, epoch: str) -> None:
-        """Have nothing found from now on that was saved before. `epoch` differs from every earlier one."""
-        self.epoch = epoch
+    def forget(self, epoch: str, keeps_old: bool = False) -> None:
+        """Have nothing found from now on that was saved before.
+
+        No request that has blocks is saved or sent until it gets new ones, nor is a last save stored that the
+        workers have not heard of yet: their KV may be of old weights.
+
+        Args:
+            epoch: differs from every earlier one, unless the same KV is meant.
+            keeps_old: whether vLLM's own prefix cache kept blocks. A request that hits some is not saved.
+        """
+        self.epoch, self._keeps_old = epoch, keeps_old
         for request in self._requests.values():
             request.question = None
         self._ahead.clear()  # the workers do so, too: it is told anew
+        self._next.saves = [replace(s, policy=replace(s.policy, store_to=())) for s in self._next.saves]
+        under_way = sum(request.saved is not None for request in self._requests.values())
+        log.info(
+            "reset: KV of before is not used; %d requests under way and %d last saves are not stored",
+            under_way,
+            len(self._next.saves),
+        )
+        if keeps_old:
+            log.warning(
+                "reset: vLLM kept its own prefix cache, as requests are running: what hits it is not stored; "
+                "reset again when none runs, or with reset_running_requests"
+            )
 
     @property
     def has_news(self) -> bool:
         """Whether the workers are to hear at once that everything is forgotten: others may ask them."""
         return self.epoch != self._told_epoch
 
-    def _request(self, view: Any) -> _Request:
+    def _is_void(self, request: RequestState) -> bool:
+        """Whether a request's blocks may hold, or rest on, what was computed before a reset."""
+        return request.epoch != self.epoch or (self._keeps_old and request.computed > 0)
+
+    def _request(self, view: Any) -> RequestState:
         request = self._requests.get(view.request_id)
         if request is None:
-            request = self._requests[view.request_id] = _Request(view, self.wants(view), self.handoff(view))
+            request = RequestState(view, self.wants(view), self.handoff(view), epoch=self.epoch)
+            self._requests[view.request_id] = request
             request.blend = None if self.blends is None else self.blends.begin(view)
         request.view = view
         return request
@@ -390,7 +383,7 @@ class Scheduler:
                     for document in blend.documents(self._whole(view)):
                         yield PrefetchTask(name, document, blend.asked.prefix)
 
-    def _asked(self, request: _Request, computed: int) -> tuple[int, int]:
+    def _asked(self, request: RequestState, computed: int) -> tuple[int, int]:
         """How many tokens of a request are looked up, and up to which they may be loaded."""
         view, limit = request.view, request.policy.max_load_tokens
         if isinstance(request.handoff, RemotePrefill):  # the unfilled last chunk comes, too
@@ -419,7 +412,9 @@ class Scheduler:
         grains = self._whole_grains(tokens - 1)
         return grains if self._loses or grains == tokens - 1 else tokens
 
-    def _promise_blend(self, request: _Request, blend: Blend, question: _Question) -> tuple[int | None, bool]:
+    def _promise_blend(
+        self, request: RequestState, blend: Blend, question: PendingLookup
+    ) -> tuple[int | None, bool]:
         """Claim the whole of a request, if there are blocks for it; otherwise, it waits for some a while."""
         assert self.blends is not None
         view, scratch, computed = request.view, self.blends.scratch, question.computed
@@ -433,22 +428,30 @@ class Scheduler:
             request.blend = None
         return None, False
 
-    def _admit_blend(self, request: _Request, blend: Blend, question: _Question, blocks: Tables) -> None:
+    def _admit_blend(
+        self, request: RequestState, blend: Blend, question: PendingLookup, blocks: Tables
+    ) -> None:
         assert self.blends is not None
         view = request.view
         tables = self.blends.admit(view, blend, question.computed, blocks)
-        load = self._load(request, question, blend.exact, tables)
+        start = question.computed
+        load = self._load(request, question, start, blend.exact - start, tables)
         found = self._least(question).documents
         self._next.blends.append(blend.task(self._whole(view), found, load, tables))
 
-    def _load(self, request: _Request, question: _Question, stop: int, blocks: Tables) -> LoadTask:
-        """The load of what was found, up to token `stop`."""
-        request.admitted = self._least(question)
-        request.start = start = question.computed
-        chunk = self.chunk_tokens
+    def _load(
+        self, request: RequestState, question: PendingLookup | None, start: int, tokens: int, blocks: Tables
+    ) -> LoadTask:
+        """The load of `tokens` tokens that were found.
+
+        `question`: None where a reset came between answer and blocks. That load fails, and vLLM computes.
+        """
+        request.admitted = None if question is None else self._least(question)
+        request.start, stop, chunk = start, start + tokens, self.chunk_tokens
         blocks = spread(blocks, self.states, stop, chunk)
         table = cut(blocks, self.block_tokens, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
-        return LoadTask(request.view.request_id, question.number, start, stop, table)
+        number = 0 if question is None else question.number
+        return LoadTask(request.view.request_id, number, start, stop, table)
 
     def _blend(self, name: str) -> Blend | None:
         request = self._requests.get(name)
@@ -471,10 +474,10 @@ class Scheduler:
         if self._is_known(question):
             question.known_at = self.clock()
 
-    def _is_known(self, question: _Question) -> bool:
+    def _is_known(self, question: PendingLookup) -> bool:
         return len(question.answers) == self.ranks
 
-    def _least(self, question: _Question) -> LookupAnswer:
+    def _least(self, question: PendingLookup) -> LookupAnswer:
         """What every rank can load, with states at the same place. All have answered."""
         answers = question.answers.values()
         least = min(answers, key=lambda answer: (answer.tokens, answer.rank))
@@ -483,14 +486,14 @@ class Scheduler:
         documents = zip(*(answer.documents for answer in answers), strict=True)
         return replace(least, documents=tuple(map(min, documents)))
 
-    def _exact(self, question: _Question) -> int:
+    def _exact(self, question: PendingLookup) -> int:
         """Tokens that every rank can load before the first of fewer bits."""
         return min(
             sum(size for _, size in takewhile(lambda s: s[0] not in self.approximate, answer.segments))
             for answer in question.answers.values()
         )
 
-    def _keep_private(self, request: _Request, first: int) -> None:
+    def _keep_private(self, request: RequestState, first: int) -> None:
         """Have a request's tokens from `first` on, which will be approximate, be its own. For good."""
         assert self.private is not None
         if request.private is None:
@@ -513,7 +516,7 @@ class Scheduler:
         chunk = self.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
-            if request is None:
+            if request is None or self._is_void(request):
                 continue
             view = request.view
             computed = view.num_computed_tokens
@@ -545,7 +548,7 @@ class Scheduler:
         chunk = self.chunk_tokens
         for name, tokens in scheduled.items():
             request = self._requests.get(name)
-            if request is None or not isinstance(request.handoff, RemoteDecode):
+            if request is None or not isinstance(request.handoff, RemoteDecode) or self._is_void(request):
                 continue
             view = request.view
             whole = self._handed(view.num_prompt_tokens)
@@ -562,14 +565,14 @@ class Scheduler:
             part = cut(table, self.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
             yield SendTask(name, transfer, address, sequence, first, stop, part, last=stop == whole)
 
-    def _retain(self, request: _Request) -> None:
+    def _retain(self, request: RequestState) -> None:
         """Have tiers evict what they hold of a request as it wants: what it hits is not saved."""
         view, policy = request.view, request.policy
         sequence = self.sequence(view, view.num_tokens) if policy.retains else None
         if sequence is not None:
             self._next.retains.append(RetainTask(sequence, policy))
 
-    def _known(self, request: _Request, tokens: int) -> int:
+    def _known(self, request: RequestState, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved: none that is approximate."""
         if request.policy.store_to == () or not self.stores:
             return 0

@@ -562,6 +562,8 @@ class Worker:
         self._namespace = replace(self._base, revision=f"{self._base.revision}#{epoch}")
         self._lookups.clear()
         self._prefetches.end_all()
+        if self._prompts is not None:
+            self._prompts.cancel_all()
         for name, tier in self.cache.tiers.items():
             if tier.slots or tier.transient:  # in slots of this process
                 self.cache.clear(name)

@@ -295,6 +295,13 @@ class Prompts:
         prompt.told_last |= last
         self._cancel(prompt)
 
+    def cancel_all(self) -> None:
+        """Send no more of anything that has begun, whatever was computed of it."""
+        self.drop()
+        for prompt in self._prompts.values():
+            if not prompt.over:
+                self._cancel(prompt)
+
     def go_on(self) -> None:
         """Pack what receivers have room for, commit what is complete."""
         for prompt in self._prompts.values():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.choice import KVKIT, RowsForm
 from kvkit.kernels.attention.api import blend_attention
 from kvkit.kernels.attention.layer import Scoring
@@ -70,11 +71,9 @@ def scoring(module: Any) -> Scoring:
 
 def _only_the_engines(module: Any) -> str:
     """Why an attention layer of vLLM's computes something other than `blend_attention`; "" if it does not."""
-    from vllm.model_executor.layers.attention import Attention
-
     impl, pages = module.impl, module.kv_cache
     more = {
-        f"is a {type(module).__name__}": type(module) is not Attention,
+        f"is a {type(module).__name__}": type(module) is not compat.find("Attention"),
         f"attention is {module.attn_type}": module.attn_type != "decoder",
         "has ALiBi": getattr(impl, "alibi_slopes", None) is not None,
         "has sinks": getattr(impl, "sinks", None) is not None,

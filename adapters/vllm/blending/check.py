@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed import get_world_group
-from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import OwnAttention
 from kvkit.adapters.vllm.blending.choice import KVKIT
 from kvkit.adapters.vllm.blending.order import PageOrder, read_tokens, write_tokens
@@ -62,7 +60,7 @@ def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
 @contextmanager
 def _all_ranks() -> Iterator[None]:
     """Have every rank refuse what one of them does: those that went on would wait for it."""
-    ranks = get_world_group()
+    ranks = compat.find("get_world_group")()
     said = [""] * ranks.world_size
     try:
         yield
@@ -83,12 +81,11 @@ def refuse(runner: Any) -> None:
     config = runner.vllm_config
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     layers = {n for groups in runner.attn_groups for group in groups for n in group.layer_names}
-    modules = {n: config.compilation_config.static_forward_context[n] for n in layers}
+    modules = {n: compat.attention_layers(config)[n] for n in layers}
     mine = {id(module) for module in runner.get_model().modules()}
-    latent = sorted(n for n, module in modules.items() if not isinstance(module, Attention))
-    quantised = [
-        n for n, module in modules.items() if is_quantized_kv_cache(getattr(module, "kv_cache_dtype", "auto"))
-    ]
+    by_head, is_quantised = compat.find("Attention"), compat.find("is_quantized_kv_cache")
+    latent = sorted(n for n, module in modules.items() if not isinstance(module, by_head))
+    quantised = [n for n, m in modules.items() if is_quantised(getattr(m, "kv_cache_dtype", "auto"))]
     drafts = sorted(n for n, module in modules.items() if id(module) not in mine)
     wrong = {
         f"runner = {model.runner_type!r}: want 'generate'": model.runner_type != "generate",
@@ -141,7 +138,7 @@ def own_attention(rows: RowRunner) -> OwnAttention | None:
     Mutates a block of every KV cache group.
     """
     names = {n for groups in rows.runner.attn_groups for group in groups for n in group.layer_names}
-    ranks = get_world_group()
+    ranks = compat.find("get_world_group")()
     own = OwnAttention.of(rows.layers, ranks.world_size) if len(names) == len(rows.layers) else None
     probe = _Probe(rows)
     expected = probe.prefill()
@@ -247,9 +244,11 @@ def _ropes(model: Any) -> Iterator[Rope]:
                 if long
                 else (module.short_factor, module.short_mscale)
             )
-            yield Rope(tuple(module._compute_inv_freq(factors).double().tolist()), scale=float(scale))
+            yield Rope(
+                tuple(compat.inverse_frequencies(module, factors).double().tolist()), scale=float(scale)
+            )
         elif hasattr(module, "cos_sin_cache") and hasattr(module, "is_neox_style"):
-            rope = _rope_of(module._compute_cos_sin_cache().double().cpu().numpy(), not module.is_neox_style)
+            rope = _rope_of(compat.cos_sin(module).double().cpu().numpy(), not module.is_neox_style)
             if rope is not None:
                 yield rope
         for name, frequencies in module.named_buffers(recurse=False):

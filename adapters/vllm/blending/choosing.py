@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed import ReduceOp
-from vllm.distributed import get_pp_group, get_tp_group
 
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import scoring
 from kvkit.adapters.vllm.blending.order import PageOrder, read_tokens
 from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowRunner
@@ -98,7 +98,7 @@ class QuestionAttention:
         found = torch.zeros(len(self._paid), self._tokens)
         for row, index in zip(found, sorted(self._paid), strict=True):
             row.copy_(together(self._paid[index], self._asked))
-        heads, stages = get_tp_group(), get_pp_group()
+        heads, stages = compat.find("get_tp_group")(), compat.find("get_pp_group")()
         if heads.world_size > 1 and found.numel():  # of another stage's layers, none of its ranks has any
             highest = self._asked.heads == "max"
             operation = ReduceOp.MAX if highest else ReduceOp.SUM

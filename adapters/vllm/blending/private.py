@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, maybe_convert_block_hash
-from vllm.v1.request import Request
 
-from kvkit.settings import ConfigError
+from kvkit.adapters.vllm import compat
 
 
 @dataclass(eq=False)
@@ -39,7 +37,7 @@ class _Namer:
     def rename(self, name: bytes) -> Any:
         found: Any = hashlib.blake2b(name, key=self.secret, digest_size=min(len(name), 64)).digest()
         self.names.append(found)
-        self.told.add(maybe_convert_block_hash(found))
+        self.told.add(compat.event_hash(found))
         return found
 
     def __call__(self, request: Any) -> list[Any]:
@@ -57,7 +55,7 @@ class PrivateBlocks:
         hash_tokens: tokens that one of vLLM's block hashes stands for.
 
     Raises:
-        ConfigError: this vLLM has no such blocks or hashes.
+        MissingName: this vLLM has no such blocks or hashes.
     """
 
     manager: Any
@@ -65,49 +63,36 @@ class PrivateBlocks:
     _told: set[Any] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        pool, parts = self.manager.block_pool, ("cached_block_hash_to_block", "kv_event_queue", "take_events")
-        known = all(hasattr(pool, part) for part in parts)
-        if not known or "_block_hasher" not in Request.__init__.__code__.co_names:
-            raise ConfigError(
-                "blend, precision: this version of vLLM names its blocks in another way; want vLLM 0.32"
-            )
-        take = pool.take_events
-
-        def take_public() -> Any:
-            self._withhold_events()
-            return take()
-
-        pool.take_events = take_public  # blocks are cached all through a step
+        compat.check_private_blocks(self.manager)
+        # blocks are cached all through a step
+        compat.before_events(self.manager, self._withhold_events)
 
     def begin(self, request: Any, tokens: int) -> None:
         """Keep a request's blocks from token `tokens` on to itself. Mutates its hashes and its hasher.
 
         Called before any of them is cached. A second time it does nothing: tokens are exact or not for good.
         """
-        hasher = request._block_hasher
+        hasher = compat.block_hasher(request)
         if hasher is None or isinstance(hasher, _Namer):
             return
-        namer = request._block_hasher = _Namer(hasher, tokens // self.hash_tokens, self._told)
+        namer = _Namer(hasher, tokens // self.hash_tokens, self._told)
+        compat.name_blocks(request, namer)
         hashes = request.block_hashes
         hashes[namer.first :] = [namer.rename(name) for name in hashes[namer.first :]]
 
     def end(self, request: Any) -> None:
         """Have vLLM forget its blocks, so that they are reused first. The request is over."""
-        namer = request._block_hasher
+        namer = compat.block_hasher(request)
         if not isinstance(namer, _Namer):
             return
-        pool = self.manager.block_pool
         for name in namer.names:
-            for group in range(self.manager.num_kv_cache_groups):
-                key = make_block_hash_with_group_id(name, group)
-                while (block := pool.cached_block_hash_to_block.get_one_block(key)) is not None:
-                    pool.evict_blocks({block.block_id})
+            compat.drop_block(self.manager, name)
         self._withhold_events()
-        self._told.difference_update(map(maybe_convert_block_hash, namer.names))
+        self._told.difference_update(map(compat.event_hash, namer.names))
 
     def _withhold_events(self) -> None:
         """Take what is told of private blocks out of vLLM's queue of events."""
-        queue = self.manager.block_pool.kv_event_queue
+        queue = compat.event_queue(self.manager)
         if queue and self._told:
             queue[:] = [event for event in queue if _without(event, self._told)]
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import OwnLayer, OwnRows
 from kvkit.adapters.vllm.blending.choice import CHOICES, ENGINE, RowsForm
 from kvkit.kernels.attention import reference
@@ -133,10 +134,8 @@ class RowTensors:
 
 def _by_vllm(given: RowTensors) -> None:
     """Every run is a sequence, as in vLLM's own backend: FlashAttention."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-
     k, v = given.pages.transpose(1, 2).chunk(2, -1)
-    flash_attn_varlen_func(
+    compat.find("flash_attn_varlen_func")(
         q=given.q,
         k=k,
         v=v,
@@ -148,7 +147,7 @@ def _by_vllm(given: RowTensors) -> None:
         softmax_scale=given.scoring.scale,
         causal=True,
         block_table=given.apart.device_tables,
-        fa_version=get_flash_attn_version(head_size=given.q.shape[2]),
+        fa_version=compat.find("get_flash_attn_version")(head_size=given.q.shape[2]),
     )
 
 

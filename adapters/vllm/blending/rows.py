@@ -11,20 +11,17 @@ and compiled graphs are the model's own business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed import get_pp_group
-from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
-from vllm.sequence import IntermediateTensors
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvkit.adapters.engine.question import Lora
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.order import NULL_BLOCK
 from kvkit.adapters.vllm.pages import layer_order
 from kvkit.adapters.vllm.step import Tables
@@ -136,16 +133,16 @@ class RowRunner:
         self.device: torch.device = runner.device
         self._groups = runner.attn_groups
         self._block_tokens = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
-        modules = self.config.compilation_config.static_forward_context
+        modules = compat.attention_layers(self.config)
         found = {n: i for i, groups in enumerate(self._groups) for group in groups for n in group.layer_names}
         owners = [n for n in found if getattr(modules[n], "kv_sharing_target_layer_name", None) is None]
         counts = _counts(len(owners))
-        first, self.count = sum(counts[: get_pp_group().rank_in_group]), sum(counts)
+        first, self.count = sum(counts[: compat.find("get_pp_group")().rank_in_group]), sum(counts)
         self.layers = [
             AttentionLayer(first + i, name, modules[name], found[name], self._block_tokens[found[name]])
             for i, name in enumerate(sorted(owners, key=layer_order))
         ]
-        self.stages: int = get_pp_group().world_size
+        self.stages: int = compat.find("get_pp_group")().world_size
         scheduler = self.config.scheduler_config
         self.most_rows = int(scheduler.max_num_batched_tokens)
         self.most_runs = int(scheduler.max_num_seqs)
@@ -223,7 +220,7 @@ class RowRunner:
         self, rows: Sequence[RowsOf], look: QueryTap | None, layers: int, hidden: bool, position: int | None
     ) -> list[torch.Tensor]:
         mine = [layer for layer in self.layers if layer.number < layers]
-        pipeline, whole = get_pp_group(), layers == self.count
+        pipeline, whole = compat.find("get_pp_group")(), layers == self.count
         if not (mine or whole):
             return []
         own = None
@@ -238,9 +235,11 @@ class RowRunner:
         last = mine[-1].number if mine and not (hidden and whole) and mine[-1].number == layers - 1 else None
         with (
             suppress(_Enough),
-            self._adapters(rows),
+            compat.active_adapter(self.runner, rows[0].lora, len(ids)),
             self._tapped(look and _reordered(look, self._tensor(np.argsort(batch.order))), last, own),
-            set_forward_context(metadata, self.config, num_tokens=len(ids), slot_mapping=slots),
+            compat.find("set_forward_context")(
+                metadata, self.config, num_tokens=len(ids), slot_mapping=slots
+            ),
         ):
             made = self.model(**self._inputs(ids, positions, before))
             if not pipeline.is_last_rank:
@@ -250,9 +249,7 @@ class RowRunner:
                 found = list(back.split([len(given.ids) for given in rows]))
         return found
 
-    def _inputs(
-        self, ids: NDArray[np.int32], positions: NDArray[np.int64], before: IntermediateTensors | None
-    ) -> dict[str, Any]:
+    def _inputs(self, ids: NDArray[np.int32], positions: NDArray[np.int64], before: Any) -> dict[str, Any]:
         """What the model is called with."""
         model, at, tokens, embeds = self.model, self._tensor(positions), None, None
         if before is None:
@@ -297,50 +294,38 @@ class RowRunner:
                 continue
             present = np.maximum(table, NULL_BLOCK)  # nobody looks at what is not there
             sequences = self._tensor(present[batch.owners[batch.starts[:-1]]])
-            built = CommonAttentionMetadata(**common, block_table_tensor=sequences, slot_mapping=where)
+            built = compat.find("CommonAttentionMetadata")(
+                **common, block_table_tensor=sequences, slot_mapping=where
+            )
             for group in groups:
                 metadata |= dict.fromkeys(group.layer_names, group.build_metadata(built))
         return metadata if own is None else dict.fromkeys(slots, own), slots
 
-    @contextmanager
-    def _tapped(self, look: QueryTap | None, last: int | None, own: PlannedRows | None) -> Iterator[None]:
+    def _tapped(
+        self, look: QueryTap | None, last: int | None, own: PlannedRows | None
+    ) -> AbstractContextManager[None]:
         """Have `look` see every layer's queries behind its attention; behind layer `last` it is enough."""
-        tapped = [layer for layer in self.layers if look or own or layer.number == last]
-        try:
-            for index, layer in enumerate(self.layers):
-                if layer in tapped:
-                    forward = own.forward(index) if own else layer.module.impl.forward
-                    layer.module.impl.forward = _tap(layer, forward, index, look, layer.number == last)
-            yield
-        finally:
-            for layer in tapped:
-                layer.module.impl.__dict__.pop("forward", None)
+        return compat.attention_instead(
+            (
+                layer.module,
+                _tap(
+                    layer,
+                    own.forward(index) if own else layer.module.impl.forward,
+                    index,
+                    look,
+                    layer.number == last,
+                ),
+            )
+            for index, layer in enumerate(self.layers)
+            if look or own or layer.number == last
+        )
 
-    @contextmanager
-    def _adapters(self, rows: Sequence[RowsOf]) -> Iterator[None]:
-        """Have vLLM apply the requests' adapter, and then again those of the step that is under way."""
-        manager = getattr(self.runner, "lora_manager", None)
-        if manager is None:
-            yield
-            return
-        before = manager._adapter_manager._last_mapping
-        lora = rows[0].lora
-        each = (lora.lora_int_id if lora else 0,) * sum(len(given.ids) for given in rows)
-        self.runner._set_active_loras(each, each, {lora} if lora else set())
-        try:
-            yield
-        finally:
-            known = getattr(getattr(self.runner, "input_batch", None), "lora_id_to_lora_request", {})
-            needed = set() if before is None else set(before.index_mapping) - {0}
-            if before is not None and needed <= known.keys():
-                manager.set_active_adapters({known[number] for number in needed}, before)
-
-    def _receive(self, count: int) -> IntermediateTensors:
+    def _receive(self, count: int) -> Any:
         """What the stage before made of `count` rows."""
         tensors = self.model.make_empty_intermediate_tensors(
             batch_size=count, dtype=self.config.model_config.dtype, device=self.device
         )
-        stages = get_pp_group()
+        stages = compat.find("get_pp_group")()
         for key in sorted(tensors.tensors):
             near = torch.empty_like(tensors[key], device="cpu")
             torch.distributed.recv(near, stages.prev_rank, stages.cpu_group, _STAGES_TAG)
@@ -356,9 +341,9 @@ class RowRunner:
             work.wait()
         self._sends.clear()
 
-    def _send(self, tensors: IntermediateTensors) -> None:
+    def _send(self, tensors: Any) -> None:
         """Begin to send the next stage what it goes on with; vLLM's own sends may be under way."""
-        stages = get_pp_group()
+        stages = compat.find("get_pp_group")()
         near = [tensors[key].cpu().contiguous() for key in sorted(tensors.tensors)]
         self._sends += [
             (torch.distributed.isend(x, stages.next_rank, stages.cpu_group, _STAGES_TAG), x) for x in near
@@ -435,7 +420,7 @@ def _tap(
 
 def _counts(mine: int) -> list[int]:
     """How many layers each stage of the pipeline has."""
-    stages = get_pp_group()
+    stages = compat.find("get_pp_group")()
     if stages.world_size == 1:
         return [mine]
     counts: list[Any] = [None] * stages.world_size

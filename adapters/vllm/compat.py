@@ -1,0 +1,469 @@
+"""What of vLLM is not its public interface: every name that may move, every patch, every attribute within.
+
+`NAMES` has a row for each import. `find` looks a name up when a feature asks for it, in every place where a
+version of vLLM had it, so that the connector loads where a feature cannot. A connector's base class, the
+specs of its KV cache, events on the wire and requests' states are public, and imported where they are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import vllm
+
+from kvkit.settings import ConfigError
+
+log = logging.getLogger(__name__)
+
+TESTED = ("0.32", "0.33")
+"""Versions of vLLM that the tests ran with."""
+
+FEATURES = {
+    "answers": "a request waits a step to learn what was handed off for it",
+    "blend": "an engine with `blend` in its settings does not start",
+    "drafts": "KV of an engine with a draft model is shared with no other engine",
+    "events": "vLLM's KV events say nothing of kvkit's tiers",
+    "lora": "requests with LoRA adapters are not cached",
+    "media": "requests with images or other media are not cached",
+    "modelscope": "KV of a model that is named by the hub is shared with no other engine",
+    "pages": "KV of an engine on a CPU is shared with no other engine",
+    "pipeline": "an engine with `record_stages` in its settings does not start",
+    "private blocks": "an engine with `blend` or a tier with `precision` does not start",
+    "tuning": "`kvkit tune` does not compare kvkit's attention with vLLM's",
+}
+"""What is off without a feature's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of vLLM's that may move.
+
+    Attributes:
+        features: of `FEATURES`, those that need it.
+        use: what kvkit does with it.
+        place: "module:attribute" where 0.32 has it.
+        moved: likewise where later versions have it, the newest first.
+    """
+
+    features: tuple[str, ...]
+    use: str
+    place: str
+    moved: Mapping[str, str] = field(default_factory=dict)
+
+
+class MissingName(ConfigError):
+    """This version of vLLM has not what a feature needs."""
+
+
+_HASHES = "vllm.v1.core.kv_cache_utils"
+_CONNECTOR = "vllm.distributed.kv_transfer:"
+
+NAMES = {
+    "Attention": Name(
+        ("blend",), "tell a layer with K and V by head", "vllm.model_executor.layers.attention:Attention"
+    ),
+    "CommonAttentionMetadata": Name(
+        ("blend",), "describe rows to attention", "vllm.v1.attention.backend:CommonAttentionMetadata"
+    ),
+    "IntermediateTensors": Name(
+        ("blend",), "pass hidden states between stages", "vllm.sequence:IntermediateTensors"
+    ),
+    "cached_tokenizer_from_config": Name(
+        ("blend",), "encode the marks of documents", "vllm.tokenizers:cached_tokenizer_from_config"
+    ),
+    "get_tp_group": Name(("blend",), "add up scores over ranks", "vllm.distributed:get_tp_group"),
+    "get_world_group": Name(("blend",), "have all ranks refuse together", "vllm.distributed:get_world_group"),
+    "is_quantized_kv_cache": Name(
+        ("blend",),
+        "refuse quantised pages",
+        "vllm.utils.torch_utils:is_quantized_kv_cache",
+        {"0.33": "vllm.v1.kv_cache_interface:is_quantized_kv_cache"},
+    ),
+    "set_forward_context": Name(
+        ("blend",), "run the model for rows", "vllm.forward_context:set_forward_context"
+    ),
+    "WorkerWrapperBase": Name(
+        ("blend",), "reach the model runner", "vllm.v1.worker.worker_base:WorkerWrapperBase"
+    ),
+    "generate_block_hash_extra_keys": Name(
+        ("events",), "name blocks with adapter, salt or media", f"{_HASHES}:generate_block_hash_extra_keys"
+    ),
+    "get_hash_fn_by_name": Name(
+        ("events",), "hash blocks as the engine does", "vllm.utils.hashing:get_hash_fn_by_name"
+    ),
+    "hash_block_tokens": Name(("events",), "hash blocks as the engine does", f"{_HASHES}:hash_block_tokens"),
+    "to_event_extra_keys": Name(("events",), "tell extra keys", f"{_HASHES}:to_event_extra_keys"),
+    "WorkerLoRAManager": Name(
+        ("lora",), "note which files an adapter was read from", "vllm.lora.worker_manager:WorkerLoRAManager"
+    ),
+    "MultiModalHasher": Name(("media",), "digest media", "vllm.multimodal.hasher:MultiModalHasher"),
+    "envs": Name(("modelscope",), "learn where a model comes from", "vllm:envs"),
+    "_get_attn_isa": Name(
+        ("pages",),
+        "tell the order of K in a CPU's pages",
+        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
+    ),
+    "get_pp_group": Name(
+        ("blend", "pipeline"), "learn of other stages' layers", "vllm.distributed:get_pp_group"
+    ),
+    "Request": Name(("private blocks",), "name a request's own blocks", "vllm.v1.request:Request"),
+    "make_block_hash_with_group_id": Name(
+        ("private blocks",), "drop a request's own blocks", f"{_HASHES}:make_block_hash_with_group_id"
+    ),
+    "maybe_convert_block_hash": Name(
+        ("events", "private blocks"),
+        "write a block's hash as events do",
+        f"{_HASHES}:maybe_convert_block_hash",
+    ),
+    "flash_attn_varlen_func": Name(
+        ("tuning",), "time vLLM's attention", "vllm.v1.attention.backends.fa_utils:flash_attn_varlen_func"
+    ),
+    "get_flash_attn_version": Name(
+        ("tuning",), "time vLLM's attention", "vllm.v1.attention.backends.fa_utils:get_flash_attn_version"
+    ),
+    "get_kv_transfer_group": Name(
+        ("blend", "answers"), "find the worker's connector", f"{_CONNECTOR}get_kv_transfer_group"
+    ),
+    "has_kv_transfer_group": Name(
+        ("blend", "answers"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
+    ),
+}
+"""By name. `tests/test_vllm_compat.py` compares the places with the versions that it runs with."""
+
+
+@cache
+def _found(name: str) -> tuple[Any, ...]:
+    """Return what is at the first place of a name that this vLLM has; empty where it has none."""
+    row = NAMES[name]
+    for place in (*row.moved.values(), row.place):
+        module, _, attribute = place.partition(":")
+        try:
+            return (attrgetter(attribute)(import_module(module)),)
+        except (ImportError, AttributeError):
+            continue
+    return ()
+
+
+def find(name: str, feature: str = "") -> Any:
+    """Return what `NAMES` calls so, from the first place that this vLLM has.
+
+    Args:
+        feature: that asks for it, for the message; "": the first of its row.
+
+    Raises:
+        MissingName: it has none of them; names feature and version.
+    """
+    for found in _found(name):
+        return found
+    row = NAMES[name]
+    raise missing(feature or row.features[0], f"{name} ({row.use})")
+
+
+def missing(feature: str, what: str) -> MissingName:
+    """Return the error of a feature that this vLLM cannot have, for want of `what`."""
+    return MissingName(
+        f"{feature}: vLLM {vllm.__version__} has no {what}, so {FEATURES[feature]}; "
+        f"tested with vLLM {', '.join(TESTED)}"
+    )
+
+
+def check(feature: str) -> None:
+    """Look up all names of a feature.
+
+    Raises:
+        MissingName: this vLLM lacks one.
+    """
+    for name, row in NAMES.items():
+        if feature in row.features:
+            find(name, feature)
+
+
+def absent(feature: str) -> str:
+    """Return why a feature cannot be had with this vLLM; "" where it can."""
+    try:
+        check(feature)
+    except MissingName as error:
+        return str(error)
+    return ""
+
+
+def offered(feature: str) -> bool:
+    """Return whether a feature can be had with this vLLM. Warns where it cannot."""
+    reason = absent(feature)
+    if reason:
+        log.warning("%s", reason)
+    return not reason
+
+
+def connectors() -> list[Any]:
+    """Return the connectors of the worker in this process; none where it is in another."""
+    if absent("answers"):
+        return []
+    group = find("get_kv_transfer_group")() if find("has_kv_transfer_group")() else None
+    return list(getattr(group, "sub_connectors", [group] if group else []))
+
+
+_TELLS = "_kvkit_tells_of_runner"
+
+
+def tells_of_runner() -> bool:
+    """Return whether `tell_of_runner` was called here: not where plug-ins are off (VLLM_PLUGINS)."""
+    return hasattr(find("WorkerWrapperBase"), _TELLS)
+
+
+def tell_of_runner() -> None:
+    """Call `open_blending(model runner)` of every connector that has it, once there are pages.
+
+    vLLM gives its connectors the pages, not what computes them. Every worker, whatever its platform and model
+    runner, gets its pages in `WorkerWrapperBase.initialize_from_config`, after vLLM has loaded its plug-ins
+    in that process: kvkit's wraps that method. A class of kvkit's own as `worker_cls` would have to exist for
+    each platform, and whoever starts vLLM would have to name it.
+
+    May be called again. Mutates vLLM's class, for as long as the process lives; does nothing where this vLLM
+    cannot blend.
+    """
+    if absent("blend") or tells_of_runner():
+        return
+    wrapper_class = find("WorkerWrapperBase")
+    initialize = wrapper_class.initialize_from_config
+
+    def initialize_and_tell(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(wrapper, kv_cache_configs)
+        for connector in connectors():
+            if hasattr(connector, "open_blending"):
+                connector.open_blending(wrapper.worker.model_runner)
+
+    wrapper_class.initialize_from_config = initialize_and_tell
+    setattr(wrapper_class, _TELLS, True)
+
+
+def watch_adapters(
+    load: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
+) -> Callable[[], None]:
+    """Have `load(manager, request, vLLM's own)` load LoRA adapters in this process.
+
+    Nothing else tells of them. Mutates vLLM's class until what is returned is called.
+
+    Raises:
+        MissingName: this vLLM loads them otherwise.
+    """
+    managers = find("WorkerLoRAManager")
+    own = getattr(managers, "_load_adapter", None)
+    if own is None:
+        raise missing("lora", "WorkerLoRAManager._load_adapter (note which files an adapter was read from)")
+
+    def load_and_note(manager: Any, request: Any) -> Any:
+        return load(manager, request, own)
+
+    def unwatch() -> None:
+        if managers._load_adapter is load_and_note:
+            managers._load_adapter = own
+
+    managers._load_adapter = load_and_note
+    return unwatch
+
+
+@contextmanager
+def active_adapter(runner: Any, lora: Any, tokens: int) -> Iterator[None]:
+    """Have a model runner apply an adapter (None: none) to `tokens` rows, and then the step's own again.
+
+    Model runner V2 keeps no adapters by their numbers in its batch: it sets those of a step anew.
+    """
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None:
+        yield
+        return
+    before = manager._adapter_manager._last_mapping
+    each = (lora.lora_int_id if lora else 0,) * tokens
+    runner._set_active_loras(each, each, {lora} if lora else set())
+    try:
+        yield
+    finally:
+        known = getattr(getattr(runner, "input_batch", None), "lora_id_to_lora_request", {})
+        needed = set() if before is None else set(before.index_mapping) - {0}
+        if before is not None and needed <= known.keys():
+            manager.set_active_adapters({known[number] for number in needed}, before)
+
+
+_RUNNER = ("attn_groups", "device", "get_model", "kv_cache_config", "supports_mm_inputs", "vllm_config")
+
+
+def check_runner(runner: Any) -> None:
+    """Check that a model runner has what blending takes: both of vLLM 0.32 and 0.33 do.
+
+    Raises:
+        MissingName: it lacks something.
+    """
+    check("blend")
+    for name in _RUNNER:
+        if not hasattr(runner, name):
+            raise missing("blend", f"{type(runner).__name__}.{name}")
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """Return vLLM's layers by name, once the model is loaded."""
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    return layers
+
+
+@contextmanager
+def attention_instead(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Have calls of layers' attention go to other functions. Mutates the layers' `impl` meanwhile."""
+    changed: list[Any] = []
+    try:
+        for module, forward in forwards:
+            changed.append(module.impl)
+            module.impl.forward = forward
+        yield
+    finally:
+        for impl in changed:
+            impl.__dict__.pop("forward", None)
+
+
+def inverse_frequencies(module: Any, factors: Any) -> Any:
+    """Return those of vLLM's rotary embedding with factors for each frequency."""
+    return module._compute_inv_freq(factors)
+
+
+def cos_sin(module: Any) -> Any:
+    """Return cos and sin of vLLM's rotary embedding, [positions, rotated channels]."""
+    return module._compute_cos_sin_cache()
+
+
+def cpu_page_order(vllm_config: Any) -> str:
+    """Return what names the order of K within vLLM's pages on a CPU: equal only where the order is.
+
+    Where this vLLM does not tell, it is this engine's alone.
+    """
+    if not offered("pages"):
+        return f"unknown-{uuid.uuid4().hex}"
+    model, held = vllm_config.model_config, vllm_config.cache_config
+    order = find("_get_attn_isa")(model.dtype, held.block_size, model.get_head_size(), held.cache_dtype)
+    return str(order)
+
+
+def keeps_draft_kv(draft: Any) -> bool:
+    """Return whether a draft model (vLLM's `SpeculativeConfig`) has KV beside the model's.
+
+    Raises:
+        MissingName: this vLLM does not tell.
+    """
+    if not hasattr(draft, "uses_draft_kv_cache"):
+        raise missing("drafts", "SpeculativeConfig.uses_draft_kv_cache")
+    return bool(draft.uses_draft_kv_cache())
+
+
+def looks_ahead(draft: Any) -> bool:
+    """Return whether a draft's KV of a token rests on later tokens: so where this vLLM does not tell."""
+    return draft is not None and bool(getattr(draft, "use_eagle_block_drop", lambda: True)())
+
+
+def check_private_blocks(manager: Any) -> None:
+    """Check that blocks of a request can be named anew: see `kvkit.adapters.vllm.blending.private`.
+
+    Args:
+        manager: vLLM's `KVCacheManager`.
+
+    Raises:
+        MissingName: this vLLM names its blocks in another way.
+    """
+    check("private blocks")
+    pool = manager.block_pool
+    for part in ("cached_block_hash_to_block", "kv_event_queue", "take_events", "evict_blocks"):
+        if not hasattr(pool, part):
+            raise missing("private blocks", f"{type(pool).__name__}.{part}")
+    if "_block_hasher" not in find("Request").__init__.__code__.co_names:
+        raise missing("private blocks", "Request._block_hasher")
+
+
+def block_hasher(request: Any) -> Any:
+    """Return what names a request's next blocks."""
+    return request._block_hasher
+
+
+def name_blocks(request: Any, hasher: Any) -> None:
+    """Have `hasher` name a request's next blocks. Mutates it."""
+    request._block_hasher = hasher
+
+
+def before_events(manager: Any, call: Callable[[], object]) -> None:
+    """Have `call` called before vLLM takes the events of its blocks. Mutates the block pool, for good."""
+    pool = manager.block_pool
+    take = pool.take_events
+
+    def take_after() -> Any:
+        call()
+        return take()
+
+    pool.take_events = take_after
+
+
+def event_queue(manager: Any) -> list[Any]:
+    """Return vLLM's own queue of events of its blocks."""
+    queue: list[Any] = manager.block_pool.kv_event_queue
+    return queue
+
+
+def drop_block(manager: Any, name: Any) -> None:
+    """Have vLLM forget cached blocks of that hash, in all KV cache groups, so that they are reused first."""
+    pool = manager.block_pool
+    for group in range(manager.num_kv_cache_groups):
+        key = find("make_block_hash_with_group_id")(name, group)
+        while (block := pool.cached_block_hash_to_block.get_one_block(key)) is not None:
+            pool.evict_blocks({block.block_id})
+
+
+def event_hash(name: bytes) -> Any:
+    """Return a block's hash as vLLM's events have it."""
+    return find("maybe_convert_block_hash")(name)
+
+
+def extra_keys(request: Any, blocks: range) -> Any:
+    """Return what else the hashes of a request's blocks hold, as events tell it; None where nothing.
+
+    Args:
+        blocks: the first token of each block.
+    """
+    keys = find("generate_block_hash_extra_keys")
+    found = [keys(request, first, first + blocks.step, 0)[0] for first in blocks]
+    return find("to_event_extra_keys")(found) if any(found) else None
+
+
+def free_blocks(manager: Any) -> int:
+    """Return how many of vLLM's blocks nobody holds."""
+    return int(manager.block_pool.get_num_free_blocks())
+
+
+def keeps_cached_blocks(manager: Any) -> bool:
+    """Return whether vLLM's own prefix cache has any block; true where this vLLM does not tell."""
+    held = getattr(manager.block_pool, "cached_block_hash_to_block", None)
+    return bool(getattr(held, "_cache", True))
+
+
+def computed_tokens(manager: Any, request: Any) -> int:
+    """Return how many leading tokens of a request vLLM's own prefix cache has."""
+    _, tokens, *_ = manager.get_computed_blocks(request)
+    return int(tokens)
+
+
+def after_steps(runner: Any, call: Callable[[Any], object]) -> None:
+    """Have `call` called with the scheduler's output after each step of a model runner.
+
+    Mutates it, for good.
+    """
+    execute = runner.execute_model
+
+    def execute_and_call(scheduled: Any, *args: Any, **more: Any) -> Any:
+        found = execute(scheduled, *args, **more)
+        call(scheduled)
+        return found
+
+    runner.execute_model = execute_and_call
