@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import COMMON
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from vllm.config.speculative import SpeculativeMethod
 
 LAYERS = 3
 SIZES: dict[str, Any] = COMMON | {
@@ -152,6 +153,8 @@ KINDS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
     "mtp": _mtp,
 }
 """By vLLM's name of the method."""
+if "medusa" not in get_args(SpeculativeMethod):  # vLLM 0.33 has none
+    del KINDS["medusa"]
 
 
 def layer_numbers(runner: Any) -> dict[str, int]:

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,13 @@ pytest.importorskip("vllm")
 from safetensors.torch import save_file
 from small_models import QWEN
 from transformers import AutoModelForCausalLM
-from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
+from vllm.config import KVTransferConfig, LoRAConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm_engine import BLOCK, connector
 
+from kvkit.adapters.vllm import identity
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.identity import (
     adapter_fingerprint,
@@ -299,6 +300,54 @@ def test_what_vllm_is_told_counts(model: Path) -> None:
     assert not same
     assert space_of(vllm_config(model)) == spaces[0]
     assert space_of(config, block=64, layout=layout_of(block=64)) == spaces[0], "records have no blocks"
+
+
+def test_what_decides_no_kv_does_not_count(model: Path) -> None:
+    """Nor do fields of vLLM's configs that are off: an engine without them shares with older ones."""
+    config = vllm_config(model)
+    expected = model_identity(config)
+    for kind in identity.CONFIGS:
+        assert not identity.set_fields(getattr(config, kind, None), kind), kind
+    for more in ({"gpu_memory_utilization": 0.5}, {"max_num_seqs": 3}, {"served_model_name": "other"}):
+        assert model_identity(vllm_config(model, **more)) == expected, more
+    assert model_identity(vllm_config(model, load_format="auto", download_dir="/tmp")) == expected
+
+
+@pytest.mark.parametrize("kind", identity.CONFIGS)
+def test_a_field_that_vllm_adds_counts_once_it_is_set(model: Path, kind: str) -> None:
+    """Whoever knows that it decides no KV adds it to the list of those."""
+    config = getattr(vllm_config(model), kind)
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    later = make_dataclass("Later", [*values, "new"])
+    assert not identity.set_fields(later(**values, new=None), kind)
+    assert identity.set_fields(later(**values, new="different"), kind) == {"new": "different"}
+
+
+def test_a_set_field_of_a_config_counts(model: Path) -> None:
+    config = vllm_config(model)
+    before = model_identity(config)
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    assert model_identity(config) != before
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"target_modules": ["o_proj"]},
+        {"target_modules": ["q_proj", "o_proj"]},
+        {"enable_tower_connector_lora": True},
+        {"enable_moe_shared_loras": True},
+        {"enable_mixed_moe_lora_format": True},
+    ],
+)
+def test_what_vllm_does_with_adapters_counts(different: dict[str, Any]) -> None:
+    def told(**options: Any) -> str:
+        return identity.lora_settings(LoRAConfig(lora_dtype=torch.float32, **options))
+
+    assert told() == told(max_loras=8, max_lora_rank=64) == "float32", "as adapters were known before"
+    assert told(**different) != "float32"
+    turned = {name: value[::-1] if isinstance(value, list) else value for name, value in different.items()}
+    assert told(**different) == told(**turned), "an order means nothing"
 
 
 def test_values_of_a_config_count(model: Path) -> None:

@@ -49,10 +49,9 @@ def lora(path: Path, name: str = "tuned", number: int = 1, **more: Any) -> Setti
 class WithLora(Engine):
     """An engine of one small model that takes adapters."""
 
-    def serve(self, transfer: Settings | None, model: Path) -> WithLora:
-        return self.open(
-            transfer, model, skip_tokenizer_init=True, enable_lora=True, max_loras=1, max_cpu_loras=2
-        )
+    def serve(self, transfer: Settings | None, model: Path, **more: Any) -> WithLora:
+        options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2} | more
+        return self.open(transfer, model, skip_tokenizer_init=True, **options)
 
     def ask(self, adapter: Settings | None) -> tuple[int, list[float]]:
         """(tokens that were not computed, logprobs)."""
@@ -101,6 +100,22 @@ def test_adapters_in_an_engine(engine: WithLora, tmp_path: Path) -> None:
     )
     assert engine.ask(lora(one, "other", 3)) == (HIT, pytest.approx(first, abs=1e-4))
     assert engine.ask(lora(two, "two", 2)) == (HIT, pytest.approx(second, abs=1e-4))
+
+
+def test_engines_that_apply_other_modules_of_an_adapter_do_not_share(
+    engine: WithLora, tmp_path: Path
+) -> None:
+    """`lora_target_modules` has vLLM leave out the rest of it, which the files do not say."""
+    model, transfer = save(QWEN, tmp_path / "model"), connector(on_disk(tmp_path / "kv"))
+    adapter = lora(write(tmp_path / "one", 1))
+    modules = {"lora_target_modules": ["o_proj"]}
+    _, without = engine.serve(None, model, **modules).ask(adapter)
+    engine.serve(transfer, model)
+    assert engine.ask(adapter)[0] == 0
+    assert engine.ask(adapter)[0] == HIT
+    engine.serve(transfer, model, **modules)
+    assert engine.ask(adapter) == (0, pytest.approx(without, abs=1e-4))
+    assert engine.ask(adapter) == (HIT, pytest.approx(without, abs=1e-4))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
-from kvkit.adapters.vllm.blending import choosing
+from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import OwnAttention, OwnLayer, scoring
 from kvkit.adapters.vllm.blending.choice import ENGINE, KVKIT, RowsForm
 from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
@@ -262,8 +262,7 @@ def test_the_question_is_seen_over_vllms_pages(
 ) -> None:
     """Of every layer the head that pays most, or their mean; a part of the question after another."""
     alone = SimpleNamespace(world_size=1)
-    monkeypatch.setattr(choosing, "get_tp_group", lambda: alone)
-    monkeypatch.setattr(choosing, "get_pp_group", lambda: alone)
+    monkeypatch.setattr(compat, "find", lambda name: lambda: alone)
     tokens, question = 96, np.arange(91, 96)
     layers = [layer(kernel=kernel), layer(kernel=kernel, table=1, per_layer_sliding_window=WINDOW)]
     layers = [replace(one, number=i) for i, one in enumerate(layers)]

@@ -205,7 +205,7 @@ def test_the_line_waits_for_a_load_that_its_request_calls_off(
 
 
 def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:
-    assert rank.worker.space_of("an alias", "") == rank.worker.space_of(None, "")
+    assert rank.worker.namespaces.named("an alias", "") == rank.worker.namespaces.named(None, "")
 
 
 def in_memory(rank: Rank, tokens: TokenIds = IDS) -> int:

@@ -343,7 +343,7 @@ class _Served:
     def pin(self, tokens: list[int], seconds: float) -> int:
         """Of what requests without adapter and salt store; how many tokens are pinned."""
         (worker,) = _workers()
-        pinned: int = worker.cache.pin(tokens, seconds, worker.space_of(None, ""))
+        pinned: int = worker.cache.pin(tokens, seconds, worker.namespaces.named(None, ""))
         return pinned
 
     def take_slots(self) -> None:
@@ -356,6 +356,16 @@ class _Served:
         for lease in self.taken:
             lease.release()
         self.taken.clear()
+
+    def reload(self, folder: str, how: str) -> None:
+        """Give the engine other weights, by vLLM's own method or by the model's. Only norms may differ."""
+        if how == "vLLM":
+            self.llm.collective_rpc("reload_weights", 120.0, (), {"weights_path": folder})
+        else:
+            self.llm.collective_rpc(_load, 120.0, (folder,))
+
+    def set_weight_version(self, version: str) -> None:
+        self.llm.llm_engine.set_weight_version(version)
 
     def reset(self, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
@@ -423,6 +433,13 @@ def _workers() -> Iterator[Any]:
 
 def _call(worker: Any, module: str, function: str, *arguments: Any) -> Any:
     return getattr(importlib.import_module(module), function)(worker.model_runner, *arguments)
+
+
+def _load(worker: Any, folder: str) -> None:
+    from safetensors.torch import load_file
+
+    held = load_file(Path(folder) / "model.safetensors").items()  # vLLM has packed the others for its CPU
+    worker.model_runner.get_model().load_weights((name, one) for name, one in held if "layernorm" in name)
 
 
 def _serve() -> None:

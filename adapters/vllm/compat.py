@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -37,7 +37,9 @@ FEATURES = {
     "pages": "KV of an engine on a CPU is shared with no other engine",
     "pipeline": "an engine with `record_stages` in its settings does not start",
     "private blocks": "an engine with `blend` or a tier with `precision` does not start",
+    "runner": "no engine with `blend` starts, and weights that a program loads itself are not noticed",
     "tuning": "`kvkit tune` does not compare kvkit's attention with vLLM's",
+    "weights": "weights that change while an engine runs are not noticed, and have no version",
 }
 """What is off without a feature's names."""
 
@@ -90,8 +92,10 @@ NAMES = {
     "set_forward_context": Name(
         ("blend",), "run the model for rows", "vllm.forward_context:set_forward_context"
     ),
+    "EngineCore": Name(("weights",), "learn the version of weights", "vllm.v1.engine.core:EngineCore"),
+    "Worker": Name(("weights",), "learn of new weights and of sleep", "vllm.v1.worker.gpu_worker:Worker"),
     "WorkerWrapperBase": Name(
-        ("blend",), "reach the model runner", "vllm.v1.worker.worker_base:WorkerWrapperBase"
+        ("blend", "runner"), "reach the model runner", "vllm.v1.worker.worker_base:WorkerWrapperBase"
     ),
     "generate_block_hash_extra_keys": Name(
         ("events",), "name blocks with adapter, salt or media", f"{_HASHES}:generate_block_hash_extra_keys"
@@ -130,10 +134,10 @@ NAMES = {
         ("tuning",), "time vLLM's attention", "vllm.v1.attention.backends.fa_utils:get_flash_attn_version"
     ),
     "get_kv_transfer_group": Name(
-        ("blend", "answers"), "find the worker's connector", f"{_CONNECTOR}get_kv_transfer_group"
+        ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}get_kv_transfer_group"
     ),
     "has_kv_transfer_group": Name(
-        ("blend", "answers"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
+        ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
     ),
 }
 """By name. `tests/test_vllm_compat.py` compares the places with the versions that it runs with."""
@@ -212,6 +216,7 @@ def connectors() -> list[Any]:
 
 
 _TELLS = "_kvkit_tells_of_runner"
+_WRAPPED = "_kvkit_wrapped"
 
 
 def tells_of_runner() -> bool:
@@ -220,7 +225,7 @@ def tells_of_runner() -> bool:
 
 
 def tell_of_runner() -> None:
-    """Call `open_blending(model runner)` of every connector that has it, once there are pages.
+    """Call `open_runner(model runner)` of every connector that has it, once there are pages.
 
     vLLM gives its connectors the pages, not what computes them. Every worker, whatever its platform and model
     runner, gets its pages in `WorkerWrapperBase.initialize_from_config`, after vLLM has loaded its plug-ins
@@ -228,9 +233,9 @@ def tell_of_runner() -> None:
     each platform, and whoever starts vLLM would have to name it.
 
     May be called again. Mutates vLLM's class, for as long as the process lives; does nothing where this vLLM
-    cannot blend.
+    has no such method.
     """
-    if absent("blend") or tells_of_runner():
+    if absent("runner") or tells_of_runner():
         return
     wrapper_class = find("WorkerWrapperBase")
     initialize = wrapper_class.initialize_from_config
@@ -238,11 +243,109 @@ def tell_of_runner() -> None:
     def initialize_and_tell(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         initialize(wrapper, kv_cache_configs)
         for connector in connectors():
-            if hasattr(connector, "open_blending"):
-                connector.open_blending(wrapper.worker.model_runner)
+            if hasattr(connector, "open_runner"):
+                connector.open_runner(wrapper.worker.model_runner)
 
     wrapper_class.initialize_from_config = initialize_and_tell
     setattr(wrapper_class, _TELLS, True)
+
+
+def watch_worker() -> None:
+    """Tell the worker's connectors of new weights and of sleep, by methods of theirs.
+
+    `weights_changed()` follows every way of vLLM's to change weights that go through its worker, whether or
+    not it ended well, and sleep that loses them. vLLM 0.33 tells of sleep itself, by `unregister_kv_caches`
+    and `restore_kv_caches`; 0.32 does not. May be called again. Mutates vLLM's class for as long as the
+    process lives; warns where this vLLM cannot be watched.
+    """
+    if not offered("weights"):
+        return
+    worker = find("Worker")
+    for name in ("reload_weights", "update_weights"):
+        _wrap(worker, name, after=lambda *_, **__: _tell(connectors(), "weights_changed"))
+
+    def falls_asleep(_: Any, level: int = 1) -> None:
+        _tell(connectors(), "unregister_kv_caches")
+        if level > 1:
+            _tell(connectors(), "weights_changed")
+
+    def wakes_up(_: Any, tags: list[str] | None = None) -> None:
+        if tags is None or "kv_cache" in tags:
+            _tell(connectors(), "restore_kv_caches")
+
+    _wrap(worker, "sleep", before=falls_asleep)
+    _wrap(worker, "wake_up", after=wakes_up)
+
+
+def watch_engine_core() -> None:
+    """Tell the scheduler's connectors of the weights' version, and when vLLM's cache alone is reset.
+
+    By methods of theirs: `set_weight_version(version)` and `own_cache_reset()`. As `watch_worker` otherwise.
+    """
+    if not offered("weights"):
+        return
+    core = find("EngineCore")
+
+    def versioned(engine: Any, weight_version: str) -> None:
+        _tell(_of_scheduler(engine), "set_weight_version", weight_version)
+
+    def reset(engine: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
+        if not reset_connector:
+            _tell(_of_scheduler(engine), "own_cache_reset")
+
+    _wrap(core, "set_weight_version", after=versioned)
+    _wrap(core, "reset_prefix_cache", after=reset)
+
+
+def watch_loads(model: Any, call: Callable[[], object]) -> None:
+    """Have `call` called when anybody loads weights into a model. Mutates the model."""
+    load = getattr(model, "load_weights", None)
+    if load is None:
+        return
+
+    def load_and_call(*args: Any, **more: Any) -> Any:
+        try:
+            return load(*args, **more)
+        finally:
+            call()
+
+    model.load_weights = load_and_call
+
+
+def _of_scheduler(engine: Any) -> list[Any]:
+    """Return the connectors of an engine core's scheduler."""
+    connector = getattr(engine.scheduler, "connector", None)
+    return list(getattr(connector, "sub_connectors", [connector] if connector else []))
+
+
+def _tell(told: Iterable[Any], method: str, *arguments: Any) -> None:
+    """Call a method of those connectors that have it."""
+    for connector in told:
+        if hasattr(connector, method):
+            getattr(connector, method)(*arguments)
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    before: Callable[..., object] = lambda *_, **__: None,
+    after: Callable[..., object] = lambda *_, **__: None,
+) -> None:
+    """Have a method of a class call two functions with its arguments, once however often this is called."""
+    own = getattr(owner, name, None)
+    if own is None or hasattr(own, _WRAPPED):
+        return
+
+    @wraps(own)
+    def wrapped(*args: Any, **more: Any) -> Any:
+        before(*args, **more)
+        try:
+            return own(*args, **more)
+        finally:
+            after(*args, **more)
+
+    setattr(wrapped, _WRAPPED, True)
+    setattr(owner, name, wrapped)
 
 
 def watch_adapters(

@@ -6,6 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_ro
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 import uuid
@@ -113,6 +114,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if role == KVConnectorRole.WORKER:
             if lora is not None:
                 self._loras = Loras.watched(lora_settings(lora))
+            compat.watch_worker()
             if self._settings.blend is not None and not compat.tells_of_runner():
                 raise ConfigError(
                     f"{WHERE}.blend: want kvkit among vLLM's plug-ins, which VLLM_PLUGINS leaves out"
@@ -127,6 +129,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             log.info("records hold the heads of several ranks: each reads its part, and nothing is stored")
         if vllm_config.model_config.multimodal_config is not None:
             compat.offered("media")
+        compat.watch_engine_core()
+        self._version_is_new = self._warned = False
         self._media = Media()
         ranks, drafts = vllm_config.parallel_config.world_size, vllm_config.speculative_config
         self._scheduler = Scheduler(
@@ -225,10 +229,25 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 raise ConfigError(f"{where}: {error}") from error
         return {name: order for name in kv_caches if (order := known[name])}
 
-    def open_blending(self, runner: Any) -> None:
+    def open_runner(self, runner: Any) -> None:
         """Be told of vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
+        compat.watch_loads(runner.get_model(), self._worker.weights_changed)
         if self._settings.blend is not None:
             self._worker.open_blending(runner)
+
+    def weights_changed(self) -> None:
+        """Be told that the model's weights are others now (`compat.watch_worker`)."""
+        self._worker.weights_changed()
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of vLLM's pages, which lose their memory. May be called again."""
+        if hasattr(self, "_worker"):
+            self._worker.release_pages()
+
+    def restore_kv_caches(self) -> None:
+        """Use vLLM's pages again, whose content is lost. May be called again."""
+        if hasattr(self, "_worker"):
+            self._worker.restore_pages()
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if kv_connector_metadata.preempted:
@@ -319,6 +338,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         state = scheduler_output.kv_connector_block_state
         step = self._scheduler.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
         step.preempted = bool(scheduler_output.preempted_req_ids)
+        if scheduler_output.num_scheduled_tokens:
+            self._version_is_new = False
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -329,6 +350,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._scheduler.hear(report)
             if self._events is not None:
                 self._events.hear(report)
+            if report.new_weights == self._scheduler.epoch:
+                log.warning("the model's weights changed without a reset of the cache: kvkit resets it")
+                self.reset_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
         return [] if self._events is None else self._events.take()
@@ -344,11 +368,36 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._scheduler.finish(request, block_ids if whole else None), told if whole else None
 
     def reset_cache(self) -> bool:
-        epoch = uuid.uuid4().hex
+        """Have nothing found that was stored before.
+
+        Where weights have got a version since KV was last computed, all that bears it is of these weights.
+        """
+        if self._version_is_new:
+            self._forget(self._scheduler.epoch)
+        else:
+            self._forget(uuid.uuid4().hex)
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        """Share KV with engines whose weights have this version alone (`compat.watch_engine_core`)."""
+        digest = hashlib.blake2b(version.encode(), digest_size=16).hexdigest()
+        self._forget(f"weights-{digest}", shared=True)
+        self._version_is_new = True
+
+    def own_cache_reset(self) -> None:
+        """Be told that vLLM's own prefix cache was reset, and kvkit's tiers were not."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "vLLM's own prefix cache was reset, and KV in kvkit's tiers stays: if the weights have "
+                "changed, reset with reset_connector, or give them a version"
+            )
+
+    def _forget(self, epoch: str, shared: bool = False) -> None:
+        """Begin an epoch. `shared`: other engines may have stored KV in it."""
         self._scheduler.forget(epoch, compat.keeps_cached_blocks(self._kv_cache_manager))
         if self._events is not None:
-            self._events.forget(epoch)
-        return True
+            self._events.forget(epoch, complete=not shared)
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to take a step although it has no request: the workers hear of a reset in steps."""

@@ -157,10 +157,14 @@ class Events:
         self._steps, self._round = 0, None
         self._ready = [TiersCleared(complete=complete)]
 
-    def forget(self, epoch: str) -> None:
-        """Note that nothing is found from now on that was saved before the workers hear of `epoch`."""
+    def forget(self, epoch: str, complete: bool = True) -> None:
+        """Note that nothing is found from now on that was saved before the workers hear of `epoch`.
+
+        Args:
+            complete: whether nobody else stores KV of that epoch.
+        """
         self._epoch = epoch
-        self.begin(complete=True)
+        self.begin(complete)
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, of a step, and its part of a round."""

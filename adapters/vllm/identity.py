@@ -34,7 +34,7 @@ _OTHER_FILES = re.compile(
 )
 """In a model's folder: what decides no KV of given tokens, and the config: the namespace has what vLLM makes
 of it."""
-_BESIDE = ("model_config", "cache_config", "load_config", "attention_config")
+CONFIGS = ("model_config", "cache_config", "load_config", "attention_config")
 """vLLM's configs that say something of the KV of every model."""
 _NOT_KV = {
     "model_config": {
@@ -134,7 +134,7 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
         media = model.multimodal_config
         parts += [media.video_pruning_rate, media.video_pruning_method, media.mm_encoder_attn_dtype]
     more = {
-        kind: set_fields(getattr(vllm_config, kind), kind) for kind in _BESIDE if hasattr(vllm_config, kind)
+        kind: set_fields(getattr(vllm_config, kind), kind) for kind in CONFIGS if hasattr(vllm_config, kind)
     }
     more["multimodal_config"] = set_fields(model.multimodal_config, "multimodal_config")
     parts += [found for found in [{kind: some for kind, some in more.items() if some}] if found]
@@ -160,6 +160,8 @@ def draft_identity(vllm_config: Any) -> str:
 def lora_settings(lora_config: Any) -> str:
     """Return what vLLM's LoRA settings tell of an adapter's KV, besides the adapter."""
     more = set_fields(lora_config, "lora_config")
+    if lora_config.target_modules:
+        more["target_modules"] = sorted(lora_config.target_modules)
     dtype = str(lora_config.lora_dtype).removeprefix("torch.")
     return f"{dtype}/{_digest([more])}" if more else dtype
 
@@ -173,7 +175,7 @@ def set_fields(config: Any, kind: str) -> dict[str, Any]:
     if config is None:
         return {}
     names = [field.name for field in fields(config)] if is_dataclass(config) else sorted(vars(config))
-    values = {name: getattr(config, name) for name in names if name not in _NOT_KV[kind]}
+    values = {name: getattr(config, name) for name in names if name not in _NOT_KV[kind] and name[0] != "_"}
     off = _OFF.get(kind, {})
     return {
         name: _plain(value)

@@ -241,6 +241,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             know.
         watches: None: what tiers were told to hold stays. Otherwise that is void, and all of it is told from
             now on (True), or they may hold what is not (False), until all of it was `listed`.
+        new_weights: the epoch in which the model's weights changed; None: they did not.
     """
 
     answers: list[LookupAnswer] = field(default_factory=list)
@@ -252,6 +253,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     listed: list[Listed] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     blended: list[BlendDone] = field(default_factory=list)
+    new_weights: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both reports as one. Mutates neither."""
@@ -267,4 +269,5 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.listed + other.listed,
             self.arrivals + other.arrivals,
             self.blended + other.blended,
+            other.new_weights if self.new_weights is None else self.new_weights,
         )

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from kvkit.adapters.engine.listing import Listing
 from kvkit.adapters.engine.loads import PromptLoad, result_of
 from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.engine.prefetches import Prefetches
-from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.question import LookupAnswer, Question
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.engine.tally import Tally
 from kvkit.adapters.vllm.blending.blender import Blender
@@ -28,6 +27,7 @@ from kvkit.adapters.vllm.blending.choosing import PagesOfLayers
 from kvkit.adapters.vllm.blending.placing import Placing
 from kvkit.adapters.vllm.blending.under_way import BlendsUnderWay
 from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.namespaces import Namespaces
 from kvkit.adapters.vllm.pages import GroupPages, complete_tokens, has_windows
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.stats import Recorder
@@ -48,7 +48,7 @@ from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.prompt import PromptPiece, Prompts
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.tier import HandoffTier
-from kvkit.moving.sequence import Chunks, SequencePages, UnknownModel, formats_of
+from kvkit.moving.sequence import Chunks, SequencePages, formats_of
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
@@ -91,15 +91,13 @@ class Worker:
     ) -> None:
         self._settings = settings
         self._groups = groups
-        self._namespace = self._base = namespace
+        self.namespaces = Namespaces(namespace, served, loras)
         self._tells_stores = tells_stores
-        self._served = served
         self._loras = loras
-        self._adapters: dict[str, str] = {}  # what they hold, by the name that requests have for them
         self._changed = threading.Condition()
         self._wakes = self._seen = 0
         config = config.model_copy(update={"server": config.server.of_rank(namespace.rank)})
-        self.cache: Cache = open_cache(config, layout, namespace, self.space_of)
+        self.cache: Cache = open_cache(config, layout, namespace, self.namespaces.named)
         self.stats = Recorder(self.cache)
         self._tally = Tally(tells=namespace.rank == 0)
         self._prefetches = Prefetches(self.cache)
@@ -126,7 +124,7 @@ class Worker:
         self._lookups = Lookups(
             self.cache,
             self._receiver,
-            self._space,
+            self.namespaces.of,
             block_tokens=block_tokens,
             timeout_s=settings.lookup_timeout_s,
             handoff_timeout_s=settings.handoff_timeout_s,
@@ -184,18 +182,9 @@ class Worker:
             on_done=self._blended,
         )
 
-    def space_of(self, model: str | None, salt: str) -> Namespace:
-        """What is stored now for requests with that model's name (None: the base model) and cache salt.
-
-        For any thread. An adapter is known once a request has named it: what it holds is read then.
-
-        Raises:
-            UnknownModel: none has, and it is not the base model.
-        """
-        lora = self._adapters.get(model or "", "")
-        if not (lora or model is None or self._served is None or model in self._served):
-            raise UnknownModel(f"model = {model!r}: neither served nor an adapter that any request has had")
-        return replace(self._namespace, lora=lora, salt=salt)
+    @property
+    def _namespace(self) -> Namespace:
+        return self.namespaces.current
 
     def settle(self) -> None:
         """See to it that no save reads the pages any more: before anything may write to them.
@@ -225,6 +214,37 @@ class Worker:
         if self._prompts is not None:
             self._prompts.release_pages()
 
+    def weights_changed(self) -> None:
+        """Note that the model's weights are others now: KV of before is neither loaded, saved nor sent.
+
+        Nor is any other, until the scheduler has heard of it and begins another epoch.
+        """
+        self._stop_using_kv()
+        self.namespaces.stale = True
+        self._report.new_weights = self._epoch
+
+    def release_pages(self) -> None:
+        """Return when nothing reads or writes the pages, nor will until `restore_pages`."""
+        self.vacate()
+        self._stop_using_kv()
+        for _, load in self._loading.values():
+            load.cancel()
+            load.finish()
+        if self._blends is not None:
+            self._blends.cancel_all()
+        self.namespaces.asleep = True
+
+    def restore_pages(self) -> None:
+        """Use the pages again. What they hold is no KV."""
+        self.namespaces.asleep = False
+
+    def _stop_using_kv(self) -> None:
+        """Forget all that was found, and send no more of what has begun."""
+        self._lookups.clear()
+        self._prefetches.end_all()
+        if self._prompts is not None:
+            self._prompts.cancel_all()
+
     def begin(self, step: StepMetadata) -> None:
         """Start the lookups and prefetches of a step, and ask for room for what it will send."""
         if self._windows:  # a window that moves on leaves blocks to others while their request goes on
@@ -243,7 +263,7 @@ class Worker:
         for question in step.questions:
             self._lookups.ask(question)
         for task in step.retains:
-            if space := self._space(task.sequence):
+            if space := self.namespaces.of(task.sequence):
                 self.cache.retain(task.sequence.tokens, task.policy, space)
         if self._blends is not None:
             for agreed in step.arrivals:
@@ -252,13 +272,13 @@ class Worker:
         for name in step.called_off:
             self._prefetches.end(name)
         for queued in step.prefetches:
-            space = self._space(queued.sequence)
+            space = self.namespaces.of(queued.sequence)
             if space is not None:
                 self._prefetches.add(queued.request, queued.sequence.tokens, space, queued.computed)
         self._prefetches.go_on()
         if self._prompts is not None:
             for send in step.sends:
-                prompt, space = send.sequence, self._space(send.sequence)
+                prompt, space = send.sequence, self.namespaces.of(send.sequence)
                 self._prompts.begin(
                     send.request, send.transfer, send.address, prompt.tokens, space, prompt.rest
                 )
@@ -407,7 +427,7 @@ class Worker:
 
     def _save(self, save: SaveTask, ready: Callable[[], object]) -> None:
         """Store what a request computed; handing off is not this one's business."""
-        sequence, began, space = save.sequence, time.monotonic(), self._space(save.sequence)
+        sequence, began, space = save.sequence, time.monotonic(), self.namespaces.of(save.sequence)
         first = save.first * self._namespace.chunk_tokens
         tokens = self._complete(save, first, len(sequence.tokens))
         to = self._save_to if save.policy.store_to is None else save.policy.store_to
@@ -559,22 +579,8 @@ class Worker:
         if self._listing is not None:
             self._listing.close()
             self._listing = None
-        self._namespace = replace(self._base, revision=f"{self._base.revision}#{epoch}")
-        self._lookups.clear()
-        self._prefetches.end_all()
-        if self._prompts is not None:
-            self._prompts.cancel_all()
+        self.namespaces.begin(epoch)
+        self._stop_using_kv()
         for name, tier in self.cache.tiers.items():
             if tier.slots or tier.transient:  # in slots of this process
                 self.cache.clear(name)
-
-    def _space(self, sequence: Sequence) -> Namespace | None:
-        """Of a sequence's KV; None where none of it is to be looked up, stored or sent."""
-        if sequence.lora is None:
-            return replace(self._namespace, salt=sequence.salt)
-        known = None if self._loras is None else self._loras.identity(sequence.lora)
-        if known is None:
-            self._adapters.pop(sequence.lora.name, None)
-            return None
-        self._adapters[sequence.lora.name] = known
-        return replace(self._namespace, lora=known, salt=sequence.salt)

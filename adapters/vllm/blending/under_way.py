@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
@@ -152,6 +153,15 @@ class BlendsUnderWay:
             blend.cancel()
             self._ready.pop(request, None)
         return blend is not None
+
+    def cancel_all(self) -> None:
+        """Have all blends end, and return when none of them touches its blocks."""
+        for name in list(self._blends):
+            self.cancel(name)
+        wait([load for blend in self._blends.values() for _, load in blend.documents if load is not None])
+        for blend in self._blends.values():
+            if blend.prefix is not None:
+                blend.prefix.finish()
 
     def step(self) -> set[str]:
         """Take blends further; requests whose blocks are touched no more."""
