@@ -313,11 +313,11 @@ def test_prefill_is_killed_in_mid_transfer(pair: Pair, expected: dict[int, list[
     assert grown(pair.decode, before, HANDED) == [0]
 
 
-def check(role: str, load: str = "async", **kvkit: Any) -> None:
+def check(role: str, load: str = "async", on_failure: str = "fail", **kvkit: Any) -> None:
     """Have the connector check an engine whose steps overlap."""
     settings, config = read_settings({"load": load, "kvkit": kvkit})
     engine = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role=role),
+        kv_transfer_config=SimpleNamespace(kv_role=role, kv_load_failure_policy=on_failure),
         parallel_config=SimpleNamespace(world_size=1),
         model_config=SimpleNamespace(multimodal_config=None),
         max_concurrent_batches=2,
@@ -341,6 +341,18 @@ def test_roles_that_contradict_each_other_are_refused(
         check(role, load, handoff=handoff | receives)
     check("kv_both", handoff=handoff | receives)
     check(role, load, tiers={"pool": {"url": "file:///kv"}}, policy={"retrieve_from": []})
+
+
+@pytest.mark.parametrize("load", ["sync", "layerwise"])
+def test_a_step_that_vllm_cannot_take_back_is_not_waited_for(load: str) -> None:
+    """The step after it is scheduled already: the engine ended at a damaged record."""
+    tiers = {"disk": {"url": "file:///disk"}}
+    with pytest.raises(
+        ConfigError, match=rf"load = '{load}': with asynchronous scheduling.*want load = 'async'"
+    ):
+        check("kv_both", load, "recompute", tiers=tiers)
+    check("kv_both", load, "fail", tiers=tiers)
+    check("kv_both", "async", "recompute", tiers=tiers)
 
 
 def test_an_engine_whose_blocks_vllm_does_not_keep_apart_does_not_load() -> None:

@@ -222,13 +222,17 @@ class _Served:
         given = [_prompt(p, **more) for p in prompts]
         adapter = None if lora is None else self._adapter(lora)
         answers = self.llm.generate(given, params, use_tqdm=False, lora_request=adapter)
-        while self.busy():
-            self.llm.llm_engine.step()
+        self.come_to_rest()
         for worker in _workers():  # the next call finds what this one saved, however busy the machine is
             worker.settle()
             with suppress(CacheTimeout):  # a tier of the test that hangs
                 worker.cache.flush(5.0)
         return [_told(answer, out) for answer in answers for out in answer.outputs]
+
+    def embed(self, prompts: list[list[int]]) -> list[list[float]]:
+        """The vectors of prompts, of a pooling model."""
+        found = self.llm.embed([_prompt(p) for p in prompts], use_tqdm=False)
+        return [one.outputs.embedding for one in found]
 
     def submit(
         self, name: str, prompt: list[int], tokens: int, blend: Settings | None, more: Settings
@@ -264,6 +268,15 @@ class _Served:
 
     def add_lora(self, lora: Settings) -> None:
         self.llm.llm_engine.add_lora(self._adapter(lora))
+
+    def come_to_rest(self) -> None:
+        """Take the steps that are left."""
+        while self.busy():
+            self.llm.llm_engine.step()
+
+    def overlaps(self) -> bool:
+        """Whether a step is scheduled before the last one's tokens are known."""
+        return bool(self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
 
     def busy(self) -> bool:
         """Whether steps are left to take; a core in another process takes them itself."""
@@ -420,14 +433,14 @@ def _told(answer: Any, out: Any) -> Settings:
 
 
 def _workers() -> Iterator[Any]:
-    """kvkit's side of the worker in this process, alone or within a MultiConnector."""
+    """kvkit's side of the worker in this process, alone or within a MultiConnector, if it caches anything."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()
     for one in getattr(connector, "sub_connectors", [connector]):
-        if getattr(one, "_worker", None) is not None:
+        if hasattr(getattr(one, "_worker", None), "cache"):
             yield one._worker
 
 

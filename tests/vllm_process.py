@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import overlapping
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",  # what has threads cannot be forked
@@ -176,6 +178,8 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(asked["environment"])
     if os.environ.get(METHOD) == "spawn":
         vars(sys.modules["vllm.envs"]).pop(METHOD, None)
+    if os.environ.get(overlapping.ASKED):
+        overlapping.force()
     os.chdir(asked["folder"])
     found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in found if folder and folder not in sys.path]

@@ -84,7 +84,7 @@ NAMES = {
     "get_tp_group": Name(("blend",), "add up scores over ranks", "vllm.distributed:get_tp_group"),
     "get_world_group": Name(("blend",), "have all ranks refuse together", "vllm.distributed:get_world_group"),
     "is_quantized_kv_cache": Name(
-        ("blend",),
+        ("blend", "pages"),
         "refuse quantised pages",
         "vllm.utils.torch_utils:is_quantized_kv_cache",
         {"0.33": "vllm.v1.kv_cache_interface:is_quantized_kv_cache"},
@@ -451,6 +451,27 @@ def cpu_page_order(vllm_config: Any) -> str:
     model, held = vllm_config.model_config, vllm_config.cache_config
     order = find("_get_attn_isa")(model.dtype, held.block_size, model.get_head_size(), held.cache_dtype)
     return str(order)
+
+
+def keeps_fewer_bits(vllm_config: Any) -> bool:
+    """Return whether vLLM keeps K and V quantised; false where it does not tell, as for a plain dtype."""
+    if absent("pages"):
+        return False
+    return bool(find("is_quantized_kv_cache")(vllm_config.cache_config.cache_dtype))
+
+
+def why_uncached(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why no KV of this engine can be cached, where vLLM caches none itself; "" where some can.
+
+    What such a model computes of a prompt needs all of its tokens: vLLM does not start from a hit.
+    """
+    model = vllm_config.model_config
+    if not kv_cache_config.kv_cache_groups:
+        return f"{model.model} has no KV cache"
+    pools = getattr(model, "runner_type", "") == "pooling"
+    if pools and not getattr(model, "is_prefix_caching_supported", True):
+        return f"vLLM excludes the pooling of {model.model} from prefix caching"
+    return ""
 
 
 def keeps_draft_kv(draft: Any) -> bool:

@@ -40,6 +40,7 @@ from kvkit.adapters.vllm.blending.scratch import Scratch
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.gate import check_model, check_precision
 from kvkit.adapters.vllm.identity import draft_identity, lora_settings, model_identity
+from kvkit.adapters.vllm.idle import IdleWorker
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
@@ -48,6 +49,7 @@ from kvkit.adapters.vllm.settings import WHERE, Settings, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import Worker
+from kvkit.adapters.vllm.written import check_written
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.config import Config
 from kvkit.format.layout import KVLayout, Namespace
@@ -90,12 +92,15 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     """
 
     _scheduler: Scheduler
-    _worker: Worker
+    _worker: Worker | IdleWorker
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._uncached = compat.why_uncached(vllm_config, kv_cache_config)
+        if self._uncached:
+            log.warning("kvkit caches nothing: %s", self._uncached)
         self._specs = pages.layer_specs(kv_cache_config, current_platform.is_cpu())
         self._tables = pages.table_specs(kv_cache_config)
         blocks = pages.check_chunks(self._config.chunk_tokens, self._tables)
@@ -112,6 +117,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._loras: Loras | None = None
         self._events: Events | None = None
         if role == KVConnectorRole.WORKER:
+            if self._uncached:
+                self._worker = IdleWorker()
             if lora is not None:
                 self._loras = Loras.watched(lora_settings(lora))
             compat.watch_worker()
@@ -182,8 +189,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     # the workers' side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._uncached:
+            return
         opaque = next(iter(kv_caches.values())).device.type == "cpu"
         model, blocks = self._vllm_config.model_config, self._kv_cache_config.num_blocks
+        if opaque:
+            quantised = compat.keeps_fewer_bits(self._vllm_config)
+            check_written(compat.attention_layers(self._vllm_config), kv_caches, quantised)
         ranks, stages = self._settings.record_ranks, self._settings.record_stages
         heads = pages.rank_heads(self._vllm_config, self._specs, ranks, stages)
         size = self._vllm_config.parallel_config.pipeline_parallel_size
@@ -291,7 +303,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._worker.report()
 
     def get_kv_connector_stats(self) -> Stats | None:
-        return self._worker.stats.take() if hasattr(self, "_worker") else None
+        worker = getattr(self, "_worker", None)
+        return worker.stats.take() if isinstance(worker, Worker) else None
 
     def shutdown(self) -> None:
         if hasattr(self, "_worker"):
@@ -482,7 +495,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def _sequence(self, request: Any, tokens: int) -> Sequence | None:
         """The first `tokens` tokens of vLLM's request; None where what some stand for is not known."""
         media = self._media.of(request)
-        if request.prompt_embeds is not None or media is None:
+        if self._uncached or request.prompt_embeds is not None or media is None:
             return None
         told = request.lora_request
         lora = told and Lora(
@@ -529,6 +542,12 @@ def _check(
             f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
             "take back a step whose load failed; want load = 'async'"
         )
+    overlap = vllm_config.max_concurrent_batches > 1
+    if load != "async" and overlap and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
+        raise ConfigError(
+            f"load = {load!r}: with asynchronous scheduling, vLLM cannot take back the step after one whose "
+            "load failed; want load = 'async', kv_load_failure_policy = 'fail' or --no-async-scheduling"
+        )
     bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
     for name, set_to in (("blend", settings.blend), ("precision", bits)):
         if states_run and set_to is not None:
@@ -559,11 +578,16 @@ def _check(
             raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
         if handoff.receives and load != "async":
             raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
-    overlap = load == "async" and vllm_config.max_concurrent_batches > 1
-    if overlap and role == "kv_producer" and (tiers := config.resolved_policy().retrieve_from):
+    if (
+        load == "async"
+        and overlap
+        and role == "kv_producer"
+        and (tiers := config.resolved_policy().retrieve_from)
+    ):
         raise ConfigError(
             f"kv_role = {role!r}: it loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
-            "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or load = 'sync'"
+            "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or "
+            "--no-async-scheduling"
         )
 
 

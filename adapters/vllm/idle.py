@@ -1,0 +1,44 @@
+"""The workers' side of an engine whose KV is not cached: nothing is looked up, loaded, saved or sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvkit.adapters.engine.question import LookupAnswer, Question
+from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
+
+
+class IdleWorker:
+    """What the connector asks of a `kvkit.adapters.vllm.worker.Worker`, and does not get. Opens no tier."""
+
+    def begin(self, step: StepMetadata) -> None:
+        """Do nothing."""
+
+    start_loads = save = begin
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    vacate = close = weights_changed = release_pages = restore_pages = settle
+
+    def computed(self, name: str) -> None:
+        """Do nothing."""
+
+    wait_for_layer = computed
+
+    def answer_now(self, question: Question) -> LookupAnswer | None:
+        """Answer nothing."""
+
+    def finish(self, requests: set[str]) -> tuple[set[str], set[str], set[str]]:
+        """Return that nothing has ended."""
+        return set(), set(), set()
+
+    def invalid_blocks(self) -> set[int]:
+        """Return none."""
+        return set()
+
+    def report(self) -> WorkerReport | None:
+        """Report nothing."""
+
+    def open_blending(self, runner: Any) -> None:
+        """Do nothing."""

@@ -1,0 +1,69 @@
+"""Whether vLLM writes a token's K and V where its pages say: else records would hold something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvkit.adapters.vllm.blending.order import write_tokens
+from kvkit.settings import ConfigError
+
+_POISON = 0x5A
+_BLOCK = 1
+"""The block that is written to, between two others; no request has any yet."""
+
+
+def check_written(modules: Mapping[str, Any], pages: Mapping[str, torch.Tensor], quantised: bool) -> None:
+    """Check that tokens which vLLM writes into a block fill its page, and nothing beside it.
+
+    For the start of an engine on a CPU, where the operator, not the tensor, decides where a block is. Mutates
+    three blocks of each kind of layer, and puts back what they held.
+
+    Args:
+        modules: vLLM's attention layers by name, whose pages are bound. Others are not looked at.
+        pages: [B, H, N, C] by layer.
+        quantised: whether K and V are kept in fewer bits than they are computed in, with scales perhaps.
+
+    Raises:
+        ConfigError: they do not; names the layer and the setting.
+    """
+    known = set()
+    for name, held in pages.items():
+        module: Any = modules.get(name)
+        if not hasattr(getattr(module, "impl", None), "do_kv_cache_update"):
+            continue
+        form = held.shape[1:], held.dtype, held.stride(), module.dtype
+        if form in known:
+            continue
+        known.add(form)
+        where = f"layer {name} computes {module.dtype} and its pages hold {held.dtype}"
+        if not quantised and held.element_size() != module.dtype.itemsize:
+            raise ConfigError(
+                f"kv_cache_dtype: {where}: vLLM's attention on a CPU writes past them; want 'auto'"
+            )
+        if len(held) > _BLOCK + 1 and not _fills(module, held, quantised):
+            raise ConfigError(
+                f"kv_cache_dtype: {where}: vLLM writes K and V somewhere else than in their block's page; "
+                "want 'auto', or an engine without kvkit"
+            )
+
+
+def _fills(module: Any, pages: torch.Tensor, quantised: bool) -> bool:
+    """Whether the tokens of a block fill its page, and leave its neighbours alone."""
+    near = pages[_BLOCK - 1 : _BLOCK + 2]
+    before = near.clone()
+    near.copy_(torch.full_like(before.view(torch.uint8), _POISON).view(before.dtype))
+    poisoned = near.clone()
+    heads, tokens = pages.shape[1:3]
+    k, v = (
+        torch.ones(heads, tokens, size, dtype=module.dtype)
+        for size in (module.head_size, getattr(module, "head_size_v", module.head_size))
+    )
+    write_tokens(module, k, v, torch.arange(tokens) + _BLOCK * tokens)
+    changed = (near.contiguous().view(torch.uint8) != poisoned.contiguous().view(torch.uint8)).reshape(3, -1)
+    elements = changed.reshape(3, -1, pages.element_size()).any(-1)
+    near.copy_(before)
+    filled = elements[1].any() if quantised else elements[1].all()
+    return bool(filled) and not bool(elements[0].any() or elements[2].any())
