@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import ffi
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -32,6 +33,20 @@ LINE_BYTES = 64
 AHEAD_BYTES = 2048  # measured: 512 gains nothing, 4096 loses on short runs
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def hide_from_scans(library: object) -> None:
+    """Have llvmlite's library own up to no attributes. Mutates it.
+
+    It answers for every name with a function, `__dict__` too: whoever looks into all modules for something,
+    as vLLM does on a CPU when an engine starts, takes that for a dict and fails.
+    """
+    functions = getattr(library, "_fntab", None)
+    if isinstance(functions, dict):
+        functions.setdefault("__dict__", {})
+
+
+hide_from_scans(ffi.lib)
 
 
 def jit(function: F) -> F:
