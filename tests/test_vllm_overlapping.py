@@ -89,8 +89,7 @@ def test_preemption_abort_and_a_reset(
     for name, one in zip("abcd", PROMPTS, strict=True):
         process.submit(name, one, tokens=20)
     process.step(6)
-    with pytest.raises(AssertionError, match="Failed to reset KV cache even when all"):
-        process.do("preempt")  # it has: what vLLM could not free are blocks of the step under way
+    process.do("preempt")
     process.do("abort", "b")
     found: dict[str, list[int]] = {}
     while len(found) < 3:

@@ -247,8 +247,12 @@ class _Served:
         self.llm.llm_engine.abort_request([name])
 
     def preempt(self) -> None:
-        """Have all that runs give up its blocks, and come again."""
-        self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        """Have all that runs give up its blocks, and come again.
+
+        Where steps overlap, vLLM complains afterwards that the blocks of the step under way are not free.
+        """
+        with suppress(*((RuntimeError,) if self.overlaps() else ())):
+            self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def selected(self) -> list[int]:
         """Which tokens of the newest blend were computed again."""
