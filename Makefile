@@ -14,6 +14,20 @@ OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
 GPU_TRITON := $(OLD_TRITON)-cp312
 # theirs, too; the environment's is older
 JAX := 0.11.2
+# what pip installs on a GPU machine today; the build for CPUs comes weeks later
+NEXT_VLLM_VERSION := 0.33.0
+NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
+# engines of many kinds: CI runs these with the next vLLM alone, and `make nightly` with both
+ENGINES := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_models blend_transformers blend_ways \
+	blends drafts hybrids loras models pooling rows))
+# what every engine needs: CI runs these with both
+CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_machine blend_scheduling compat engine events handoff \
+	identity many matching media overlapping pages pd requests resets row_attention scheduler states weights worker written))
+# those whose tests ask for nothing that vLLM refuses where steps overlap
+OVERLAPPING := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
+	overlapping pd resets weights))
+# what seldom breaks, and takes long
+SELDOM := tests/test_examples.py tests/test_vllm_zoo.py tests/test_soak.py tests/test_soak_parts.py tests/test_soak_vllm.py
 MUTMUT := .mutants/tool
 OUT ?= .gpu
 # tests/conftest.py has put the files in order
@@ -27,7 +41,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo setup test tests quick test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
+.PHONY: demo setup test tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
 	gpu-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -53,7 +67,29 @@ setup: $(VENV)/dev.stamp  ## the environment that the tests need
 test: check tests  ## style, types, floors, documentation and tests
 
 tests: $(VENV)/dev.stamp
-	$(PYTEST)
+	$(PYTEST) $(addprefix --ignore=,$(SELDOM) $(ENGINES))
+
+$(NEXT_VLLM)/stamp: tests/next_vllm.py | $(VENV)/dev.stamp
+	$(BIN)/python tests/next_vllm.py $(NEXT_VLLM_VERSION) $(@D)
+	touch $@
+
+test-vllm-next: $(NEXT_VLLM)/stamp  ## the connector and engines of many kinds with the vLLM that pip installs on a GPU machine
+	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(ENGINES) $(CONNECTOR)
+
+test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlapping; counts in benchmarks/results/
+	$(PYTEST) -q --record-vllm $(ENGINES) $(CONNECTOR)
+	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q --record-vllm $(ENGINES) $(CONNECTOR)
+	for path in "" $(NEXT_VLLM); do \
+		KVKIT_TESTS_OVERLAP=1 PYTHONPATH=$$path $(PYTEST) -q --record-vllm $(OVERLAPPING) || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.tables
+
+nightly: $(NEXT_VLLM)/stamp  ## all that CI leaves out: before an issue is closed, and every night
+	$(MAKE) check
+	KVKIT_NIGHTLY=1 $(PYTEST)
+	$(MAKE) test-vllm-versions test-nfs test-triton test-jax
+	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q tests/test_vllm_*.py
+	$(MAKE) simulate SEEDS=20000
 
 quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no server, no model, no compiler
 	$(BIN)/ruff check .
@@ -71,6 +107,9 @@ histories: $(VENV)/dev.stamp  ## SECONDS of real processes over shared stores, k
 
 soak: $(VENV)/dev.stamp  ## MINUTES of vLLM, handoff, the router and a pool amid faults, side by side; in benchmarks/results/
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+
+outdated: $(VENV)/dev.stamp  ## packages that are newer than the pins in constraints/
+	$(BIN)/python -m pip list --outdated
 
 test-nfs: $(VENV)/dev.stamp  ## folders on a real NFSv4.2 mount, where root and the Debian packages are there
 	$(BIN)/python tests/nfs/run.py

@@ -73,6 +73,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "blend_models": lambda: _blend_models(json.loads((results / "blend-models.json").read_text())),
         "models": lambda: _models(json.loads((results / "models.json").read_text())),
         "models_lmcache": lambda: _ways(_of_lmcache(json.loads((results / "models.json").read_text()))),
+        "vllm_versions": lambda: _versions(json.loads((results / "vllm-versions.json").read_text())["runs"]),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
         "queued": lambda: tables_vllm.queued(json.loads((results / f"queued-{MACHINE}.json").read_text())),
         "sending": lambda: tables_vllm.sending(json.loads((results / f"sending-{MACHINE}.json").read_text())),
@@ -461,6 +462,15 @@ def _ways(found: dict[str, dict[str, Any]]) -> list[list[str]]:
             kind = "refused" if "refused" in one else "not run here"
             why = (one.get("refused") or one["absent"]).partition("; ")[0]
             rows.append([name, *[kind] * len(ways), f"because: {why}"])
+    return rows
+
+
+def _versions(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The versions of vLLM that the tests ran with, and how steps were scheduled."""
+    rows = [["vLLM", "build", "model runner", "steps", "torch", "tests passed", "failed", "day"]]
+    for run in runs:
+        told = [run["vllm"], run["build"], run["runner"], run["scheduling"], run["torch"].partition("+")[0]]
+        rows.append([*told, str(run["passed"]), str(run["failed"] + run["error"]), run["day"]])
     return rows
 
 

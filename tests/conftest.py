@@ -76,6 +76,15 @@ def is_slow(path: Path) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+    parser.addoption("--record-vllm", action="store_true", help="record the vLLM that these tests ran with")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With --record-vllm, write down version, scheduling and counts."""
+    if config.getoption("--record-vllm", default=False):
+        from vllm_versions import record
+
+        record({kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error")})
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

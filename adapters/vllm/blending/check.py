@@ -46,7 +46,9 @@ def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
 
     Raises:
         BlendError: the model, or how it is run, cannot be blended; names what differs. So do all ranks say.
+        MissingName: this vLLM's model runner lacks something that blending takes.
     """
+    compat.check_runner(runner)
     with _all_ranks():
         refuse(runner)
     rows = RowRunner(runner)
@@ -98,7 +100,7 @@ def refuse(runner: Any) -> None:
         and parallel.is_moe_model is not False,
         "enable_eplb: rows would count as load of experts": parallel.enable_eplb,
         "a window that spares the prompt": getattr(model, "rswa_window", None) is not None,
-        "its embeddings look at the tokens before": getattr(runner, "lookback_token_ids", None) is not None,
+        "its embeddings look at the tokens before": getattr(runner.get_model(), "token_lookback_depth", 0),
     }
     found = [text for text, holds in wrong.items() if holds]
     if found:

@@ -107,6 +107,8 @@ def _without(event: KVCacheEvent, private: set[Any]) -> bool:
         if len(names) * event.block_size != len(event.token_ids):  # it does not say which tokens are whose
             return False
         event.token_ids = event.token_ids[: len(kept) * event.block_size]  # private ones come last
-        event.extra_keys = event.extra_keys and event.extra_keys[: len(kept)]
+        for told in ("extra_keys", "lookahead_token_ids"):  # 0.32 has none of the latter
+            if getattr(event, told, None):
+                setattr(event, told, getattr(event, told)[: len(kept)])
     event.block_hashes = kept
     return bool(kept)
