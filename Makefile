@@ -19,7 +19,7 @@ NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
 # engines of many kinds: CI runs these with the next vLLM alone, and `make nightly` with both
 ENGINES := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_models blend_transformers blend_ways \
-	blends drafts hybrids loras models pooling rows))
+	blends drafts hybrids loras models pooling rows zoo))
 # what every engine needs: CI runs these with both
 CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_machine blend_scheduling compat engine events handoff \
 	identity many matching media overlapping pages pd requests resets row_attention scheduler states weights worker written))
@@ -27,7 +27,7 @@ CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_machine blend_sc
 OVERLAPPING := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
 	overlapping pd resets weights))
 # what seldom breaks, and takes long
-SELDOM := tests/test_examples.py tests/test_vllm_zoo.py tests/test_soak.py tests/test_soak_parts.py tests/test_soak_vllm.py
+SELDOM := tests/test_examples.py tests/test_soak.py tests/test_soak_parts.py tests/test_soak_vllm.py
 MUTMUT := .mutants/tool
 OUT ?= .gpu
 # tests/conftest.py has put the files in order

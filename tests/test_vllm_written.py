@@ -80,11 +80,11 @@ def test_layers_without_an_operator_are_not_looked_at() -> None:
 
 
 def test_a_model_of_float32_with_pages_of_bfloat16_does_not_start(tmp_path: Path) -> None:
-    """vLLM serves it, and writes past its pages: kvkit stored zeros."""
+    """vLLM 0.32 serves it, and writes past its pages: kvkit stored zeros. 0.33 refuses it itself."""
     model, transfer = save(QWEN, tmp_path / "model"), connector(on_disk(tmp_path / "kv"))
     prompt = prompt_of(2 * PAGE, 1, VOCABULARY)
     with Engine() as engine:
-        with pytest.raises(AssertionError, match=r"ConfigError: kv_cache_dtype: layer .*want 'auto'"):
+        with pytest.raises(AssertionError, match=r"kv_cache_dtype.*(want 'auto'|to `auto`)"):
             engine.open(transfer, model, skip_tokenizer_init=True, kv_cache_dtype="bfloat16")
         options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
         engine.open(transfer, model, **options)

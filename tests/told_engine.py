@@ -198,7 +198,7 @@ class ToldEngine:
 
     def query(self, tokens: list[int]) -> int:
         """What the workers' endpoints would answer."""
-        held = [rank.worker.cache.query(tokens, rank.worker.space_of(None, "")) for rank in self.ranks]
+        held = [rank.worker.cache.query(tokens, rank.worker.namespaces.named(None, "")) for rank in self.ranks]
         return min(hit.tokens for hit in held)
 
     def _note(self, tokens: list[int], chunks: int) -> None:
@@ -230,7 +230,7 @@ def answers(rank: Rank, question: Question, epoch: str) -> WorkerReport:
 
 def holds(rank: Rank, tier: str, tokens: tuple[int, ...]) -> bool:
     """Whether a rank's tier holds the last chunk of some tokens."""
-    cache, space = rank.worker.cache, rank.worker.space_of(None, "")
+    cache, space = rank.worker.cache, rank.worker.namespaces.named(None, "")
     names = cache.chunks(list(tokens), space).names[-len(cache.layout.groups) :]
     return all(cache.tiers[tier].size(name) is not None for name in names)
 

@@ -45,7 +45,7 @@ FEATURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class VllmName:
     """A name of vLLM's that may move.
 
     Attributes:
@@ -69,74 +69,78 @@ _HASHES = "vllm.v1.core.kv_cache_utils"
 _CONNECTOR = "vllm.distributed.kv_transfer:"
 
 NAMES = {
-    "Attention": Name(
+    "Attention": VllmName(
         ("blend",), "tell a layer with K and V by head", "vllm.model_executor.layers.attention:Attention"
     ),
-    "CommonAttentionMetadata": Name(
+    "CommonAttentionMetadata": VllmName(
         ("blend",), "describe rows to attention", "vllm.v1.attention.backend:CommonAttentionMetadata"
     ),
-    "IntermediateTensors": Name(
+    "IntermediateTensors": VllmName(
         ("blend",), "pass hidden states between stages", "vllm.sequence:IntermediateTensors"
     ),
-    "cached_tokenizer_from_config": Name(
+    "cached_tokenizer_from_config": VllmName(
         ("blend",), "encode the marks of documents", "vllm.tokenizers:cached_tokenizer_from_config"
     ),
-    "get_tp_group": Name(("blend",), "add up scores over ranks", "vllm.distributed:get_tp_group"),
-    "get_world_group": Name(("blend",), "have all ranks refuse together", "vllm.distributed:get_world_group"),
-    "is_quantized_kv_cache": Name(
+    "get_tp_group": VllmName(("blend",), "add up scores over ranks", "vllm.distributed:get_tp_group"),
+    "get_world_group": VllmName(
+        ("blend",), "have all ranks refuse together", "vllm.distributed:get_world_group"
+    ),
+    "is_quantized_kv_cache": VllmName(
         ("blend", "pages"),
         "refuse quantised pages",
         "vllm.utils.torch_utils:is_quantized_kv_cache",
         {"0.33": "vllm.v1.kv_cache_interface:is_quantized_kv_cache"},
     ),
-    "set_forward_context": Name(
+    "set_forward_context": VllmName(
         ("blend",), "run the model for rows", "vllm.forward_context:set_forward_context"
     ),
-    "EngineCore": Name(("weights",), "learn the version of weights", "vllm.v1.engine.core:EngineCore"),
-    "Worker": Name(("weights",), "learn of new weights and of sleep", "vllm.v1.worker.gpu_worker:Worker"),
-    "WorkerWrapperBase": Name(
+    "EngineCore": VllmName(("weights",), "learn the version of weights", "vllm.v1.engine.core:EngineCore"),
+    "Worker": VllmName(("weights",), "learn of new weights and of sleep", "vllm.v1.worker.gpu_worker:Worker"),
+    "WorkerWrapperBase": VllmName(
         ("blend", "runner"), "reach the model runner", "vllm.v1.worker.worker_base:WorkerWrapperBase"
     ),
-    "generate_block_hash_extra_keys": Name(
+    "generate_block_hash_extra_keys": VllmName(
         ("events",), "name blocks with adapter, salt or media", f"{_HASHES}:generate_block_hash_extra_keys"
     ),
-    "get_hash_fn_by_name": Name(
+    "get_hash_fn_by_name": VllmName(
         ("events",), "hash blocks as the engine does", "vllm.utils.hashing:get_hash_fn_by_name"
     ),
-    "hash_block_tokens": Name(("events",), "hash blocks as the engine does", f"{_HASHES}:hash_block_tokens"),
-    "to_event_extra_keys": Name(("events",), "tell extra keys", f"{_HASHES}:to_event_extra_keys"),
-    "WorkerLoRAManager": Name(
+    "hash_block_tokens": VllmName(
+        ("events",), "hash blocks as the engine does", f"{_HASHES}:hash_block_tokens"
+    ),
+    "to_event_extra_keys": VllmName(("events",), "tell extra keys", f"{_HASHES}:to_event_extra_keys"),
+    "WorkerLoRAManager": VllmName(
         ("lora",), "note which files an adapter was read from", "vllm.lora.worker_manager:WorkerLoRAManager"
     ),
-    "MultiModalHasher": Name(("media",), "digest media", "vllm.multimodal.hasher:MultiModalHasher"),
-    "envs": Name(("modelscope",), "learn where a model comes from", "vllm:envs"),
-    "_get_attn_isa": Name(
+    "MultiModalHasher": VllmName(("media",), "digest media", "vllm.multimodal.hasher:MultiModalHasher"),
+    "envs": VllmName(("modelscope",), "learn where a model comes from", "vllm:envs"),
+    "_get_attn_isa": VllmName(
         ("pages",),
         "tell the order of K in a CPU's pages",
         "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
     ),
-    "get_pp_group": Name(
+    "get_pp_group": VllmName(
         ("blend", "pipeline"), "learn of other stages' layers", "vllm.distributed:get_pp_group"
     ),
-    "Request": Name(("private blocks",), "name a request's own blocks", "vllm.v1.request:Request"),
-    "make_block_hash_with_group_id": Name(
+    "Request": VllmName(("private blocks",), "name a request's own blocks", "vllm.v1.request:Request"),
+    "make_block_hash_with_group_id": VllmName(
         ("private blocks",), "drop a request's own blocks", f"{_HASHES}:make_block_hash_with_group_id"
     ),
-    "maybe_convert_block_hash": Name(
+    "maybe_convert_block_hash": VllmName(
         ("events", "private blocks"),
         "write a block's hash as events do",
         f"{_HASHES}:maybe_convert_block_hash",
     ),
-    "flash_attn_varlen_func": Name(
+    "flash_attn_varlen_func": VllmName(
         ("tuning",), "time vLLM's attention", "vllm.v1.attention.backends.fa_utils:flash_attn_varlen_func"
     ),
-    "get_flash_attn_version": Name(
+    "get_flash_attn_version": VllmName(
         ("tuning",), "time vLLM's attention", "vllm.v1.attention.backends.fa_utils:get_flash_attn_version"
     ),
-    "get_kv_transfer_group": Name(
+    "get_kv_transfer_group": VllmName(
         ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}get_kv_transfer_group"
     ),
-    "has_kv_transfer_group": Name(
+    "has_kv_transfer_group": VllmName(
         ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
     ),
 }
