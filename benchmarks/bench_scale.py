@@ -28,7 +28,7 @@ from xxhash import xxh3_128_digest
 from kvkit.environment import describe
 from kvkit.format.names import array_name, record_name
 from kvkit.format.record import HEADER, MAGIC
-from kvkit.router.index import MAX_BLOCKS, BlockIndex, StoredBlocks
+from kvkit.router.index import BlockIndex, StoredBlocks
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
@@ -46,6 +46,8 @@ ARRAY = array_name(NAMESPACE, 0)
 RECORD_BYTES = 1 << 20
 BLOCK = 16
 """Tokens of a block of the router's index."""
+INDEX_BLOCKS = 1 << 22
+"""Of an engine, about as many as its index has room for."""
 
 
 def key(number: int) -> bytes:
@@ -148,10 +150,10 @@ def shm(records: int, stack: ExitStack) -> Index:
 
 def router(records: int, stack: ExitStack) -> Index:
     """Blocks that the router knows of engines, as these tell them."""
-    indices = [BlockIndex() for _ in range(-(-records // MAX_BLOCKS))]
+    indices = [BlockIndex() for _ in range(-(-records // INDEX_BLOCKS))]
 
     def of(number: int) -> BlockIndex:
-        return indices[number * CHAIN // MAX_BLOCKS]
+        return indices[number * CHAIN // INDEX_BLOCKS]
 
     def tokens(number: int) -> list[int]:
         return np.random.default_rng(number).integers(0, 1 << 17, CHAIN * BLOCK).tolist()

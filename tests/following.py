@@ -35,14 +35,17 @@ class Following:
         self.held = 0
 
     async def __aenter__(self) -> Following:
-        self._session = aiohttp.ClientSession()
-        config = self._config
-        self.engine = Engine("d", "decode", config.decode["d"], config, self._session)
-        self.engine.up = True
-        self.follower = Follower(self.engine, config)
+        self.follower = self.make_follower()
         self._lookup = FollowingLookup({"d": self.follower}, self._ask)
         self._task = asyncio.create_task(self.follower.run())
         return self
+
+    def make_follower(self) -> Follower:
+        """Of this engine, which is up. It follows nothing yet."""
+        self._session = aiohttp.ClientSession()
+        self.engine = Engine("d", "decode", self._config.decode["d"], self._config, self._session)
+        self.engine.up = True
+        return Follower(self.engine, self._config)
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()

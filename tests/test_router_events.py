@@ -131,7 +131,7 @@ def test_an_index_says_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
     assert index.says_all(IDS, 32)
     assert not index_of(TiersCleared(complete=False), stored(0, 4)).says_all(IDS, 32)
     assert index_of(stored(0, 5)).says_all(IDS, 40), "there is no more to know"
-    monkeypatch.setattr("kvkit.router.index.MAX_BLOCKS", 6)
+    monkeypatch.setattr("kvkit.router.index.MAX_INDEX_BYTES", index.size_bytes - 1)
     index.take(index_event(stored(0, 3, block_hashes=[1, 2, 3], tokens=IDS[::-1])))
     assert not index.says_all(IDS, 32)
     assert not index_of(COMPLETE, FORGOTTEN).complete

@@ -4,14 +4,19 @@ vLLM's publisher numbers its batches from 0 and keeps the last ones for who miss
 not follow on the last, the missing ones are asked for. Where they are not to be had, or an earlier number now
 is another batch's, as of an engine that was started anew, all that is known of the engine is forgotten; kvkit
 tells it again in time.
+
+Whatever an engine sends takes bounded memory, and requests do not wait while it is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import closing
+from itertools import chain
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -23,17 +28,32 @@ from kvkit.router.settings import RouterConfig
 
 log = logging.getLogger(__name__)
 
-MAX_BATCH_BYTES = 64 << 20
+MAX_BATCH_BYTES = 16 << 20
 """The longest message; a publisher that sends a longer one is disconnected."""
-_WAITING = 100_000  # messages
-_END = (-1).to_bytes(8, "big", signed=True)
+MAX_EVENTS = 1 << 16
+"""Of one batch; one of more is not understood."""
+MAX_REPLAY_S = 30.0
+"""So long it may take to have what was missed. After that it goes on from there the next time."""
+_WAITING = 8
+"""Messages of one socket that wait here. More wait at the engine: vLLM's publisher keeps 100,000."""
+_REMEMBERED = 10_000
+"""Batches that are told from others of the same number, such as an engine's that was started anew."""
+_AT_ONCE = 1024
+"""Blocks and events that are taken before requests have their turn."""
+_NUMBER_BYTES = 8
+_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+T = TypeVar("T")
 
 
-class KVEventBatch(msgspec.Struct, array_like=True):
+class KVEventBatch(msgspec.Struct, Generic[T], array_like=True):
     """What one step of an engine tells."""
 
     ts: float
-    events: list[KVEvent]
+    events: Annotated[list[T], msgspec.Meta(max_length=MAX_EVENTS)]
+
+
+_batches = msgspec.msgpack.Decoder(KVEventBatch[msgspec.Raw])
+_events = msgspec.msgpack.Decoder(KVEvent)
 
 
 class Follower:
@@ -53,14 +73,13 @@ class Follower:
         self._engine = engine
         self._interval_s = config.health_interval_s
         self._timeout_s = config.lookup_timeout_s
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self._replayed: dict[int, int] = {}  # the last ones: they come as messages, too
-        self._next, self._last = 0, b""  # the next batch's number, and the batch before it
+        self._next = 0  # the next batch's number
+        self._taken: OrderedDict[int, int] = OrderedDict()  # digests of the last ones, by number
 
     async def run(self) -> None:
         """Follow it for ever."""
         try:
-            with closing(_socket(zmq.SUB, _WAITING)) as socket:
+            with closing(_socket(zmq.SUB)) as socket:
                 socket.subscribe(b"")
                 socket.connect(self._engine.config.events or "")
                 await self._catch_up()
@@ -69,7 +88,7 @@ class Follower:
                         await self._catch_up()
                         continue
                     frames = await socket.recv_multipart()
-                    if len(frames) == 3:
+                    if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                         await self._receive(int.from_bytes(frames[1], "big"), frames[2])
         except Exception:
             log.exception("KV events of engine %s are followed no more", self._engine.name)
@@ -84,46 +103,52 @@ class Follower:
         return held, self.index.says_all(query.tokens, held)
 
     async def _receive(self, number: int, batch: bytes) -> None:
-        if self._replayed.get(number) == hash(batch) or (self.current and self._take(number, batch)):
+        if self._is_taken(number, batch) or (self.current and await self._take(number, batch)):
             return
         if self._engine.config.replay is not None:
             await self._catch_up()
         else:
             self._lose(number)
-            self.current = self._take(number, batch)
+            self.current = await self._take(number, batch)
 
-    def _take(self, number: int, batch: bytes) -> bool:
+    def _is_taken(self, number: int, batch: bytes) -> bool:
+        return self._taken.get(number) == hash(batch)
+
+    async def _take(self, number: int, batch: bytes) -> bool:
         """Note a batch; False: it does not follow on the last one."""
-        if (number, batch) == (self._next - 1, self._last):
-            return True
         if number != self._next:
             return False
         try:
-            for event in self._decoder.decode(batch).events:
-                self.index.take(event)
-        except (msgspec.MsgspecError, ValueError) as error:
+            await self._note(batch)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             log.warning("KV events of engine %s are not understood: %s", self._engine.name, error)
             self.index.forget()
-        self._next, self._last = number + 1, batch
+        self._next = number + 1
+        self._taken[number] = hash(batch)
+        if len(self._taken) > _REMEMBERED:
+            self._taken.popitem(last=False)
         return True
+
+    async def _note(self, batch: bytes) -> None:
+        """Note what a batch says, some of it after the other: requests do not wait for all of it."""
+        noted = 0
+        for raw in _batches.decode(batch).events:
+            for blocks in chain((1,), self.index.steps(_events.decode(raw))):
+                noted += blocks
+                if noted >= _AT_ONCE:
+                    noted = 0
+                    await asyncio.sleep(0)
 
     async def _catch_up(self) -> None:
         """Take what was missed, if anything was, and see that it is still the same engine."""
         if self._engine.config.replay is None:
             self.current = self.current and self._engine.up
             return
-        batches = await self._replay(max(0, self._next - 1))
-        if batches is not None and self._next and batches[:1] != [(self._next - 1, self._last)]:
-            log.info("engine %s was started anew, or KV events of it are lost", self._engine.name)
-            self._forget(0)
-            batches = await self._replay(0)
-        for number, batch in batches or ():
-            if not self._take(number, batch):
-                self._lose(number)
-                self._take(number, batch)
-            await asyncio.sleep(0)  # requests do not wait for all of them
-        self._replayed = {number: hash(batch) for number, batch in batches or ()}
-        self.current = batches is not None
+        until = asyncio.get_running_loop().time() + MAX_REPLAY_S
+        more: bool | None = True
+        while more:
+            more = await self._replay(until)
+        self.current = more is not None
 
     def _lose(self, number: int) -> None:
         if number:
@@ -134,29 +159,46 @@ class Follower:
         """Know nothing of what came before a batch."""
         self.index.forget()
         self.current = False
-        self._next, self._last = number, b""
+        self._next = number
+        self._taken.clear()
 
-    async def _replay(self, first: int) -> list[tuple[int, bytes]] | None:
-        """The batches that the engine still has, from a number on; None: it does not answer."""
-        found: list[tuple[int, bytes]] = []
-        with closing(_socket(zmq.DEALER, 0)) as socket:
+    async def _replay(self, until: float) -> bool | None:
+        """Take the batches that the engine still has, from the last one that is known on.
+
+        Returns:
+            whether it is to be asked once more: it was started anew, or was faster than what it sent was
+            read, and left some out. None: it does not come to an end.
+        """
+        first, same, moved = max(0, self._next - 1), not self._next, False
+        with closing(_socket(zmq.DEALER)) as socket:
             socket.connect(self._engine.config.replay or "")
-            await socket.send_multipart((b"", first.to_bytes(8, "big")))
+            await socket.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
             while await socket.poll(int(1000 * self._timeout_s)):
                 frames = await socket.recv_multipart()
-                if len(frames) != 4:
-                    continue
-                if frames[2] == _END:
-                    return found
-                found.append((int.from_bytes(frames[2], "big"), frames[3]))
+                if len(frames) == 4 and len(frames[2]) == _NUMBER_BYTES:
+                    number, batch = int.from_bytes(frames[2], "big"), frames[3]
+                    if not same and not self._is_taken(number, batch):
+                        log.info("engine %s was started anew, or KV events of it are lost", self._engine.name)
+                        self._forget(0)
+                        return True
+                    same = True
+                    if frames[2] == _END:
+                        return False
+                    if not self._is_taken(number, batch):
+                        if number != self._next:
+                            if moved:
+                                return True
+                            self._lose(number)
+                        moved = await self._take(number, batch)
+                if asyncio.get_running_loop().time() > until:
+                    break
         return None
 
 
-def _socket(kind: int, waiting: int) -> zmq.asyncio.Socket:
-    """A socket that takes in so many messages ahead; 0: any number."""
+def _socket(kind: int) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(kind)
     socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
-    socket.set_hwm(waiting)
+    socket.set_hwm(_WAITING)
     socket.linger = 0
     return socket
 

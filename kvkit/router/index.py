@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -13,24 +14,44 @@ from xxhash import xxh3_64_intdigest
 from kvkit.format.keys import as_tokens
 
 BlockHash = int | bytes
-MAX_BLOCKS = 1 << 22
-"""Blocks that are remembered of one engine: 64 Mi tokens in blocks of 16. Of later ones it is asked."""
+MAX_INDEX_BYTES = 1 << 30
+"""Remembered of one engine: some 64 Mi tokens in blocks of 16. Of later blocks it is asked."""
+MAX_EVENT_BLOCKS = 1 << 17
+MAX_EVENT_TOKENS = 1 << 21
+"""Of one event; with more it is not understood."""
+MAX_PLACES = 16
+"""Media and tiers of vLLM's own cache, and of kvkit's tiers, that are told apart."""
+MAX_BLOCK_SIZES = 4
+_MAX_BLOCK_TOKENS = 1 << 16
+_AT_ONCE = 1024
+"""Blocks of an event that are taken in one go, of `_TOKENS_AT_ONCE` tokens at most."""
+_TOKENS_AT_ONCE = 1 << 14
 _SPARE = 1 << 12
 """Blocks that are gone, before they are forgotten: they may come back."""
-_Before = BlockHash | tuple[str | None, str]
+_SWEPT = 4 * _AT_ONCE
+_MAX_KEYS = 64
+_INT_BYTES = 48
+"""What a digest takes of memory, besides the table that it is in."""
+_Before = int | tuple[str | None, str]
 """What a block follows: another, or the adapter and cache salt of a prompt that begins with it."""
+_Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
+_texts = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=_MAX_KEYS)] | None)
 
 
 class StoredBlocks(msgspec.Struct, tag="BlockStored"):
-    """vLLM's event, as far as it is used."""
+    """vLLM's event, as far as it is used.
 
-    block_hashes: list[BlockHash]
+    Attributes:
+        extra_keys: of each block, as they came: what an engine nests there would take much memory.
+    """
+
+    block_hashes: _Hashes
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_EVENT_TOKENS)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_BLOCK_TOKENS)]
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)] | None = None
     group_idx: int | None = None
     ownership: str | None = None
 
@@ -43,7 +64,7 @@ class RemovedBlocks(msgspec.Struct, tag="BlockRemoved"):
         complete: as in `ClearedBlocks`, for who has heard all of that.
     """
 
-    block_hashes: list[BlockHash]
+    block_hashes: _Hashes
     medium: str | None = None
     group_idx: int | None = None
     ownership: str | None = None
@@ -64,8 +85,22 @@ class ClearedBlocks(msgspec.Struct, tag="AllBlocksCleared"):
 KVEvent = StoredBlocks | RemovedBlocks | ClearedBlocks
 
 
+class _Held:
+    """The blocks in vLLM's own cache, or in kvkit's tiers.
+
+    Attributes:
+        places: where each block is, a bit for each medium and tier.
+        bits: by a digest of medium and tier.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+        self.bits: dict[int, int] = {}
+
+
 class BlockIndex:
-    """Blocks by what they follow, in whatever order they are told.
+    """Blocks by what they follow, in whatever order they are told. However long names are, a block takes the
+    same memory.
 
     A tier of kvkit is told from vLLM's own cache by `ownership`.
 
@@ -80,15 +115,28 @@ class BlockIndex:
         """Know of nothing. Mutates."""
         self.complete = False
         self._hears_all = False  # since all that is held was begun to be told
-        self._blocks: dict[int, BlockHash] = {}  # by a digest of what they follow and of their tokens
-        self._places: dict[BlockHash, int] = {}  # of each block, a bit for each
-        self._bits: dict[tuple[str | None, str | None], int] = {}  # by medium and tier
+        self._blocks: dict[int, int] = {}  # by a digest of what they follow and of their tokens
+        self._leaving: dict[int, int] = {}  # of `_blocks`, those that are yet to be looked at
+        self._own, self._tiers = _Held(), _Held()
         self._sizes: set[int] = set()
-        self._adapters: set[str] = set()
+        self._adapters: set[int] = set()
         self._whole = True  # one group of layers: a block of vLLM's own is one of all layers
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory that is taken, about."""
+        named = self._blocks, self._leaving
+        tables = *named, self._own.places, self._tiers.places, self._adapters
+        digests = sum(map(len, tables)) + sum(map(len, named))
+        return sum(map(sys.getsizeof, tables)) + digests * _INT_BYTES
+
     def take(self, event: KVEvent) -> None:
-        """Note what an event says. Mutates.
+        """Note what an event says. Mutates. Raises as `steps`."""
+        for _ in self.steps(event):
+            pass
+
+    def steps(self, event: KVEvent) -> Iterator[int]:
+        """Note what an event says, in steps; yields after each how many blocks take as long. Mutates.
 
         Raises:
             ValueError: its tokens are none.
@@ -98,9 +146,9 @@ class BlockIndex:
         elif event.group_idx:
             self._whole = False
         elif isinstance(event, StoredBlocks):
-            self._add(event)
+            yield from self._add(event)
         else:
-            self._remove(event)
+            yield from self._remove(event)
 
     def tokens(self, tokens: Sequence[int], model: str | None, salt: str, *, engine_cache: bool) -> int:
         """How many of `tokens`, from the first on, are held, in whole blocks.
@@ -109,14 +157,17 @@ class BlockIndex:
             model: as requests name it; one that no event has named is the base model.
             engine_cache: whether what vLLM's own cache holds counts.
         """
-        places = sum(b for (_, tier), b in self._bits.items() if tier or (engine_cache and self._whole))
         ids, most = as_tokens(tokens), 0
+        tiers = self._tiers.places
+        own = self._own.places if engine_cache and self._whole else tiers
         for size in self._sizes:
-            before: _Before = (model if model in self._adapters else None, salt)
+            before: _Before = (model if hash(model) in self._adapters else None, salt)
             run = 0
             for piece in _pieces(ids, size):
                 block = self._blocks.get(hash((before, piece)))
-                if block is None or not self._places.get(block, 0) & places:
+                if block is None and self._leaving:
+                    block = self._leaving.get(hash((before, piece)))
+                if block is None or not (block in tiers or block in own):
                     break
                 before, run = block, run + size
             most = max(most, run)
@@ -128,42 +179,75 @@ class BlockIndex:
 
     def _clear(self, complete: bool | None) -> None:
         """Forget what is in vLLM's cache, or (`complete` is given) in the tiers."""
-        going = sum(b for (_, tier), b in self._bits.items() if bool(tier) == (complete is not None))
-        self._places = {block: left for block, places in self._places.items() if (left := places & ~going)}
-        if complete is not None:
+        if complete is None:
+            self._own = _Held()
+        else:
+            self._tiers = _Held()
             self.complete, self._hears_all = complete, True
 
-    def _add(self, event: StoredBlocks) -> None:
-        size, ids = event.block_size, as_tokens(event.token_ids)
-        blocks = event.block_hashes[: _text_blocks(event)]
-        if not blocks or len(event.block_hashes) * size != len(ids):
+    def _add(self, event: StoredBlocks) -> Iterator[int]:
+        size, count = event.block_size, _text_blocks(event)
+        if len(event.block_hashes) * size != len(event.token_ids):
             return  # with gaps
-        if len(self._blocks) + len(blocks) > MAX_BLOCKS:
-            self.complete = self._hears_all = False
-            return
-        if event.lora_name is not None:
-            self._adapters.add(event.lora_name)
-        self._sizes.add(size)
-        bit = self._bits.setdefault((event.medium, event.ownership), 1 << len(self._bits))
-        before: _Before | None = event.parent_block_hash
-        if before is None:
-            extra = event.extra_keys and event.extra_keys[0]
-            before = event.lora_name, _salt(extra, event.lora_name)
-        for block, piece in zip(blocks, _pieces(ids, size), strict=False):
-            self._blocks[hash((before, piece))] = block
-            self._places[block] = self._places.get(block, 0) | bit
-            before = block
+        before: _Before = (event.lora_name, _salt(event))
+        if event.parent_block_hash is not None:
+            before = hash(event.parent_block_hash)
+        step = max(1, min(_AT_ONCE, _TOKENS_AT_ONCE // size))
+        for first in range(0, count, step):
+            blocks = event.block_hashes[first : min(first + step, count)]
+            ids = as_tokens(event.token_ids[first * size : (first + len(blocks)) * size])
+            held = self._tiers if event.ownership else self._own
+            bit = self._bit(event, held)
+            if bit is None:
+                self.complete = self._hears_all = False
+                return
+            for name, piece in zip(map(hash, blocks), _pieces(ids, size), strict=True):
+                self._blocks[hash((before, piece))] = name
+                held.places[name] = held.places.get(name, 0) | bit
+                before = name
+            self._sweep()
+            yield max(len(blocks), len(ids) * _AT_ONCE // _TOKENS_AT_ONCE)
 
-    def _remove(self, event: RemovedBlocks) -> None:
+    def _bit(self, event: StoredBlocks, held: _Held) -> int | None:
+        """What stands for the place of an event's blocks. None: there is no room for them."""
+        place = hash((event.medium, event.ownership))
+        known = event.block_size in self._sizes or len(self._sizes) < MAX_BLOCK_SIZES
+        if not known or (place not in held.bits and len(held.bits) == MAX_PLACES):
+            return None
+        if self.size_bytes > MAX_INDEX_BYTES:
+            return None
+        self._sizes.add(event.block_size)
+        if event.lora_name is not None:
+            self._adapters.add(hash(event.lora_name))
+        return held.bits.setdefault(place, 1 << len(held.bits))
+
+    def _remove(self, event: RemovedBlocks) -> Iterator[int]:
         self._hears_all = self._hears_all or event.again
         if event.complete is not None:
             self.complete = event.complete and (self.complete or self._hears_all)
-        bit = self._bits.get((event.medium, event.ownership), 0)
-        for block in event.block_hashes:
-            if left := self._places.pop(block, 0) & ~bit:
-                self._places[block] = left
-        if len(self._blocks) > 2 * len(self._places) + _SPARE:
-            self._blocks = {key: block for key, block in self._blocks.items() if block in self._places}
+        held = self._tiers if event.ownership else self._own
+        bit = held.bits.get(hash((event.medium, event.ownership)), 0)
+        for first in range(0, len(event.block_hashes), _AT_ONCE):
+            blocks = event.block_hashes[first : first + _AT_ONCE]
+            for name in map(hash, blocks):
+                if left := held.places.pop(name, 0) & ~bit:
+                    held.places[name] = left
+            self._sweep()
+            yield len(blocks)
+
+    def _sweep(self) -> None:
+        """Forget blocks that are held nowhere once they are many, a few of them in each step."""
+        own, tiers = self._own.places, self._tiers.places
+        if not self._leaving:
+            if len(self._blocks) <= 2 * (len(own) + len(tiers)) + _SPARE:
+                return
+            self._leaving, self._blocks = self._blocks, {}
+        for _ in range(min(len(self._leaving), _SWEPT)):
+            key, name = self._leaving.popitem()
+            if name in own or name in tiers:
+                self._blocks.setdefault(key, name)
+        if not self._leaving:
+            self._leaving = {}  # without the room that it had
 
 
 def _pieces(ids: NDArray[np.int32], size: int) -> Iterator[int]:
@@ -172,15 +256,23 @@ def _pieces(ids: NDArray[np.int32], size: int) -> Iterator[int]:
         yield xxh3_64_intdigest(ids[stop - size : stop].tobytes())
 
 
-def _salt(extra: list[Any] | None, adapter: str | None) -> str:
+def _salt(event: StoredBlocks) -> str:
     """The cache salt among the extra keys of a prompt's first block."""
-    texts = [key for key in extra or () if isinstance(key, str)]
-    return "".join(texts[1:] if adapter is not None and texts[:1] == [adapter] else texts)
+    texts = _texts_of(event.extra_keys[0]) if event.extra_keys else None
+    adapter = event.lora_name is not None and texts is not None and texts[:1] == [event.lora_name]
+    return "".join((texts or [])[adapter:])
 
 
 def _text_blocks(event: StoredBlocks) -> int:
     """How many blocks come before the first that has more than tokens in it, such as an image."""
-    for i, extra in enumerate(event.extra_keys or ()):
-        if any(not isinstance(key, str) for key in extra or ()):
-            return i
-    return len(event.block_hashes)
+    keys = enumerate(event.extra_keys or ())
+    first = next((i for i, raw in keys if _texts_of(raw) is None), None)
+    return len(event.block_hashes) if first is None else min(first, len(event.block_hashes))
+
+
+def _texts_of(raw: msgspec.Raw) -> list[str] | None:
+    """The extra keys of a block; None: there is another than a text among them."""
+    try:
+        return _texts.decode(raw) or []
+    except msgspec.ValidationError:
+        return None
