@@ -24,6 +24,8 @@ MAX_KEPT_TOKENS = 16 << 20
 _NAME_TOKENS = 32
 """What the name of some tokens counts for."""
 _AT_ONCE = 16
+_OF_ONE = len(BEFORE)
+"""Questions of one request that are asked at once: others have their turns between them."""
 _BEGINNING = ("model", "tools", "add_special_tokens", "chat_template", "chat_template_kwargs")
 
 V = TypeVar("V")
@@ -68,7 +70,7 @@ class Tokenizer:
 
     Args:
         engines: who may be asked.
-        timeout_s: for each answer.
+        timeout_s: for each answer, and for all that `place` needs.
     """
 
     def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
@@ -80,6 +82,9 @@ class Tokenizer:
     async def ids(self, body: Body, headers: Headers, timeout_s: float | None = None) -> tuple[int, ...]:
         """What `/tokenize` answers.
 
+        Args:
+            timeout_s: for a place among those that ask, and for the answer.
+
         Raises:
             NoTokens: nothing that could be used.
             Refused: the request is wrong.
@@ -89,11 +94,13 @@ class Tokenizer:
             raise NoTokens("no decode engine is up")
         engine = min(up, key=lambda e: e.requests)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        async with self._places:
-            try:
+        try:
+            async with asyncio.timeout(limit_s), self._places:
                 return await engine.ask("POST", "/tokenize", body, headers, limit_s, openai.read_tokens)
-            except EngineFailed as error:
-                raise NoTokens(str(error)) from error
+        except EngineFailed as error:
+            raise NoTokens(str(error)) from error
+        except TimeoutError as error:
+            raise NoTokens(f"no answer within {limit_s:g} s") from error
 
     async def document(self, model: str | None, text: str, headers: Headers) -> TokenArray:
         """The tokens of a document that do not depend on what stands before it. Raises as `ids`."""
@@ -133,17 +140,14 @@ class Tokenizer:
         blend = asked.blend
         if not isinstance(blend, Mapping) or not (marked.texts or marked.behind is not None):
             return asked, None
-        model, texts, behind = asked.model, marked.texts, marked.behind
-        before: Sequence[int] = ()
-        known: Sequence[TokenArray] = [tokens_of(())] * len(texts)
         try:
-            ids = await self.ids(openai.tokenize_body(asked), headers)
-            documents = await asyncio.gather(*(self.document(model, t, headers) for t in texts))
-            if behind is not None:
-                before = await self.prefix(asked.body, behind, headers)
-                known = await asyncio.gather(*(self.joint(asked.body, behind, t, headers) for t in texts))
+            async with asyncio.timeout(self._timeout_s):
+                ids, documents, before, known = await self._tokens_of(asked, marked, headers)
         except (NoTokens, Refused) as error:
             log.warning("not blended: /tokenize: %s", error)
+            return replace(asked, blend=None), None
+        except TimeoutError:
+            log.warning("not blended: /tokenize: not all answers within %g s", self._timeout_s)
             return replace(asked, blend=None), None
         begins = ids[: len(before)] == tuple(before)
         first = len(before) if begins else 0
@@ -156,6 +160,21 @@ class Tokenizer:
         if begins and any(spans.values()):
             told["joints"] = list(spans.values())
         return replace(asked, blend={**blend, **told, "prefix": first}), ids
+
+    async def _tokens_of(
+        self, asked: Asked, marked: Marked, headers: Headers
+    ) -> tuple[tuple[int, ...], list[TokenArray], TokenArray, list[TokenArray]]:
+        """The tokens of a prompt, of its documents, of what these stand behind, and of their joints there."""
+        model, texts, behind = asked.model, marked.texts, marked.behind
+        before, joints = tokens_of(()), [tokens_of(())] * len(texts)
+        ids = await self.ids(openai.tokenize_body(asked), headers)
+        documents = [await self.document(model, text, headers) for text in texts]
+        if behind is not None:
+            before, joints = await self.prefix(asked.body, behind, headers), []
+            for first in range(0, len(texts), _OF_ONE):
+                some = (self.joint(asked.body, behind, t, headers) for t in texts[first : first + _OF_ONE])
+                joints += await asyncio.gather(*some)
+        return ids, documents, before, joints
 
     async def _shared(
         self,
