@@ -12,6 +12,8 @@ from kvkit.settings import ConfigError, explain
 from kvkit.tiers.eviction.policies import HIGHEST, NORMAL
 
 FIELD = "kv_cache"
+_MAX_TOKENS = 2**53 - 1
+"""The largest integer that every reader of JSON understands; vLLM's encoder takes none of over 64 bits."""
 
 
 class RequestLimits(BaseModel):
@@ -39,7 +41,7 @@ class _Said(BaseModel):
     store: bool = True
     store_to: list[str] | None = None
     load_from: list[str] | None = None
-    max_load_tokens: int | None = Field(default=None, ge=0)
+    max_load_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     keep_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     priority: int = Field(default=NORMAL, ge=0, le=HIGHEST)
 
