@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from kvkit.router.engines import Engine, LookupQuery
 from kvkit.router.first_use import MAX_WAITING, FirstUse
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Asked
+from kvkit.router.spans import tokens_of
 from kvkit.router.tokens import Headers, Tokenizer
 from kvkit.tiers.testing.contract import DEADLINE_S
 
@@ -302,7 +304,7 @@ def test_a_document_is_computed_ahead(start: Start, tmp_path: Path) -> None:
     prefix = [{"role": "system", "content": "be brief"}]
     posted = {"text": FIRST, "prefix": prefix, "model": "toy", "cache_salt": "mine"}
     before = render([*prefix, {"role": "user", "content": ""}], generate=False)[:-1]
-    with Routed(**engines.settings(d0=cache), blend=BLEND) as router:
+    with Routed(**engines.settings(d0=cache), blend=BLEND, requests={"max_keep_s": 60}) as router:
         status, answer = ask(router.url, DOCUMENTS, posted | {"seconds": 60})
         (d,) = engines["d0"].seen()
         assert d["body"] == {
@@ -348,7 +350,7 @@ def test_a_document_is_computed_ahead(start: Start, tmp_path: Path) -> None:
         ({"tokens": [1] * 15}, 400, "15 tokens"),
         ({"tokens": [-1] * 20}, 400, "tokens.0 = -1: "),
         ({"tokens": [2**31] * 20}, 400, "tokens.0 = 2147483648: "),
-        ({"text": FIRST, "seconds": 60}, 400, "seconds: no engine of this router has a cache"),
+        ({"text": FIRST, "seconds": 60}, 400, r"seconds: this router pins nothing; .* no table \[requests\]"),
         ({"text": FIRST, "txt": 1}, 400, "txt: unknown"),
     ],
     ids=str,
@@ -359,6 +361,42 @@ def test_what_is_no_document(start: Start, body: Any, status: int, words: str) -
         found, answer = ask(router.url, DOCUMENTS, body)
     assert (found, engines.served()) == (status, [])
     assert re.search(words, answer["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({}, "seconds = 86400: want at most requests.max_keep_s = 0"),
+        ({"max_keep_s": 3600}, "seconds = 86400: want at most requests.max_keep_s = 3600"),
+        ({"max_keep_s": 86400}, "seconds: no engine of this router has a cache"),
+    ],
+)
+def test_nobody_pins_for_longer_than_requests_may_keep(start: Start, limits: Body, words: str) -> None:
+    engines = start(prefill=0)
+    with Routed(**engines.settings(), blend=BLEND, requests=limits) as router:
+        status, answer = ask(router.url, DOCUMENTS, {"text": FIRST, "seconds": 86400})
+    assert (status, engines.served()) == (400, [])
+    assert words in answer["error"]["message"]
+
+
+def test_documents_that_are_kept_take_no_more_than_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short they are, and however long their salts."""
+    limit_bytes = 4 << 20
+    monkeypatch.setattr("kvkit.router.documents.MAX_KEPT_BYTES", limit_bytes)
+
+    async def keep(salt: str, count: int) -> None:
+        documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0, None)
+        for number in range(count):
+            tokens = tokens_of([number] * 16)
+            await documents.keep(PostedDocument(None, f"{number}{salt}", tokens_of(()), tokens, None), None)
+
+    for salt, count in (("", 20_000), ("s" * 10_000, 1000)):
+        tracemalloc.start()
+        try:
+            asyncio.run(keep(salt, count))
+            assert tracemalloc.get_traced_memory()[1] < limit_bytes + (1 << 20)
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_document_that_an_engine_refuses_is_not_kept(start: Start) -> None:
@@ -376,7 +414,7 @@ def test_kvkits_endpoint_waits_and_pins(start: Start, tmp_path: Path) -> None:
     (tmp_path / "token").chmod(0o600)
     with Server(cache, token=TOKEN, port=0) as server:
         settings = engines.settings(d0={"cache": server.url, "token_file": str(tmp_path / "token")})
-        with Routed(**settings, blend=BLEND) as router:
+        with Routed(**settings, blend=BLEND, requests={"max_keep_s": 60}) as router:
             body = {"tokens": [5] * 20, "prefix_tokens": [6] * 3, "seconds": 60, "model": "adapter"}
             _, answer = ask(router.url, DOCUMENTS, body)
     assert (answer["held"], answer["pinned"]) == (5, 5)
@@ -429,7 +467,7 @@ def test_first_uses_are_few_at_a_time_and_may_fail() -> None:
             if document.tokens[0] == 3:
                 raise OSError("no engine")
 
-        documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0)
+        documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0, None)
         uses = FirstUse(compute, documents, metrics)
         for n in (2**31, *range(1, MAX_WAITING + 3)):
             spans = {"documents": [[10, 30], [30, 50], [50, 51]], "prefix": 5}

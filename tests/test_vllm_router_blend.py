@@ -69,7 +69,8 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     (folder / "engine").mkdir()
     with Served(folder / "engine", transfer, save_with_tokenizer(folder / "model")) as engine:
         decode = {"url": engine.url, "cache": f"http://127.0.0.1:{port}", "token_file": str(token)}
-        settings = {"decode": {"d": decode}, "blend": {"marks": ["[[", "]]"]}}
+        blend = {"marks": ["[[", "]]"]}
+        settings = {"decode": {"d": decode}, "blend": blend, "requests": {"max_keep_s": 60}}
         with Routed(**settings) as router:
             yield Front(router.url, client_of(router), settings)
 

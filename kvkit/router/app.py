@@ -105,7 +105,7 @@ class Router:
                 lookup = FollowingLookup(followers, caches)
             self._tokenizer = Tokenizer(decodes, config.prefill_timeout_s)
             limit_s = config.lookup_timeout_s
-            self._documents = Documents(self._tokenizer, decodes, lookup, caches, limit_s)
+            self._documents = Documents(self._tokenizer, decodes, lookup, caches, limit_s, config.requests)
             self._dispatcher = Dispatcher(config, engines, self._tokenizer, self._metrics, lookup)
             for doubt in config.doubts:
                 log.warning(doubt)

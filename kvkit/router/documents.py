@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvkit.moving.requests import RequestLimits
 from kvkit.router.engines import CacheLookup, Engine, Lookup, LookupQuery, ask_each
 from kvkit.router.openai import Asked, BadRequest, Body, read_body, shown
 from kvkit.router.spans import LEAST_TOKENS, TokenArray, tokens_of
 from kvkit.router.tokens import Headers, Recent, Tokenizer
 from kvkit.settings import explain
 
-MAX_KEPT = 64 << 20
-"""So many tokens and characters of documents are kept."""
+MAX_KEPT_BYTES = 256 << 20
+"""So much memory documents take that are kept: 64 Mi tokens of long ones."""
 STORED_S = 5.0
 """So long engines have to store what was just computed."""
 _PostedToken = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -70,9 +72,10 @@ class PostedDocument:
         return "doc-" + hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
 
     @property
-    def size(self) -> int:
-        """Tokens and characters that are kept of it."""
-        return len(self.prefix) + len(self.tokens) + len(self.text or "")
+    def size_bytes(self) -> int:
+        """Memory that is taken to keep it."""
+        parts = self.model, self.salt, self.prefix, self.tokens, self.text
+        return sys.getsizeof(self) + sum(map(sys.getsizeof, parts))
 
     def query(self, wait_s: float = 0.0) -> LookupQuery:
         """What engines are asked about."""
@@ -93,6 +96,7 @@ class Documents:
         lookup: asks an engine what it holds; None: it is not known.
         pins: has an engine's tiers hold on to them; None: no engine has kvkit's endpoint.
         timeout_s: for the engines to answer either.
+        limits: of what requests may want of the engines' caches; None: nothing.
     """
 
     def __init__(
@@ -102,13 +106,15 @@ class Documents:
         lookup: Lookup | None,
         pins: CacheLookup | None,
         timeout_s: float,
+        limits: RequestLimits | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._limits = limits
         self._engines = engines
         self._lookup = lookup
         self._pins = pins
         self._timeout_s = timeout_s
-        self._known = Recent[PostedDocument](MAX_KEPT, lambda document: document.size)
+        self._known = Recent[PostedDocument](MAX_KEPT_BYTES, lambda document: document.size_bytes)
 
     async def read(self, raw: bytes, headers: Headers) -> tuple[PostedDocument, float | None]:
         """The document that a client posts, and for how many seconds it is to be pinned.
@@ -125,8 +131,8 @@ class Documents:
             raise BadRequest("want one of text and tokens")
         if body.prefix is not None and body.prefix_tokens:
             raise BadRequest("want one of prefix and prefix_tokens")
-        if body.seconds is not None and self._pins is None:
-            raise BadRequest("seconds: no engine of this router has a cache that could be asked to hold on")
+        if body.seconds is not None:
+            self._check_pin(body.seconds)
         if body.text is not None:
             tokens = await self._tokenizer.document(body.model, body.text, headers)
         else:
@@ -142,6 +148,16 @@ class Documents:
             if body.text is not None:
                 before = before + await self._tokenizer.joint(fields, body.prefix, body.text, headers)
         return PostedDocument(body.model, body.cache_salt, before, tokens, body.text), body.seconds
+
+    def _check_pin(self, seconds: float) -> None:
+        """Refuse to pin for so long, if that is not allowed, or cannot be done."""
+        if self._limits is None:
+            raise BadRequest("seconds: this router pins nothing; its settings have no table [requests]")
+        if seconds > self._limits.max_keep_s:
+            most = self._limits.max_keep_s
+            raise BadRequest(f"seconds = {seconds:g}: want at most requests.max_keep_s = {most:g}")
+        if self._pins is None:
+            raise BadRequest("seconds: no engine of this router has a cache that could be asked to hold on")
 
     def text_of(self, name: str, asked: Asked) -> str | None:
         """The text of a document for a request of the same model and salt; None: there is none."""

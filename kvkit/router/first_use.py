@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """So many answered prompts wait at most; of others the documents are left out, until they come again."""
-_MAX_KNOWN = 1 << 16
+_MAX_KNOWN_BYTES = 32 << 20
 
 
 class FirstUse:
@@ -44,7 +45,9 @@ class FirstUse:
         self._outcomes = metrics.first_uses
         self._waiting = asyncio.Queue[tuple[Asked, Sequence[int], Headers]](MAX_WAITING)
         self._under_way = set[str]()
-        self._known = Recent[int](_MAX_KNOWN, lambda _: 1)  # tokens that were held once it was computed
+        self._known = Recent[int](
+            _MAX_KNOWN_BYTES, sys.getsizeof
+        )  # tokens that were held once it was computed
 
     def offer(self, asked: Asked, ids: Sequence[int] | None, headers: Headers) -> None:
         """Note an answered prompt. `ids`: its tokens, unless it was made of these. Does not wait."""

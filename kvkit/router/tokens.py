@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +20,10 @@ from kvkit.router.spans import BEFORE, TokenArray, common_end, common_start, fin
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT_TOKENS = 16 << 20
-"""So many tokens of documents and of what they stand behind are kept."""
-_NAME_TOKENS = 32
-"""What the name of some tokens counts for."""
+MAX_KEPT_BYTES = 64 << 20
+"""So much memory the tokens of documents, and of what they stand behind, take."""
+ENTRY_BYTES = 512
+"""What a value takes that is kept, besides itself: its name, and its place in a table."""
 _AT_ONCE = 16
 _OF_ONE = len(BEFORE)
 """Questions of one request that are asked at once: others have their turns between them."""
@@ -34,10 +35,15 @@ Headers = Mapping[str, str]
 
 
 class Recent(Generic[V]):
-    """What was used last, by name, as much of it as `most` says; `size` is that of one value."""
+    """What was used last, by name.
 
-    def __init__(self, most: int, size: Callable[[V], int]) -> None:
-        self._most = most
+    Args:
+        most_bytes: of memory, for all of it, names and table included.
+        size: of one value, in bytes.
+    """
+
+    def __init__(self, most_bytes: int, size: Callable[[V], int]) -> None:
+        self._most_bytes = most_bytes
         self._size = size
         self._kept: OrderedDict[str, V] = OrderedDict()
         self._held = 0
@@ -50,14 +56,14 @@ class Recent(Generic[V]):
     def put(self, name: str, value: V) -> None:
         self.pop(name)
         self._kept[name] = value
-        self._held += self._size(value)
-        while self._held > self._most:
+        self._held += self._size(value) + ENTRY_BYTES
+        while self._held > self._most_bytes:
             self.pop(next(iter(self._kept)))
 
     def pop(self, name: str) -> V | None:
         value = self._kept.pop(name, None)
         if value is not None:
-            self._held -= self._size(value)
+            self._held -= self._size(value) + ENTRY_BYTES
         return value
 
 
@@ -76,7 +82,7 @@ class Tokenizer:
     def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
         self._engines = engines
         self._timeout_s = timeout_s
-        self._known = Recent[TokenArray](MAX_KEPT_TOKENS, lambda ids: len(ids) + _NAME_TOKENS)
+        self._known = Recent[TokenArray](MAX_KEPT_BYTES, sys.getsizeof)
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def ids(self, body: Body, headers: Headers, timeout_s: float | None = None) -> tuple[int, ...]:
