@@ -16,11 +16,12 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import pytest
-from aiohttp import web
 from openai_engine import OpenAIEngine, render, text_after
 from servers import Process, free_ports
 
+from kvkit.observe.access import listen
 from kvkit.router.app import Router
+from kvkit.router.connections import BoundedSite
 from kvkit.router.engines import Lookup
 from kvkit.router.settings import read_router_config
 from kvkit.tiers.testing.contract import DEADLINE_S
@@ -31,7 +32,8 @@ Body = dict[str, Any]
 class Routed:
     """The server of a router; a context manager. `settings` are the router's."""
 
-    def __init__(self, lookup: Lookup | None = None, **settings: Any) -> None:
+    def __init__(self, lookup: Lookup | None = None, connections: int = 1000, **settings: Any) -> None:
+        self._connections = connections
         quick = {"health_interval_s": 0.1, "health_timeout_s": DEADLINE_S, "lookup_timeout_s": DEADLINE_S}
         self._config = read_router_config(**(quick | settings))
         self._lookup = lookup
@@ -51,13 +53,11 @@ class Routed:
 
     async def _run(self) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        app = Router(self._config, self._lookup).app()
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        router = Router(self._config, self._lookup)
+        runner = router.runner(0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{port}"
+        listening, self.url = listen("127.0.0.1", 0)
+        await BoundedSite(runner, listening, router.busy, self._connections).start()
         self._started.set()
         await self._closing.wait()
         await runner.cleanup()

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -26,6 +28,7 @@ from kvkit.environment import is_loopback
 from kvkit.observe.access import listen
 from kvkit.router import openai
 from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft, Nobody
+from kvkit.router.connections import IDLE_S, BoundedSite, BusyConnections, raise_limit
 from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
 from kvkit.router.documents import Documents, PostedDocument
 from kvkit.router.engines import PLAIN, CacheLookup, EngineFailed, Lookup, Refused, engines_of
@@ -49,20 +52,34 @@ _Answering = Callable[[Client, dict[str, str], bytes], Awaitable[web.StreamRespo
 
 
 class Router:
-    """The server: `app` makes it. One event loop.
+    """The server: `runner` runs it. One event loop.
 
     Args:
         lookup: asks an engine what it holds; default: kvkit's HTTP endpoint, where the engine has one.
+
+    Attributes:
+        busy: the connections that have a request under way.
     """
 
     def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
         self._config = config
         self._lookup = lookup
         self._first_uses = 0 if config.blend is None else config.blend.first_use
+        self.busy = BusyConnections()
+
+    def runner(self, close_s: float) -> web.AppRunner:
+        """What runs the application; requests under way have `close_s` seconds at its end."""
+        return web.AppRunner(
+            self.app(),
+            handler_cancellation=True,  # or clients that leave are not noticed
+            shutdown_timeout=close_s,
+            keepalive_timeout=IDLE_S,
+            access_log=None,
+        )
 
     def app(self) -> web.Application:
-        """The application. Run it with `handler_cancellation`, or clients that leave are not noticed."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        """The application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.busy.middleware])
         app.cleanup_ctx.append(self._engines_open)
         for kind, path in openai.PATHS.items():
             app.router.add_post(path, partial(self._serve, kind))
@@ -241,15 +258,23 @@ def serve(config: RouterConfig) -> None:
         raise ConfigError(f"host = {config.host!r}, port = {config.port}: {error}") from error
     if not is_loopback(config.host):
         log.warning("host = %r: other hosts can reach it; it checks no keys itself", config.host)
-    log.info("listening on %s", url)
-    web.run_app(
-        Router(config).app(),
-        sock=listening,
-        handler_cancellation=True,
-        shutdown_timeout=_CLOSE_S,
-        access_log=None,
-        print=None,
-    )
+    most = raise_limit()
+    log.info("listening on %s, for %d connections", url, most)
+    asyncio.run(_run(Router(config), listening, most))
+
+
+async def _run(router: Router, listening: socket.socket, most: int) -> None:
+    """Serve on a socket until SIGINT or SIGTERM."""
+    ending, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.set)
+    runner = router.runner(_CLOSE_S)
+    await runner.setup()
+    try:
+        await BoundedSite(runner, listening, router.busy, most).start()
+        await ending.wait()
+    finally:
+        await runner.cleanup()
 
 
 def _headers(request: web.Request) -> dict[str, str]:
