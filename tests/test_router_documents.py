@@ -491,3 +491,29 @@ def test_first_uses_are_few_at_a_time_and_may_fail() -> None:
     assert [document.tokens[0] for document in began].count(1000) == 1
     assert (count("failed"), count("computed")) == (1, MAX_WAITING - 1)
     assert count("left_out") == 3 * 3
+
+
+def test_prompts_that_wait_for_first_use_have_a_limit_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvkit.router.first_use.MAX_WAITING_TOKENS", 100)
+    began: list[int] = []
+
+    async def compute(document: PostedDocument, headers: Headers) -> None:
+        began.append(document.tokens[0])
+
+    async def run() -> None:
+        documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0, None)
+        uses = FirstUse(compute, documents, RouterMetrics([]))
+        task = asyncio.create_task(uses.run())
+        span = {"documents": [[10, 40]], "prefix": 5}
+        for first in (1, 11):
+            for n in range(first, first + 4):
+                uses.offer(Asked("completions", {"prompt": [7] * 10 + [n] * 30}, blend=span), None, {})
+            while len(began) < (2 if first == 1 else 4):
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert began == [1, 2, 11, 12]

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """So many answered prompts wait at most; of others the documents are left out, until they come again."""
+MAX_WAITING_TOKENS = 16 << 20
+"""Of all prompts that wait."""
 _MAX_KNOWN_BYTES = 32 << 20
 
 
@@ -44,6 +46,7 @@ class FirstUse:
         self._documents = documents
         self._outcomes = metrics.first_uses
         self._waiting = asyncio.Queue[tuple[Asked, Sequence[int], Headers]](MAX_WAITING)
+        self._waiting_tokens = 0
         self._under_way = set[str]()
         self._known = Recent[int](
             _MAX_KNOWN_BYTES, sys.getsizeof
@@ -52,17 +55,20 @@ class FirstUse:
     def offer(self, asked: Asked, ids: Sequence[int] | None, headers: Headers) -> None:
         """Note an answered prompt. `ids`: its tokens, unless it was made of these. Does not wait."""
         ids = asked.prompt_ids if ids is None else ids
-        if asked.blends and ids is not None:
-            kept = {name: asked.body[name] for name in ("model", "cache_salt") if name in asked.body}
-            try:
-                self._waiting.put_nowait((replace(asked, body=kept), ids, headers))
-            except asyncio.QueueFull:
-                self._outcomes.labels("left_out").inc(len(list(openai.documents_of(asked, ids))))
+        if not asked.blends or ids is None:
+            return
+        if self._waiting.full() or self._waiting_tokens + len(ids) > MAX_WAITING_TOKENS:
+            self._outcomes.labels("left_out").inc(len(list(openai.documents_of(asked, ids))))
+            return
+        kept = {name: asked.body[name] for name in ("model", "cache_salt") if name in asked.body}
+        self._waiting_tokens += len(ids)
+        self._waiting.put_nowait((replace(asked, body=kept), ids, headers))
 
     async def run(self) -> None:
         """Compute one document after the other, for ever."""
         while True:
             asked, ids, headers = await self._waiting.get()
+            self._waiting_tokens -= len(ids)
             try:
                 for document in _carried(asked, ids):
                     await self._use(document, headers)
