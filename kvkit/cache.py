@@ -14,6 +14,7 @@ where, `record` what is to be trusted.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from kvkit.format.narrowed import check_narrows
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.streams import CudaEvents, marks
+from kvkit.moving.closing import close
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore, Lend
 from kvkit.moving.load import Load, prefetch, read_chunk
@@ -87,7 +89,7 @@ class CacheServer(Protocol):
     @property
     def url(self) -> str: ...
 
-    def close(self) -> object: ...
+    def close(self, timeout_s: float) -> object: ...
 
 
 class Cache:
@@ -103,6 +105,7 @@ class Cache:
         staging: slots of at least one record each. The cache closes it.
         policy: what goes where; None: `Policy.default`.
         timeout_s: the longest that any single wait may take, in seconds.
+        shutdown_timeout_s: the longest that `close` may take, in seconds.
         space_of: of an engine whose namespace changes, or that has adapters; None: only `namespace` is known.
 
     Attributes:
@@ -122,6 +125,7 @@ class Cache:
         staging: Staging,
         policy: Policy | None = None,
         timeout_s: float = 30.0,
+        shutdown_timeout_s: float = 30.0,
         space_of: SpaceOf | None = None,
     ) -> None:
         self.layout = layout
@@ -138,7 +142,7 @@ class Cache:
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
-        self.timeout_s = timeout_s
+        self.timeout_s, self.shutdown_timeout_s = timeout_s, shutdown_timeout_s
         self.space_of: SpaceOf = space_of or partial(_only_space, namespace)
         self.server: CacheServer | None = None
         self._opener = Opener("this cache")
@@ -525,27 +529,23 @@ class Cache:
         self._opener.check()
         self.staging.check_integrity()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Close the server, finish what was started, then close tiers and staging.
 
-        Moves and puts that miss the deadline are logged, and not waited for.
+        All of it takes `timeout_s` seconds at most (default: the cache's `shutdown_timeout_s`). What is not
+        saved by then is logged.
         """
         if self._closed or not self._opener.is_here:
             return
         self._closed = True
+        until = time.monotonic() + (self.shutdown_timeout_s if timeout_s is None else timeout_s)
         if self.server is not None:
-            self.server.close()
+            self.server.close(until - time.monotonic())
         background = (self._looking, self._prefetching, self._loading, self._storing)
-        for workers in (*background, *self._reading.values()):
-            if not workers.close(self.timeout_s):
-                log.warning("close: a load or a store is still under way after %s s", self.timeout_s)
         try:
-            self.flush()
-        except CacheTimeout as error:
-            log.warning("close: %s", error)
-        self._puts.close()
-        self._tier_set.close()
-        self.staging.close()
+            close(self._puts, (*background, *self._reading.values()), until - time.monotonic())
+        finally:
+            self.staging.close()
 
     def __enter__(self) -> Cache:
         return self

@@ -106,6 +106,12 @@ class Config(BaseSettings):
         ByteSize(512 << 20), description="bytes of slots that records pass through", gt=0
     )
     timeout_s: float = Field(30.0, description="longest single wait, in seconds", gt=0, le=3600)
+    shutdown_timeout_s: float = Field(
+        30.0,
+        description="how long closing may take in all, in seconds; what is not saved by then is lost",
+        gt=0,
+        le=3600,
+    )
     precision: Precision | None = Field(
         None, description="of KV in records and on its way to them; none: as the engine computes it"
     )
@@ -252,6 +258,7 @@ def open_cache(
                 staging=staging,
                 policy=config.resolved_policy(),
                 timeout_s=config.timeout_s,
+                shutdown_timeout_s=config.shutdown_timeout_s,
                 space_of=space_of,
             )
         except ConfigError:

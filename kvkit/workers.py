@@ -55,11 +55,12 @@ class Workers:
 
     Attributes:
         count: threads, at most.
+        name: of each of them, with a number.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
-        self._name = name
+        self.name = name
         self._opener = Opener(f"the pool of threads {name!r}")
         self._urgent: deque[Callable[[], None]] = deque()
         self._jobs: deque[Callable[[], None]] = deque()
@@ -107,7 +108,7 @@ class Workers:
     def _grow(self, missing: int) -> None:
         """Start up to `missing` more threads. With one or more running, less will do."""
         for _ in range(min(missing, self.count - len(self._threads))):
-            name = f"{self._name}-{len(self._threads)}"
+            name = f"{self.name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()

@@ -138,8 +138,8 @@ def no_slot_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     closed: list[Staging] = []
     close = Cache.close
 
-    def close_and_note(cache: Cache) -> None:
-        close(cache)
+    def close_and_note(cache: Cache, timeout_s: float | None = None) -> None:
+        close(cache, timeout_s)
         closed.append(cache.staging)
 
     monkeypatch.setattr(Cache, "close", close_and_note)

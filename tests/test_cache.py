@@ -54,7 +54,15 @@ def open_cache(
     if folder is not None:
         tiers.append(ObjectTier(f"file://{folder}"))
     tiers.extend(extra)
-    return Cache(layout, engine.namespace, tiers, staging=staging, policy=policy, timeout_s=timeout_s)
+    return Cache(
+        layout,
+        engine.namespace,
+        tiers,
+        staging=staging,
+        policy=policy,
+        timeout_s=timeout_s,
+        shutdown_timeout_s=timeout_s,
+    )
 
 
 def make_engine(groups: int = 1, **fields: object) -> Engine:

@@ -25,6 +25,7 @@ chunk_tokens = 128
 hash = "sha256"
 staging = "64MiB"
 timeout_s = 2.5
+shutdown_timeout_s = 12
 precision = "fp8"
 unchecked_precision = true
 
@@ -110,6 +111,7 @@ def test_defaults() -> None:
         "hash": "xxh3_128",
         "staging": 512 * 2**20,
         "timeout_s": 30.0,
+        "shutdown_timeout_s": 30.0,
         "precision": None,
         "unchecked_precision": False,
         "tiers": {},
@@ -145,6 +147,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
         "hash": "sha256",
         "staging": 64 * 2**20,
         "timeout_s": 2.5,
+        "shutdown_timeout_s": 12.0,
         "precision": "fp8",
         "unchecked_precision": True,
         "tiers": {
@@ -219,6 +222,7 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_HASH": "sha256",
         "KVKIT_STAGING": "64MiB",
         "KVKIT_TIMEOUT_S": "2.5",
+        "KVKIT_SHUTDOWN_TIMEOUT_S": "12",
         "KVKIT_PRECISION": "fp8",
         "KVKIT_UNCHECKED_PRECISION": "true",
         "KVKIT_TIERS__MEMORY__CAPACITY": "32MiB",
@@ -385,6 +389,7 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
         chunk_tokens=8,
         staging="64KiB",
         timeout_s=3,
+        shutdown_timeout_s=4,
         tiers={
             "memory": {"capacity": "32KiB"},
             "disk": {"url": f"file://{tmp_path}", "capacity": "1MiB", "codec": "zstd", "threads": 2},
@@ -399,7 +404,7 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
     with open_cache(config, layout, namespace) as cache:
         assert cache.layout == layout
         assert cache.namespace == namespace
-        assert cache.timeout_s == 3
+        assert (cache.timeout_s, cache.shutdown_timeout_s) == (3, 4)
         assert cache.policy == Policy(("memory", "bucket"), ("disk", "bucket"), ("memory",))
         assert {name: type(tier) for name, tier in cache.tiers.items()} == {
             "memory": MemoryTier,

@@ -184,5 +184,5 @@ def result_of(transfer: Future[T]) -> T | None:
     except CancelledError:
         return None
     except Exception as error:
-        log.warning("a lookup, a load or a save failed: %s", error or type(error).__name__)
+        log.warning("a lookup, a load or a save failed: %s", str(error) or type(error).__name__)
         return None

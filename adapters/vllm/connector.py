@@ -30,7 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvkit.adapters.engine.question import LookupAnswer, Lora, Question, Sequence
-from kvkit.adapters.vllm import compat, pages, states
+from kvkit.adapters.vllm import compat, pages, shutdown, states
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.blending import requests
 from kvkit.adapters.vllm.blending.order import PageOrder
@@ -132,6 +132,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             selection = Selection(blend.methods[0], blend.ratio, coverage=blend.coverage)
             check_model(vllm_config, selection, "blend.unchecked = true")
         self._config.check_model(partial(check_precision, vllm_config))
+        shutdown.tell(self._config, vllm_config)
         if not stores:
             log.info("records hold the heads of several ranks: each reads its part, and nothing is stored")
         if vllm_config.model_config.multimodal_config is not None:
@@ -202,7 +203,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         layers = pages.stage_layers(self._specs, stages, size)
         parallel = self._vllm_config.parallel_config
         others = parallel.data_parallel_index * parallel.world_size
-        config = self._config.model_copy(update={"server": self._config.server.of_rank(others)})
+        limit_s = shutdown.limit_s(self._config, self._vllm_config)
+        update = {"server": self._config.server.of_rank(others), "shutdown_timeout_s": limit_s}
+        config = self._config.model_copy(update=update)
         precision = self._config.precision
         orders = self._orders(kv_caches) if opaque and precision is not None else None
         layout, groups = pages.group_pages(

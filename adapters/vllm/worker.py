@@ -403,15 +403,16 @@ class Worker:
         return report if report != WorkerReport() else None
 
     def close(self) -> None:
-        """Finish what was started, but for prefetches, and close the cache."""
+        """Finish what was started, but for prefetches, and close the cache: in its `shutdown_timeout_s`."""
+        until = time.monotonic() + self.cache.shutdown_timeout_s
         self._prefetches.end_all()
         if self._listing is not None:
             self._listing.close()
         if self._loras is not None:
             self._loras.close()
         if self._prompts is not None:
-            self._prompts.close()
-        self.cache.close()
+            self._prompts.close(self.cache.shutdown_timeout_s)
+        self.cache.close(max(0.0, until - time.monotonic()))
 
     def _receive(self) -> bool:
         """Look up what was sent for requests, and came or will not; whether there was any."""

@@ -362,9 +362,9 @@ class Prompts:
                     store.release_pages()
                 self._cancel(prompt)
 
-    def close(self) -> None:
-        """End the thread that packs, when it has done what it was given."""
-        self._packers.close()
+    def close(self, timeout_s: float) -> None:
+        """End the thread that packs, when it has done what it was given; wait no longer than `timeout_s`."""
+        self._packers.close(timeout_s)
 
     def _open(self, prompt: _Prompt) -> None:
         """Ask the receiver's ranks for room for what they need, once it is known. From any thread.

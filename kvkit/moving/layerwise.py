@@ -349,7 +349,7 @@ class LayerLoad:
             except Exception as error:
                 self._count = chunk
                 name = self._chunks.names[chunk * self._chunks.groups + layer.group]
-                log.warning("layer %d of %s: %s", layer.number, name, error or type(error).__name__)
+                log.warning("layer %d of %s: %s", layer.number, name, str(error) or type(error).__name__)
                 self._tier_set.ended(self._tiers[chunk], name, error)
                 break
         for tier in set(self._tiers[: self._count]):

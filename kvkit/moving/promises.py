@@ -16,11 +16,24 @@ class Promises:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
+        self._open: set[Promise] = set()
 
-    def begin(self, names: Iterable[str]) -> None:
+    def begin(self, promise: Promise, names: Iterable[str]) -> None:
         """One maker more for each."""
         with self._changed:
             self._makers.update(names)
+            self._open.add(promise)
+
+    def closed(self, promise: Promise) -> None:
+        """The store of a promise has begun all that it will."""
+        with self._changed:
+            self._open.discard(promise)
+
+    def uncopied(self) -> int:
+        """Count the records of stores that no tier was given yet."""
+        with self._changed:
+            promises = list(self._open)
+        return sum(promise.unattempted for promise in promises)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are promised."""
@@ -76,7 +89,13 @@ class Promise:
         self._on_stored = on_stored
         self._on_done = on_done
         self._lock = threading.Lock()
-        promises.begin(names)
+        promises.begin(self, names)
+
+    @property
+    def unattempted(self) -> int:
+        """Records that only the store itself is to make."""
+        with self._lock:
+            return sum(attempts == 1 for attempts in self._attempts.values())
 
     def attempt(self, names: Iterable[str]) -> None:
         """A tier is about to be given these: each attempt will be `ended` once."""
@@ -99,6 +118,7 @@ class Promise:
 
     def close(self) -> None:
         """No more attempts will begin. To be called once."""
+        self._promises.closed(self)
         self._end(self._names, kept=False)
 
     def _end(self, names: Collection[str], *, kept: bool) -> None:

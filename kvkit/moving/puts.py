@@ -66,6 +66,35 @@ class Put:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """Records that tiers do not have yet, by tier, and their bytes; false if there are none.
+
+    Attributes:
+        uncopied: records of stores that no tier was given.
+    """
+
+    records: Counter[str]
+    sizes: Counter[str]
+    uncopied: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.uncopied or self.records.total())
+
+    def __add__(self, other: Unsaved) -> Unsaved:
+        sizes, uncopied = self.sizes + other.sizes, self.uncopied + other.uncopied
+        return Unsaved(self.records + other.records, sizes, uncopied)
+
+    def __str__(self) -> str:
+        told = [
+            f"{count} records ({self.sizes[tier] / 2**20:.1f} MiB) for tier {tier!r}"
+            for tier, count in self.records.items()
+        ]
+        if self.uncopied:
+            told.append(f"{self.uncopied} records of stores that are not copied yet")
+        return ", ".join(told)
+
+
 class PutQueue:
     """The puts of one tier, of which `limit` are under way at a time. Thread-safe.
 
@@ -287,13 +316,26 @@ class Puts:
                 return planning.clip(plan, stop)
         return planning.clip(plan, 0)
 
-    def close(self) -> None:
-        """Give up the puts that wait."""
+    def left(self) -> Unsaved:
+        """What is still to be saved: records that tiers were given, and those of stores that no tier was."""
+        records, sizes = Counter[str](), Counter[str]()
+        for start, count in self.outstanding.starts().items():
+            if isinstance(start, Batch):
+                records[start.tier] += count
+                sizes[start.tier] += count * sum(f.record_bytes for f in start.formats) // len(start.formats)
+        return Unsaved(records, sizes, self.promises.uncopied())
+
+    def close(self) -> Unsaved:
+        """Give up the puts that wait; which these were."""
         self.tiers.staging.off_shortage(self._reclaim)
-        for queue in self._queues.values():
-            self._refuse(queue.cancel())
+        given_up = [put for queue in self._queues.values() for put in queue.cancel()]
+        self._refuse(given_up, "the cache is closing")
         for workers in self._offering.values():
             workers.close(0.0)
+        sizes = Counter[str]()
+        for put in given_up:
+            sizes[put.batch.tier] += put.size
+        return Unsaved(Counter(put.batch.tier for put in given_up), sizes)
 
     def _write(self, puts: Sequence[Put], asked: bool = False) -> None:
         """Have a tier write records of one call. Each put ends once, whatever the tier does."""
@@ -338,11 +380,11 @@ class Puts:
             for put in puts:
                 self._end(put, error)
 
-    def _refuse(self, puts: Sequence[Put]) -> None:
+    def _refuse(self, puts: Sequence[Put], why: str = "earlier puts hang") -> None:
         """End puts that were not started."""
         for put in puts:
             tier = put.batch.tier
-            self._report(put, TierFull(f"tier {tier!r}: {put.name} is left out, for earlier puts hang"))
+            self._report(put, TierFull(f"tier {tier!r}: {put.name} is left out, for {why}"))
 
     def _end(self, put: Put, error: BaseException | None) -> None:
         """The one end of a put that was started."""
@@ -437,6 +479,11 @@ class Outstanding:
         """How many are left."""
         with self._changed:
             return self._left.total()
+
+    def starts(self) -> dict[object, int]:
+        """How many are left of each start."""
+        with self._changed:
+            return dict(self._left)
 
     def add(self, start: object, count: int) -> None:
         """Note that `count`, one or more, were started; `done` takes the same `start` for each of them."""

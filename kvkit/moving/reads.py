@@ -204,7 +204,7 @@ class SegmentReads:
             )
         except (StagingTimeout, Stopped) as error:
             if wait:
-                log.warning("load stopped early: %s", error or type(error).__name__)
+                log.warning("load stopped early: %s", str(error) or type(error).__name__)
                 self.error = error
             return 0
         now = time.monotonic()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from kvkit.staging import Lease, Staging, StagingTimeout
 from kvkit.tiers.base import DamagedObject, OnComplete, OnHeld, Tier, TierError, UnreadableObject
 from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.tiers.health import Health, HealthState
-from kvkit.workers import Stopped, Workers
+from kvkit.workers import Closed, Stopped, Workers
 
 log = logging.getLogger(__name__)
 
@@ -305,18 +306,23 @@ class TierSet:
         if name is not None and isinstance(error, DamagedObject) and not given_up:
             self.drop(tier, name, error.damage)
 
-    def close(self) -> None:
-        """Close the tiers, each within the deadline, and end the asking threads."""
+    def close(self, timeout_s: float) -> None:
+        """Close the tiers, at the same time, and end the asking threads; wait `timeout_s` seconds for all."""
+        until = time.monotonic() + timeout_s
         self.prefetched.release(self.staging.slots)
+        closing = Workers(len(self.tiers), "kvkit-close")  # late or not: a tier's threads have to end
+        ends: dict[str, Future[None]] = {}
         for name, tier in self.tiers.items():
             try:
-                if tier.near:
-                    tier.close()
-                else:  # late or not: its threads have to end
-                    self._asking[name].submit(tier.close, urgent=True).result(self.timeout_s)
-            except Exception as error:
-                log.warning("tier %r did not close: %s", name, error or type(error).__name__)
-        for workers in self._asking.values():
+                ends[name] = closing.submit(tier.close)
+            except Closed as error:
+                log.warning("tier %r did not close: %s", name, error)
+        for name, end in ends.items():
+            if not wait([end], max(0.0, until - time.monotonic())).done:
+                log.warning("tier %r did not close in time", name)
+            elif (failure := end.exception()) is not None:
+                log.warning("tier %r did not close: %s", name, failure)
+        for workers in (closing, *self._asking.values()):
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
@@ -384,7 +390,7 @@ class TierSet:
         try:
             number = self.bounded(tier, call)
         except Exception as error:
-            log.warning("tier %r could not be asked: %s", tier, error or type(error).__name__)
+            log.warning("tier %r could not be asked: %s", tier, str(error) or type(error).__name__)
             self.failed(tier, error)
             return 0
         self.health[tier].answered(time.monotonic())

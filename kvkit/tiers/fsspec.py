@@ -135,7 +135,7 @@ class _OnlyOSErrors:
                 told: OSError = kind(self._hide(str(error)))
                 told.errno = error.errno
             except Exception as error:
-                told = TierError(self._hide(f"{method}: {error or type(error).__name__}"))
+                told = TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
             raise told
 
         return checked

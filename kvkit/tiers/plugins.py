@@ -54,7 +54,7 @@ def open_plugin(kind: str, name: str, staging: Staging, settings: Mapping[str, A
     try:
         tier = entry.load()(name, staging, settings)
     except Exception as error:  # another package's code
-        raise ValueError(f"tier {name!r}: kind={kind!r}: {error or type(error).__name__}") from error
+        raise ValueError(f"tier {name!r}: kind={kind!r}: {str(error) or type(error).__name__}") from error
     if not isinstance(tier, Tier) or tier.name != name:
         raise ValueError(f"tier {name!r}: kind={kind!r}: its factory made {tier!r}, want a Tier of that name")
     return tier

@@ -206,7 +206,7 @@ class RedisTier(ThreadedTier):
         except TierError:
             raise
         except (ConnectionError, EOFError) as error:
-            reason = f"{self._where}: {error or type(error).__name__}"
+            reason = f"{self._where}: {str(error) or type(error).__name__}"
         else:
             return
         raise TierError(f"tier {self.name!r}: {what} {how}: {reason}")

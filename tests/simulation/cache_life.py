@@ -32,7 +32,7 @@ from kvkit.workers import Closed, Transfer
 from simulation.scheduler import START_S
 from simulation.world import SimulatedKernels, SimulatedPages, SimulatedStore, World, short
 
-CHUNK, BLOCKS, POISON, TIMEOUT_S = 2, 5, 0xA5, 5.0
+CHUNK, BLOCKS, POISON, TIMEOUT_S, SHUTDOWN_S = 2, 5, 0xA5, 5.0, 6.0
 SEQUENCES = {"A": (0, 0, 0), "B": (0, 0, 1), "C": (0, 1), "D": (2,), "E": (2, 2, 2, 2)}
 """Chunks by what their tokens are: they share prefixes, and chunks come again after others."""
 LONGEST_S = 100.0
@@ -175,9 +175,8 @@ class CacheLife:
         back = names[:-1] if plan.calm or r.random() < 0.8 else ()
         stored = names if plan.calm or r.random() < 0.5 else names[-1:]
         policy = Policy(sought, stored, back)
-        self.cache = Cache(
-            self.layout, self.spaces[0], tiers, staging=self.staging, policy=policy, timeout_s=TIMEOUT_S
-        )
+        limits = {"timeout_s": TIMEOUT_S, "shutdown_timeout_s": SHUTDOWN_S}
+        self.cache = Cache(self.layout, self.spaces[0], tiers, staging=self.staging, policy=policy, **limits)
         self.cache.watch(names, self.hear)
         self.scheduler.observe = self.look
 
@@ -239,7 +238,7 @@ class CacheLife:
             self.scheduler.sleep(self.world.random.choice((0.0, 0.01, 3.0)))
             self.closing, self.world.faults.threads = True, 0.0  # who cannot ask a tier cannot close it
             self.scheduler.say("closes the cache while it is used")
-            self.cache.close()
+            self.close()
         for thread in started:
             thread.join()
         waited = self.scheduler.now - START_S
@@ -253,9 +252,17 @@ class CacheLife:
             self.works()
             self.closing = True
             self.scheduler.say("closes the cache")
-            self.cache.close()
+            self.close()
         self.scheduler.sleep(SETTLED_S)
         self.ended(clients)
+
+    def close(self) -> None:
+        """Close the cache: within the one deadline, whatever hangs."""
+        began = self.scheduler.now
+        self.cache.close()
+        took = self.scheduler.now - began
+        late = took > SHUTDOWN_S and not self.scheduler.haste  # with haste time passes while threads run
+        self.check(not late, "closing took {} s", took)
 
     def settled(self) -> None:
         """Nothing is under way any more, and whoever was told knows what is held."""

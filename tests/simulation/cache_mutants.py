@@ -10,6 +10,7 @@ TIERS, STORE, LOAD = "kvkit/moving/tier_set.py", "kvkit/moving/store.py", "kvkit
 PREFETCHED, BACK = "kvkit/moving/prefetched.py", "kvkit/moving/write_backs.py"
 MEMORY, OBJECTS, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/objects.py", "kvkit/tiers/base.py"
 HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/moving/layerwise.py"
+CLOSING = "kvkit/moving/closing.py"
 
 CACHE_MUTANTS = (
     # locks that are not taken
@@ -339,12 +340,20 @@ CACHE_MUTANTS = (
         "a tier that is closed is given up before its threads have ended",
         TIERS,
         """\
-                else:  # late or not: its threads have to end
-                    self._asking[name].submit(tier.close, urgent=True).result(self.timeout_s)
+            if not wait([end], max(0.0, until - time.monotonic())).done:
 """,
         """\
-                else:
-                    self.bounded(name, lambda tier: tier.close())
+            if end.cancel() or not wait([end], max(0.0, until - time.monotonic())).done:
+""",
+    ),
+    Mutant(
+        "closing has twice the time that it is given",
+        CLOSING,
+        """\
+    until = time.monotonic() + timeout_s
+""",
+        """\
+    until = time.monotonic() + 2 * timeout_s
 """,
     ),
     Mutant(

@@ -1,0 +1,49 @@
+"""How long vLLM lets an engine end, beside how long its cache may take to close."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from vllm import envs
+
+from kvkit.config import Config
+
+log = logging.getLogger(__name__)
+
+KILLED_AFTER_S = 4.0
+"""Seconds from vLLM's SIGTERM to a worker's process until its SIGKILL (`MultiprocExecutor`)."""
+
+
+def limit_s(config: Config, vllm_config: Any) -> float:
+    """How long a worker's cache may take to close: in a process of its own, ended before vLLM kills that."""
+    if not _in_processes(vllm_config):
+        return config.shutdown_timeout_s
+    granted: float = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + KILLED_AFTER_S
+    return min(config.shutdown_timeout_s, granted - 1)
+
+
+def tell(config: Config, vllm_config: Any) -> None:
+    """Log where vLLM kills an engine before its caches may have saved what they have to."""
+    needed = config.shutdown_timeout_s
+    limits = {"--shutdown-timeout": vllm_config.shutdown_timeout}
+    if _in_processes(vllm_config):
+        limits["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+    short = [f"{name} = {given}" for name, given in limits.items() if given <= needed]
+    tiers = [n for n in config.resolved_policy().store_to if n in config.tiers]
+    slow = [name for name in tiers if not config.tiers[name].in_memory]
+    if slow and short:
+        log.info(
+            "on SIGTERM vLLM may kill the engine before all is saved to %s: shutdown_timeout_s = %s, but %s; "
+            "want %d or more",
+            ", ".join(slow),
+            needed,
+            " and ".join(short),
+            math.floor(needed) + 1,
+        )
+
+
+def _in_processes(vllm_config: Any) -> bool:
+    """Whether workers have processes of their own, which vLLM's `MultiprocExecutor` ends."""
+    return bool(vllm_config.parallel_config.distributed_executor_backend == "mp")

@@ -1,0 +1,54 @@
+"""End what a cache has begun under one deadline, and say what it leaves unsaved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvkit.moving.puts import Puts
+from kvkit.workers import Workers
+
+log = logging.getLogger(__name__)
+
+TIERS_S = 1.0
+"""Seconds of the time for all, but no more than a quarter of it, that tiers have to close in."""
+
+
+def close(puts: Puts, background: Sequence[Workers], timeout_s: float) -> None:
+    """Save what was begun, end the threads, close the tiers: all of it within `timeout_s` seconds.
+
+    A line says what there is to save before anything is waited for: a process that is killed meanwhile has
+    said it. Another names what was not saved.
+
+    Args:
+        background: threads of lookups, prefetches, loads and stores.
+    """
+    until = time.monotonic() + timeout_s
+    saved_by = until - min(TIERS_S, timeout_s / 4)
+    why = f"after {timeout_s:.1f} s"
+    try:
+        if left := puts.left():
+            log.info("close: saving %s; at most %.1f s", left, timeout_s)
+        for workers in background:
+            workers.close(0.0)  # none takes up more while others are waited for
+        for workers in background:
+            if not workers.close(_left_s(saved_by)):
+                log.warning("close: a job of %r has not ended; it is left", workers.name)
+        puts.outstanding.wait(_left_s(saved_by))
+    except BaseException as error:  # a second signal: what follows may be SIGKILL
+        until, why = time.monotonic(), f"before {type(error).__name__}"
+        raise
+    finally:
+        given_up = puts.close()
+        puts.tiers.close(_left_s(until))
+        if lost := given_up + puts.left():
+            log.warning(
+                "close: not saved %s, and lost: %s; want a larger shutdown_timeout_s, or a faster tier",
+                why,
+                lost,
+            )
+
+
+def _left_s(until: float) -> float:
+    return max(0.0, until - time.monotonic())
