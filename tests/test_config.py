@@ -79,6 +79,7 @@ allocation_timeout_s = 1
 transfer_timeout_s = 2
 idle_timeout_s = 3
 shutdown_timeout_s = 4
+max_ranks = 16
 secret = "0123456789abcdef"
 tls_certificate = "/certificate"
 tls_key = "/key"
@@ -199,6 +200,7 @@ def test_every_setting_from_a_file(tmp_path: Path) -> None:
             "transfer_timeout_s": 2.0,
             "idle_timeout_s": 3.0,
             "shutdown_timeout_s": 4.0,
+            "max_ranks": 16,
             "secret": SecretStr("0123456789abcdef"),
             "secret_file": None,
             "tls_certificate": Path("/certificate"),
@@ -263,6 +265,7 @@ def test_every_setting_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         "KVKIT_HANDOFF__TRANSFER_TIMEOUT_S": "2",
         "KVKIT_HANDOFF__IDLE_TIMEOUT_S": "3",
         "KVKIT_HANDOFF__SHUTDOWN_TIMEOUT_S": "4",
+        "KVKIT_HANDOFF__MAX_RANKS": "16",
         "KVKIT_HANDOFF__SECRET": "0123456789abcdef",
         "KVKIT_HANDOFF__TLS_CERTIFICATE": "/certificate",
         "KVKIT_HANDOFF__TLS_KEY": "/key",

@@ -3,19 +3,31 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from caches import make_engine, new_cache, new_staging, sequence
+from engine import Engine
 from handoff_nodes import LONG_S, Node, Process, assert_holds
 from handoff_sides import ADDRESSES, address, ended, new_sender, node, send, sender, slots, wait_until_free  # noqa: F401
 from waiting import wait_for
 
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace, heads_of
+from kvkit.handoff import ranks as ranks_module
+from kvkit.handoff.prompt import Prompts
+from kvkit.handoff.protocol.messages import MAX_RANKS
 from kvkit.handoff.protocol.states import OfRequest, Phase
-from kvkit.handoff.ranks import divided, holders, shares
+from kvkit.handoff.ranks import RankShare, divided, fits, holders, shares
 from kvkit.handoff.sender import HandoffError, Sender
+from kvkit.handoff.settings import identify
+from kvkit.handoff.tier import HandoffTier
+from kvkit.handoff.transport.link import Identity
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import record_names
 
@@ -129,3 +141,114 @@ def test_another_s_transfer_of_the_same_name_changes_nothing(node: Node, sender:
     assert node.receiver.status("x") is None
     sender.cancel("t/0")
     assert ended(node, "t") == "cancelled by its sender"
+
+
+def heads_asked(monkeypatch: pytest.MonkeyPatch, layout: KVLayout, ranks: int, receivers: int) -> int:
+    """How often `shares` asks for a rank's heads."""
+    asked = 0
+
+    def counted(heads: int, rank: int, of: int) -> range:
+        nonlocal asked
+        asked += 1
+        return heads_of(heads, rank, of)
+
+    monkeypatch.setattr(ranks_module, "heads_of", counted)
+    shares.cache_clear()
+    shares(layout, 0, ranks, receivers)
+    return asked
+
+
+def test_reckoning_costs_as_much_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not their square: the largest number that a peer may say takes milliseconds."""
+    layout, parts = layout_of(0, 1, 8, 8), 2 + 8
+    for receivers in (8, MAX_RANKS):
+        assert heads_asked(monkeypatch, layout, 1, receivers) <= parts * (1 + receivers)
+
+
+@pytest.mark.parametrize(
+    ("records", "heads", "ranks", "fitting"),
+    [
+        (4, 8, 4, True),
+        (4, 8, 2, True),
+        (4, 8, 8, False),  # a rank would have half of a record
+        (4, 8, 3, False),
+        (8, 8, 64, True),  # neighbours have the same heads
+        (8, 8, 12, False),
+        (1, 1, 5, True),
+    ],
+)
+def test_a_number_of_ranks_that_cannot_use_the_records_is_known(
+    records: int, heads: int, ranks: int, fitting: bool
+) -> None:
+    assert fits(layout_of(0, 1, records, heads), ranks) is fitting
+
+
+@dataclass
+class Prefill:
+    """The sending side of one engine, over a real cache, and what it says of itself."""
+
+    prompts: Prompts
+    sender: Sender
+    identity: Identity
+    engine: Engine
+
+    def begin(self, address: str, request: str = "r") -> None:
+        space = self.engine.namespace
+        self.prompts.begin(request, f"t-{request}", address, sequence(2), space)
+
+
+@pytest.fixture
+def prefill(caplog: pytest.LogCaptureFixture) -> Iterator[Prefill]:
+    engine = make_engine()
+    identity = identify(engine.layout, engine.namespace, b"of the tests")
+    sender = Sender(identity, timeout_s=LONG_S, transfer_s=LONG_S, max_ranks=16)
+    with new_cache(engine, new_staging(engine, 8), [HandoffTier(None, sender)]) as cache:
+        prompts = Prompts(cache, sender, shared=(), block_tokens=4, allocation_s=LONG_S, wake=lambda _: None)
+        yield Prefill(prompts, sender, identity, engine)
+        prompts.close(LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (MAX_RANKS, "ranks: node '.*' has 1024; want at most handoff.max_ranks = 16"),
+        (3, "node '.*' has 3 ranks, of which some would have parts of records"),
+    ],
+)
+def test_a_peer_that_says_too_many_ranks_is_refused_by_name(
+    ranks: int, told: str, prefill: Prefill, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar = Node(tmp_path, identity=replace(prefill.identity, ranks=ranks))
+    address = liar.unix + "{rank}"
+    for rank in (0, 1):
+        Path(address.format(rank=rank).removeprefix("unix://")).symlink_to(liar.unix.removeprefix("unix://"))
+    prefill.begin(address)
+    wait_for(lambda: not prefill.prompts.go_on() and not prefill.prompts.under_way)
+    assert re.search(f"r: nothing is handed off: .*{told}", caplog.text), caplog.text
+    assert not prefill.sender.transfers()
+    assert liar.endpoint.peers <= 1, "more of its ranks were connected to"
+    liar.close()
+
+
+def test_a_step_does_not_wait_for_what_a_peer_s_ranks_cost(
+    prefill: Prefill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is cancelled while it is reckoned who needs what of it."""
+    reckoning, go_on = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Sequence[RankShare]:
+        reckoning.set()
+        assert go_on.wait(LONG_S)
+        return shares(*given)
+
+    monkeypatch.setattr("kvkit.handoff.prompt.shares", slow)
+    node = Node(tmp_path, identity=prefill.identity)
+    prefill.begin(node.unix)
+    assert reckoning.wait(LONG_S)
+    cancelled = threading.Thread(target=prefill.prompts.cancel, args=("r", True), daemon=True)
+    cancelled.start()
+    cancelled.join(LONG_S)
+    go_on.set()
+    assert not cancelled.is_alive()
+    wait_for(lambda: not prefill.sender.transfers())
+    node.close()

@@ -18,7 +18,7 @@ from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.packing import Packing
 from kvkit.handoff.protocol.messages import HANDOFF, Hello
 from kvkit.handoff.protocol.states import OfRequest
-from kvkit.handoff.ranks import RankShare, divided, shares
+from kvkit.handoff.ranks import RankShare, divided, fits, shares
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.transport.addresses import RANK, of_rank
 from kvkit.moving.layerwise import LayerStore, Lend
@@ -372,37 +372,48 @@ class Prompts:
         Of what a shared tier holds nothing is sent; one record goes in any case. What was cancelled before is
         asked for, too, and cancelled: the receiver shall not wait for it.
         """
+        shared, receiver = prompt.shared, prompt.receiver
+        if receiver is None or not receiver.done() or (shared is not None and not shared.done()):
+            return
+        held = shared is not None and not shared.cancelled() and shared.exception() is None
+        skip = shared.result() if shared is not None and held else 0
+        found, failure = self._shares(prompt, receiver)  # before the lock, which the step thread takes
         with self._opening:
-            shared, receiver = prompt.shared, prompt.receiver
-            if prompt.handles is not None or receiver is None or not receiver.done():
+            if prompt.handles is not None:
                 return
-            if shared is not None and not shared.done():
-                return
-            held = shared is not None and not shared.cancelled() and shared.exception() is None
-            skip = shared.result() if shared is not None and held else 0
             handles: list[Sending] = []
             try:
-                found = self._shares(prompt, receiver.result())
                 handles.extend(self._ask(prompt, share, skip, alone=len(found) == 1) for share in found)
             except (HandoffError, ValueError) as error:
-                prompt.failure = error
+                failure = error
+            prompt.failure = failure
             prompt.handles = handles  # all of them: none misses what is put from now on
             if prompt.over:
                 self._cancel_handles(prompt)
         self._changed(prompt)
 
-    def _shares(self, prompt: _Prompt, receiver: Hello) -> Sequence[RankShare]:
-        """What this rank sends to each rank of the receiver.
+    def _shares(
+        self, prompt: _Prompt, met: Future[Hello]
+    ) -> tuple[Sequence[RankShare], HandoffError | ValueError | None]:
+        """What this rank sends to each rank of the receiver; with an error, nothing.
 
-        Raises:
-            HandoffError: the address is not of all of its ranks.
+        That is where it is not there, its ranks cannot use this one's records, or the address is not of all
+        of them.
         """
-        own, layout = self._cache.namespace, self._cache.layout
+        own, layout, address = self._cache.namespace, self._cache.layout, prompt.address
+        try:
+            receiver = met.result()
+        except (HandoffError, ValueError) as error:
+            return (), error
+        ranks = receiver.ranks
         if not self._divided:
-            return (RankShare(own.rank, tuple(range(layout.token_groups)), 1),)
-        if receiver.ranks > 1 and RANK not in prompt.address:
-            raise HandoffError(f"{prompt.address}: {receiver.ranks} ranks listen; want {RANK} in the address")
-        return shares(layout, own.rank, own.world, receiver.ranks)
+            return (RankShare(own.rank, tuple(range(layout.token_groups)), 1),), None
+        if not fits(layout, ranks):
+            parts = f"node {receiver.node!r} has {ranks} ranks, of which some would have parts of records"
+            return (), HandoffError(f"{address}: {parts}; want record_ranks = {ranks} for both")
+        if ranks > 1 and RANK not in address:
+            return (), HandoffError(f"{address}: {ranks} ranks listen; want {RANK} in the address")
+        return shares(layout, own.rank, own.world, ranks), None
 
     def _ask(self, prompt: _Prompt, share: RankShare, skip: int, *, alone: bool) -> Sending:
         """Ask a rank for room for its share of all but the first `skip` chunks, and for the last snapshot."""

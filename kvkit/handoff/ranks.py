@@ -41,17 +41,28 @@ def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[Ran
         for start in range(0, len(array.all_layers), len(array.layers))
         for head in range(0, array.heads, array.kv_heads)
     ]
-    found = []
-    for receiver in range(receivers):
-        senders = {
-            part: have[receiver % len(have)]
-            for part in parts
-            if receiver in holders(part, receivers) and (have := holders(part, ranks))
-        }
-        groups = tuple(i for i, group in enumerate(layout.groups) if senders.get(group) == rank)
-        if groups:
-            found.append(RankShare(receiver, groups, len(set(senders.values()))))
-    return tuple(found)
+    own = {group: index for index, group in enumerate(layout.groups)}
+    senders: dict[int, set[int]] = {}  # by receiver
+    mine: dict[int, list[int]] = {}
+    for part in parts:
+        have = holders(part, ranks)
+        for receiver in holders(part, receivers) if have else ():
+            sends = have[receiver % len(have)]
+            senders.setdefault(receiver, set()).add(sends)
+            if sends == rank and part in own:
+                mine.setdefault(receiver, []).append(own[part])
+    return tuple(
+        RankShare(receiver, tuple(sorted(groups)), len(senders[receiver]))
+        for receiver, groups in sorted(mine.items())
+    )
+
+
+def fits(layout: KVLayout, ranks: int) -> bool:
+    """Whether each of so many ranks would have whole records: some of them, or with others the same one."""
+    return all(
+        array.parts % ranks == 0 or (array.kv_heads == 1 and ranks % array.heads == 0)
+        for array in layout.arrays
+    )
 
 
 def divided(namespace: Namespace, layout: KVLayout) -> bool:

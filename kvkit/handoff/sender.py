@@ -112,14 +112,22 @@ class Sender(Handler):
         timeout_s: how long a connection, and one frame, may take.
         transfer_s: how long a transfer may wait for records, or for the receiver's confirmation.
         tls: for connections over TCP.
+        max_ranks: a peer that says that its engine has more is refused.
 
     Attributes:
         outcomes: transfers so far that were done, not admitted, or admitted and failed.
     """
 
     def __init__(
-        self, identity: Identity, *, timeout_s: float, transfer_s: float, tls: ssl.SSLContext | None = None
+        self,
+        identity: Identity,
+        *,
+        timeout_s: float,
+        transfer_s: float,
+        tls: ssl.SSLContext | None = None,
+        max_ranks: int = messages.MAX_RANKS,
     ) -> None:
+        self._max_ranks = max_ranks
         self._has_secret = bool(identity.secret)
         self._transfer_s = transfer_s
         self.outcomes: Counter[Outcome] = Counter()
@@ -273,6 +281,13 @@ class Sender(Handler):
     # what links report
 
     def started(self, link: Link) -> None:
+        """A peer is there. Raises ChannelError where it says that its engine has too many ranks."""
+        peer = link.peer
+        if peer is not None and peer.ranks > self._max_ranks:
+            raise ChannelError(
+                f"ranks: node {peer.node!r} has {peer.ranks}; want at most handoff.max_ranks = "
+                f"{self._max_ranks}"
+            )
         log.info("handoff: connected to %s", link)
         self._met(link, lambda met: met.set_result(link.peer))
 

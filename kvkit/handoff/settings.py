@@ -15,7 +15,7 @@ from kvkit.format.keys import namespace_digest
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
-from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, MAX_PEER_NAME, check_id
+from kvkit.handoff.protocol.messages import HANDOFF, MAX_LABEL, MAX_PEER_NAME, MAX_RANKS, check_id
 from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.ranks import divided
 from kvkit.handoff.receiver import Receiver
@@ -53,6 +53,12 @@ class HandoffConfig(BaseModel):
     )
     max_prefill_tokens: int | None = Field(
         None, description="tokens of the longest request that the buffer must be able to hold", ge=1
+    )
+    max_ranks: int = Field(
+        64,
+        description="ranks of the largest engine that this one sends to; one that says more is refused",
+        ge=1,
+        le=MAX_RANKS,
     )
     allocation_timeout_s: float = Field(
         30.0, description="longest wait for room in a buffer, in seconds", gt=0, le=3600
@@ -227,7 +233,13 @@ def open_handoff(
             receiver = Receiver(Staging(slot_bytes, slots, shared=config.shared_memory), limits)
             opened.callback(receiver.close, config.shutdown_timeout_s)
         if config.sends:
-            sender = Sender(identity, timeout_s=timeout_s, transfer_s=config.transfer_timeout_s, tls=client)
+            sender = Sender(
+                identity,
+                timeout_s=timeout_s,
+                transfer_s=config.transfer_timeout_s,
+                tls=client,
+                max_ranks=config.max_ranks,
+            )
             opened.callback(sender.close, config.shutdown_timeout_s)
         peers: list[Tier] = []
         for name, address in config.peers.items():
