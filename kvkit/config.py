@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     HashName = str
 else:
     HashName = Literal[tuple(DIGEST_BYTES)]
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "KVKIT_"
 
@@ -85,8 +88,15 @@ class ServerConfig(BaseModel):
             raise ValueError(f"host = {self.host!r} is open to other hosts: give token or token_file")
         return self
 
+    @property
+    def idle(self) -> list[str]:
+        """Settings that have no effect, as `enabled` is not given either way."""
+        return [] if "enabled" in self.model_fields_set else sorted(self.model_fields_set)
+
     def of_rank(self, rank: int) -> ServerConfig:
         """That of one of several ranks: each has a port of its own."""
+        if not self.enabled:
+            return self
         return self.model_copy(update={"port": self.port + rank if self.port else 0})
 
 
@@ -269,6 +279,11 @@ def open_cache(
         opened.callback(cache.close)
         if config.server.enabled:
             cache.server = _open_server(config, cache)
+        elif config.server.idle:
+            log.warning(
+                "server: %s given, but not enabled, so there is no endpoint; want enabled = true or false",
+                ", ".join(config.server.idle),
+            )
         opened.pop_all()
     return cache
 

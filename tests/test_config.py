@@ -420,3 +420,31 @@ def test_open_cache_builds_what_was_asked(tmp_path: Path) -> None:
         assert (cache.tiers["bucket"].codec, cache.tiers["bucket"].scope) == ("none", "shared")
         # what rests in memory does not take from what records pass through
         assert cache.staging.slots == (64 + 32) * 1024 // slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        ({"port": 1}, "port"),
+        ({"host": "127.0.0.1", "token": "open-sesame-open-sesame"}, "host, token"),
+        ({"port": 1, "enabled": False}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_settings_of_an_endpoint_that_is_not_enabled_are_told(
+    server: dict[str, object], told: str | None, rank: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = small_layout()
+    config = load_config(chunk_tokens=8, tiers={"memory": {"capacity": "32KiB"}}, server=server)
+    if rank is not None:  # as an engine of several ranks has it
+        config = config.model_copy(update={"server": config.server.of_rank(rank)})
+    with open_cache(config, layout, config.namespace(layout, model="m", dtype="float32")) as cache:
+        assert cache.server is None
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvkit.config"]
+    assert lines == (
+        []
+        if told is None
+        else [f"server: {told} given, but not enabled, so there is no endpoint; want enabled = true or false"]
+    )
+    assert "sesame" not in caplog.text

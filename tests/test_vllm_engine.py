@@ -182,6 +182,21 @@ def test_a_request_gets_what_it_wants_of_the_cache(tiered: Engine) -> None:
     assert tiered.cached(given, **wanting(load_from=["memory"])) == [0]
 
 
+def test_a_handoff_that_the_engine_does_not_take_part_in_is_counted(
+    tiered: Engine, expected: Expected
+) -> None:
+    """It has no `[handoff]`: each request is answered as any other."""
+    for side in ("decode", "prefill"):
+        before, asked = (
+            tiered.metrics(),
+            {f"do_remote_{side}": True, "transfer_id": "t", "handoff": "unix:///d"},
+        )
+        found = tiered.generate([LONG, SHORT], extra_args={"kv_transfer_params": asked})
+        assert [answer["tokens"] for answer in found] == [expected(LONG), expected(SHORT)]
+        assert [answer["handoff"] for answer in found] == [None, None]
+        assert difference(tiered.metrics(), before, "vllm:kvkit_handoffs_refused_total{}") == [2]
+
+
 def damage(folder: Path, records: slice) -> int:
     """Flip a byte in some of the records below a folder, in the order of their names; how many."""
     files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f.stat().st_size > 1 << 16][records]

@@ -258,3 +258,18 @@ def test_ids_stay_what_they_are() -> None:
 def test_chunks_too_small_for_a_digest_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="chunk_tokens = 8: want at least 16 for a model that takes images"):
         scheduler_of(model, tokens=8, multimodal=MultiModalConfig())
+
+
+def test_a_handoff_without_settings_is_told_once(
+    served: KVKitConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, side in enumerate(("decode", "decode", "prefill", "prefill")):
+        params = SamplingParams(max_tokens=4)
+        params.extra_args = {"kv_transfer_params": {f"do_remote_{side}": True, "transfer_id": "t"}}
+        served.get_num_new_matched_tokens(Request(str(number), [1] * 40, params, None), 0)
+    told = [record.getMessage() for record in caplog.records if "handed off" in record.getMessage()]
+    assert [line.partition(":")[0] for line in told] == ["0", "2"]
+    assert all("there is no [handoff] in this engine's settings" in line for line in told)
+    stats = served.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"0": {"handoffs_refused": 4}}

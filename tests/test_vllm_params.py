@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill, answer, read
+from kvkit.adapters.vllm.params import (
+    HandoffUnavailable,
+    RemoteDecode,
+    RemotePrefill,
+    answer,
+    read,
+    read_for,
+)
+from kvkit.handoff.settings import HandoffConfig
 from kvkit.settings import ConfigError
 
 PEERS = {"d0": "tcp://127.0.0.1:7000", "d1": "unix:///run/d1"}
@@ -57,3 +65,31 @@ def test_what_is_answered_is_what_the_other_engine_reads() -> None:
 def test_what_is_wrong_is_named(params: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         read(params, PEERS)
+
+
+TAKE = {"do_remote_prefill": True, "transfer_id": "t"}
+SETTINGS = {
+    role: HandoffConfig(role=role, listen=("unix:///d",), buffer=1 << 20, peers={"d": "unix:///d"})
+    for role in ("prefill", "decode", "both")
+}
+
+
+@pytest.mark.parametrize("role", [None, *SETTINGS])
+@pytest.mark.parametrize(("params", "sends"), [(SEND, True), (TAKE, False)])
+def test_a_side_that_the_settings_have_not_is_refused_by_name(
+    params: dict[str, Any], sends: bool, role: str | None
+) -> None:
+    if role in ("both", "prefill" if sends else "decode"):
+        asked = read_for(params, SETTINGS[role])
+        assert isinstance(asked, RemoteDecode if sends else RemotePrefill)
+        return
+    have = r"there is no \[handoff\]" if role is None else f"handoff.role is '{role}'"
+    want = "'prefill'" if sends else "'decode'"
+    asked_for = "do_remote_decode" if sends else "do_remote_prefill"
+    with pytest.raises(HandoffUnavailable, match=f"{asked_for}: {have} .*; want role = {want} or 'both'"):
+        read_for(params, None if role is None else SETTINGS[role])
+
+
+def test_who_asks_for_no_handoff_needs_no_settings_of_it() -> None:
+    assert read_for(None, None) is None
+    assert read_for({"do_remote_decode": False, "other": 1}, None) is None

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.adapters.vllm.connector import log_as_vllm
-from kvkit.adapters.vllm.stats import METRICS, PromMetrics, Recorder, Stats
+from kvkit.adapters.vllm.stats import METRICS, PromMetrics, Recorder, Refusals, Stats
 from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Loaded, Stored
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
@@ -113,8 +113,12 @@ def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> Non
     recorder.stored(Stored(16, 16), 1.0)
     recorder.called_off(1)
     recorder.blended(BlendDone("a", 1, 2, 3, (), np.zeros(1, np.int32), {"rows": 1.0}))
-    told = recorder.take()
+    told, refusals = recorder.take(), Refusals()
     assert told is not None
+    refusals.add()
+    refused = refusals.take()
+    assert refused is not None
+    told.aggregate(refused)
     rows = re.findall(r"^\| vllm:kvkit_(\w+) \| ([\w, ]*) \|", METRICS, re.MULTILINE)
     by = {name: ", stage" if name == "blend_seconds" else ", tier" for name in told.data["0"]}
     assert dict(rows) == {
@@ -134,3 +138,14 @@ def test_the_log_goes_where_vllms_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root, "handlers", [])
     log_as_vllm()
     assert (ours.handlers, ours.level, ours.propagate) == (theirs.handlers, logging.INFO, False)
+
+
+def test_refused_handoffs_are_counted_each_and_told_once() -> None:
+    refusals = Refusals()
+    assert refusals.take() is None
+    assert [refusals.first(reason) for reason in ("a", "a", "b", "a")] == [True, False, True, False]
+    refusals.add()
+    told = refusals.take()
+    assert told is not None
+    assert told.data == {"0": {"handoffs_refused": 5}}
+    assert refusals.take() is None

@@ -43,10 +43,10 @@ from kvkit.adapters.vllm.identity import draft_identity, lora_settings, model_id
 from kvkit.adapters.vllm.idle import IdleWorker
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
-from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
+from kvkit.adapters.vllm.params import HandoffUnavailable, RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import WHERE, Settings, read_settings
-from kvkit.adapters.vllm.stats import PromMetrics, Stats
+from kvkit.adapters.vllm.stats import PromMetrics, Refusals, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.adapters.vllm.written import check_written
@@ -114,6 +114,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         events, lora = vllm_config.kv_events_config, vllm_config.lora_config
         asked = events is not None and events.enable_kv_cache_events
         self._tells_stores = asked and compat.offered("events")
+        self._refusals = Refusals()
         self._loras: Loras | None = None
         self._events: Events | None = None
         if role == KVConnectorRole.WORKER:
@@ -306,8 +307,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._worker.report()
 
     def get_kv_connector_stats(self) -> Stats | None:
-        worker = getattr(self, "_worker", None)
-        return worker.stats.take() if isinstance(worker, Worker) else None
+        if not hasattr(self, "_worker"):
+            return self._refusals.take()
+        return self._worker.stats.take() if isinstance(self._worker, Worker) else None
 
     def shutdown(self) -> None:
         if hasattr(self, "_worker"):
@@ -429,12 +431,15 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def _handoff(self, request: Any) -> RemoteDecode | RemotePrefill | None:
         """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
-        handoff = self._config.handoff
         try:
-            return parameters.read(request.kv_transfer_params, handoff.peers) if handoff else None
+            return parameters.read_for(request.kv_transfer_params, self._config.handoff)
+        except HandoffUnavailable as error:
+            if self._refusals.first(str(error)):
+                log.warning("%s: nothing is handed off (told once): %s", request.request_id, error)
         except ConfigError as error:
+            self._refusals.add()
             log.warning("%s: nothing is handed off: %s", request.request_id, error)
-            return None
+        return None
 
     def _reads_parts(self) -> bool:
         """Whether records hold more heads than a rank has: it takes its part of those that others stored.

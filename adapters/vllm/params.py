@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkit.handoff.protocol.messages import MessageError, check_id
+from kvkit.handoff.settings import HandoffConfig
 from kvkit.settings import ConfigError
 
 WHERE = "kv_transfer_params"
 TOKENS = "remote_num_tokens"
+
+
+class HandoffUnavailable(ConfigError):
+    """This engine's settings have no such side of a handoff, whatever a request says of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,25 @@ class RemotePrefill:
 
     transfer: str
     computed: bool
+
+
+def read_for(
+    params: Mapping[str, Any] | None, config: HandoffConfig | None
+) -> RemoteDecode | RemotePrefill | None:
+    """`read` at an engine with these settings of handoff.
+
+    Raises:
+        HandoffUnavailable: the engine has no `[handoff]`, or its role does not take that side.
+        ConfigError: as in `read`.
+    """
+    for kind, role in (("decode", "prefill"), ("prefill", "decode")):
+        asked, takes = f"do_remote_{kind}", config is not None and config.role in (role, "both")
+        if (params or {}).get(asked) and not takes:
+            have = "there is no [handoff]" if config is None else f"handoff.role is {config.role!r}"
+            raise HandoffUnavailable(
+                f"{WHERE}.{asked}: {have} in this engine's settings; want role = {role!r} or 'both'"
+            )
+    return read(params, {} if config is None else config.peers)
 
 
 def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDecode | RemotePrefill | None:

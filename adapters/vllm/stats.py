@@ -31,6 +31,7 @@ METRICS = """\
 | vllm:kvkit_loaded_bytes | rank, tier | bytes put into vLLM's pages |
 | vllm:kvkit_stored_bytes | rank, tier | bytes that were put completely |
 | vllm:kvkit_load_errors | rank | loads that brought less than was promised |
+| vllm:kvkit_handoffs_refused | rank | requests whose `do_remote_decode` or `…_prefill` did nothing here |
 | vllm:kvkit_saves_called_off | rank | saves that a step had to call off, as slots were short |
 | vllm:kvkit_blend_exact_tokens | rank | tokens of blended prompts whose KV is that of a full prefill |
 | vllm:kvkit_blend_reused_tokens | rank | those whose KV was found elsewhere and moved, selected ones too |
@@ -111,6 +112,30 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                         metric.labels(*values).observe(observed)
                 else:
                     metric.labels(*values).inc(value)
+
+
+class Refusals:
+    """Handoffs that the scheduler refused since it was last asked. For its thread alone."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._told: set[str] = set()
+
+    def add(self) -> None:
+        """Count one."""
+        self._count += 1
+
+    def first(self, reason: str) -> bool:
+        """Count one; whether none was refused for this reason before."""
+        self.add()
+        known = reason in self._told
+        self._told.add(reason)
+        return not known
+
+    def take(self) -> Stats | None:
+        """What was counted since the last call, as rank 0; None if nothing was."""
+        count, self._count = self._count, 0
+        return Stats({"0": {"handoffs_refused": count}}) if count else None
 
 
 class Recorder:
