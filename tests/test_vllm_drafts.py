@@ -29,7 +29,7 @@ from vllm_rank import BLOCK as PAGE
 from vllm_rank import BLOCKS, CHUNK, IDS, SAVE, SPECS, Pair, Rank
 
 from kvkit.adapters.engine.question import Question, Sequence
-from kvkit.adapters.vllm.connector import _check
+from kvkit.adapters.vllm.checks import check_arrangement
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, StepMetadata
@@ -243,9 +243,9 @@ def test_a_pipeline_that_would_save_its_last_stage_alone_is_refused() -> None:
         max_concurrent_batches=1,
     )
     with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: with speculative decoding"):
-        _check(settings, config, engine, 1)
+        check_arrangement(settings, config, engine, 1)
     engine.use_v2_model_runner = True
-    _check(settings, config, engine, 1)
+    check_arrangement(settings, config, engine, 1)
 
 
 OPTIONS: Settings = {

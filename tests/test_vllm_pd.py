@@ -22,7 +22,7 @@ from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
 from waiting import wait_for
 
-from kvkit.adapters.vllm.connector import _check
+from kvkit.adapters.vllm.checks import check_arrangement
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.handoff.protocol.messages import VERSION, Error
 from kvkit.settings import ConfigError
@@ -322,7 +322,7 @@ def check(role: str, load: str = "async", on_failure: str = "fail", **kvkit: Any
         model_config=SimpleNamespace(multimodal_config=None),
         max_concurrent_batches=2,
     )
-    _check(settings, config, engine, 1)
+    check_arrangement(settings, config, engine, 1)
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,9 @@ class ToldEngine:
 
     def query(self, tokens: list[int]) -> int:
         """What the workers' endpoints would answer."""
-        held = [rank.worker.cache.query(tokens, rank.worker.namespaces.named(None, "")) for rank in self.ranks]
+        held = [
+            rank.worker.cache.query(tokens, rank.worker.namespaces.named(None, "")) for rank in self.ranks
+        ]
         return min(hit.tokens for hit in held)
 
     def _note(self, tokens: list[int], chunks: int) -> None:

@@ -211,6 +211,12 @@ def offered(feature: str) -> bool:
     return not reason
 
 
+def worker_shutdown_s() -> float:
+    """Return how long vLLM lets a worker's process end before its SIGTERM, in seconds."""
+    envs = find("envs")
+    return float(getattr(envs, "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", 5))
+
+
 def connectors() -> list[Any]:
     """Return the connectors of the worker in this process; none where it is in another."""
     if absent("answers"):
@@ -462,20 +468,6 @@ def keeps_fewer_bits(vllm_config: Any) -> bool:
     if absent("pages"):
         return False
     return bool(find("is_quantized_kv_cache")(vllm_config.cache_config.cache_dtype))
-
-
-def why_uncached(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why no KV of this engine can be cached, where vLLM caches none itself; "" where some can.
-
-    What such a model computes of a prompt needs all of its tokens: vLLM does not start from a hit.
-    """
-    model = vllm_config.model_config
-    if not kv_cache_config.kv_cache_groups:
-        return f"{model.model} has no KV cache"
-    pools = getattr(model, "runner_type", "") == "pooling"
-    if pools and not getattr(model, "is_prefix_caching_supported", True):
-        return f"vLLM excludes the pooling of {model.model} from prefix caching"
-    return ""
 
 
 def keeps_draft_kv(draft: Any) -> bool:

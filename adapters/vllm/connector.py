@@ -11,7 +11,6 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,21 +36,21 @@ from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.scheduling import Blends
 from kvkit.adapters.vllm.blending.scratch import Scratch
+from kvkit.adapters.vllm.checks import check_arrangement, why_uncached
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.gate import check_model, check_precision
 from kvkit.adapters.vllm.identity import draft_identity, lora_settings, model_identity
 from kvkit.adapters.vllm.idle import IdleWorker
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.media import LEAST_TOKENS, Media, identity
+from kvkit.adapters.vllm.media import Media, identity
 from kvkit.adapters.vllm.params import HandoffUnavailable, RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
-from kvkit.adapters.vllm.settings import WHERE, Settings, read_settings
+from kvkit.adapters.vllm.settings import WHERE, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Refusals, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import Worker
 from kvkit.adapters.vllm.written import check_written
 from kvkit.blend.plan import BlendError, Selection
-from kvkit.config import Config
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.moving.policy import NO_WISHES, RequestPolicy
 from kvkit.moving.requests import FIELD, read
@@ -98,7 +97,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         self._settings, self._config = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        self._uncached = compat.why_uncached(vllm_config, kv_cache_config)
+        self._uncached = why_uncached(vllm_config, kv_cache_config)
         if self._uncached:
             log.warning("kvkit caches nothing: %s", self._uncached)
         self._specs = pages.layer_specs(kv_cache_config, current_platform.is_cpu())
@@ -107,7 +106,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._states = {
             table: states.runs(spec) for table, spec in enumerate(self._tables) if isinstance(spec, MambaSpec)
         }
-        _check(self._settings, self._config, vllm_config, len(blocks), self._states.values())
+        check_arrangement(self._settings, self._config, vllm_config, len(blocks), self._states.values())
         if self._settings.blend is not None:
             compat.check("blend")
         stores = not self._reads_parts()
@@ -526,76 +525,6 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             world=parallel.world_size,
             ranks_share=ranks_share,
             isa=_instruction_set(self._vllm_config) if layout.groups[0].opaque else "",
-        )
-
-
-def _check(
-    settings: Settings,
-    config: Config,
-    vllm_config: Any,
-    tables: int,
-    states_run: Collection[bool] = (),
-) -> None:
-    """
-    Args:
-        states_run: of each table of states, whether these run (`kvkit.adapters.vllm.states`).
-
-    Raises:
-        ConfigError: kvkit cannot serve this arrangement, or its settings do not go with vLLM's.
-    """
-    load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
-    parallel, media = vllm_config.parallel_config, vllm_config.model_config.multimodal_config
-    if load != "async" and (tables > 1 or parallel.world_size > 1):
-        raise ConfigError(
-            f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
-            "take back a step whose load failed; want load = 'async'"
-        )
-    overlap = vllm_config.max_concurrent_batches > 1
-    if load != "async" and overlap and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
-        raise ConfigError(
-            f"load = {load!r}: with asynchronous scheduling, vLLM cannot take back the step after one whose "
-            "load failed; want load = 'async', kv_load_failure_policy = 'fail' or --no-async-scheduling"
-        )
-    bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
-    for name, set_to in (("blend", settings.blend), ("precision", bits)):
-        if states_run and set_to is not None:
-            raise ConfigError(f"{name}: this model has layers with states, which it does not know; want none")
-    if handoff is not None and handoff.sends and any(states_run):
-        raise ConfigError(
-            "handoff: vLLM keeps the states at the end of a prompt's last chunk with its prefix cache alone; "
-            "want enable_prefix_caching"
-        )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
-    stages = parallel.pipeline_parallel_size if parallel.world_size > 1 else 1
-    if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
-        raise ConfigError(
-            f"pipeline_parallel_size = {stages}: with speculative decoding vLLM's model runner V1 has only "
-            "the last stage save what it computes; want 1"
-        )
-    if media is not None and config.chunk_tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
-            "images or other media: their digests have no room in fewer ids"
-        )
-    if handoff is not None:
-        given, fits = handoff.role, {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
-        if {fits, given} == {"prefill", "decode"}:
-            raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
-        if handoff.receives and load != "async":
-            raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
-    if (
-        load == "async"
-        and overlap
-        and role == "kv_producer"
-        and (tiers := config.resolved_policy().retrieve_from)
-    ):
-        raise ConfigError(
-            f"kv_role = {role!r}: it loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
-            "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or "
-            "--no-async-scheduling"
         )
 
 

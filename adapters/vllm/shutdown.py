@@ -6,8 +6,7 @@ import logging
 import math
 from typing import Any
 
-from vllm import envs
-
+from kvkit.adapters.vllm import compat
 from kvkit.config import Config
 
 log = logging.getLogger(__name__)
@@ -20,16 +19,16 @@ def limit_s(config: Config, vllm_config: Any) -> float:
     """How long a worker's cache may take to close: in a process of its own, ended before vLLM kills that."""
     if not _in_processes(vllm_config):
         return config.shutdown_timeout_s
-    granted: float = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + KILLED_AFTER_S
+    granted = compat.worker_shutdown_s() + KILLED_AFTER_S
     return min(config.shutdown_timeout_s, granted - 1)
 
 
 def tell(config: Config, vllm_config: Any) -> None:
     """Log where vLLM kills an engine before its caches may have saved what they have to."""
     needed = config.shutdown_timeout_s
-    limits = {"--shutdown-timeout": vllm_config.shutdown_timeout}
+    limits = {"--shutdown-timeout": float(getattr(vllm_config, "shutdown_timeout", 0))}
     if _in_processes(vllm_config):
-        limits["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+        limits["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = compat.worker_shutdown_s()
     short = [f"{name} = {given}" for name, given in limits.items() if given <= needed]
     tiers = [n for n in config.resolved_policy().store_to if n in config.tiers]
     slow = [name for name in tiers if not config.tiers[name].in_memory]

@@ -1,0 +1,97 @@
+"""Which engines of vLLM kvkit cannot serve, or caches nothing of: found out at start-up, by its configs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from kvkit.adapters.vllm.media import LEAST_TOKENS
+from kvkit.adapters.vllm.settings import Settings
+from kvkit.config import Config
+from kvkit.settings import ConfigError
+
+
+def why_uncached(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why no KV of this engine can be cached, where vLLM caches none itself; "" where some can.
+
+    What such a model computes of a prompt needs all of its tokens: vLLM does not start from a hit.
+    """
+    model = vllm_config.model_config
+    if not kv_cache_config.kv_cache_groups:
+        return f"{model.model} has no KV cache"
+    pools = getattr(model, "runner_type", "") == "pooling"
+    if pools and not getattr(model, "is_prefix_caching_supported", True):
+        return f"vLLM excludes the pooling of {model.model} from prefix caching"
+    return ""
+
+
+def check_arrangement(
+    settings: Settings,
+    config: Config,
+    vllm_config: Any,
+    tables: int,
+    states_run: Collection[bool] = (),
+) -> None:
+    """Check that kvkit can serve an engine of these configs.
+
+    Args:
+        tables: KV cache groups.
+        states_run: of each table of states, whether these run (`kvkit.adapters.vllm.states`).
+
+    Raises:
+        ConfigError: kvkit cannot serve this arrangement, or its settings do not go with vLLM's.
+    """
+    load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
+    parallel, media = vllm_config.parallel_config, vllm_config.model_config.multimodal_config
+    if load != "async" and (tables > 1 or parallel.world_size > 1):
+        raise ConfigError(
+            f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
+            "take back a step whose load failed; want load = 'async'"
+        )
+    overlap = vllm_config.max_concurrent_batches > 1
+    if load != "async" and overlap and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
+        raise ConfigError(
+            f"load = {load!r}: with asynchronous scheduling, vLLM cannot take back the step after one whose "
+            "load failed; want load = 'async', kv_load_failure_policy = 'fail' or --no-async-scheduling"
+        )
+    bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
+    for name, set_to in (("blend", settings.blend), ("precision", bits)):
+        if states_run and set_to is not None:
+            raise ConfigError(f"{name}: this model has layers with states, which it does not know; want none")
+    if handoff is not None and handoff.sends and any(states_run):
+        raise ConfigError(
+            "handoff: vLLM keeps the states at the end of a prompt's last chunk with its prefix cache alone; "
+            "want enable_prefix_caching"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+    stages = parallel.pipeline_parallel_size if parallel.world_size > 1 else 1
+    if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            f"pipeline_parallel_size = {stages}: with speculative decoding vLLM's model runner V1 has only "
+            "the last stage save what it computes; want 1"
+        )
+    if media is not None and config.chunk_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
+            "images or other media: their digests have no room in fewer ids"
+        )
+    if handoff is not None:
+        given, fits = handoff.role, {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
+        if {fits, given} == {"prefill", "decode"}:
+            raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
+        if handoff.receives and load != "async":
+            raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
+    if (
+        load == "async"
+        and overlap
+        and role == "kv_producer"
+        and (tiers := config.resolved_policy().retrieve_from)
+    ):
+        raise ConfigError(
+            f"kv_role = {role!r}: it loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
+            "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or "
+            "--no-async-scheduling"
+        )
