@@ -211,10 +211,10 @@ def offered(feature: str) -> bool:
     return not reason
 
 
-def worker_shutdown_s() -> float:
+def worker_shutdown_s() -> int:
     """Return how long vLLM lets a worker's process end before its SIGTERM, in seconds."""
     envs = find("envs")
-    return float(getattr(envs, "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", 5))
+    return int(getattr(envs, "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", 5))
 
 
 def connectors() -> list[Any]:

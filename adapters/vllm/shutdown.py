@@ -26,7 +26,7 @@ def limit_s(config: Config, vllm_config: Any) -> float:
 def tell(config: Config, vllm_config: Any) -> None:
     """Log where vLLM kills an engine before its caches may have saved what they have to."""
     needed = config.shutdown_timeout_s
-    limits = {"--shutdown-timeout": float(getattr(vllm_config, "shutdown_timeout", 0))}
+    limits = {"--shutdown-timeout": int(getattr(vllm_config, "shutdown_timeout", 0))}
     if _in_processes(vllm_config):
         limits["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = compat.worker_shutdown_s()
     short = [f"{name} = {given}" for name, given in limits.items() if given <= needed]
