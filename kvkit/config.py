@@ -32,7 +32,7 @@ from kvkit.observe.access import (
     make_token,
     read_token,
 )
-from kvkit.settings import ENVIRONMENT, ConfigError, explain, read_toml
+from kvkit.settings import ENVIRONMENT, TOO_DEEP, ConfigError, explain, read_toml
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.settings import TierConfig, open_tier
@@ -209,6 +209,8 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
         config = Config(**values)
     except SettingsError as error:
         raise ConfigError(f"{ENVIRONMENT}: {error}: {error.__cause__}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{ENVIRONMENT}: a {_PREFIX}* variable: {TOO_DEEP}") from error
     except ValidationError as error:
         raise ConfigError(explain(error, Config, f"{source}: ", values)) from error
     # pydantic merges the file into the environment, not the other way round, and tiers have an order

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from kvkit.format.urls import shown
 
 ENVIRONMENT = "environment"
+TOO_DEEP = "it has tables or lists nested too deep to be read"
 _SECRET = {"token", "password", "options", "secret", "kvkit"}
 """Settings whose values no message shows."""
 
@@ -33,6 +34,8 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -73,7 +76,10 @@ def _explained(entry: Any, model: type[BaseModel]) -> str:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
     secret = not _SECRET.isdisjoint(path)
-    value = "" if secret or isinstance(entry["input"], dict) else f" = {shown(repr(entry['input']))}"
+    given = "" if secret or isinstance(entry["input"], dict) else shown(repr(entry["input"]))
+    # a password in an address without a scheme, of which `shown` knows nothing
+    login = "://" not in given and ":" in given.rpartition("@")[0]
+    value = f" = {given}" if given and not login else ""
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
     message = entry["msg"].removeprefix("Value error, ") + hint
     return f"{where}{value}: {message}" if where else message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from pydantic import BaseModel, Secret, SecretStr
 from kvkit.config import Config, PolicyConfig, load_config, open_cache
 from kvkit.format.record import RecordFormat
 from kvkit.moving.policy import Policy
+from kvkit.router.settings import read_router_config
 from kvkit.settings import ConfigError
+from kvkit.simulate.config import load_simulation
+from kvkit.simulate.traces import read_trace
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import RedisTier
@@ -448,3 +452,26 @@ def test_settings_of_an_endpoint_that_is_not_enabled_are_told(
         else [f"server: {told} given, but not enabled, so there is no endpoint; want enabled = true or false"]
     )
     assert "sesame" not in caplog.text
+
+
+DEEP = 5000
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * DEEP + "]" * DEEP, "a = " + "{a=" * DEEP])
+@pytest.mark.parametrize("read", [load_config, read_router_config, load_simulation])
+def test_a_file_nested_too_deep_is_named(text: str, read: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kvkit\.toml: .*nested too deep"):
+        read(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("variable", ["KVKIT_TIERS", "KVKIT_POLICY__STORE_TO", "KVKIT_HANDOFF"])
+def test_a_variable_nested_too_deep_is_an_error(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "[" * 100 * DEEP)
+    with pytest.raises(ConfigError, match=r"environment: .*nested too deep"):
+        load_config()
+
+
+@pytest.mark.parametrize("text", ["[" * 100 * DEEP, '{"a":' * 100 * DEEP])
+def test_a_trace_nested_too_deep_is_named(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)kvkit\.toml:.* recursion"):
+        read_trace(write(tmp_path, text))

@@ -206,6 +206,14 @@ def test_a_kind_that_no_package_has() -> None:
         load_config(tiers={"here": {"kind": "shelf", "colour": "red"}})
 
 
+@pytest.mark.parametrize("options", [3, "hush", [1], True])
+def test_options_that_are_no_table_are_named_whatever_the_kind(options: object) -> None:
+    for more in ({"kind": "shelf", "colour": "red"}, {"url": "file:///x"}):
+        with pytest.raises(ConfigError, match=r"settings: tiers\.here\.options: .*dictionary") as caught:
+            load_config(tiers={"here": {"options": options} | more})
+        assert "hush" not in str(caught.value)
+
+
 def test_settings_of_their_own_take_a_kind() -> None:
     with pytest.raises(ConfigError, match=r"tiers\.here\.colour: unknown setting"):
         load_config(tiers={"here": {"url": "/x", "colour": "red"}})

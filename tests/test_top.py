@@ -23,6 +23,7 @@ from managed import ManagedCache, filled_counts
 from rich.console import Console
 
 from kvkit.observe.http import Server
+from kvkit.observe.report import cache_section
 from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for, watch
 from kvkit.settings import ConfigError
 from kvkit.tiers.testing.contract import DEADLINE_S
@@ -220,7 +221,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
         watch(url, TOKEN, Console(), interval_s=1.0, once=True)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(TopError, match=r"nobody answers: timed out"):
+        with pytest.raises(TopError, match=r"nobody answers: no whole answer within 0\.1 s; is server"):
             fetch(url, TOKEN, 0.1)
     assert capsys.readouterr().out == ""
 
@@ -270,6 +271,98 @@ def test_what_is_no_endpoint_of_ours_is_said() -> None:
     assert _Stranger.seen.count("/1/metrics") == 1, (
         "a redirect is not followed: it would take the token along"
     )
+
+
+@contextmanager
+def answering(metrics: bytes, tiers: bytes) -> Iterator[str]:
+    """The URL of an endpoint that answers so."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = metrics if self.path.endswith("/metrics") else tiers
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(DEADLINE_S)
+
+
+BUCKET = b'kvkit_transfer_seconds_bucket{tier="near",direction="get"%s} %s\n'
+NEAR = b'[{"name": "near", "state": "ok"}]'
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tiers"),
+    [
+        (b"kvkit_slots 1\n", b"[" * 100_000),
+        (b"kvkit_slots 1\n", b'{"a":' * 100_000),
+        (b"kvkit_slots 1\n", b"{}"),
+        (b"kvkit_slots 1\n", b"[[]]"),
+        (BUCKET % (b',le="1"', b"NaN"), NEAR),
+        (BUCKET % (b',le="1"', b"+Inf"), NEAR),
+        (BUCKET % (b',le="x"', b"1"), NEAR),
+        (BUCKET % (b"", b"1"), NEAR),
+        (BUCKET % (b',le="+Inf"', b"1"), NEAR),
+        (BUCKET % (b',le="1"', b"5") + BUCKET % (b',le="2"', b"1"), NEAR),
+        (b"# TYPE\n", NEAR),
+        (b"\x1b[2J\n", NEAR),
+    ],
+)
+def test_an_answer_that_cannot_be_shown_is_no_endpoint_s(metrics: bytes, tiers: bytes) -> None:
+    no_endpoint = pytest.raises(TopError, match=r"answers, but is no endpoint of kvkit's: .")
+    with answering(metrics, tiers) as url, no_endpoint as caught:
+        fetch(url, TOKEN, DEADLINE_S)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", [b"a\\ud800b", b"a\\u001b[2Jb", b"a\\nb", b"[red]"])
+def test_whatever_a_tier_is_called_is_shown(name: bytes) -> None:
+    """As a terminal and a page can show it; also where the endpoint has other buckets from now on."""
+    known = BUCKET % (b',le="1"', b"1") + BUCKET % (b',le="+Inf"', b"1")
+    with answering(known, b'[{"name": "%s", "state": "%s"}, {"name": "near"}]' % (name, name)) as url:
+        before = fetch(url, TOKEN, DEADLINE_S)
+    with answering(known.replace(b'"1"', b'"2"'), NEAR) as url:
+        now = fetch(url, TOKEN, DEADLINE_S)
+    for lines in (shown(before), shown(now, before)):
+        assert "".join(lines).isprintable()
+    page = cache_section(before)
+    page.encode()
+    assert page.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n"]
+)
+def test_who_sends_a_byte_at_a_time_is_left(head: bytes) -> None:
+    """Each byte comes in time, the answer never does."""
+    left = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(head)
+            while not left.wait(0.005):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dripping = threading.Thread(target=drip, args=(listener,))
+        dripping.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            with pytest.raises(TopError, match=r"nobody answers: no whole answer within 0\.5 s"):
+                fetch(url, TOKEN, 0.5)
+        finally:
+            left.set()
+            dripping.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize(

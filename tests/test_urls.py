@@ -22,6 +22,7 @@ from kvkit.adapters.vllm.settings import read_settings
 from kvkit.cli import app
 from kvkit.config import load_config
 from kvkit.format.urls import has_password, hide, shown
+from kvkit.handoff.transport import addresses
 from kvkit.settings import ConfigError
 from kvkit.staging import Staging
 from kvkit.tiers import mooncake, redis
@@ -252,3 +253,45 @@ def test_commands_show_no_secret(url: str) -> None:
     assert result.exit_code == 1
     assert "want an address" in result.output
     assert MARK not in result.output
+
+
+HANDOFF_ADDRESSES = [
+    f"tcp://me:{MARK}@127.0.0.1:1",
+    f"tcp://{MARK}@127.0.0.1:1",
+    f"tcp://me:{MARK}@127.0.0.1",
+    f"tcp://me:{MARK}@h:99999",
+    f"tcp://me:{MARK}@[::1",
+    f"tcp://me:{MARK}@h\N{ACCOUNT OF}:1",
+    f"tcp://h:1?token={MARK}",
+    f"tcp://h:1#{MARK}",
+    f"unix://me:{MARK}@/x",
+    f"unix:///x?{MARK}",
+    f"http://me:{MARK}@h:1",
+    f"me:{MARK}@h:1",
+]
+
+
+@pytest.mark.parametrize("address", HANDOFF_ADDRESSES)
+def test_no_address_of_handoff_is_quoted_with_a_secret(address: str) -> None:
+    """None has a place for one, so each is refused."""
+    secret = {"secret": "0123456789abcdef"}
+    decode = {"role": "decode", "buffer": "1MiB"}
+    for handoff in (
+        decode | secret | {"listen": [address]},
+        decode | {"listen": [address]},
+        decode | {"listen": address},
+        secret | {"role": "prefill", "peers": {"d": address}},
+    ):
+        with pytest.raises(ConfigError, match=r"handoff.*want|handoff\.listen") as caught:
+            load_config(handoff=handoff)
+        assert MARK not in str(caught.value)
+    with pytest.raises(ValueError, match="want unix:///<path>, tcp://<host>:<port> or") as refused:
+        addresses.parse(address)
+    assert MARK not in str(refused.value)
+
+
+def test_no_peer_s_name_is_quoted_with_a_secret() -> None:
+    params = pytest.importorskip("kvkit.adapters.vllm.params")
+    with pytest.raises(ConfigError, match=r"\*\*\*@h:1.: no such peer") as caught:
+        params.read({"do_remote_decode": True, "handoff": f"me:{MARK}@h:1"}, {})
+    assert MARK not in str(caught.value)

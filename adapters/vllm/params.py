@@ -15,6 +15,7 @@ from typing import Any
 
 from kvkit.handoff.protocol.messages import MessageError, check_id
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.handoff.transport import addresses
 from kvkit.settings import ConfigError
 
 WHERE = "kv_transfer_params"
@@ -109,5 +110,6 @@ def _address(given: object, peers: Mapping[str, str]) -> str:
     if not isinstance(given, str):
         raise ConfigError(f"{WHERE}.handoff = {given!r}: want an address or a peer's name")
     if given not in peers and "://" not in given:
-        raise ConfigError(f"{WHERE}.handoff = {given!r}: no such peer; the peers are {choices}")
+        said = addresses.quoted(given)
+        raise ConfigError(f"{WHERE}.handoff = {said!r}: no such peer; the peers are {choices}")
     return peers.get(given, given)

@@ -70,7 +70,7 @@ def check(name: str, selection: Selection, unless: str) -> None:
     try:
         kept = json.loads(path.read_text())
         passed, measured_with = kept["passed"], Selection(**kept["selection"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise BlendError(f"blending has not been measured with these weights ({path}): {advice}") from None
     if selection.ratio < measured_with.ratio or selection != replace(measured_with, ratio=selection.ratio):
         raise BlendError(f"blending was measured with {measured_with}, not {selection}: {advice}")

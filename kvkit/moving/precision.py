@@ -54,7 +54,7 @@ def check(name: str, precision: Precision, unless: str) -> None:
     path = verdict_path(f"precision/{precision}", name)
     try:
         passed = json.loads(path.read_text())["passed"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(
             f"precision = {precision!r} has not been measured with these weights ({path}): run "
             f"`kvkit doctor --precision {precision} MODEL`, or set {unless}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import SplitResult, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,15 +24,17 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvkit.environment import is_loopback
+from kvkit.environment import is_loopback, printable
 from kvkit.format.urls import shown
 from kvkit.moving.counts import Direction, Histogram
 from kvkit.observe.access import DEFAULT_PORT, default_token_file, read_token
+from kvkit.workers import Workers
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
 _WENT, _FAILED = ("evicted", "refused", "damaged"), ("errors", "timeouts")
 _MOST_BYTES = 64 << 20
+TRANSFERS = "kvkit_transfer_seconds"
 
 
 class TopError(RuntimeError):
@@ -54,6 +56,16 @@ class Snapshot:
     url: str
     tiers: list[dict[str, Any]]
     samples: Mapping[tuple[str, _Labels], float]
+
+    def check(self) -> None:
+        """Raise ValueError, or what comes of reading it, where this is no cache's: then nothing else does."""
+        if not isinstance(self.tiers, list) or not all(isinstance(t["name"], str) for t in self.tiers):
+            raise ValueError("/tiers names no tiers")
+        for tier in self.tiers:
+            for direction in get_args(Direction):
+                times = self.histogram(TRANSFERS, tier["name"], direction)
+                if times is not None and not (times.bounds and min(times.buckets) >= 0):
+                    raise ValueError(f"{TRANSFERS} is no histogram")
 
     def sum(self, name: str, **labels: str) -> float:
         """Sum of the samples of that name with those labels, whatever their others."""
@@ -95,9 +107,20 @@ def token_for(url: str, token_file: Path | None = None) -> str:
 
 
 def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
-    """Ask the endpoint at `url` (http or https).
-    Raises TopError: nobody answers, it refuses the token, or it is no endpoint of kvkit's."""
+    """Ask the endpoint at `url` (http or https); all of it takes `timeout_s` seconds at most.
+    Raises TopError: nobody answers in time, it refuses the token, or it is no endpoint of kvkit's."""
     parts = _parts(url)
+    asking = Workers(1, "kvkit-fetch")  # who sends a byte now and then keeps within every other limit
+    asked = asking.submit(partial(_ask, parts, url, token, timeout_s))
+    asking.close(0.0)
+    try:
+        return asked.result(timeout_s)
+    except TimeoutError:
+        raise _silent(url, f"no whole answer within {timeout_s:g} s") from None
+
+
+def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot:
+    """Raises TopError, TimeoutError: as in `fetch`."""
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     # not urllib: it would take the token to wherever a proxy setting or a redirect points
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -107,16 +130,22 @@ def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
         tiers = json.loads(_get(connection, f"{base}/tiers", token, url))
         families = text_string_to_metric_families(text)
         samples = {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
-        if not all(isinstance(tier["name"], str) for tier in tiers):
-            raise ValueError("/tiers names no tiers")
+        snapshot = Snapshot(time.monotonic(), url, tiers, samples)
+        snapshot.check()
+    except (TopError, TimeoutError):
+        raise
     except (OSError, http.client.HTTPException) as error:
-        reason = str(error) or type(error).__name__
-        raise TopError(f"{url}: nobody answers: {reason}; is server.enabled set there?") from error
-    except (ValueError, TypeError, LookupError) as error:
-        raise TopError(f"{url}: answers, but is no endpoint of kvkit's: {error}") from error
+        raise _silent(url, printable(str(error)) or type(error).__name__) from error
+    except Exception as error:  # what parsers raise for whatever somebody sends is not told
+        reason = printable(str(error)) or type(error).__name__
+        raise TopError(f"{url}: answers, but is no endpoint of kvkit's: {reason}") from error
     finally:
         connection.close()
-    return Snapshot(time.monotonic(), url, tiers, samples)
+    return snapshot
+
+
+def _silent(url: str, reason: str) -> TopError:
+    return TopError(f"{url}: nobody answers: {reason}; is server.enabled set there?")
 
 
 def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
@@ -128,7 +157,8 @@ def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
     for title in titles[3:]:
         shown.add_column(title, justify="right")
     for name, state, *cells in rows:
-        shown.add_row(escape(name), f"[{_COLOURS.get(state, 'default')}]{escape(state)}[/]", *cells)
+        told = escape(printable(state))
+        shown.add_row(escape(printable(name)), f"[{_COLOURS.get(state, 'default')}]{told}[/]", *cells)
     return Group(head, "", shown)
 
 
@@ -218,10 +248,9 @@ def _get(connection: http.client.HTTPConnection, path: str, token: str, url: str
 
 def _quantiles(now: Snapshot, before: Snapshot | None, tier: str, direction: Direction) -> tuple[str, str]:
     """Median and 99 % of the time of a transfer."""
-    name = "kvkit_transfer_seconds"
-    times = now.histogram(name, tier, direction)
-    past = before.histogram(name, tier, direction) if before else None
-    if times and past:
+    times = now.histogram(TRANSFERS, tier, direction)
+    past = before.histogram(TRANSFERS, tier, direction) if before else None
+    if times and past and times.bounds == past.bounds:
         new = [a - b for a, b in zip(times.buckets, past.buckets, strict=True)]
         times = Histogram(times.bounds, new)
     if times is None:

@@ -197,7 +197,7 @@ def read_trace(path: str | Path) -> Trace:
     try:
         whole = Path(path).read_text(encoding="utf-8")
         texts = map(json.dumps, json.loads(whole)) if whole.lstrip().startswith("[") else whole.splitlines()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     file = _TraceFile()
     found: list[_Named] = []
@@ -223,7 +223,7 @@ def _read_line(text: str) -> _Line | _Messages | _Conversation:
     """One line, by the format that its fields name."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         return _Line.model_validate_json(text)  # it says why not

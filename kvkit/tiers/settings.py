@@ -90,7 +90,8 @@ class TierConfig(BaseModel):
             return values
         known = {name: value for name, value in values.items() if name in cls.model_fields}
         free = {name: value for name, value in values.items() if name not in cls.model_fields}
-        return known | {"options": known.get("options", {}) | free}
+        options = known.get("options", {})
+        return known | {"options": options | free if isinstance(options, dict) else options}
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> TierConfig:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvkit.format.urls import shown
 from kvkit.handoff.transport import nixl, tcp, unix
 from kvkit.handoff.transport.channel import Channel, Listener
 
@@ -77,14 +78,21 @@ def parse(address: str) -> Path | tuple[str, int]:
     Raises:
         ValueError: it is neither.
     """
-    url = urlsplit(address)
-    if url.scheme == "unix" and not url.netloc and url.path.startswith("/"):
-        return Path(url.path)
-    if url.scheme in ("tcp", "nixl") and url.hostname and not url.path:
-        with suppress(ValueError):
-            if url.port is not None:
-                return url.hostname, url.port
-    raise ValueError(f"{address}: want unix:///<path>, tcp://<host>:<port> or nixl://<host>:<port>")
+    with suppress(ValueError):
+        url = urlsplit(address)
+        plain = "@" not in url.netloc and not {"?", "#"} & {*address}
+        if url.scheme == "unix" and not url.netloc and url.path.startswith("/") and plain:
+            return Path(url.path)
+        if url.scheme in ("tcp", "nixl") and url.hostname and not url.path and plain and url.port is not None:
+            return url.hostname, url.port
+    raise ValueError(
+        f"{quoted(address)}: want unix:///<path>, tcp://<host>:<port> or nixl://<host>:<port>, and no more"
+    )
+
+
+def quoted(address: str) -> str:
+    """`address` as a message may show it: without what may be a user name, a password or a token."""
+    return shown(address) if "://" in address else shown(f"://{address}").removeprefix("://")
 
 
 def _is_nixl(address: str, tls: ssl.SSLContext | None) -> bool:
