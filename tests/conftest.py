@@ -119,11 +119,15 @@ def staging() -> Staging:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB. Mounting it takes root; without, the test is skipped, but never in CI."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system in memory, of 1 MiB or as many as the test's parameter says.
+
+    Mounting it takes root; without, the test is skipped, but never in CI.
+    """
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    size = f"size={getattr(request, 'param', 1)}m"
+    command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and not os.environ.get("CI"):
         pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -28,16 +29,22 @@ import numpy.typing as npt
 from kvkit.staging import PAGE_BYTES, keep_from_forks, map_shared
 from kvkit.tiers.base import TierError
 
+log = logging.getLogger(__name__)
+
 _MAGIC = int.from_bytes(b"KVKITSH3", "little")
 """What a maker writes last. The digit is the version."""
 _HEAD = np.dtype([(name, "<u8") for name in ("magic", "slot_bytes", "capacity_bytes", "clock", "changes")])
 _COLUMNS = [np.dtype(kind) for kind in ("<u4", "u1", "S112", "<u8", "<u8", "<f8", "<u4")]
 _MUTEX = 1 << 40
 _HUGE_PAGE = 2 << 20
+_SECTOR_BYTES = 512
+"""What `st_blocks` counts in."""
 _MAKING_S = 120.0
 _PAUSES_S = 20e-6, 1e-3
 """Between looks whether the mutex is free: the first pause, and the longest."""
 _TRIES = 4
+_MOST_SHARE = 0.8
+"""Of the file system: what else has memory there is in danger of SIGBUS or of errors beyond that."""
 _NAME = re.compile(r"shm://([A-Za-z0-9._-]{1,64})")
 
 
@@ -118,7 +125,7 @@ class PoolFile:
         """Lock the mutex; threads of one process have a lock of their own for that.
 
         Raises:
-            TierError: others had it for so long.
+            TierError: others had it for so long, or the file was removed.
         """
         pause, longest = _PAUSES_S
         until = time.monotonic() + timeout_s
@@ -127,6 +134,12 @@ class PoolFile:
                 raise TierError(f"{self.path}: another process has had it locked for {timeout_s} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
+        if self._file is not None and not os.fstat(self._file).st_nlink:
+            self.unlock_mutex()
+            raise TierError(
+                f"{self.path} was removed: this process uses it no more, and keeps its memory until it ends; "
+                "restart it to use the pool that others have now"
+            )
 
     def unlock_mutex(self) -> None:
         """Give up the mutex."""
@@ -203,7 +216,9 @@ def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: in
     """Raise ValueError where the pool that is there is none for such records, OSError where it is damaged."""
     capacity, slot = int(found["capacity_bytes"]), int(found["slot_bytes"])
     known = found["magic"] == _MAGIC and slot > 0
-    if not known or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
+    size = _head_bytes(capacity // slot) + capacity // slot * slot if known else 0
+    status = os.fstat(file)
+    if not known or status.st_size != size:
         raise _no_pool(path)
     if capacity != capacity_bytes:
         raise ValueError(
@@ -215,6 +230,8 @@ def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: in
             f"url: the pool in {path} is for records of up to {slot} bytes, and this cache's have "
             f"{slot_bytes}; want another name, or the file removed"
         )
+    if status.st_blocks * _SECTOR_BYTES < size:  # a hole: who touches it may get SIGBUS
+        _allocate(path, file, size)
 
 
 def _no_pool(path: str) -> OSError:
@@ -228,13 +245,33 @@ def _make(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
         OSError: there is not enough memory; nothing of it is kept.
     """
     slots = capacity_bytes // slot_bytes
+    size = _head_bytes(slots) + slots * slot_bytes
     os.ftruncate(file, 0)
-    try:
-        os.posix_fallocate(file, 0, _head_bytes(slots) + slots * slot_bytes)
-    except OSError as error:
-        raise OSError(error.errno, f"{capacity_bytes} bytes: {error.strerror}", path) from error
+    _allocate(path, file, size)
+    whole = os.fstatvfs(file)
+    if size > _MOST_SHARE * whole.f_blocks * whole.f_frsize:
+        log.warning(
+            "%s takes %d MiB of the %d MiB of its file system: other programs with memory there may fail; "
+            "want a smaller capacity, or a larger %s (docker run --shm-size)",
+            path,
+            size >> 20,
+            whole.f_blocks * whole.f_frsize >> 20,
+            os.path.dirname(path),
+        )
     os.pwrite(file, struct.pack("<QQQ", 0, slot_bytes, capacity_bytes), 0)
     os.pwrite(file, struct.pack("<Q", _MAGIC), 0)
+
+
+def _allocate(path: str, file: int, size: int) -> None:
+    """Have all memory of the file, of `size` bytes, here and now. What is there stays.
+
+    Raises:
+        OSError: there is not enough.
+    """
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise OSError(error.errno, f"{size} bytes: {error.strerror}", path) from error
 
 
 def _head_bytes(slots: int) -> int:

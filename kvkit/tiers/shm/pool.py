@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
 from kvkit.staging import Arena, Lease
 from kvkit.tiers.base import TierError, TierFull, too_large
@@ -95,7 +96,7 @@ class Pool(Arena):
         if not self._file.held[slot] or self._file.names[slot] != name.encode():
             lease.release()
             return None
-        self.used[slot] = int(self._file.used[slot])
+        self.used[slot] = min(int(self._file.used[slot]), self.slot_bytes)
         return lease
 
     def take(self, name: str, size: int, parent: str | None) -> Lease | None:
@@ -115,7 +116,7 @@ class Pool(Arena):
             if name in self._index:
                 return None
             before = self._index.get(parent or "", self._made.get(parent or ""))
-            stamp = self._tick() if before is None else int(self._file.last[before]) - 1
+            stamp = self._tick() if before is None else max(1, int(self._file.last[before])) - 1
             slot = None if before is None and parent in self._refused else self._room(stamp)
             if slot is None:
                 self._refused[name] = None  # what follows it is of no use until it is held
@@ -195,7 +196,11 @@ class Pool(Arena):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """With the mutex, and an index that knows all changes."""
+        """With the mutex, and an index that knows all changes.
+
+        Raises:
+            TierError: the pool is closed, locked by others, removed, or damaged.
+        """
         self._opener.check()
         with self._lock:
             if self._closed:
@@ -204,6 +209,10 @@ class Pool(Arena):
             try:
                 self._catch_up()
                 yield
+            except (IndexError, OverflowError, ValueError) as error:
+                raise TierError(
+                    f"{self._file.path} is damaged ({error}); want it removed, and all that use it restarted"
+                ) from error
             finally:
                 self._file.unlock_mutex()
 
@@ -212,8 +221,12 @@ class Pool(Arena):
         if changes - self._seen > self.slots:
             self._read_all()
         else:
-            for change in range(self._seen, changes):
-                self._learn(int(self._file.log[change % self.slots]))
+            named = [int(self._file.log[change % self.slots]) for change in range(self._seen, changes)]
+            if named and max(named) >= self.slots:  # damaged: the rows themselves are asked
+                self._read_all()
+                return
+            for slot in named:
+                self._learn(slot)
             self._seen = changes
 
     def _read_all(self) -> None:
@@ -227,9 +240,14 @@ class Pool(Arena):
             self._named[slot] = name
         slots = np.fromiter(self._index.values(), np.int64, len(self._index))
         self._parents = np.zeros(self.slots, np.uint32)
-        self._parents[slots] = self._file.parents[slots]
+        self._parents[slots] = self._parents_of(slots)
         self._followers = np.bincount(self._parents[slots], minlength=self.slots + 1).astype(np.int32)
         self._order, self._ordered = [], 0
+
+    def _parents_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+        """Their column `parents`; 0 where a damaged entry names no slot."""
+        found = self._file.parents[slots]
+        return np.where(found <= self.slots, found, np.uint32(0))
 
     def _learn(self, slot: int) -> None:
         """Have the index say of a slot what its row says."""
@@ -244,7 +262,7 @@ class Pool(Arena):
         if self._file.held[slot]:
             name = self._file.names[slot].decode("ascii", "replace")
             self._index[name], self._named[slot] = slot, name
-            self._parents[slot] = parent = self._file.parents[slot]
+            self._parents[slot] = parent = int(self._parents_of(np.array([slot]))[0])
             self._followers[parent] += 1
             self._may_go(slot)
 
