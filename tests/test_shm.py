@@ -442,7 +442,7 @@ def test_holes_of_a_file_are_filled_or_it_is_refused(small_disk: Path, room: boo
     def another() -> None:
         if room:
             with closing(Pool(path, slot, 3 * slot)) as pool:
-                records = pool._file.records
+                records = np.frombuffer(pool._file.records, np.uint8)
                 records[:] = records.copy()  # all of it can be touched
                 found = pool.lend(name)
                 assert found is not None
