@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvkit.router.openai import Kind
 from simulation.router_engines import tokens_after, tokens_of
+from simulation.router_network import SLACK_S
 
 if TYPE_CHECKING:
     from simulation.router_life import RouterLife
@@ -35,6 +36,7 @@ class SimulatedRequest:
         leaves_at, leaves_after: when it goes: at this time, or after so many writes; None: it stays.
         stalls_after: it takes no more after so many writes; None: it takes all.
         refused: an engine said that it is wrong.
+        slow: it took a part of a stream, or sent its body, for longer than the router waits.
         wrote: what it got of a stream.
     """
 
@@ -47,6 +49,7 @@ class SimulatedRequest:
     leaves_after: int | None = None
     stalls_after: int | None = None
     refused: bool = False
+    slow: bool = False
     left: bool = False
     began: bool = False
     streamed: bool = False
@@ -58,7 +61,7 @@ class SimulatedRequest:
         return {"X-Request-Id": self.id}
 
     async def read(self) -> bytes:
-        await asyncio.sleep(self.life.delay())
+        await self._rest()
         return json.dumps(self.body).encode()
 
     def leave(self) -> None:
@@ -74,7 +77,7 @@ class SimulatedRequest:
         """Ask, and look at what comes."""
         life, loop = self.life, self.life.loop
         await asyncio.sleep(self.starts_s)
-        began = loop.time()
+        began, fairly = loop.time(), loop.fair_time()
         if life.closing:
             return
         self.task = task = loop.create_task(self._serve(), name=f"serve-{self.id}")
@@ -87,16 +90,16 @@ class SimulatedRequest:
         finally:
             if going is not None:
                 going.cancel()
-        took = loop.time() - began
-        late = not loop.haste and took > life.config.request_timeout_s + life.config.idle_timeout_s + 1
-        loop.check(not late, "{} took {} s", self.id, took)
+        took, most = loop.fair_time() - fairly, life.config.request_timeout_s + life.config.idle_timeout_s + 1
+        loop.check(took <= most, "{} took {} s", self.id, took)
         if response is None or response.status == 499:
-            loop.check(self.left or self.stalls_after is not None, "{} is said to have left", self.id)
+            leaves = self.left or self.stalls_after is not None or self.slow
+            loop.check(leaves, "{} is said to have left", self.id)
             self._look_at_stream(whole=False)
         elif self.streamed:
             self._look_at_stream(whole=True)
         else:
-            self._look_at(response, took)
+            self._look_at(response, loop.time() - began)
 
     async def _serve(self) -> web.StreamResponse:
         life: Any = self.life
@@ -128,10 +131,20 @@ class SimulatedRequest:
         if self.stalls_after is not None and len(self.wrote) >= self.stalls_after:
             await asyncio.get_running_loop().create_future()
         self.wrote.append(data)
-        await asyncio.sleep(self.life.delay())
+        await self._rest()
         if self.leaves_after is not None and len(self.wrote) >= self.leaves_after:
             self.leave()
             await asyncio.sleep(0)
+
+    async def _rest(self) -> None:
+        """Take time: more than the router waits only where the clock is hastened."""
+        loop, longest = self.life.loop, self.life.config.idle_timeout_s - SLACK_S
+        began = loop.time()
+        try:
+            await asyncio.sleep(self.life.delay())
+        except asyncio.CancelledError:
+            self.slow = loop.time() - began >= longest
+            raise
 
     # what must hold
 
@@ -148,7 +161,7 @@ class SimulatedRequest:
             check(not self.life.sure, "{} is answered {}: {}", self.id, status, reply)
             check(reply.get("error"), "{}: no words for status {}: {}", self.id, status, reply)
             known = status in (502, 503, 429, 500) or (status == 400 and self.refused)
-            late = status == 504 and (self.life.loop.haste or took >= self.life.config.request_timeout_s)
+            late = status == 504 and took >= self.life.config.request_timeout_s - SLACK_S
             check(known or late, "{} is answered {} after {} s", self.id, status, took)
             return
         (choice,) = reply["choices"]

@@ -98,7 +98,7 @@ class SimulatedEngine:
     Attributes:
         open: requests that are under way at it.
         state: "up", "down", "stuck": it answers nothing; or "sick": its health is HTTP status 503.
-        since: when its state changed.
+        since: when its state changed, by `fair_time`.
         refuses: it refused a request, and the router has not seen it well since.
         asked: how often each request asked it for an answer.
     """
@@ -120,7 +120,7 @@ class SimulatedEngine:
     def turn(self, state: str) -> None:
         """Be in another state from now on."""
         self.loop.say("{} is {}", self.name, state)
-        before, self.state, self.since = self.state, state, self.loop.time()
+        before, self.state, self.since = self.state, state, self.loop.fair_time()
         if state == "stuck":
             self._awake.clear()
         else:

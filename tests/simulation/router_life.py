@@ -123,7 +123,7 @@ class RouterLife:
     # what must hold of requests to engines
 
     def longest(self, exchange: Exchange, began: float) -> float:
-        """So long may an engine be waited for, since the time `began`."""
+        """Return how long an engine may be waited for. Times are of `fair_time`."""
         config, engine = self.config, exchange.engine
         if exchange.path == "/health":
             return config.health_timeout_s

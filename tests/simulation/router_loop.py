@@ -30,12 +30,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     Attributes:
         shuffles: how often another task than the first may go on.
         haste: how often a deadline comes before others have done what they can.
+        hastened_s: seconds by which the clock was turned so.
         left: tasks that have not ended, by number.
     """
 
     def __init__(self, scheduler: Scheduler, shuffles: float, haste: float) -> None:
         super().__init__()
         self.scheduler, self.shuffles, self.haste = scheduler, shuffles, haste
+        self.hastened_s = 0.0
         self.left: dict[int, NumberedTask] = {}
         self._unwinds = False
         self._tasks = 0
@@ -44,6 +46,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.scheduler.now
+
+    def fair_time(self) -> float:
+        """Return the time less `hastened_s`: no wait takes more of it than its deadline allows."""
+        return self.scheduler.now - self.hastened_s
 
     def _new_task(self, loop: Any, coro: Coroutine[Any, Any, Any], **more: Any) -> NumberedTask:
         task = NumberedTask(coro, loop=self, **more)
@@ -131,7 +137,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _advance(self) -> None:
         """Turn the clock to the next deadline."""
         due: list[asyncio.TimerHandle] = []
-        waiting = self._scheduled
+        waiting, before = self._scheduled, self.scheduler.now
         while waiting and (not due or waiting[0].when() <= self.scheduler.now):
             handle = heapq.heappop(waiting)
             handle._scheduled = False
@@ -140,6 +146,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 continue
             self.scheduler.now = max(self.scheduler.now, handle.when())
             due.append(handle)
+        if self._ready:
+            self.hastened_s += self.scheduler.now - before
         self._ready.extend(sorted(due, key=lambda handle: (handle.when(), _owner(handle._callback))))
 
     def _write_to_self(self) -> None:
