@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,24 @@ def staging() -> Staging:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system in memory, of 1 MiB or as many as the test's parameter says.
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB. Mounting it takes root; without, the test is skipped, but never in CI."""
+    with mounted(tmp_path / "small", "1m") as folder:
+        yield folder
 
-    Mounting it takes root; without, the test is skipped, but never in CI.
-    """
-    folder = tmp_path / "small"
+
+@pytest.fixture
+def pool_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB, as `small_disk`."""
+    with mounted(tmp_path / "pools", "8m") as folder:
+        yield folder
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of `size` in memory, at a folder that is made."""
     folder.mkdir()
-    size = f"size={getattr(request, 'param', 1)}m"
-    command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and not os.environ.get("CI"):
         pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")

@@ -11,7 +11,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -423,47 +423,6 @@ def test_more_memory_than_there_is_leaves_nothing_behind(url: str, staging: Stag
     assert os.stat(pool_path(url)).st_blocks == 0
 
 
-@pytest.mark.parametrize("small_disk", [8], indirect=True)
-@pytest.mark.parametrize("room", [False, True])
-def test_holes_of_a_file_are_filled_or_it_is_refused(small_disk: Path, room: bool) -> None:
-    """Who touched one without memory for it would get SIGBUS."""
-    path, slot, (name,) = str(small_disk / "pool"), 1 << 20, record_names(1)
-    kept = b"k" * 64
-    with closing(Pool(path, slot, 3 * slot)) as pool:
-        lease = pool.take(name, 64, None)
-        assert lease is not None
-        lease.record[:] = np.frombuffer(kept, np.uint8)
-        pool.publish(name, lease)
-    size = os.stat(path).st_size
-    subprocess.run(["fallocate", "-p", "-o", str(size - slot), "-l", str(slot), path], check=True)
-    if not room:
-        (small_disk / "others").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
-
-    def another() -> None:
-        if room:
-            with closing(Pool(path, slot, 3 * slot)) as pool:
-                records = np.frombuffer(pool._file.records, np.uint8)
-                records[:] = records.copy()  # all of it can be touched
-                found = pool.lend(name)
-                assert found is not None
-                assert found.record.tobytes() == kept
-                found.release()
-        else:
-            with pytest.raises(OSError, match="No space left"):
-                Pool(path, slot, 3 * slot)
-
-    assert fork(another) == 0
-
-
-@pytest.mark.parametrize("small_disk", [8], indirect=True)
-@pytest.mark.parametrize(("slots", "warns"), [(3, False), (5, True)])
-def test_a_pool_that_takes_nearly_all_memory_says_so(
-    small_disk: Path, slots: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    Pool(str(small_disk / "pool"), 1 << 20, slots << 20).close()
-    assert ("other programs with memory there may fail" in caplog.text) is warns
-
-
 def test_a_pool_that_was_removed_is_used_no_more(url: str, staging: Staging) -> None:
     """By who has it open. What is lent of it stays; who opens it now has a new one."""
     names = record_names(2)
@@ -482,52 +441,6 @@ def test_a_pool_that_was_removed_is_used_no_more(url: str, staging: Staging) -> 
             assert new.count_leading(names) == 2
         assert np.array_equal(lent.record, record_bytes(names[0]))
         lent.release()
-
-
-@contextmanager
-def damaged_at_most(url: str) -> Iterator[None]:
-    """What is done may fail, by an error that says which pool is damaged."""
-    try:
-        yield
-    except TierError as error:
-        if pool_path(url) not in str(error):
-            raise
-
-
-@pytest.mark.parametrize("value", [0, 1, -1, 1 << 31])
-@pytest.mark.parametrize("column", ["log", "held", "names", "used", "last", "parents", "clock", "changes"])
-def test_a_damaged_column_costs_records_and_nothing_else(
-    url: str, staging: Staging, column: str, value: int
-) -> None:
-    """Whatever it says: an answer, or an error that says which file is damaged."""
-    names = record_names(RECORDS + 2)
-
-    def use(tier: ShmTier) -> None:
-        for act in (
-            lambda: tier.count_leading(names),
-            lambda: list(tier.scan()),
-            lambda: tier.pin(names, 1.0),
-            lambda: tier.prioritise(names, 80),
-            lambda: put(tier, staging, names),
-            lambda: [lease.release() for name in names if (lease := tier.borrow(name))],
-            lambda: tier.delete(names),
-        ):
-            with damaged_at_most(url):
-                act()
-
-    with closing(shm(url, staging)) as tier:
-        put(tier, staging, names[:RECORDS])
-        file = tier._pool._file
-        held = getattr(file, column)
-        if column == "names":
-            held[:] = np.full(held.size, value & 0xFF, np.uint8).tobytes().ljust(112, b"x")[:112]
-        else:
-            held[:] = np.array(value).astype(held.dtype)
-        if column in ("log", "held"):
-            file.changes[0] += 3
-        use(tier)
-        with closing(shm(url, staging)) as other:
-            use(other)
 
 
 def test_inspecting_makes_no_pool(url: str, staging: Staging) -> None:

@@ -4,7 +4,8 @@
 
 A column has an entry for each slot: `held` is 0 without a record, or one more than the record's priority;
 `parents` is 0, or one more than the slot of the record that it follows. The locks are on bytes, and of open
-file descriptions: the byte of a slot's number, and `_MUTEX` for all that is no slot's memory.
+file descriptions: the byte of a slot's number, `_MUTEX` for all that is no slot's memory, and `_USERS`, which
+all share that have the file mapped.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ _MAGIC = int.from_bytes(b"KVKITSH3", "little")
 _HEAD = np.dtype([(name, "<u8") for name in ("magic", "slot_bytes", "capacity_bytes", "clock", "changes")])
 _COLUMNS = [np.dtype(kind) for kind in ("<u4", "u1", "S112", "<u8", "<u8", "<f8", "<u4")]
 _MUTEX = 1 << 40
+_USERS = _MUTEX + 1
 _HUGE_PAGE = 2 << 20
-_SECTOR_BYTES = 512
-"""What `st_blocks` counts in."""
 _MAKING_S = 120.0
 _PAUSES_S = 20e-6, 1e-3
 """Between looks whether the mutex is free: the first pause, and the longest."""
 _TRIES = 4
-_MOST_SHARE = 0.8
-"""Of the file system: what else has memory there is in danger of SIGBUS or of errors beyond that."""
+_FULL = 0.9
+"""Share of a file system's memory above which a pool in it warns."""
+_BLOCK_BYTES = 512
+"""Of `st_blocks`."""
 _NAME = re.compile(r"shm://([A-Za-z0-9._-]{1,64})")
 
 
@@ -91,6 +93,8 @@ class PoolFile:
     Raises:
         ValueError: it has another capacity, or smaller slots.
         OSError: it is somebody else's, open to others, or damaged; or there is not enough memory.
+
+    Logs a warning where the file system is nearly full.
     """
 
     def __init__(self, path: str, slot_bytes: int, capacity_bytes: int) -> None:
@@ -105,10 +109,15 @@ class PoolFile:
             if found["magic"]:
                 _check(path, self._file, found, slot_bytes, capacity_bytes)
                 slot_bytes = int(found["slot_bytes"])
-            else:  # new, or its maker died
+                _fill_holes(path, self._file)
+            elif self._lock(fcntl.F_WRLCK, _USERS):  # new, or its maker died
                 _make(path, self._file, slot_bytes, capacity_bytes)
+            else:  # damaged, and who has it mapped would not outlive another one there
+                raise _no_pool(path)
+            self._lock(fcntl.F_RDLCK, _USERS)
             self._map(slot_bytes, capacity_bytes // slot_bytes)
             self.unlock_mutex()
+            _warn_if_full(path, self._file)
         except BaseException:
             self.close()
             raise
@@ -215,10 +224,8 @@ def _open(path: str) -> int:
 def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: int) -> None:
     """Raise ValueError where the pool that is there is none for such records, OSError where it is damaged."""
     capacity, slot = int(found["capacity_bytes"]), int(found["slot_bytes"])
-    known = found["magic"] == _MAGIC and slot > 0
-    size = _head_bytes(capacity // slot) + capacity // slot * slot if known else 0
-    status = os.fstat(file)
-    if not known or status.st_size != size:
+    known = found["magic"] == _MAGIC and slot > 0 and not slot % PAGE_BYTES
+    if not known or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
         raise _no_pool(path)
     if capacity != capacity_bytes:
         raise ValueError(
@@ -230,8 +237,6 @@ def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: in
             f"url: the pool in {path} is for records of up to {slot} bytes, and this cache's have "
             f"{slot_bytes}; want another name, or the file removed"
         )
-    if status.st_blocks * _SECTOR_BYTES < size:  # a hole: who touches it may get SIGBUS
-        _allocate(path, file, size)
 
 
 def _no_pool(path: str) -> OSError:
@@ -245,33 +250,45 @@ def _make(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
         OSError: there is not enough memory; nothing of it is kept.
     """
     slots = capacity_bytes // slot_bytes
-    size = _head_bytes(slots) + slots * slot_bytes
     os.ftruncate(file, 0)
-    _allocate(path, file, size)
-    whole = os.fstatvfs(file)
-    if size > _MOST_SHARE * whole.f_blocks * whole.f_frsize:
-        log.warning(
-            "%s takes %d MiB of the %d MiB of its file system: other programs with memory there may fail; "
-            "want a smaller capacity, or a larger %s (docker run --shm-size)",
-            path,
-            size >> 20,
-            whole.f_blocks * whole.f_frsize >> 20,
-            os.path.dirname(path),
-        )
+    try:
+        os.posix_fallocate(file, 0, _head_bytes(slots) + slots * slot_bytes)
+    except OSError as error:
+        raise OSError(error.errno, f"{capacity_bytes} bytes: {error.strerror}", path) from error
     os.pwrite(file, struct.pack("<QQQ", 0, slot_bytes, capacity_bytes), 0)
     os.pwrite(file, struct.pack("<Q", _MAGIC), 0)
 
 
-def _allocate(path: str, file: int, size: int) -> None:
-    """Have all memory of the file, of `size` bytes, here and now. What is there stays.
+def _fill_holes(path: str, file: int) -> None:
+    """Have all memory of the file, some of which may be gone: who touches a hole, with none left, ends.
 
     Raises:
-        OSError: there is not enough.
+        OSError: there is not enough memory.
     """
-    try:
-        os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        raise OSError(error.errno, f"{size} bytes: {error.strerror}", path) from error
+    status = os.fstat(file)
+    missing = status.st_size - _BLOCK_BYTES * status.st_blocks
+    if missing > 0:
+        try:
+            os.posix_fallocate(file, 0, status.st_size)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{missing} bytes of the pool have no memory any more, and there is too little for them: "
+                f"{error.strerror}; remove the pool, or what else fills its file system",
+                path,
+            ) from error
+
+
+def _warn_if_full(path: str, file: int) -> None:
+    found = os.fstatvfs(file)
+    if found.f_bavail < (1 - _FULL) * found.f_blocks:
+        log.warning(
+            "pool %s: its file system has %d of %d MiB left; other processes that share memory there end "
+            "with SIGBUS when it is full: set a smaller capacity, or make it larger (mount -o remount,size=...)",
+            path,
+            found.f_bavail * found.f_frsize >> 20,
+            found.f_blocks * found.f_frsize >> 20,
+        )
 
 
 def _head_bytes(slots: int) -> int:

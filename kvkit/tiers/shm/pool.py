@@ -5,6 +5,8 @@ after all else, and what it says is true. A slot without one is room, for whoeve
 kernel unlocks what a dead process wrote to or read from. All other state is made of that, by each process for
 itself: the index follows `log`, where a slot is named before its `held` changes.
 
+The columns may be damaged: what they say is bounded where it is read, and costs records, not room.
+
 Of the records that no other follows, those of the lowest priority go first, of these what was used longest
 ago. Of a run the first record counts as the one used last, and a newcomer as used before what it follows.
 """
@@ -16,6 +18,7 @@ import time
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +35,8 @@ _STEP = 1 << 20
 """Of the clock. No run has more records."""
 _PRIORITY = 56
 """Bits that a time of use has in a rank: 2**36 uses."""
+_MOST_CHANGES = 1 << 62
+_LONGEST_PIN_S = 10 * 365 * 86400.0
 _MOST_REFUSED = 1024  # names
 _PARTS = 64
 """So many orders, one after the other, are made of all records: each costs a look at every record."""
@@ -86,17 +91,20 @@ class Pool(Arena):
         if lease is not None:
             return lease
         with self._locked():
-            return self._lend(name)
+            lease = self._lend(name)
+            if lease is None and name in self._index:
+                self._learn(self._index[name])  # a damaged log did not tell
+            return lease
 
     def _lend(self, name: str) -> Lease | None:
         slot = self._index.get(name)
         if slot is None or self._closed or not self._reserve(slot, shared=True):
             return None
         lease = Lease(self, slot)
-        if not self._file.held[slot] or self._file.names[slot] != name.encode():
+        if not self._file.held[slot] or _decoded(self._file.names[slot]) != name:
             lease.release()
             return None
-        self.used[slot] = min(int(self._file.used[slot]), self.slot_bytes)
+        self.used[slot] = self._used(slot)
         return lease
 
     def take(self, name: str, size: int, parent: str | None) -> Lease | None:
@@ -116,7 +124,7 @@ class Pool(Arena):
             if name in self._index:
                 return None
             before = self._index.get(parent or "", self._made.get(parent or ""))
-            stamp = self._tick() if before is None else max(1, int(self._file.last[before])) - 1
+            stamp = self._tick() if before is None else self._before(before)
             slot = None if before is None and parent in self._refused else self._room(stamp)
             if slot is None:
                 self._refused[name] = None  # what follows it is of no use until it is held
@@ -125,6 +133,7 @@ class Pool(Arena):
                 raise TierFull(f"{self._file.path}: {name} does not fit")
             self._refused.pop(name, None)
             self._made[name] = slot
+            self._orphan(slot)
             row = self._file
             row.names[slot], row.used[slot], row.last[slot], row.pins[slot] = name.encode(), size, stamp, 0
             row.parents[slot] = 0 if before is None else before + 1
@@ -152,7 +161,9 @@ class Pool(Arena):
         """Evict none of `names` within so many seconds; how many are held."""
         with self._locked():
             slots = [self._index[name] for name in names if name in self._index]
-            self._file.pins[slots] = np.maximum(self._file.pins[slots], time.monotonic() + seconds)
+            now, pins = time.monotonic(), self._file.pins[slots]
+            until = now + min(seconds, _LONGEST_PIN_S)
+            self._file.pins[slots] = np.where(_pinned(pins, now), np.maximum(pins, until), until)
             return len(slots)
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
@@ -167,12 +178,13 @@ class Pool(Arena):
         """Bytes of a record, None if it is not held."""
         with self._locked():
             slot = self._index.get(name)
-            return None if slot is None else int(self._file.used[slot])
+            return None if slot is None else self._used(slot)
 
     def listed(self) -> list[tuple[str, int]]:
         """Name and bytes of every record."""
         with self._locked():
-            return list(zip(self._index, self._file.used[list(self._index.values())].tolist(), strict=True))
+            sizes = np.minimum(self._file.used[list(self._index.values())], self.slot_bytes)
+            return list(zip(self._index, sizes.tolist(), strict=True))
 
     def close(self) -> None:
         super().close()
@@ -190,17 +202,13 @@ class Pool(Arena):
         with self._changed:
             if self._drop(lease):
                 if not self._file.held[lease.slot]:  # nobody published it
-                    self._made.pop(self._file.names[lease.slot].decode("ascii", "replace"), None)
+                    self._made.pop(_decoded(self._file.names[lease.slot]), None)
                 self._file.unlock(lease.slot)
                 self._end_unused()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """With the mutex, and an index that knows all changes.
-
-        Raises:
-            TierError: the pool is closed, locked by others, removed, or damaged.
-        """
+        """With the mutex, and an index that knows all changes."""
         self._opener.check()
         with self._lock:
             if self._closed:
@@ -209,45 +217,40 @@ class Pool(Arena):
             try:
                 self._catch_up()
                 yield
-            except (IndexError, OverflowError, ValueError) as error:
-                raise TierError(
-                    f"{self._file.path} is damaged ({error}); want it removed, and all that use it restarted"
-                ) from error
             finally:
                 self._file.unlock_mutex()
 
     def _catch_up(self) -> None:
         changes = int(self._file.changes[0])
-        if changes - self._seen > self.slots:
+        if changes > _MOST_CHANGES:  # damaged
+            changes = self._file.changes[0] = 0
+        if not 0 <= changes - self._seen <= self.slots:
             self._read_all()
-        else:
-            named = [int(self._file.log[change % self.slots]) for change in range(self._seen, changes)]
-            if named and max(named) >= self.slots:  # damaged: the rows themselves are asked
+            return
+        for change in range(self._seen, changes):
+            slot = int(self._file.log[change % self.slots])
+            if slot >= self.slots:  # damaged
                 self._read_all()
                 return
-            for slot in named:
-                self._learn(slot)
-            self._seen = changes
+            self._learn(slot)
+        self._seen = changes
 
     def _read_all(self) -> None:
         """Have the index say what all rows say."""
         self._seen = int(self._file.changes[0])
         slots = np.flatnonzero(self._file.held.copy())  # NumPy refuses what changes while it counts
-        names = [name.decode("ascii", "replace") for name in self._file.names[slots].tolist()]
+        names = [_decoded(name) for name in self._file.names[slots].tolist()]
         self._index = dict(zip(names, slots.tolist(), strict=True))
         self._named = [None] * self.slots
         for name, slot in self._index.items():
             self._named[slot] = name
         slots = np.fromiter(self._index.values(), np.int64, len(self._index))
         self._parents = np.zeros(self.slots, np.uint32)
-        self._parents[slots] = self._parents_of(slots)
+        self._parents[slots] = self._file.parents[slots]
+        self._parents[self._parents > self.slots] = 0  # damaged
+        self._parents[_endless(self._parents)] = 0
         self._followers = np.bincount(self._parents[slots], minlength=self.slots + 1).astype(np.int32)
         self._order, self._ordered = [], 0
-
-    def _parents_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-        """Their column `parents`; 0 where a damaged entry names no slot."""
-        found = self._file.parents[slots]
-        return np.where(found <= self.slots, found, np.uint32(0))
 
     def _learn(self, slot: int) -> None:
         """Have the index say of a slot what its row says."""
@@ -260,9 +263,10 @@ class Pool(Arena):
             if parent:
                 self._may_go(parent - 1)
         if self._file.held[slot]:
-            name = self._file.names[slot].decode("ascii", "replace")
+            name = _decoded(self._file.names[slot])
             self._index[name], self._named[slot] = slot, name
-            self._parents[slot] = parent = int(self._parents_of(np.array([slot]))[0])
+            parent = int(self._file.parents[slot])
+            self._parents[slot] = parent = parent if parent <= self.slots and parent != slot + 1 else 0
             self._followers[parent] += 1
             self._may_go(slot)
 
@@ -283,11 +287,28 @@ class Pool(Arena):
         self._file.held[slot] = held
         self._catch_up()
 
+    def _orphan(self, slot: int) -> None:
+        """Have no record follow the one that is gone from a slot: the next one there may follow them."""
+        if self._followers[slot + 1]:
+            for child in np.flatnonzero((self._parents == slot + 1) & (self._file.held != 0)).tolist():
+                self._file.parents[child] = 0
+                self._hold(child, int(self._file.held[child]))
+
     def _tick(self) -> int:
         """A time later than all others."""
         clock = int(self._file.clock[0]) + _STEP
+        if clock >> _PRIORITY:  # damaged
+            clock = _STEP
         self._file.clock[0] = clock
         return clock
+
+    def _before(self, slot: int) -> int:
+        """The time of use of what follows the record in a slot."""
+        return max(0, min(int(self._file.last[slot]), int(self._file.clock[0])) - 1)
+
+    def _used(self, slot: int) -> int:
+        """Bytes of the record in a slot."""
+        return min(int(self._file.used[slot]), self.slot_bytes)
 
     def _room(self, stamp: int) -> int | None:
         """A slot to write to, reserved; evicts what goes first, of what was used before `stamp`."""
@@ -312,7 +333,7 @@ class Pool(Arena):
             found, later = None, []
             while self._order and found is None:
                 below, slot = entry = self._order.pop()
-                if -below != self._rank(slot) or self._followers[slot + 1] or row.pins[slot] > now:
+                if -below != self._rank(slot) or self._followers[slot + 1] or _pinned(row.pins[slot], now):
                     continue
                 if row.last[slot] >= stamp:
                     later.append(entry)
@@ -328,7 +349,10 @@ class Pool(Arena):
     def _put_in_order(self, most: int, stamp: int, now: float) -> bool:
         """Make an order of at most so many records; whether any that may go was used before `stamp`."""
         row = self._file
-        slots = np.flatnonzero((row.held != 0) & (row.pins <= now) & (self._followers[1:] == 0))
+        late = row.last > row.clock[0]
+        if late.any():  # damaged
+            row.last[late] = 0
+        slots = np.flatnonzero((row.held != 0) & ~_pinned(row.pins, now) & (self._followers[1:] == 0))
         ranks = (row.held[slots].astype(np.uint64) << np.uint64(_PRIORITY)) + row.last[slots]
         if not (row.last[slots] < stamp).any():
             return False
@@ -351,3 +375,24 @@ class Pool(Arena):
                 return False
             self._references[slot] += 1
             return True
+
+
+def _decoded(name: bytes) -> str:
+    """The name in a row, which has other bytes than ASCII where it is damaged."""
+    return name.decode("latin-1")
+
+
+def _pinned(until: Any, now: float) -> Any:
+    """Whether a pin holds: of one number, or of each in an array."""
+    return (until > now) & (until <= now + _LONGEST_PIN_S)  # else it is over, or damaged
+
+
+def _endless(parents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+    """Of each slot, whether its parents, and theirs, have no end: then none of them could ever go."""
+    ancestors = np.concatenate([np.zeros(1, np.uint32), parents])
+    for _ in range(len(parents).bit_length()):  # each time twice as far up
+        if not ancestors.any():
+            break
+        ancestors = ancestors[ancestors]
+    endless: npt.NDArray[np.bool_] = ancestors[1:] != 0
+    return endless
