@@ -128,6 +128,7 @@ class Workers:
                 self._idle -= 1
                 job = (self._urgent or self._jobs).popleft()
             job()
+            del job  # or an idle thread would keep what it was about
             with self._changed:
                 self._idle += 1
 

@@ -322,7 +322,8 @@ class TierSet:
                 log.warning("tier %r did not close in time", name)
             elif (failure := end.exception()) is not None:
                 log.warning("tier %r did not close: %s", name, failure)
-        for workers in (closing, *self._asking.values()):
+        closing.close(max(0.0, until - time.monotonic()))
+        for workers in self._asking.values():
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:

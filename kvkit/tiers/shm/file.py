@@ -284,7 +284,7 @@ def _warn_if_full(path: str, file: int) -> None:
     if found.f_bavail < (1 - _FULL) * found.f_blocks:
         log.warning(
             "pool %s: its file system has %d of %d MiB left; other processes that share memory there end "
-            "with SIGBUS when it is full: set a smaller capacity, or make it larger (mount -o remount,size=...)",
+            "with SIGBUS when it is full: set a smaller capacity, or mount it larger (-o remount,size=...)",
             path,
             found.f_bavail * found.f_frsize >> 20,
             found.f_blocks * found.f_frsize >> 20,
