@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -13,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +45,7 @@ from kvkit.tiers.testing.contract import (
 ROUNDS = os.environ.get("KVKIT_DEATHS", "110")
 """Processes to kill in each test that kills some."""
 NOBODY = 65534
+MAP_FIXED_NOREPLACE = 0x100000
 
 
 @pytest.fixture
@@ -79,14 +80,14 @@ def test_a_fork_that_lets_go_of_a_pool_keeps_what_it_has_at_that_address(url: st
     size, address = len(pools[0].records), np.frombuffer(pools[0].records, np.uint8).ctypes.data
 
     def other() -> None:
-        own: list[np.ndarray[Any, Any]] = []
-        while not any(0 <= address - one.ctypes.data < size for one in own):
-            own.append(np.frombuffer(mmap.mmap(-1, size), np.uint8))
-            assert len(own) < 1000, "the address was not given again"
+        libc, at = ctypes.CDLL(None), ctypes.c_void_p(address)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        assert libc.mmap(at, ctypes.c_size_t(size), rights, flags, -1, ctypes.c_long(0)) == address
         pools.clear()
         gc.collect()
-        for one in own:
-            one[:] = 1
+        ctypes.memset(at, 1, size)
 
     assert fork(other) == 0
     pools.pop().close()
