@@ -151,8 +151,6 @@ class SimulatedEngine:
 
     def compute(self, ids: Sequence[int]) -> None:
         """Hold the blocks of a prompt, and no longer all of the others."""
-        if self.state == "down":  # what broke off is cancelled a moment later
-            return
         blocks = _blocks(ids)
         for number, (block, piece) in enumerate(blocks):
             if block not in self.held:
