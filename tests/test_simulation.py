@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -24,15 +25,19 @@ from simulation.lives import BUDGET, SCENARIOS, failure_of, live, story
 from simulation.mutants import MUTANTS
 from simulation.mutation import HOUSE, copied, find, plant
 from simulation.primitives import SimulatedLock, SimulatedThreading
+from simulation.router_clients import PROMPTS
+from simulation.router_life import RouterLife
 from simulation.router_loop import SimulatedLoop
+from simulation.router_network import Exchange
 from simulation.scheduler import Carriers, Scheduler, Violation
+from simulation.world import World
 
 TESTS = Path(__file__).parent
 PARTS = 2
 """Tests that they are divided into."""
 SHARE = 1 if os.environ.get("KVKIT_NIGHTLY") else 10
 """CI has time for every so many seeds of the budget; `make nightly` for all."""
-MENDED = {"router": (8001577, 8002232, 9001660)}
+MENDED = {"router": (7000724, 8001577, 8002232, 9000343, 9001660)}
 """Seeds beyond the budgets that ended red once, by a fault of the product or of the simulation itself."""
 SAMPLE = (
     "a flush does not hear of the last put",
@@ -430,3 +435,28 @@ def test_what_escapes_from_a_task_ends_a_simulation(carriers: Carriers) -> None:
     assert isinstance(lost[1], ValueError)
     assert ended is not None
     assert "nobody can go on" in str(ended[1])
+
+
+def test_a_dead_engine_computes_nothing(carriers: Carriers) -> None:
+    """Or the requests that it died with would add to what it holds when it has restarted."""
+
+    def dies(seed: int) -> Scheduler:
+        life = RouterLife(World(Scheduler(seed, carriers)))
+        engine, life.quiet = life.engines[0], True
+        data = json.dumps({"prompt": PROMPTS[0], "max_tokens": 4, "stream": True}).encode()
+
+        async def ask() -> None:
+            async with Exchange(life, f"http://{engine.name}/v1/completions", data, {}) as response:
+                async for _ in response:
+                    pass
+
+        async def tasks(loop: SimulatedLoop) -> None:
+            asking = loop.create_task(ask())
+            await asyncio.sleep(life.delay())
+            engine.turn("down")
+            await asyncio.gather(asking, return_exceptions=True)
+            loop.check(not engine.held, "a dead engine holds {}", engine.held)
+
+        return run_in(life.loop, tasks)
+
+    assert [scheduler.failure for scheduler in map(dies, range(100))] == [None] * 100

@@ -130,6 +130,7 @@ class SimulatedEngine:
             for exchange in list(self.open):
                 lose = self.life.random.random() < 0.5
                 exchange.breaks(self.life.random.choice(CUTS)(), lose)
+                exchange.halt()
         if before == "down":
             self.publisher.start_anew()
             self.publisher.tell(ClearedBlocks(complete=True))
@@ -176,10 +177,14 @@ class SimulatedEngine:
         return run
 
     def tell_again(self, socket: SimulatedSocket, first: int) -> None:
-        """Answer who missed batches, unless nobody is there."""
+        """Answer who missed batches, unless nobody is there, or is by then."""
+
+        def answer() -> None:
+            if self.state in ("up", "sick"):
+                self.publisher.again(socket, first)
+
         if self.state in ("up", "sick") and not self.life.happens(self.life.loses):
-            when = self.loop.time() + self.life.delay()
-            self.loop.call_at(when, self.publisher.again, socket, first)
+            self.loop.call_at(self.loop.time() + self.life.delay(), answer)
 
     # answers
 

@@ -144,6 +144,11 @@ class Exchange:
         self._error = error
         self._news.set()
 
+    def halt(self) -> None:
+        """End the work on it, as that of a process that has died."""
+        if self._task is not None:
+            self._task.cancel()
+
 
 def refused(address: str) -> BaseException:
     """What aiohttp raises where nobody listens."""
