@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +32,6 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted_prompt,
 )
 from waiting import wait_for
-
-from kvkit.router.clients import Client
-from kvkit.router.openai import DONE_EVENT
 
 CONTINUED = [
     pytest.param(COMPLETIONS, completion(), id="completions"),
@@ -360,24 +356,3 @@ def test_many_streams_survive_one_engine(start: Start) -> None:
         engines["d1"].set(hold_after=None)
         assert [text.result() for text in texts] == [wanted(body) for body in bodies]
         wait_for(lambda: len(re.findall(r"engine_requests{.*} 0.0", router.metrics())) == 4)
-
-
-def test_a_stream_that_has_its_end_gets_no_error_behind_it() -> None:
-    """Where the client is slow to take the end until the request's time is over."""
-    written: list[bytes] = []
-
-    class Stream:
-        async def write(self, data: bytes) -> None:
-            written.append(data)
-            await asyncio.Event().wait()
-
-    async def end_late() -> None:
-        client: Any = Client(None, 60.0)  # type: ignore[arg-type]
-        client._stream = Stream()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await client.send(DONE_EVENT)
-        await client.fail(504, "no answer in time")
-
-    asyncio.run(end_late())
-    assert written == [DONE_EVENT]

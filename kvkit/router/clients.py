@@ -26,7 +26,6 @@ class Client:
         self._request = request
         self._patience_s = patience_s
         self._stream: web.StreamResponse | None = None
-        self._ended = False
 
     @property
     def began(self) -> bool:
@@ -53,7 +52,6 @@ class Client:
 
     async def send(self, data: bytes) -> web.StreamResponse:
         """Events of the stream, which begins with the first."""
-        self._ended = data.endswith(openai.DONE_EVENT)
         async with self._patience():
             if self._stream is None:
                 headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -63,12 +61,10 @@ class Client:
             return self._stream
 
     async def fail(self, status: int, message: str) -> web.StreamResponse:
-        """Say what went wrong: in the stream, where that has begun. One that has its end stays as it is."""
+        """Say what went wrong: in the stream, where that has begun."""
         error = openai.error_body(status, message)
         if self._stream is None:
             return web.json_response(error, status=status)
-        if self._ended:  # what went wrong is that the client was slow to take it
-            return self._stream
         return await self.send(openai.event_bytes(error) + openai.DONE_EVENT)
 
     @asynccontextmanager
