@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from openai_engine import text_after, tokens_after
 from routers import (  # noqa: F401 - fixtures, too
     CHAT,
@@ -32,6 +35,8 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted_prompt,
 )
 from waiting import wait_for
+
+from kvkit.router.clients import Client
 
 CONTINUED = [
     pytest.param(COMPLETIONS, completion(), id="completions"),
@@ -356,3 +361,21 @@ def test_many_streams_survive_one_engine(start: Start) -> None:
         engines["d1"].set(hold_after=None)
         assert [text.result() for text in texts] == [wanted(body) for body in bodies]
         wait_for(lambda: len(re.findall(r"engine_requests{.*} 0.0", router.metrics())) == 4)
+
+
+def test_nothing_follows_the_end_of_a_stream() -> None:
+    """The time of a request may be over while its client takes the last events."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        client = Client(request, 60.0)
+        await client.send(b"data: 1\n\n")
+        await client.end(b"data: 2\n\n")
+        return await client.fail(504, "no answer within 100 s")
+
+    async def ask() -> bytes:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        async with TestServer(app) as server, TestClient(server) as asking:
+            return await (await asking.get("/")).read()
+
+    assert asyncio.run(ask()) == b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"

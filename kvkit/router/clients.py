@@ -26,6 +26,7 @@ class Client:
         self._request = request
         self._patience_s = patience_s
         self._stream: web.StreamResponse | None = None
+        self._ended = False
 
     @property
     def began(self) -> bool:
@@ -60,12 +61,19 @@ class Client:
             await self._stream.write(data)
             return self._stream
 
+    async def end(self, events: bytes = b"") -> web.StreamResponse:
+        """Send the last events of the stream, and that it ends."""
+        self._ended = True  # a deadline may come while they are taken: they are sent by then
+        return await self.send(events + openai.DONE_EVENT)
+
     async def fail(self, status: int, message: str) -> web.StreamResponse:
-        """Say what went wrong: in the stream, where that has begun."""
+        """Say what went wrong: in the stream, where that has begun; nowhere, where that has ended."""
         error = openai.error_body(status, message)
         if self._stream is None:
             return web.json_response(error, status=status)
-        return await self.send(openai.event_bytes(error) + openai.DONE_EVENT)
+        if self._ended:
+            return self._stream
+        return await self.end(openai.event_bytes(error))
 
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:

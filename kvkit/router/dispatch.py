@@ -166,7 +166,7 @@ class Dispatcher:
                 if routed.answer.finished:
                     owed = routed.answer.last_event()
                     last = b"" if owed is None else openai.event_bytes(owed)
-                    return await routed.client.send(last + openai.DONE_EVENT)
+                    return await routed.client.end(last)
                 try:
                     routed.rest = routed.answer.resume()
                 except CannotContinue as error:
@@ -314,7 +314,7 @@ class Dispatcher:
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
         if not routed.answer.finished:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
-        return await routed.client.send(openai.DONE_EVENT)
+        return await routed.client.end()
 
     def _learn(self, routed: RoutedRequest, decode: Engine, handed: bool, seconds: float) -> None:
         """Note how fast D was, where it is known how much was new for it. Mutates `decode`."""
