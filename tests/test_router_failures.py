@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from openai_engine import text_after, tokens_after
@@ -34,9 +35,12 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted,
     wanted_prompt,
 )
+from servers import free_ports
 from waiting import wait_for
 
 from kvkit.router.clients import Client
+from kvkit.router.engines import Engine
+from kvkit.router.settings import EngineConfig, RouterConfig
 
 CONTINUED = [
     pytest.param(COMPLETIONS, completion(), id="completions"),
@@ -379,3 +383,29 @@ def test_nothing_follows_the_end_of_a_stream() -> None:
             return await (await asking.get("/")).read()
 
     assert asyncio.run(ask()) == b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_watch_ends_when_a_request_fails_meanwhile(steps: int) -> None:
+    """Or a router that is closed at that moment waits for it for ever."""
+
+    async def close() -> bool:
+        config = EngineConfig(url=f"http://127.0.0.1:{free_ports(1)[0]}")
+        settings = RouterConfig(decode={"d0": config}, health_interval_s=60.0)
+        async with aiohttp.ClientSession() as session:
+            engine = Engine("d0", "decode", config, settings, session)
+            watch = asyncio.create_task(engine.watch())
+            while not engine._probed:
+                await asyncio.sleep(0)
+            engine._suspected.set()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            watch.cancel()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            ended = watch.done()
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            return ended
+
+    assert asyncio.run(close())

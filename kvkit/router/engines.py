@@ -222,8 +222,9 @@ class Engine:
         while True:
             self._suspected.clear()
             await self.probe()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._suspected.wait(), self._settings.health_interval_s)
+            with suppress(TimeoutError):  # `wait_for` of Python 3.11 may lose that it was cancelled
+                async with asyncio.timeout(self._settings.health_interval_s):
+                    await self._suspected.wait()
 
     async def probe(self) -> None:
         """Ask it for its health once. What is under way at an engine that is found down fails. Mutates."""
@@ -306,7 +307,8 @@ async def ask_each(
 
     async def answer(engine: Engine) -> int | None:
         try:
-            return await asyncio.wait_for(ask(engine), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await ask(engine)
         except Exception:  # one of its own is none of the request's
             log.warning("what engine %s holds is not known", engine.name, exc_info=True)
             return None
