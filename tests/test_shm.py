@@ -424,26 +424,6 @@ def test_more_memory_than_there_is_leaves_nothing_behind(url: str, staging: Stag
     assert os.stat(pool_path(url)).st_blocks == 0
 
 
-def test_a_pool_that_was_removed_is_used_no_more(url: str, staging: Staging) -> None:
-    """By who has it open. What is lent of it stays; who opens it now has a new one."""
-    names = record_names(2)
-    with closing(shm(url, staging)) as old:
-        put(old, staging, names)
-        lent = old.borrow(names[0])
-        assert lent is not None
-        os.unlink(pool_path(url))
-        with pytest.raises(TierError, match=r"was removed: this process uses it no more.*restart it"):
-            old.count_leading(names)
-        with pytest.raises(TierError, match="was removed"):
-            list(old.scan())
-        with closing(shm(url, staging)) as new:
-            assert new.count_leading(names) == 0
-            put(new, staging, names)
-            assert new.count_leading(names) == 2
-        assert np.array_equal(lent.record, record_bytes(names[0]))
-        lent.release()
-
-
 def test_inspecting_makes_no_pool(url: str, staging: Staging) -> None:
     config = TierConfig(url=url, capacity=RECORDS * SLOT_BYTES)
     with pytest.raises(FileNotFoundError, match="no such pool"):

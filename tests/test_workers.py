@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
@@ -88,3 +89,16 @@ assert not ran
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "test-0: can't start new thread\n"
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_job() -> None:
+    class Memory:
+        def use(self) -> None:
+            pass
+
+    workers, freed, memory = Workers(1, "test"), threading.Event(), Memory()
+    weakref.finalize(memory, freed.set)
+    workers.start(memory.use)
+    del memory
+    assert freed.wait(DEADLINE_S)
+    workers.close()

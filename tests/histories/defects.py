@@ -62,11 +62,13 @@ def _shown_first() -> None:
     """A pool holds a record whose bytes are still to come."""
 
     def write(self: ShmTier, name: str, slot: Lease, source: Lease) -> None:
-        with self._pool._locked():
-            self._pool._hold(slot.slot, 1)
+        pool = self._pool
+        assert pool is not None
+        with pool._locked():
+            pool._hold(slot.slot, 1)
         time.sleep(LATER_S)
         slot.record[:] = source.record
-        self._pool._made.pop(name, None)
+        pool._made.pop(name, None)
         slot.release()
         self._end(name, None)
 

@@ -50,6 +50,10 @@ _BLOCK_BYTES = 512
 _NAME = re.compile(r"shm://([A-Za-z0-9._-]{1,64})")
 
 
+class PoolRemoved(TierError):
+    """A pool's file is not at its path any more: who opens it from now on has another pool."""
+
+
 def pool_path(url: str) -> str:
     """The file of this user's pool at `url`.
 
@@ -99,11 +103,11 @@ class PoolFile:
 
     def __init__(self, path: str, slot_bytes: int, capacity_bytes: int) -> None:
         self.path = path
-        self._file: int | None = _open(path)
+        self._file: int | None = None
         # a fork that outlives this process would keep what that had locked
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
         try:
-            self.wait(_MAKING_S)
+            self._file = self._open()
             head = os.pread(self._file, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
             found = np.frombuffer(head, _HEAD)[0]
             if found["magic"]:
@@ -122,6 +126,15 @@ class PoolFile:
             self.close()
             raise
 
+    def check(self) -> None:
+        """Look whether the file still is at its path.
+
+        Raises:
+            PoolRemoved: it is not.
+        """
+        if not self._is_there():
+            raise PoolRemoved(f"the pool {self.path} was removed")
+
     def lock(self, slot: int, *, shared: bool) -> bool:
         """Lock the byte of a slot, unless another open file has it locked; never waits."""
         return self._lock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, slot)
@@ -134,7 +147,7 @@ class PoolFile:
         """Lock the mutex; threads of one process have a lock of their own for that.
 
         Raises:
-            TierError: others had it for so long, or the file was removed.
+            TierError: others had it for so long.
         """
         pause, longest = _PAUSES_S
         until = time.monotonic() + timeout_s
@@ -143,12 +156,6 @@ class PoolFile:
                 raise TierError(f"{self.path}: another process has had it locked for {timeout_s} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if self._file is not None and not os.fstat(self._file).st_nlink:
-            self.unlock_mutex()
-            raise TierError(
-                f"{self.path} was removed: this process uses it no more, and keeps its memory until it ends; "
-                "restart it to use the pool that others have now"
-            )
 
     def unlock_mutex(self) -> None:
         """Give up the mutex."""
@@ -159,6 +166,25 @@ class PoolFile:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+
+    def _open(self) -> int:
+        """Open the file, and lock the mutex."""
+        for _ in range(_TRIES):
+            file = self._file = _open(self.path)
+            self._opened = os.fstat(file)
+            self.wait(_MAKING_S)
+            if self._is_there():
+                return file
+            self.close()  # removed meanwhile
+        raise _made_and_removed(self.path)
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(self._opened, os.lstat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # it cannot be told
+            return True
 
     def _lock(self, kind: int, byte: int) -> bool:
         if self._file is None:
@@ -208,7 +234,7 @@ def _open(path: str) -> int:
             os.fchmod(file, 0o600)  # whatever the umask
             break
     else:
-        raise FileNotFoundError(errno.ENOENT, "others make and remove it", path)
+        raise _made_and_removed(path)
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         os.close(file)
@@ -219,6 +245,10 @@ def _open(path: str) -> int:
             path,
         )
     return file
+
+
+def _made_and_removed(path: str) -> OSError:
+    return FileNotFoundError(errno.ENOENT, "others make and remove it", path)
 
 
 def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: int) -> None:
@@ -284,7 +314,7 @@ def _warn_if_full(path: str, file: int) -> None:
     if found.f_bavail < (1 - _FULL) * found.f_blocks:
         log.warning(
             "pool %s: its file system has %d of %d MiB left; other processes that share memory there end "
-            "with SIGBUS when it is full: set a smaller capacity, or mount it larger (-o remount,size=...)",
+            "with SIGBUS when it is full: set a smaller capacity, or remount it with a larger size",
             path,
             found.f_bavail * found.f_frsize >> 20,
             found.f_blocks * found.f_frsize >> 20,

@@ -45,7 +45,8 @@ _PARTS = 64
 class Pool(Arena):
     """The pool in the file at `path`. Thread-safe and process-safe.
 
-    Every method but `close` raises `TierError` when the pool is closed, or locked by a stopped process.
+    Every method but `close` and `leave` raises `TierError` when the pool is closed, or locked by a stopped
+    process; in its subclass `PoolRemoved`, when its file was removed.
 
     Args, Raises: as `PoolFile` has them.
 
@@ -192,6 +193,14 @@ class Pool(Arena):
             self._ended = True
             self._end_unused()
 
+    def leave(self) -> None:
+        """Lend nothing more, and close when all leases are back: a GPU may read there until then. Waits."""
+        with self._lock, self._changed:
+            self._closed = True
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._references))
+        self.close()
+
     def _end_unused(self) -> None:
         """Once nobody calls any more: give up the file when the last lease is back."""
         if self._ended and not any(self._references):
@@ -205,6 +214,7 @@ class Pool(Arena):
                     self._made.pop(_decoded(self._file.names[lease.slot]), None)
                 self._file.unlock(lease.slot)
                 self._end_unused()
+                self._changed.notify_all()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -213,6 +223,7 @@ class Pool(Arena):
         with self._lock:
             if self._closed:
                 raise TierError(f"{self._file.path} is closed")
+            self._file.check()
             self._file.wait(_WAIT_S)
             try:
                 self._catch_up()
@@ -349,9 +360,7 @@ class Pool(Arena):
     def _put_in_order(self, most: int, stamp: int, now: float) -> bool:
         """Make an order of at most so many records; whether any that may go was used before `stamp`."""
         row = self._file
-        late = row.last > row.clock[0]
-        if late.any():  # damaged
-            row.last[late] = 0
+        row.last[row.last > row.clock[0]] = 0  # damaged
         slots = np.flatnonzero((row.held != 0) & ~_pinned(row.pins, now) & (self._followers[1:] == 0))
         ranks = (row.held[slots].astype(np.uint64) << np.uint64(_PRIORITY)) + row.last[slots]
         if not (row.last[slots] < stamp).any():

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from kvkit.format.record import parent_name
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import DamagedObject, OnComplete, Tier, TierError, TierFull, complete, get_by_copy
 from kvkit.tiers.settings import TierConfig
-from kvkit.tiers.shm.file import pool_path
+from kvkit.tiers.shm.file import PoolRemoved, pool_path
 from kvkit.tiers.shm.pool import Pool
 from kvkit.workers import Closed, Workers
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _THREADS = 2  # they copy, at the speed of memory
 
 
 class ShmTier(Tier):
     """Records in slots of a `Pool`, which it lends; a put copies its slot, once.
+
+    Once the pool's file was removed, the tier fails, and gives up the memory when the last lease is back.
 
     Args:
         path: of the pool's file.
@@ -43,7 +49,7 @@ class ShmTier(Tier):
             )
         self.name = name
         try:
-            self._pool = Pool(path, staging.slot_bytes, capacity_bytes)
+            self._pool: Pool | None = Pool(path, staging.slot_bytes, capacity_bytes)
         except ValueError as error:
             raise ValueError(f"tier {name!r}: {error}") from None
         self._workers = Workers(threads, f"kvkit-{name}")
@@ -57,19 +63,20 @@ class ShmTier(Tier):
         )
 
     def count_leading(self, names: Sequence[str]) -> int:
-        return self._pool.use_run(names)
+        return self._call(lambda pool: pool.use_run(names))
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        return self._pool.pin(names, seconds)
+        return self._call(lambda pool: pool.pin(names, seconds))
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
-        self._pool.prioritise(names, priority)
+        self._call(lambda pool: pool.prioritise(names, priority))
 
     def borrow(self, name: str) -> Lease | None:
         try:
-            return self._pool.lend(name)
+            return self._call(lambda pool: pool.lend(name))
         except TierError as error:
-            log.warning("tier %r: %s", self.name, error)
+            if not isinstance(error, PoolRemoved):  # which was logged
+                log.warning("tier %r: %s", self.name, error)
             return None
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -87,13 +94,12 @@ class ShmTier(Tier):
                 if stuck:
                     raise stuck
                 # in the order of the names, so that each finds the one before it
-                slot = self._pool.take(name, share.used, parent_name(share.buffer, name))
+                slot = self._call(partial(self._take, name, share))
             except OSError as error:
                 if not isinstance(error, TierFull | DamagedObject):
                     stuck = error  # it waited long enough for the first
                 self._end(name, error)
                 continue
-            self.evicted = self._pool.evicted
             if slot is None:
                 self._end(name, None)
                 continue
@@ -104,27 +110,65 @@ class ShmTier(Tier):
                 self._end(name, TierError(f"tier {self.name!r} is closed"))
 
     def delete(self, names: Sequence[str]) -> None:
-        self._pool.remove(names)
+        self._call(lambda pool: pool.remove(names))
 
     def size(self, name: str) -> int | None:
-        return self._pool.size(name)
+        return self._call(lambda pool: pool.size(name))
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        return iter(self._pool.listed())
+        return iter(self._call(Pool.listed))
 
     def waiting(self) -> int:
         return self._workers.waiting
 
     def close(self) -> None:
         self._workers.close()
-        self._pool.close()
+        pool = self._pool
+        if pool is not None:
+            pool.close()
+
+    def _call(self, use: Callable[[Pool], T]) -> T:
+        """What `use` returns of the pool.
+
+        Raises:
+            PoolRemoved: it was removed.
+            TierError: as `use` does.
+        """
+        pool = self._pool
+        if pool is None:
+            raise PoolRemoved(f"the pool of tier {self.name!r} was removed")
+        try:
+            return use(pool)
+        except PoolRemoved as error:
+            self._leave(pool, error)
+            raise
+
+    def _leave(self, pool: Pool, error: PoolRemoved) -> None:
+        """Give up a pool that was removed: others need its memory, and have another one."""
+        with self._lock:
+            if self._pool is not pool:
+                return
+            self._pool = None
+        log.warning(
+            "tier %r: %s; this process stops using it and frees its memory. Restart the process to join the "
+            "pool that others may have made since",
+            self.name,
+            str(error),  # its traceback would keep the pool as long as the record is kept
+        )
+        with suppress(RuntimeError):  # no thread can be started: the memory stays until the process ends
+            threading.Thread(target=pool.leave, name=f"kvkit-{self.name}-leave", daemon=True).start()
+
+    def _take(self, name: str, share: Lease, pool: Pool) -> Lease | None:
+        slot = pool.take(name, share.used, parent_name(share.buffer, name))
+        self.evicted = pool.evicted
+        return slot
 
     def _write(self, name: str, slot: Lease, source: Lease) -> None:
         error: BaseException | None = None
         try:
             with slot:
                 slot.record[:] = source.record
-                self._pool.publish(name, slot)
+                self._call(lambda pool: pool.publish(name, slot))
         except BaseException as caught:  # a tier's thread outlives whatever goes wrong
             error = caught
         self._end(name, error)
