@@ -17,8 +17,6 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-import vllm
-
 from kvkit.settings import ConfigError
 
 log = logging.getLogger(__name__)
@@ -177,8 +175,12 @@ def find(name: str, feature: str = "") -> Any:
 
 def missing(feature: str, what: str) -> MissingName:
     """Return the error of a feature that this vLLM cannot have, for want of `what`."""
+    try:
+        version = import_module("vllm").__version__
+    except ImportError:  # `kvkit tune` does without
+        version = "(not installed)"
     return MissingName(
-        f"{feature}: vLLM {vllm.__version__} has no {what}, so {FEATURES[feature]}; "
+        f"{feature}: vLLM {version} has no {what}, so {FEATURES[feature]}; "
         f"tested with vLLM {', '.join(TESTED)}"
     )
 
