@@ -89,6 +89,24 @@ def test_engines_with_the_same_version_of_weights_share(
     assert answer(engine) == (HIT, said)
 
 
+def test_a_version_is_of_the_weights_that_were_there_when_it_was_given(
+    engine: Engine, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Others that come before the next step are not stored under it."""
+    old, new = models
+    _, said = answer(open_one(engine, None, new))
+    open_one(engine, tmp_path / "kv", old)
+    engine.do("reload", str(new), "vLLM")
+    engine.do("set_weight_version", "step 1")
+    engine.do("reload", str(old), "vLLM")
+    cached, before = answer(engine)
+    assert (cached, before != said) == (0, True)
+    open_one(engine, tmp_path / "kv", old)
+    engine.do("reload", str(new), "vLLM")
+    engine.do("set_weight_version", "step 1")
+    assert answer(engine) == (0, said)
+
+
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
     made = Rank(tmp_path / "kv", "async")

@@ -1,4 +1,4 @@
-"""Which engines of vLLM kvkit cannot serve, or caches nothing of: found out at start-up, by its configs."""
+"""Refuse engines that kvkit cannot serve, and name those of which it caches nothing: by vLLM's configs."""
 
 from __future__ import annotations
 

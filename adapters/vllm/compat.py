@@ -1,4 +1,4 @@
-"""What of vLLM is not its public interface: every name that may move, every patch, every attribute within.
+"""Keep names, patches and attributes of vLLM that are not public, and say what is off without each.
 
 `NAMES` has a row for each import. `find` looks a name up when a feature asks for it, in every place where a
 version of vLLM had it, so that the connector loads where a feature cannot. A connector's base class, the
@@ -39,7 +39,7 @@ FEATURES = {
     "tuning": "`kvkit tune` does not compare kvkit's attention with vLLM's",
     "weights": "weights that change while an engine runs are not noticed, and have no version",
 }
-"""What is off without a feature's names."""
+"""By feature, the consequence of a name that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +227,8 @@ def connectors() -> list[Any]:
     return list(getattr(group, "sub_connectors", [group] if group else []))
 
 
+_CHANGE_WEIGHTS = "reload_weights", "update_weights"
+"""Methods of vLLM's worker."""
 _TELLS = "_kvkit_tells_of_runner"
 _WRAPPED = "_kvkit_wrapped"
 
@@ -273,7 +275,7 @@ def watch_worker() -> None:
     if not offered("weights"):
         return
     worker = find("Worker")
-    for name in ("reload_weights", "update_weights"):
+    for name in _CHANGE_WEIGHTS:
         _wrap(worker, name, after=lambda *_, **__: _tell(connectors(), "weights_changed"))
 
     def falls_asleep(_: Any, level: int = 1) -> None:
@@ -290,9 +292,11 @@ def watch_worker() -> None:
 
 
 def watch_engine_core() -> None:
-    """Tell the scheduler's connectors of the weights' version, and when vLLM's cache alone is reset.
+    """Tell the scheduler's connectors of new weights and their version, and of resets of vLLM's cache alone.
 
-    By methods of theirs: `set_weight_version(version)` and `own_cache_reset()`. As `watch_worker` otherwise.
+    By methods of theirs: `weights_changed()`, `set_weight_version(version)` and `own_cache_reset()`, in the
+    order of the calls: a worker's report comes with the next step, after a version perhaps. As `watch_worker`
+    otherwise.
     """
     if not offered("weights"):
         return
@@ -305,12 +309,17 @@ def watch_engine_core() -> None:
         if not reset_connector:
             _tell(_of_scheduler(engine), "own_cache_reset")
 
+    def called(engine: Any, method: Any, *_: Any, **__: Any) -> None:
+        if method in _CHANGE_WEIGHTS:
+            _tell(_of_scheduler(engine), "weights_changed")
+
+    _wrap(core, "collective_rpc", after=called)
     _wrap(core, "set_weight_version", after=versioned)
     _wrap(core, "reset_prefix_cache", after=reset)
 
 
 def watch_loads(model: Any, call: Callable[[], object]) -> None:
-    """Have `call` called when anybody loads weights into a model. Mutates the model."""
+    """Call `call` whenever weights are loaded into a model. Mutates the model."""
     load = getattr(model, "load_weights", None)
     if load is None:
         return
@@ -343,7 +352,7 @@ def _wrap(
     before: Callable[..., object] = lambda *_, **__: None,
     after: Callable[..., object] = lambda *_, **__: None,
 ) -> None:
-    """Have a method of a class call two functions with its arguments, once however often this is called."""
+    """Wrap a method of a class, once: two functions get its arguments, before and after it."""
     own = getattr(owner, name, None)
     if own is None or hasattr(own, _WRAPPED):
         return
@@ -363,7 +372,7 @@ def _wrap(
 def watch_adapters(
     load: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
 ) -> Callable[[], None]:
-    """Have `load(manager, request, vLLM's own)` load LoRA adapters in this process.
+    """Load LoRA adapters of this process by `load(manager, request, vLLM's own)`.
 
     Nothing else tells of them. Mutates vLLM's class until what is returned is called.
 
@@ -388,7 +397,7 @@ def watch_adapters(
 
 @contextmanager
 def active_adapter(runner: Any, lora: Any, tokens: int) -> Iterator[None]:
-    """Have a model runner apply an adapter (None: none) to `tokens` rows, and then the step's own again.
+    """Apply an adapter (None: none) to `tokens` rows of a model runner, and then the step's own again.
 
     Model runner V2 keeps no adapters by their numbers in its batch: it sets those of a step anew.
     """

@@ -251,8 +251,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._worker.open_blending(runner)
 
     def weights_changed(self) -> None:
-        """Be told that the model's weights are others now (`compat.watch_worker`)."""
-        self._worker.weights_changed()
+        """Stop using KV of the weights that were (`compat.watch_worker`, `compat.watch_engine_core`)."""
+        if hasattr(self, "_worker"):
+            self._worker.weights_changed()
+        elif hasattr(self, "_scheduler"):
+            self._version_is_new = False  # it is of the weights before these
+            self._forget(uuid.uuid4().hex)
 
     def unregister_kv_caches(self) -> None:
         """Let go of vLLM's pages, which lose their memory. May be called again."""

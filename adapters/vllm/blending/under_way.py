@@ -155,7 +155,7 @@ class BlendsUnderWay:
         return blend is not None
 
     def cancel_all(self) -> None:
-        """Have all blends end, and return when none of them touches its blocks."""
+        """End all blends, and return when none of them touches its blocks."""
         for name in list(self._blends):
             self.cancel(name)
         wait([load for blend in self._blends.values() for _, load in blend.documents if load is not None])
