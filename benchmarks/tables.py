@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leaderboard, soak, tables_gpu, tables_proofs, tables_vllm
+from benchmarks import leaderboard, soak, tables_gpu, tables_pools, tables_proofs, tables_vllm
 from kvkit.bench.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "scale": lambda: _scale(json.loads((results / f"scale-{MACHINE}.json").read_text())["results"]),
         "many_requests": lambda: _many(json.loads((results / f"many-requests-{MACHINE}.json").read_text())),
         "fleet": lambda: _fleet(json.loads((results / "fleet.json").read_text())["runs"]),
-        "shm": lambda: _shm(figures),
+        **tables_pools.tables(figures),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
         **tables_proofs.proofs(results),
         **tables_gpu.tables(results / f"gpu-{GPU}.json"),
@@ -561,22 +561,6 @@ def _fleet(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
             [str(run["engines"]), run["layout"], f"{run['hit_rate']:.1%}", f"{run['busy']:.0%}", *times]
         )
         rows[-1] += far
-    return rows
-
-
-def _shm(figures: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Hits of one process, and of eight at the same time, over those from memory of their own."""
-    one, eight = figures["shm::hits[1]"], figures.get("shm::hits[8]", {})
-    words = {"memory": "memory of its own", "shm": "a pool (`shm://`)", "folder": "a folder in /dev/shm"}
-    words |= {"redis": "Redis on a unix socket, its client alone", "lmcache": "LMCache's server"}
-    head = ["over memory, of minima", "of medians"]
-    rows = [["16 records of 5.9 MB from", "one process", *head, *(["eight", *head] if eight else [])]]
-    for name, what in words.items():
-        cells = [what]
-        for times in (one.get(name), eight.get(name)) if eight else (one.get(name),):
-            ratios = [f"{times[kind]:.2f}" for kind in ("min", "median")] if times else []
-            cells += [f"{times['us'] / 1e3:.1f} ms", *ratios] if times else [""] * 3
-        rows.append(cells)
     return rows
 
 
