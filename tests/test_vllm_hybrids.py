@@ -156,8 +156,8 @@ def test_requests_that_are_preempted(process: Engine, model: Path, tmp_path: Pat
     whole = [[*given, *answer["tokens"]] for given, answer in zip(crowd * 2, found, strict=True)]
     for one, answer in zip(process.generate(whole, 1, prompt_logprobs=0), found, strict=True):
         pairs = zip(answer["logprobs"], one["scored"][-140:], strict=True)
-        # kernels for prompts and for single tokens round in their own ways, which makes 0.03 to 0.042 as steps fall; a chunk
-        # of another prompt makes 0.49 and more
+        # kernels for prompts and for single tokens round in their own ways, which makes 0.03 to 0.042 as
+        # steps fall; a chunk of another prompt makes 0.49 and more
         assert fmean(abs(a - b) for a, b in pairs) < 15 * TOLERANCE
 
 
