@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from jinja2 import Environment
 
-from kvkit.environment import version_of
+from kvkit.environment import DISTRIBUTION, version_of
 from kvkit.kernels.attention.problems import ATTENTIONS, LLAMA_8B
 from kvkit.kernels.tuning.cases import Work
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
@@ -62,7 +62,11 @@ def kvkit() -> Iterator[tuple[str, Launch, tuple[int, int]]]:
             )
             tiles = dict(config.tiles)
             pages = f"pages of {spec.block_tokens}" if spec.block_tokens else "one block"
-            yield f"kvkit {version_of('kvkit')}, {pages}", launch, (tiles["TILE_ROWS"], tiles["TILE_KEYS"])
+            yield (
+                f"kvkit {version_of(DISTRIBUTION)}, {pages}",
+                launch,
+                (tiles["TILE_ROWS"], tiles["TILE_KEYS"]),
+            )
 
 
 def flex_attention(folder: Path) -> tuple[str, Launch, tuple[int, int]]:

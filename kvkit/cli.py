@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -11,7 +11,7 @@ from kvkit.adapters.huggingface.smollm2 import ModelError
 from kvkit.bench.commands import bench, demo, doctor
 from kvkit.bench.files import BenchError
 from kvkit.bench.prove.commands import prove
-from kvkit.environment import printable
+from kvkit.environment import DISTRIBUTION, printable, version_of
 from kvkit.kernels.tuning.commands import tune
 from kvkit.observe.commands import inspect, report, top
 from kvkit.router.commands import router
@@ -43,6 +43,17 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="print kvkit's version", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"kvkit {version_of(DISTRIBUTION)}")
+        raise typer.Exit
+
+
 for command in (demo, doctor, inspect, prove, report, router, simulate, top, tune):
     app.command()(command)
 app.add_typer(bench, name="bench")

@@ -311,7 +311,7 @@ def _open_server(config: Config, cache: Cache) -> CacheServer:
     try:
         from kvkit.observe.http import Server
     except ImportError as error:
-        raise ConfigError(f"server: {error.name} is missing: pip install 'kvkit[server]'") from error
+        raise ConfigError(f"server: {error.name} is missing: pip install 'kvkit-llm[server]'") from error
     settings = config.server
     token = (
         settings.token.get_secret_value()

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kvkit", "torch", "triton", "numba", "numpy", "xxhash", "fsspec", "zarr", "transformers")
+DISTRIBUTION = "kvkit-llm"
+"""What pip knows kvkit by: "kvkit" on PyPI is another project's."""
+PACKAGES = ("torch", "triton", "numba", "numpy", "xxhash", "fsspec", "zarr", "transformers")
 
 
 def version_of(package: str) -> str | None:
@@ -28,6 +30,7 @@ def version_of(package: str) -> str | None:
 
 def describe() -> dict[str, Any]:
     """Machine and versions, as results carry them."""
+    packages = {"kvkit": DISTRIBUTION} | {package: package for package in PACKAGES}
     return {
         "machine": {
             "cpu": cpu_name(),
@@ -37,7 +40,7 @@ def describe() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release().split('-')[0]}",
         },
         "versions": {"python": platform.python_version()}
-        | {p: version_of(p) for p in PACKAGES if version_of(p)},
+        | {name: version for name, package in packages.items() if (version := version_of(package))},
     }
 
 

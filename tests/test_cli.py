@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from kvkit import cli
 from kvkit.bench import doctor
-from kvkit.environment import version_of
+from kvkit.environment import DISTRIBUTION, version_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,10 @@ def failed(result: Result, *words: str) -> None:
     assert "Traceback" not in result.output
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The installed command, in a process of its own."""
     command = [str(Path(sys.executable).parent / "kvkit"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 def test_doctor_lists_versions() -> None:
     result = run("doctor")
     assert result.exit_code == 0
-    assert f"kvkit {version_of('kvkit')}" in result.stdout
+    assert f"kvkit {version_of(DISTRIBUTION)}" in result.stdout
     for packages, purpose, _ in doctor.FEATURES:
         (line,) = (line for line in result.stdout.splitlines() if purpose in line)
         names = packages.split(" or ")
@@ -90,12 +90,30 @@ def test_doctor_lists_versions() -> None:
         assert (version_of(package) or "missing") in line
 
 
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"kvkit {version_of(DISTRIBUTION)}\n")
+
+
+def test_doctor_notices_the_package_of_another_project(tmp_path: Path) -> None:
+    """PyPI's "kvkit", which is none of ours, is one `pip install` away."""
+    told = "the package kvkit 0.1.2 is installed"
+    assert told not in script("doctor").stdout
+    folder = tmp_path / "kvkit-0.1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkit\nVersion: 0.1.2\n")
+    done = script("doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    assert told in done.stdout
+    assert f"pip uninstall kvkit {DISTRIBUTION}" in done.stdout
+
+
 def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = (("no-such-package", "nothing", "kvkit[demo]"), ("nor-this-one", "all", "torch for CUDA"))
+    absent = (("no-such-package", "nothing", "[demo]"), ("nor-this-one", "all", "torch for CUDA"))
     monkeypatch.setattr(doctor, "FEATURES", absent)
     result = run("doctor")
     assert result.exit_code == 0
-    assert "missing: pip install 'kvkit[demo]'" in result.stdout
+    assert "missing: pip install 'kvkit-llm[demo]'" in result.stdout
     assert "missing: comes with torch for CUDA" in result.stdout
 
 
@@ -107,9 +125,9 @@ def test_every_extra_that_brings_a_feature_is_told_of() -> None:
 
 
 def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
-    extras = metadata("kvkit").get_all("Provides-Extra") or []
+    extras = metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     for package, _, source in doctor.FEATURES:
-        extra = re.fullmatch(r"kvkit\[(\w+)\]", source)
+        extra = re.fullmatch(r"\[(\w+)\]", source)
         assert extra is None or extra[1] in extras, package
 
 
@@ -249,7 +267,7 @@ def test_demo_with_nowhere_to_write(tmp_path: Path) -> None:
 def test_the_installed_command(tmp_path: Path) -> None:
     done = script("doctor")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"kvkit {version_of('kvkit')}" in done.stdout
+    assert f"kvkit {version_of(DISTRIBUTION)}" in done.stdout
     (tmp_path / "wrong.toml").write_text("hash = 'md5'")
     done = script("doctor", str(tmp_path / "wrong.toml"))
     assert done.returncode == 1

@@ -22,8 +22,8 @@ def test_describe_is_json_and_complete() -> None:
     assert machine["memory_gib"] >= 1
     assert machine["system"].startswith(platform.system())
     assert versions["python"] == platform.python_version()
-    assert versions["kvkit"] == environment.version_of("kvkit")
-    assert set(versions) <= {"python", *environment.PACKAGES}
+    assert versions["kvkit"] == environment.version_of(environment.DISTRIBUTION)
+    assert set(versions) <= {"python", "kvkit", *environment.PACKAGES}
     assert None not in versions.values()
 
 
@@ -36,7 +36,7 @@ def test_describe_names_no_host_user_or_path() -> None:
 
 def test_versions() -> None:
     assert environment.version_of("no-such-package") is None
-    assert environment.version_of("kvkit") == environment.version_of("KVKit")
+    assert environment.version_of("kvkit-llm") == environment.version_of("KVKit_LLM") is not None
 
 
 @pytest.mark.parametrize(

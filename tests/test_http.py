@@ -463,5 +463,5 @@ def test_a_configuration_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert call(cache.server, "GET", "/tiers")[0] == 200
     monkeypatch.delitem(sys.modules, "kvkit.observe.http")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"uvicorn is missing: pip install 'kvkit\[server\]'"):
+    with pytest.raises(ConfigError, match=r"uvicorn is missing: pip install 'kvkit-llm\[server\]'"):
         opened(enabled=True, port=0)

@@ -43,7 +43,7 @@ def test_in_a_network_of_its_own(library_path: str) -> None:
     """tests/mooncake_pool.py, in a process of its own. It takes root and iproute2."""
     if find_spec("mooncake") is None:
         assert not os.environ.get("CI"), "Mooncake is missing: `make test` installs it"
-        pytest.skip("Mooncake is missing: pip install kvkit[dev]")
+        pytest.skip("Mooncake is missing: pip install 'kvkit-llm[dev]'")
     missing = [name for name in TOOLS if shutil.which(name) is None]
     if os.geteuid() or missing:
         pytest.skip(f"a network namespace takes root and {', '.join(TOOLS)}; missing: {missing or 'root'}")
@@ -97,7 +97,7 @@ def test_wrong_settings(url: str, settings: dict[str, Any], words: str, staging:
 def test_the_package_is_missing(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(
-        ValueError, match=r"tier 'far': mooncake.store is missing: pip install 'kvkit\[mooncake\]'"
+        ValueError, match=r"tier 'far': mooncake.store is missing: pip install 'kvkit-llm\[mooncake\]'"
     ):
         open_tier("far", TierConfig(url="mooncake://h"), staging)
     staging.close()

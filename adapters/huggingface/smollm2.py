@@ -116,7 +116,7 @@ def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise ModelError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
+        raise ModelError(f"{error.name} is missing: pip install 'kvkit-llm[demo]'") from error
     with _read_once():
         packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         made = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **tokenizer)

