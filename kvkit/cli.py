@@ -45,13 +45,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="print kvkit's version", is_eager=True)] = False,
-) -> None:
-    if version:
+def _tell_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"kvkit {version_of(DISTRIBUTION)}")
         raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", help="print kvkit's version", callback=_tell_version, is_eager=True)
+]
+
+
+@app.callback()
+def _options(version: _Version = False) -> None: ...
 
 
 for command in (demo, doctor, inspect, prove, report, router, simulate, top, tune):
