@@ -286,7 +286,7 @@ def test_unknown_algorithm() -> None:
 
 def test_missing_blake3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
-    with pytest.raises(ChunkError, match=r"kvkit\[blake3\].*'xxh3_128', 'sha256'"):
+    with pytest.raises(ChunkError, match=r"kvkit-llm\[blake3\].*'xxh3_128', 'sha256'"):
         namespace_digest(namespace(hash="blake3"))
 
 

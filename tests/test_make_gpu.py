@@ -21,6 +21,7 @@ from benchmarks.gpu import packages
 from benchmarks.gpu.__main__ import STEPS, TESTS, Step, main, run
 from benchmarks.gpu.packages import OWN, ROOT, closure, needed
 from benchmarks.gpu.results import AGAIN, Results
+from kvkit.environment import DISTRIBUTION
 
 
 def python(script: str) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ print(*(file for file in files if file.endswith(".py")))
     names = {canonicalize_name(name) for word in words for name in distributions.get(word, ())}
     carried = set(closure(needed(), OWN))
     assert {"torch", "triton", "msgspec", "pydantic"} <= names
-    assert names <= carried | set(OWN) | {"kvkit"}
+    assert names <= carried | set(OWN) | {DISTRIBUTION}
     assert {"msgspec", "pydantic-core", "google-crc32c", "pytest"} <= carried
     assert not carried & set(OWN)
 
