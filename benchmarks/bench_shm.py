@@ -307,7 +307,7 @@ def test_copy_before_verifying(benchmark: Any) -> None:
 
 
 def ways_to_trust(setup: Setup, engine: Engine, stack: ExitStack) -> dict[str, Hit]:
-    """Hits of what this stores in the pool, by how they see to it that what was verified is what is used."""
+    """Store records in a pool; return hits of them, by the way in which verified bytes are the bytes used."""
     size = setup.chunks * engine.record_bytes
     cache = engine.open(stack, 0, lambda slots: ShmTier(pool_path(setup.pool), slots, size))
     cache.store(engine.tokens, engine.place)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def tables(figures: Mapping[str, dict[str, Any]]) -> dict[str, Callable[[], list[list[str]]]]:
-    """What makes each table, by its name. `figures`: the results' entries, by theirs."""
+    """Give the function that makes each table, by the table's name, from the results' entries."""
     return {
         "shm": lambda: _shm(figures),
         "trusted": lambda: _trusted(figures["shm::copy_before_verifying"]),

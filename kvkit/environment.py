@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "kvkit-llm"
-"""What pip knows kvkit by: "kvkit" on PyPI is another project's."""
+"""The name that pip knows kvkit by: `kvkit` on PyPI is another project."""
 PACKAGES = ("torch", "triton", "numba", "numpy", "xxhash", "fsspec", "zarr", "transformers")
 
 
