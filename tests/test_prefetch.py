@@ -166,3 +166,17 @@ def test_a_get_asks_no_tier_that_is_passed_over(tmp_path: Path) -> None:
         release_all(leases)
         assert cache.pin(tokens, 1) == len(tokens), "of the other tier"
         assert not asked
+
+
+def test_a_prefetch_that_outlasts_its_cache_keeps_no_slot(tmp_path: Path) -> None:
+    """What the simulation found (docs/interleavings.md)."""
+    engine, tokens = make_engine(), sequence(4)
+    fill(engine, tmp_path, tokens)
+    staging = new_staging(engine, 8)
+    with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
+        prefetched = cache._tier_set.prefetched
+        (lease,) = staging.acquire(1, DEADLINE_S)
+        cache.close()
+        prefetched.keep("late", lease, object())
+        lease.release()
+        assert staging.free == staging.slots

@@ -42,3 +42,11 @@ class Prefetched:
         with self._lock:
             gone = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
         release_all(gone)
+
+    def close(self) -> None:
+        """Release all, and keep nothing more: a prefetch that outlasts its cache finds no room."""
+        with self._lock:
+            gone = [lease for _, lease in self._leases.values()]
+            self._leases.clear()
+            self.slots = 0
+        release_all(gone)

@@ -309,7 +309,7 @@ class TierSet:
     def close(self, timeout_s: float) -> None:
         """Close the tiers, at the same time, and end the asking threads; wait `timeout_s` seconds for all."""
         until = time.monotonic() + timeout_s
-        self.prefetched.release(self.staging.slots)
+        self.prefetched.close()
         closing = Workers(len(self.tiers), "kvkit-close")  # late or not: a tier's threads have to end
         ends: dict[str, Future[None]] = {}
         for name, tier in self.tiers.items():

@@ -163,11 +163,20 @@ class Folder:
             raise
         if self._fsync:
             _sync_folder(folder)
-            if folder not in self._synced:  # its own name, and those above it, whoever made them
-                for above in (os.path.dirname(folder), self.root, os.path.dirname(self.root)):
-                    with suppress(PermissionError):  # what lies above the root may be nobody's to read
-                        _sync_folder(above)
+            if folder not in self._synced:
+                self._sync_names(folder)
                 self._synced.add(folder)
+
+    def _sync_names(self, folder: str) -> None:
+        """Sync the name of `folder`, and those of all above it on its file system, whoever made them."""
+        while folder != self.root:
+            folder = os.path.dirname(folder)
+            _sync_folder(folder)
+        device, above = os.stat(folder).st_dev, os.path.dirname(folder)
+        while above != folder and os.stat(above).st_dev == device:
+            with suppress(PermissionError):  # what lies above the root may be nobody's to read
+                _sync_folder(above)
+            folder, above = above, os.path.dirname(above)
 
     def delete(self, name: str) -> None:
         path = self._path(name)

@@ -8,7 +8,7 @@ import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -91,7 +91,7 @@ class ObjectTier(ThreadedTier):
         self._writing: Counter[str] = Counter()
         self._written: set[str] = set()  # those of them that one of several writers is done with
         self._leaving: set[str] = set()  # evicted, not put again, and not deleted yet
-        self._listings: list[set[str]] = []  # of each under way what was known and is not found since
+        self._doubted: list[set[str]] = []  # of each doubt, the names that nobody has found since
         limits = [capacity for capacity in config.capacities if capacity is not None]
         capacity = min(limits) * len(stores) if limits else None
         self._index = eviction.EvictionState(capacity, config.eviction, config.quota)
@@ -178,10 +178,10 @@ class ObjectTier(ThreadedTier):
                 if not any(is_compressed(head) for head in heads):
                     return
             self._compressed.add(name)  # written when the tier had a codec
-        size = self._store.size(name)
-        if size is None:
-            self._forget(name)
-            raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
+        with self._forgetting(name):
+            size = self._store.size(name)
+            if size is None:
+                raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         if size > _packed_bytes(self.largest):
             raise DamagedObject(f"{name}: {size} bytes are no record of {self.largest}", Damage.OVERSIZE)
         packed = self._scratch(size)[:size]
@@ -246,8 +246,9 @@ class ObjectTier(ThreadedTier):
                 others.callback(self._delete, name)
 
     def _delete(self, name: str) -> None:
-        self._store.delete(name)
-        self._forget(name)
+        with self._doubting((name,)) as missing:
+            self._store.delete(name)
+            self._forget(missing)
 
     def _put_one(self, name: str, lease: Lease) -> None:
         if self.reads_parts or self._size_held(False, name) is not None:
@@ -289,20 +290,12 @@ class ObjectTier(ThreadedTier):
     def scan(self) -> Iterator[tuple[str, int]]:
         """As in `Tier`; what was known and is not listed, as others deleted it, is forgotten in the end."""
         with self._lock:
-            unlisted = set(self._index.entries)
-            self._listings.append(unlisted)
-        try:
+            known = tuple(self._index.entries)
+        with self._doubting(known) as missing:
             for name, size in self._store.scan():
-                unlisted.discard(name)
+                missing.discard(name)
                 yield name, size
-            with self._lock:
-                gone = [name for name in unlisted if name not in self._writing]
-                for name in gone:
-                    eviction.remove(self._index, name)
-                self._on_held(gone, False)
-        finally:
-            with self._lock:
-                self._listings = [other for other in self._listings if other is not unlisted]
+            self._forget(missing)
 
     def describe(self, array: str, metadata: bytes) -> None:
         """As in `Tier`. What is there stays, with a warning where it says something else; but what is no
@@ -412,25 +405,42 @@ class ObjectTier(ThreadedTier):
 
     def _found(self, name: str) -> None:
         """Tell, under the lock, that the store holds a record."""
-        for unlisted in self._listings:
-            unlisted.discard(name)
+        for missing in self._doubted:
+            missing.discard(name)
         self._on_held((name,), True)
 
     @contextmanager
-    def _forgetting(self, name: str) -> Iterator[None]:
-        """Forget a record that turns out to be missing."""
-        try:
-            yield
-        except FileNotFoundError:
-            self._forget(name)
-            raise
-
-    def _forget(self, name: str) -> None:
-        self._compressed.discard(name)
+    def _doubting(self, names: Iterable[str]) -> Iterator[set[str]]:
+        """Those of `names` that nobody has put or looked up since the block began."""
+        missing = set(names)
         with self._lock:
-            if name not in self._writing:  # else its room stays taken
-                eviction.remove(self._index, name)
-            self._on_held((name,), False)
+            self._doubted.append(missing)
+        try:
+            yield missing
+        finally:
+            with self._lock:
+                self._doubted = [other for other in self._doubted if other is not missing]
+
+    @contextmanager
+    def _forgetting(self, name: str) -> Iterator[None]:
+        """Forget a record that turns out to be missing, unless it was put meanwhile."""
+        with self._doubting((name,)) as missing:
+            try:
+                yield
+            except FileNotFoundError:
+                self._forget(missing)
+                raise
+
+    def _forget(self, missing: set[str]) -> None:
+        """Forget names of `_doubting`; the room of those that are being written stays taken."""
+        with self._lock:
+            self._compressed -= missing
+            for name in missing:
+                if name in self._writing:
+                    self._written.discard(name)
+                else:
+                    eviction.remove(self._index, name)
+            self._on_held(list(missing), False)
 
 
 def _packed_bytes(size: int) -> int:

@@ -227,13 +227,12 @@ class CacheLife:
     def live(self) -> None:
         """The whole of it, as the first thread."""
         threads = self.world.threading
-        self.world.faults.threads, share = 0.0, self.world.faults.threads
-        self.open()
-        clients = [Client(self, i) for i in range(self.plan.clients)]
-        started = [threads.Thread(target=c.live, name=c.name) for c in clients]
-        for thread in started:
-            thread.start()
-        self.world.faults.threads = share
+        with self.world.faults.threads_start():
+            self.open()
+            clients = [Client(self, i) for i in range(self.plan.clients)]
+            started = [threads.Thread(target=c.live, name=c.name) for c in clients]
+            for thread in started:
+                thread.start()
         if self.plan.closes_early:
             self.scheduler.sleep(self.world.random.choice((0.0, 0.01, 3.0)))
             self.closing, self.world.faults.threads = True, 0.0  # who cannot ask a tier cannot close it

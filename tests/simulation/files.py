@@ -11,7 +11,7 @@ import errno
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from simulation.scheduler import Scheduler
 from simulation.world import Faults
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EINTR, errno.ESTALE, errno.EMFILE)
+NEVER_DENIED = tuple(number for number in ERRORS if number != errno.EACCES)
 
 
 class Killed(BaseException):
@@ -68,11 +69,16 @@ class Process:
 
 
 class SimulatedFiles:
-    """The disk, and the calls of the processes that use it."""
+    """The disk, and the calls of the processes that use it.
 
-    def __init__(self, scheduler: Scheduler, faults: Faults) -> None:
+    Args:
+        above: folders above the one that they share, which are never denied.
+    """
+
+    def __init__(self, scheduler: Scheduler, faults: Faults, above: Collection[str]) -> None:
         self.scheduler = scheduler
         self.faults = faults
+        self.above = above
         self.root = Inode(stat.S_IFDIR | 0o755, links=1)
         self.descriptors: dict[int, OpenFile] = {}
         self.processes: dict[object, Process] = {}
@@ -168,7 +174,7 @@ class SimulatedFiles:
                 raise Killed
             tidies = name == "unlink" and TEMPORARY in arguments[0]  # who cannot tidy leaves things behind
             if fails and not tidies and self.faults.happens(self.faults.fails):
-                number = scheduler.random.choice(ERRORS)
+                number = scheduler.random.choice(NEVER_DENIED if arguments[0] in self.above else ERRORS)
                 scheduler.say(os.strerror(number))
                 raise OSError(number, os.strerror(number))
             return does(*arguments, **named)
@@ -228,6 +234,9 @@ class SimulatedFiles:
         return _status(self.descriptors[number].inode)
 
     def _lstat(self, path: str) -> Any:
+        return _status(self._found(path))
+
+    def _stat(self, path: str) -> Any:
         return _status(self._found(path))
 
     def _fchmod(self, number: int, mode: int) -> None:
@@ -355,13 +364,18 @@ class SimulatedFiles:
 
 CALLS = (
     *("open", "close", "dup", "write", "preadv", "fsync", "fstat", "lstat", "fchmod", "chmod", "rename"),
-    *("unlink", "mkdir", "rmdir", "makedirs", "scandir", "fwalk"),
+    *("unlink", "mkdir", "rmdir", "makedirs", "scandir", "fwalk", "stat"),
 )
 
 
 def _status(inode: Inode) -> Any:
     return SimpleNamespace(
-        st_mode=inode.mode, st_size=len(inode.data), st_nlink=inode.links, st_mtime_ns=0, st_ino=id(inode)
+        st_mode=inode.mode,
+        st_size=len(inode.data),
+        st_nlink=inode.links,
+        st_mtime_ns=0,
+        st_ino=id(inode),
+        st_dev=0,
     )
 
 

@@ -17,7 +17,7 @@ from simulation.files import Killed, Process, SimulatedFiles
 from simulation.scheduler import Violation
 from simulation.world import World
 
-ROOT = "/store"
+ROOT = "/srv/store"
 NAMES = [f"{'18758dd34c64ec23' * 2}/{group}/c.1.{i}.0.0.0.0" for group in (0, 1) for i in (1, 2)]
 SIZE = 2 * ALIGN + 100
 """Of a record: whole pages, which are written past the page cache, and a rest."""
@@ -39,7 +39,7 @@ class FolderLife:
     def __init__(self, world: World) -> None:
         self.scheduler, self.world, self.check = world.scheduler, world, world.scheduler.check
         r = self.random = world.random
-        self.files = SimulatedFiles(world.scheduler, world.faults)
+        self.files = SimulatedFiles(world.scheduler, world.faults, ("/", "/srv"))
         world.faults.fails = r.choice((0.0, 0.0, 0.02, 0.15))
         world.faults.slow = r.choice((0.0, 0.1))
         self.failing = world.faults.fails > 0

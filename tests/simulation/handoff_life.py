@@ -107,18 +107,18 @@ class HandoffLife:
                 work()
 
         thread = self.world.threading.Thread(target=run, name=f"{process.name}-{name}")
-        before, self.world.faults.threads = self.world.faults.threads, 0.0
-        thread.start()
-        self.world.faults.threads = before
+        with self.world.faults.threads_start():
+            thread.start()
         return thread
 
     def calmly(self, process: Process, work: Callable[[], object]) -> None:
         """Have a process do something that nothing goes wrong with."""
         faults = self.world.faults
-        before = faults.threads, faults.fails, self.network.calls_left
-        faults.threads, faults.fails, self.network.calls_left = 0.0, 0.0, -1
-        self.start(process, "main", work).join()
-        faults.threads, faults.fails, self.network.calls_left = before
+        before = faults.fails, self.network.calls_left
+        faults.fails, self.network.calls_left = 0.0, -1
+        with faults.threads_start():
+            self.start(process, "main", work).join()
+        faults.fails, self.network.calls_left = before
         if self.over:
             self.quiet()
 
@@ -170,10 +170,8 @@ class HandoffLife:
             self.open_side(number)
         self.scheduler.observe = self.look
         guard = self.world.threading.Thread(target=self.watch_over, name="guard")
-        faults = self.world.faults
-        share, faults.threads = faults.threads, 0.0
-        guard.start()
-        faults.threads = share
+        with self.world.faults.threads_start():
+            guard.start()
         if plan.dies:
             processes = [side.process for side in self.sides] if plan.dies != "D" else [node.process]
             self.network.mortal = {processes[0]}

@@ -116,6 +116,16 @@ class Faults:
     damages: float = 0.0
     loses: float = 0.0
     threads: float = 0.0
+    sparing: int = 0
+
+    @contextmanager
+    def threads_start(self) -> Iterator[None]:
+        """Every thread starts while any such block lasts, whoever entered it."""
+        self.sparing += 1
+        try:
+            yield
+        finally:
+            self.sparing -= 1
 
     def stop(self) -> None:
         self.slow = self.hangs = self.fails = self.damages = self.loses = self.threads = 0.0
@@ -130,7 +140,7 @@ class Faults:
         return share > 0 and self.scheduler.random.random() < share
 
     def refuses_thread(self) -> bool:
-        return self.happens(self.threads)
+        return not self.sparing and self.happens(self.threads)
 
     def delay(self) -> None:
         """Take time, or much of it."""
