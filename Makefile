@@ -26,8 +26,8 @@ CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_machine blend_sc
 # those whose tests ask for nothing that vLLM refuses where steps overlap
 OVERLAPPING := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
 	overlapping pd resets weights))
-# what seldom breaks, and takes long
-SELDOM := tests/test_examples.py tests/test_soak.py tests/test_soak_parts.py tests/test_soak_vllm.py
+# what seldom breaks, and takes long, is marked
+DAILY := -m 'not nightly'
 MUTMUT := .mutants/tool
 OUT ?= .gpu
 # tests/conftest.py has put the files in order
@@ -67,14 +67,14 @@ setup: $(VENV)/dev.stamp  ## the environment that the tests need
 test: check tests  ## style, types, floors, documentation and tests
 
 tests: $(VENV)/dev.stamp
-	$(PYTEST) $(addprefix --ignore=,$(SELDOM) $(ENGINES))
+	$(PYTEST) $(DAILY) $(addprefix --ignore=,$(ENGINES))
 
 $(NEXT_VLLM)/stamp: tests/next_vllm.py | $(VENV)/dev.stamp
 	$(BIN)/python tests/next_vllm.py $(NEXT_VLLM_VERSION) $(@D)
 	touch $@
 
 test-vllm-next: $(NEXT_VLLM)/stamp  ## the connector and engines of many kinds with the vLLM that pip installs on a GPU machine
-	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(ENGINES) $(CONNECTOR)
+	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(DAILY) $(ENGINES) $(CONNECTOR)
 
 test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlapping; counts in benchmarks/results/
 	$(PYTEST) -q --record-vllm $(ENGINES) $(CONNECTOR)
@@ -94,7 +94,7 @@ nightly: $(NEXT_VLLM)/stamp  ## all that CI leaves out: before an issue is close
 quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no server, no model, no compiler
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q --quick tests
+	$(PYTEST) -q --quick $(DAILY) tests
 
 simulate: $(VENV)/dev.stamp  ## SEEDS interleavings of cache, folders, handoff and router; the story of one that finds something
 	PYTHONPATH=.:tests $(BIN)/python -m simulation --seeds $(SEEDS)

@@ -95,6 +95,7 @@ assert [add_run(state, (name,), size)[1] for name, size in sizes.items()] == [[]
     run(copy, "evict.py")
 
 
+@pytest.mark.nightly
 def test_a_new_kernel_is_a_folder_and_a_row(copy: Path) -> None:
     folder = copy / "kvkit/kernels/blocks"
     folder.mkdir()

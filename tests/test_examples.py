@@ -60,6 +60,7 @@ def printed(notebook: Any) -> str:
     return "".join(output.text for output in outputs if output.get("name") == "stdout")
 
 
+@pytest.mark.nightly
 def test_reuse(tmp_path: Path) -> None:
     smollm2.fetch()  # not on a cell's time
     notebook = read(EXAMPLES / "01_reuse.ipynb")
@@ -76,6 +77,7 @@ def test_reuse(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_kernels(tmp_path: Path) -> None:
     """Its compile step works although tests interpret kernels: it compiles in a process of its own."""
     smollm2.fetch()
@@ -93,6 +95,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_vllm(tmp_path: Path) -> None:
     """Every turn but the first loads what came before; documents are blended in an order they never had."""
     pytest.importorskip("vllm")
@@ -117,6 +120,7 @@ def test_vllm(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_own_kernel(tmp_path: Path) -> None:
     """Tunes on the CPU, or on the GPU where there is one; compiles in a process that imports its module."""
     notebook = read(EXAMPLES / "04_own_kernel.ipynb")
@@ -131,6 +135,7 @@ def test_own_kernel(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_own_tier(tmp_path: Path) -> None:
     """The contract finds what is wrong with the first tier, and nothing with the second."""
     notebook = read(EXAMPLES / "05_own_tier.ipynb")
@@ -144,6 +149,7 @@ def test_own_tier(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_eviction(tmp_path: Path) -> None:
     notebook = read(EXAMPLES / "06_eviction.ipynb")
     execute(notebook, tmp_path)
@@ -152,6 +158,7 @@ def test_eviction(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_prefill_decode(tmp_path: Path) -> None:
     """A router and engines in processes of their own; P dies and comes back."""
     notebook = read(EXAMPLES / "07_prefill_decode.ipynb")
@@ -162,6 +169,7 @@ def test_prefill_decode(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_fewer_bits(tmp_path: Path) -> None:
     smollm2.fetch()
     notebook = read(EXAMPLES / "09_fewer_bits.ipynb")
@@ -174,6 +182,7 @@ def test_fewer_bits(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_own_method(tmp_path: Path) -> None:
     smollm2.fetch()
     notebook = read(EXAMPLES / "08_own_method.ipynb")
@@ -186,6 +195,7 @@ def test_own_method(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 
 
+@pytest.mark.nightly
 def test_a_failing_cell_fails_the_test(tmp_path: Path) -> None:
     source = "import sys\nassert sys.executable == 'nowhere', sys.executable"
     notebook = read(EXAMPLES / "01_reuse.ipynb")

@@ -178,6 +178,7 @@ def in_compiling_process(script: str, **variables: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
+@pytest.mark.nightly
 def test_a_first_launch_finds_what_was_compiled(tmp_path: Path) -> None:
     """Every kind of argument, for both backends; only the driver's calls are stood in for."""
     script = """

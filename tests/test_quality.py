@@ -291,6 +291,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
+@pytest.mark.nightly
 def test_bench_blend(folder: Path, tmp_path: Path) -> None:
     """As docs/blend.md has it, with one sample of few tokens, and a small model in the place of SmolLM2's."""
     place = tmp_path / "kvkit" / "models" / smollm2.NAME

@@ -46,6 +46,7 @@ def measured_in_vllm(folder: Path, *arguments: object) -> Any:
     return json.loads(text.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
     """Behind a lead, of two tasks: divergence, answers and rows, by methods that a request can name."""
     model = save_with_tokenizer(tmp_path / "model")
@@ -92,6 +93,7 @@ def test_vllm_measures_what_a_request_can_ask_for(name: str, can: bool) -> None:
     assert is_served(method_named(name)) is can
 
 
+@pytest.mark.nightly
 def test_doctor_measures_in_vllm_what_is_not_like_llama(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

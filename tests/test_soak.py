@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 from caches import CHUNK, make_engine, new_cache, new_staging, sequence
 from engine import Engine
 
@@ -90,6 +91,7 @@ def call(
         cache.pin(tokens, 0.01)
 
 
+@pytest.mark.nightly
 def test_fifty_threads(tmp_path: Path) -> None:
     staging = new_staging(make_engine(2), 40)
     turn = [0]

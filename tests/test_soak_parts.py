@@ -16,7 +16,7 @@ from kvkit.environment import describe
 ROOT = Path(__file__).parent.parent
 
 
-pytestmark = pytest.mark.timeout(900)  # beside others
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]  # beside others
 
 
 def quick(name: str, folder: Path) -> dict[str, Any]:

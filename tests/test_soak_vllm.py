@@ -24,6 +24,7 @@ from kvkit.workers import Workers
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.nightly
 def test_some_seconds_of_conversations(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     options = ["--quick", "--model", str(save(QWEN, tmp_path / "model")), "--json", str(path)]

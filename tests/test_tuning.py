@@ -35,6 +35,7 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     del sys.modules["my_kernels"]
 
 
+@pytest.mark.nightly
 def test_the_pages_commands(folder: Path) -> None:
     done = run_shell(
         on_page("docs/tuning.md", "kvkit tune --problems"), folder, KVKIT_TUNED=str(folder / "tuned")

@@ -28,6 +28,7 @@ FEW = (
 )
 
 
+@pytest.mark.nightly
 def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
     """As docs/vllm.md has it typed, with a small model and few requests: nobody says how much it may take."""
     model = save_with_tokenizer(tmp_path / "model")

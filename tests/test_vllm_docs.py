@@ -28,6 +28,7 @@ def complete(url: str, model: str, prompt: str) -> dict[str, int]:
     return usage
 
 
+@pytest.mark.nightly
 def test_the_quick_start_on_a_cpu(tmp_path: Path) -> None:
     """With the file and the command of the page: only the model, the disk's folder and the port change.
 

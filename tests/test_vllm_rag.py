@@ -24,6 +24,7 @@ OPTIONS = ("--enforce-eager", "--enable-prefix-caching", "--max-logprobs", str(r
 SIZES = ("--max-model-len", "2048", "--kv-cache-memory-bytes", str(256 << 20))
 
 
+@pytest.mark.nightly
 def test_documents_are_blended_whatever_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's turns, as a toy leads them, as far as a small model takes them; then `kvkit bench serve`."""
     for name, value in ENVIRONMENT.items():
