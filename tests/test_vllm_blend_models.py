@@ -106,6 +106,7 @@ def test_what_is_blended(name: str, process: Engine, recorded: dict[str, Setting
     check(measure_random(process, name, tmp_path), recorded[name])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # the first time, models are fetched and converted
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_models(name: str, process: Engine, recorded: dict[str, Settings], tmp_path: Path) -> None:

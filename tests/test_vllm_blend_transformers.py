@@ -58,6 +58,7 @@ def by_transformers(model: Any, asked: DocumentPrompt, selection: Selection) -> 
     return blend(decoder, paged(kv), ids, plan_blend(len(ids), exact, spans), selection)
 
 
+@pytest.mark.nightly
 def test_the_same_rows_and_the_same_distribution(tmp_path: Path) -> None:
     folder = smollm2.fetch()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
