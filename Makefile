@@ -86,9 +86,9 @@ test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlap
 
 nightly: $(NEXT_VLLM)/stamp  ## all that CI leaves out: before an issue is closed, and every night
 	$(MAKE) check
-	KVKIT_NIGHTLY=1 $(PYTEST)
+	KVKIT_NIGHTLY=1 $(PYTEST) $(addprefix --ignore=,$(ENGINES) $(CONNECTOR))
 	$(MAKE) test-vllm-versions test-nfs test-triton test-jax
-	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q tests/test_vllm_*.py
+	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(filter-out $(ENGINES) $(CONNECTOR),$(wildcard tests/test_vllm_*.py))
 	$(MAKE) simulate SEEDS=20000
 
 quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no server, no model, no compiler
