@@ -208,9 +208,9 @@ class SimulatedStore:
         self._meet("writes", name)
         taken = bytearray(len(data))
         self._copy(data, memoryview(taken))
+        self.expect(name, bytes(taken))  # the product's lines within it may be interrupted
         if name in self.objects:
             return
-        self.expect(name, bytes(taken))
         self.objects[name] = bytes(taken)
         self.complete.add(name)
         if not name.endswith(METADATA):
