@@ -184,7 +184,8 @@ class Channel:
     def close(self) -> None:
         """Shut down and release the connection. Not to be called inside `place`."""
         self.shutdown()
-        with self._sending, self._receiving:  # a descriptor in use must not become another file's
+        # a descriptor in use must not become another file's
+        with self._sending, self._receiving, self._writing:
             self._stream.socket.close()
 
     def _take_arena(self, body: bytes) -> tuple[int, int]:
