@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 import uuid
@@ -318,6 +319,31 @@ def test_an_engine_that_is_gone_is_not_believed(tmp_path: Path) -> None:
                 again.tell(COMPLETE, stored(0, 2))
                 await router.until_current(again.count)
                 assert await router.held_tokens(list(IDS)) == 16
+
+    asyncio.run(follow())
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_numbers_that_go_on_after_a_new_start_are_not_believed(replay: bool, tmp_path: Path) -> None:
+    """What the simulation found (docs/interleavings.md): nobody has seen the engine down."""
+
+    async def follow() -> None:
+        publisher = Publisher(tmp_path)
+        async with Following(tmp_path, replay, START_S) as router:
+            while not router.follower.current:  # until the subscription is there
+                publisher.tell(COMPLETE, stored(0, 5))
+                await publisher.sent()
+            await router.until_current(publisher.count)
+            known = publisher.count
+            publisher.close()
+            with closing(Publisher(tmp_path)) as again:
+                async with asyncio.timeout(START_S):
+                    while router.follower._next == known:  # until the subscription is there
+                        again._seq_gen = itertools.count(known)
+                        again.tell(stored(4, 5))
+                        await again.sent()
+                        await asyncio.sleep(0.05)
+                assert found(router.follower.index) == 0
 
     asyncio.run(follow())
 

@@ -3,7 +3,8 @@
 vLLM's publisher numbers its batches from 0 and keeps the last ones for who missed some. Where a number does
 not follow on the last, the missing ones are asked for. Where they are not to be had, or an earlier number now
 is another batch's, as of an engine that was started anew, all that is known of the engine is forgotten; kvkit
-tells it again in time.
+tells it again in time. So it is where the connection broke: numbers of an engine that was started anew may
+go on as if it had not been.
 
 Whatever an engine sends takes bounded memory, and requests do not wait while it is read.
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from itertools import chain
 from typing import Annotated, Generic, TypeVar
 
@@ -79,7 +80,7 @@ class Follower:
     async def run(self) -> None:
         """Follow it for ever."""
         try:
-            with closing(_socket(zmq.SUB)) as socket:
+            with closing(_socket(zmq.SUB)) as socket, _monitored(socket) as breaks:
                 socket.subscribe(b"")
                 socket.connect(self._engine.config.events or "")
                 await self._catch_up()
@@ -88,6 +89,9 @@ class Follower:
                         await self._catch_up()
                         continue
                     frames = await socket.recv_multipart()
+                    while await breaks.poll(0):
+                        await breaks.recv_multipart()
+                        self.current = False
                     if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                         await self._receive(int.from_bytes(frames[1], "big"), frames[2])
         except Exception:
@@ -201,6 +205,17 @@ def _socket(kind: int) -> zmq.asyncio.Socket:
     socket.set_hwm(_WAITING)
     socket.linger = 0
     return socket
+
+
+@contextmanager
+def _monitored(socket: zmq.asyncio.Socket) -> Iterator[zmq.asyncio.Socket]:
+    """A socket that has a message for each time that a connection of `socket` breaks."""
+    breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        yield breaks
+    finally:
+        socket.disable_monitor()
+        breaks.close()
 
 
 class FollowingLookup:

@@ -127,6 +127,8 @@ class SimulatedEngine:
             self._awake.set()
         if state == "down":
             self.held.clear()
+            for socket in self.publisher.subscribers:
+                socket.broke()
             for exchange in list(self.open):
                 lose = self.life.random.random() < 0.5
                 exchange.breaks(self.life.random.choice(CUTS)(), lose)

@@ -190,6 +190,7 @@ class SimulatedSocket:
         self._engine: SimulatedEngine | None = None
         self._queue: deque[tuple[bytes, ...]] = deque()
         self._news = asyncio.Event()
+        self._monitor: SimulatedSocket | None = None
         self.linger = 0
         self.closed = False
         fleet.sockets.append(self)
@@ -199,6 +200,18 @@ class SimulatedSocket:
 
     def set_hwm(self, waiting: int) -> None:
         """As above."""
+
+    def get_monitor_socket(self, events: int) -> SimulatedSocket:
+        self._monitor = SimulatedSocket(self._fleet)
+        return self._monitor
+
+    def disable_monitor(self) -> None:
+        self._monitor = None
+
+    def broke(self) -> None:
+        """Have the monitor told that the connection broke."""
+        if self._monitor is not None:
+            self._monitor.put(b"", b"")
 
     def subscribe(self, topic: bytes) -> None:
         """To all there is."""
@@ -254,4 +267,6 @@ def instead_of_zmq(fleet: Fleet) -> SimpleNamespace:
     """For `kvkit.router.events`."""
     make: Callable[[int], SimulatedSocket] = lambda kind: SimulatedSocket(fleet)  # noqa: E731
     context = SimpleNamespace(instance=lambda: SimpleNamespace(socket=make))
-    return SimpleNamespace(SUB=2, DEALER=5, MAXMSGSIZE=22, asyncio=SimpleNamespace(Context=context))
+    return SimpleNamespace(
+        SUB=2, DEALER=5, MAXMSGSIZE=22, EVENT_DISCONNECTED=512, asyncio=SimpleNamespace(Context=context)
+    )
