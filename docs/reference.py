@@ -91,6 +91,7 @@ API = (
     "kernels.tuning.devices",
     "kernels.tuning.shapes",
     "adapters.huggingface.cached",
+    "adapters.huggingface.fingerprint",
     "adapters.huggingface.blended",
     "adapters.huggingface.auxiliary",
     "adapters.huggingface.smollm2",

@@ -21,7 +21,8 @@ from kvkit.adapters.huggingface.blended import (
     document_namespace,
     paged,
 )
-from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, model_fingerprint, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, probe_layout
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.blend import gate
 from kvkit.blend.methods.method import NeedsDeviation, NeedsQuestion
 from kvkit.blend.methods.registry import METHODS

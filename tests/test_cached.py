@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 import transformers
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.adapters.huggingface.cached import CachedModel, forward, model_fingerprint, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel, forward, probe_layout
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.config import Config, load_config
 from kvkit.format.layout import LayoutError
 from kvkit.moving.policy import RequestPolicy
-from kvkit.settings import ConfigError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
 CONFIGS: dict[str, Any] = {
@@ -136,55 +135,6 @@ def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path) -> None
         cached.generate(tokens, 1)
     with CachedModel.open(two, config(tmp_path)) as cached:
         assert cached.generate(tokens, 1).hit_tokens == {}
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_any_value_of_the_weights_and_of_the_buffers_counts(kind: str) -> None:
-    """Wherever it is in its tensor."""
-    model = random_model(kind)
-    before, generator = model_fingerprint(model), random.Random(1)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        flat = tensor.detach().view(-1)
-        for at in {len(flat) // 2, generator.randrange(len(flat))}:
-            held = flat[at].item()
-            flat[at] = held + 1.0
-            assert model_fingerprint(model) != before, f"{name}[{at}]"
-            flat[at] = held
-    assert model_fingerprint(model) == before == model_fingerprint(random_model(kind))
-
-
-def test_a_tensor_in_pieces_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("gqa")
-    whole = model_fingerprint(model)
-    monkeypatch.setattr("kvkit.adapters.huggingface.cached._PIECE", 7)
-    assert model_fingerprint(model) == whole
-
-
-def test_a_config_counts_where_the_weights_are_the_same() -> None:
-    model = random_model("gqa")
-    before = model_fingerprint(model)
-    model.config.rms_norm_eps *= 2
-    assert model_fingerprint(model) != before
-
-
-def test_a_config_may_have_keys_of_any_type() -> None:
-    model = random_model("gqa")
-    found = set()
-    for factors in ({1: 0.5, "1": 2.0}, {1: 2.0, "1": 0.5}, {None: 0.5, (1, 2): 2.0}, {2: 1, 10: 2}):
-        model.config.factors = factors
-        found.add(model_fingerprint(model))
-        model.config.factors = dict(reversed(factors.items()))
-        found.add(model_fingerprint(model))
-    assert len(found) == 4
-
-
-def test_adapters_of_peft_are_refused_as_their_scales_are_not_known() -> None:
-    """They are in no parameter and not in the config."""
-    model = random_model("gqa")
-    adapted = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
-    model.model.layers[1].self_attn.q_proj = adapted(64, 96, bias=False)
-    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj is a Linear of PEFT"):
-        model_fingerprint(model)
 
 
 def test_a_folder_is_its_last_part(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from test_blend_run import random_model
 from typer.testing import CliRunner
 
 from kvkit import cli
-from kvkit.adapters.huggingface.cached import CachedModel, model_fingerprint
+from kvkit.adapters.huggingface.cached import CachedModel
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
 from kvkit.format import record as records

@@ -23,7 +23,7 @@ from benchmarks import leaderboard, lost_context
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
-from kvkit.adapters.huggingface.cached import model_fingerprint
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.bench import precision as measuring
 from kvkit.bench import quality
 from kvkit.bench.doctor import served_names

@@ -22,9 +22,9 @@ from kvkit.adapters.huggingface.cached import (
     OverCache,
     decode,
     forward,
-    model_fingerprint,
     probe_layout,
 )
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.blend import gate
 from kvkit.blend.methods.method import NeedsRecompute
 from kvkit.blend.methods.registry import named

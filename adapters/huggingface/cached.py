@@ -6,8 +6,6 @@ answer = model.generate(token_ids, max_new_tokens=32)    # reuses what is cached
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +16,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 import transformers
-import xxhash
 from transformers.cache_utils import DynamicLayer
 
 from kvkit.adapters.engine.question import TokenIds
-from kvkit.adapters.huggingface.configs import described, stable_json
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.cache import Cache, Loaded, SequencePages, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
@@ -30,12 +27,9 @@ from kvkit.format.layout import KVLayout, LayoutError, Namespace, layer_windows
 from kvkit.kernels.pages.api import Pages
 from kvkit.moving.policy import NO_WISHES, RequestPolicy
 from kvkit.moving.precision import check
-from kvkit.settings import ConfigError
 
 ROUND_TOKENS = 256
 """Room for KV is made in steps of this many tokens."""
-_PIECE = 1 << 24
-"""Elements of a tensor that are hashed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,33 +321,6 @@ def probe_layout(model: Any) -> KVLayout:
     pairs = [(layer.keys, layer.values) for layer in kv.layers]
     windows = layer_windows(model.config.get_text_config(decoder=True), len(pairs))
     return KVLayout.from_tensors(pairs, windows=windows)
-
-
-def model_fingerprint(model: Any) -> str:
-    """32 hex digits of all that decides a model's KV: every byte of its parameters and buffers, its config.
-
-    It is made at the speed of memory; what is on a GPU comes over in pieces. XXH3 tells changes apart, but
-    not what an attacker built to be alike.
-
-    Raises:
-        ConfigError: PEFT's adapters are in the model: which of them count, and how much, is in neither.
-    """
-    for name, module in model.named_modules():
-        if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
-            raise ConfigError(
-                f"model: {name or 'it'} is a {type(module).__name__} of PEFT: which adapters are active, and "
-                "how much, shows in no parameter; want them merged (merge_and_unload), or unloaded"
-            )
-    digest = hashlib.blake2b(digest_size=16)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
-        held = xxhash.xxh3_128()
-        for piece in tensor.detach().reshape(-1).split(_PIECE):
-            held.update(piece.contiguous().cpu().view(torch.uint8).numpy())
-        told = [name, list(tensor.shape), str(tensor.dtype), held.hexdigest()]
-        digest.update(json.dumps(told).encode())
-    digest.update(stable_json(described(model.config)))
-    return digest.hexdigest()
 
 
 def _name(model: Any) -> str:
