@@ -95,6 +95,7 @@ def test_doctor(tmp_path: Path) -> None:
     assert "the HTTP endpoint" in done.stdout
 
 
+@pytest.mark.nightly
 def test_simulations(tmp_path: Path) -> None:
     """With a trace in Mooncake's format, and the configuration that the module shows."""
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")

@@ -241,6 +241,7 @@ def test_wrong_arguments_are_named(pool: CompilePool) -> None:
         assert name in words
 
 
+@pytest.mark.nightly
 def test_equal_keys_are_those_of_equal_launches() -> None:
     """In every process, before and after compiling; all that changes the result changes the key."""
     script = """

@@ -207,6 +207,7 @@ print({path.suffix for path in set(folder.rglob("*")) - carried if path.is_file(
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("key", "compiled_again"), [("theirs", False), ("another's", True)])
 def test_a_carried_cache_is_found_by_the_triton_that_it_is_for(
     tmp_path: Path, key: str, compiled_again: bool

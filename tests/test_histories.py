@@ -50,6 +50,7 @@ def test_no_run_finds_anything(tmp_path: Path) -> None:
             warnings.warn(line, stacklevel=1)
 
 
+@pytest.mark.nightly
 def test_planted_defects_are_found() -> None:
     run = command("--seconds=30", "--each=1.5", "--defects", *SAMPLE)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]

@@ -155,6 +155,7 @@ def test_pinned_memory_is_named_where_functions_are_lowered(platform: str) -> No
     assert '"pinned_host"' in placed[1]
 
 
+@pytest.mark.nightly
 def test_over_four_devices() -> None:
     """In a process of its own: devices are counted when JAX starts."""
     here = Path(__file__).parent

@@ -39,6 +39,7 @@ def library_path(tmp_path: Path) -> str:
     return given
 
 
+@pytest.mark.nightly
 def test_in_a_network_of_its_own(library_path: str) -> None:
     """tests/mooncake_pool.py, in a process of its own. It takes root and iproute2."""
     if find_spec("mooncake") is None:

@@ -365,6 +365,7 @@ def test_names_that_stand_together_are_drawn_apart() -> None:
     assert sum(places) == pytest.approx(1.21)
 
 
+@pytest.mark.nightly
 def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
     small = {"--tokens 4096": f"--tokens 512 --model {folder}", "--samples 4": "--samples 1"}
@@ -379,6 +380,7 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     assert shares["default .15"] < shares["default .90, covering .9"] < shares["full"] == 100
 
 
+@pytest.mark.nightly
 def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
     page = on_page("docs/leaderboard.md", "python -m benchmarks.lost_context")

@@ -45,11 +45,16 @@ MENDED = {
 }
 """Seeds beyond the budgets that ended red once, by a fault of the product or of the simulation itself."""
 SAMPLE = (
-    "a flush does not hear of the last put",
     "evicted records keep their slots",
     "the names of new folders are not synced",
-    "what is queued when a link ends is told to nobody",
-    "a client that leaves does not end its request to the engine",
+    *(
+        pytest.param(what, marks=pytest.mark.nightly)
+        for what in (
+            "a flush does not hear of the last put",
+            "what is queued when a link ends is told to nobody",
+            "a client that leaves does not end its request to the engine",
+        )
+    ),
 )
 
 

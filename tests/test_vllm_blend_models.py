@@ -48,6 +48,8 @@ OPTIONS: Settings = {
 }
 TRAINED = {"SmolLM2": smollm2.fetch, "Gemma-3-270M": gemma.fetch}
 """Models with real weights."""
+DAILY = ("Llama", "Gemma 2", "GLM-4", "Phi")
+"""Random models that CI has time for."""
 REAL_TOKENS, MOST = 768, 1000
 """Of their prompts, and whose log-probabilities are compared."""
 
@@ -101,7 +103,14 @@ def check(found: Settings, recorded: Settings) -> None:
     assert "refused" not in recorded
 
 
-@pytest.mark.parametrize("name", [name for name, one in ARCHITECTURES.items() if not one.refused])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly)
+        for name, one in ARCHITECTURES.items()
+        if not one.refused
+    ],
+)
 def test_what_is_blended(name: str, process: Engine, recorded: dict[str, Settings], tmp_path: Path) -> None:
     check(measure_random(process, name, tmp_path), recorded[name])
 

@@ -50,6 +50,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.nightly
 def test_engines_follow_one_another(tmp_path: Path) -> None:
     """vLLM looks into all modules when an engine starts, and failed at llvmlite's, which numba imports."""
     model = save(QWEN, tmp_path / "model")

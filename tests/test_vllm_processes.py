@@ -119,6 +119,7 @@ def test_a_server_hits_and_survives_its_tiers(
         assert ask(3) == (0, [])
 
 
+@pytest.mark.nightly
 def test_importing_the_connector_leaves_numba_alone() -> None:
     """vLLM's search for its CPU kernels, at start-up, stumbles over the modules of llvmlite."""
     code = "import sys, kvkit.adapters.vllm.connector as c; c.register(); c.register()"

@@ -81,6 +81,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         yield Started(model, prefill, decode, router)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_what_prefill_computed_is_handed_to_decode(started: Started) -> None:
     before, body = started.handed(), started.body(1)
@@ -93,6 +94,7 @@ def test_what_prefill_computed_is_handed_to_decode(started: Started) -> None:
     assert " WARNING " not in started.router.log.read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_without_an_address_decode_waits_for_nothing(started: Started) -> None:
     """Prefill does not know where to send, and says so; decode computes, and never asks for what will not
