@@ -96,8 +96,10 @@ def _loading(folder: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise BenchError(f"{error.name} is missing: pip install 'kvkit-llm[demo]'") from error
-    except (OSError, ValueError) as error:
-        raise BenchError(f"model {folder!r} cannot be loaded: {error}") from error
+    except Exception as error:  # what transformers' configs and models raise is of many kinds
+        words = " ".join(str(error).split())
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        raise BenchError(f"model {folder!r} cannot be loaded: {kind}{words}") from error
 
 
 def split_options(vllm: str) -> tuple[str, ...]:
