@@ -123,7 +123,8 @@ def real_kv() -> torch.Tensor:
     import transformers
 
     from kvkit.adapters.huggingface import smollm2
-    from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
+    from kvkit.adapters.huggingface.cached import CachedModel
+    from kvkit.adapters.huggingface.probe import probe_layout
     from kvkit.bench.demo import document
 
     folder = smollm2.fetch()

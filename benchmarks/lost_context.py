@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from kvkit.adapters.huggingface.blended import paged
-from kvkit.adapters.huggingface.cached import GrowingCache
+from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.bench.files import commit, write_figures
 from kvkit.bench.judge import Judge, load_judge
 from kvkit.bench.tasks.registry import samples

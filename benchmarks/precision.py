@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.timing import interleaved
 from kvkit import load_config, open_cache
-from kvkit.adapters.huggingface.cached import GrowingCache
+from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.bench.judge import MeasuredModel, Measures, figures_of, load_measured
 from kvkit.bench.tasks.registry import SETS, samples
 from kvkit.bench.tasks.sample import Sample

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvkit.adapters.huggingface.auxiliary import AuxiliaryModel
 from kvkit.adapters.huggingface.blended import BlendedModel, HuggingFaceDecoder, paged
-from kvkit.adapters.huggingface.cached import GrowingCache, probe_layout
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.blend.methods.method import BlendMethod, NeedsQuestion, View
 from kvkit.blend.methods.registry import METHODS, named, served
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, choose, count_of, plan_blend

@@ -21,8 +21,10 @@ from kvkit.adapters.huggingface.blended import (
     document_namespace,
     paged,
 )
-from kvkit.adapters.huggingface.cached import CachedModel, GrowingCache, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.blend import gate
 from kvkit.blend.methods.method import NeedsDeviation, NeedsQuestion
 from kvkit.blend.methods.registry import METHODS

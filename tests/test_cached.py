@@ -12,8 +12,10 @@ import torch
 import transformers
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.adapters.huggingface.cached import CachedModel, forward, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
+from kvkit.adapters.huggingface.probe import probe_layout
+from kvkit.adapters.huggingface.steps import forward
 from kvkit.config import Config, load_config
 from kvkit.format.layout import LayoutError
 from kvkit.moving.policy import RequestPolicy

@@ -14,7 +14,8 @@ from test_attention import DTYPES, TOLERANCES, Problem, oracle
 from test_cached import config, prompt, random_model
 from test_pages_triton import numbers_for_fp8
 
-from kvkit.adapters.huggingface.cached import CachedModel, probe_layout
+from kvkit.adapters.huggingface.cached import CachedModel
+from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention import api as attention

@@ -19,7 +19,9 @@ from vllm_engine import Engine, connector, on_disk
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
-from kvkit.adapters.huggingface.cached import GrowingCache, forward, probe_layout
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.probe import probe_layout
+from kvkit.adapters.huggingface.steps import forward
 from kvkit.blend.plan import Selection, Span, plan_blend
 from kvkit.blend.run import Blended, blend
 from kvkit.kernels.pages import reference

@@ -25,7 +25,7 @@ from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
 from waiting import wait_for
 
-from kvkit.adapters.huggingface.cached import GrowingCache
+from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.vllm import stats
 from kvkit.bench.judge import MeasuredModel
 from kvkit.bench.precision import restore

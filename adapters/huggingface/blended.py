@@ -16,15 +16,11 @@ import numpy as np
 import torch
 
 from kvkit.adapters.engine.question import TokenIds
-from kvkit.adapters.huggingface.cached import (
-    CachedModel,
-    GrowingCache,
-    OverCache,
-    decode,
-    forward,
-    probe_layout,
-)
+from kvkit.adapters.huggingface.cached import CachedModel, OverCache
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.probe import probe_layout
+from kvkit.adapters.huggingface.steps import decode, forward
 from kvkit.blend import gate
 from kvkit.blend.methods.method import NeedsRecompute
 from kvkit.blend.methods.registry import named

@@ -19,8 +19,9 @@ from rich.console import Console
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.auxiliary import AuxiliaryModel
 from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
-from kvkit.adapters.huggingface.cached import GrowingCache, probe_layout
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.bench.files import BenchError, load_model, load_tokenizer, model_folder
 from kvkit.bench.statistics import f1
 from kvkit.bench.tasks.sample import Encode, Sample

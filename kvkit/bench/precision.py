@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from kvkit.adapters.huggingface.cached import GrowingCache
+from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.bench.files import BenchError
 from kvkit.bench.judge import MeasuredModel, Measures, figures_of, load_measured
 from kvkit.bench.statistics import bootstrap

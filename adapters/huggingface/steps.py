@@ -1,0 +1,35 @@
+"""Steps of a Hugging Face model over its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvkit.adapters.engine.question import TokenIds
+
+
+def forward(model: Any, ids: TokenIds, kv: Any) -> torch.Tensor:
+    """Logits [V] of the last of token ids after those in `kv`, int32 [T]; their KV is appended."""
+    out = model(input_ids=batch_of(model, ids), past_key_values=kv, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = out.logits[0, -1]
+    return logits
+
+
+def decode(
+    model: Any, logits: torch.Tensor, kv: Any, max_new_tokens: int, stop: Collection[int]
+) -> Iterator[int]:
+    """Greedy new token ids from the `logits` [V] of a prompt on, to one of `stop`, included. Mutates `kv`."""
+    for count in range(1, max_new_tokens + 1):
+        token = int(logits.argmax())
+        yield token
+        if token in stop or count == max_new_tokens:
+            return
+        logits = forward(model, np.array([token], np.int32), kv)
+
+
+def batch_of(model: Any, ids: TokenIds) -> torch.Tensor:
+    """Token ids as a model takes them, int64 [1, T] on its device."""
+    return torch.from_numpy(ids.astype(np.int64))[None].to(next(model.parameters()).device)
