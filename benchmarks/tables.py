@@ -27,6 +27,7 @@ PAGES = (
     "docs/blend.md",
     "docs/leaderboard.md",
     "docs/precision.md",
+    "docs/huggingface.md",
     "docs/vllm.md",
     "docs/pd.md",
     "docs/handoff.md",
@@ -72,6 +73,7 @@ def render(page: str, results: Path = RESULTS) -> str:
         "lost_context": lambda: leaderboard.overpaid(results / f"lost-context-{MACHINE}.json"),
         "blend_models": lambda: _blend_models(json.loads((results / "blend-models.json").read_text())),
         "models": lambda: _models(json.loads((results / "models.json").read_text())),
+        "decoders": lambda: _decoders(json.loads((results / "decoders.json").read_text())["decoders"]),
         "models_lmcache": lambda: _ways(_of_lmcache(json.loads((results / "models.json").read_text()))),
         "vllm_versions": lambda: _versions(json.loads((results / "vllm-versions.json").read_text())["runs"]),
         "serve": lambda: _serve(json.loads((results / f"serve-{MACHINE}.json").read_text())),
@@ -447,6 +449,21 @@ def _models(document: dict[str, Any]) -> list[list[str]]:
             [f"{one['tolerance']:g}", f"{min(one['faults'].values()):.1g}"] if "faults" in one else ["", ""]
         )
     return rows
+
+
+def _decoders(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Kinds of decoders of transformers by what becomes of them, with the reason."""
+    kinds = defaultdict[str, list[str]](list)
+    for kind, one in found.items():
+        if "absent" in one:
+            kinds["not tried: no small model can be made"].append(kind)
+        elif "refused" in one:
+            why = one["refused"].removeprefix(f"{one['class']}: ")
+            kinds[f"refused: {re.split(':| of layers', why)[0]}"].append(kind)
+        else:
+            kinds["cached: same tokens, logits within 1e-4"].append(kind)
+    names = {what: ", ".join(f"`{kind}`" for kind in which) for what, which in sorted(kinds.items())}
+    return [["", "", "kinds"], *([what, str(len(kinds[what])), which] for what, which in names.items())]
 
 
 def _ways(found: dict[str, dict[str, Any]]) -> list[list[str]]:

@@ -392,3 +392,12 @@ def test_the_readme_example_reuses_what_it_stored(tmp_path: Path) -> None:
     assert runs[0].stdout.startswith("{} ")
     assert runs[1].stdout.startswith("{'disk': ")
     assert stat.S_IMODE((tmp_path / ".cache" / "kvkit" / "store").stat().st_mode) == 0o700
+
+
+@pytest.mark.nightly
+def test_transformers_goes_on_from_a_prefill_as_the_page_has_it(tmp_path: Path) -> None:
+    code = on_page("docs/huggingface.md", "import numpy as np")
+    here = environment(tmp_path)
+    run = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "torch.Size([1, 308])\n"

@@ -150,10 +150,16 @@ def _computed(
 ) -> tuple[GrowingCache, torch.Tensor]:
     """The KV and the logits [T, V] of token ids, computed from each of `bounds` to the next."""
     kv = GrowingCache(layout, len(ids), next(model.parameters()).device)
-    logits = [
-        model(input_ids=batch_of(model, ids[start:stop]), past_key_values=kv, use_cache=True).logits[0]
-        for start, stop in itertools.pairwise(bounds)
-    ]
+    try:
+        logits = [
+            model(input_ids=batch_of(model, ids[start:stop]), past_key_values=kv, use_cache=True).logits[0]
+            for start, stop in itertools.pairwise(bounds)
+        ]
+    except Exception as error:  # whatever a model's own code makes of it
+        raise LayoutError(
+            f"{type(model).__name__}: it does not go on from what is in its cache: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return kv, torch.cat(logits)
 
 
