@@ -2,11 +2,16 @@
 
 A put is a single request, so an object is there when it is complete, or never. A read is streamed into its
 slot: for large records that takes 0.6 of the time of collecting the body first (benchmarks/bench_s3.py).
+
+What a store's answers mean is found out when they first come: a store that lets nobody list it denies what is
+missing, and some know no conditional puts.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,9 +29,14 @@ from kvkit.tiers.folder import check_name
 
 _PIECE_BYTES = 256 << 10  # of a body, handed on at a time: stays in the processor's cache
 _RETRIES = 3
+_PUTS = 2
+"""Tries of a put that another's of the same object comes between, as the store says."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
 """What S3 says of an object that may be denied to these credentials alone, or is archived: not of all."""
+_UNCONDITIONAL = re.compile(r" (400|501) |NotImplemented|NotSupported")
+"""How errors of stores, and of obstore, begin that may not know `If-None-Match`."""
+log = logging.getLogger(__name__)
 
 
 class Bucket:
@@ -64,14 +74,44 @@ class Bucket:
             reason = hide(_first_line(error), url, options=options)
             raise ValueError(f"{shown(url)}: {reason}") from None
         self._timeout_s = timeout_s
+        self._url = shown(url)
+        self._denies_missing: bool | None = None  # None: not known
+        self._conditional = True
 
     def size(self, name: str) -> int | None:
         check_name(name)
         try:
             with self._failing("cannot be looked up", name, reading=True):
-                return int(obstore.head(self._store, name)["size"])
+                return self._size(name)
         except FileNotFoundError:
             return None
+
+    def _size(self, name: str) -> int:
+        if not self._denies_missing:
+            try:
+                return int(obstore.head(self._store, name)["size"])
+            except BaseError as error:
+                if " 403 " not in str(error) or not self._learn_of_denials():
+                    raise
+        # the answer to GET says why it is denied
+        return int(obstore.get(self._store, name, options={"range": (0, 1)}).meta["size"])
+
+    def _learn_of_denials(self) -> bool:
+        """Whether the store denies objects that are missing, as S3 does without s3:ListBucket."""
+        if self._denies_missing is None:
+            try:
+                obstore.get(self._store, f"missing-{secrets.token_hex(16)}", options={"range": (0, 1)})
+            except FileNotFoundError:
+                self._denies_missing = False
+            except BaseError as error:
+                if _is_denied(error):
+                    self._denies_missing = True
+                    log.warning(
+                        "%s: what is missing is denied (HTTP 403), as without s3:ListBucket: a record "
+                        "that is denied is taken for a missing one",
+                        self._url,
+                    )
+        return bool(self._denies_missing)
 
     def read(self, name: str, buffer: memoryview) -> int:
         check_name(name)
@@ -103,11 +143,29 @@ class Bucket:
         check_name(name)
         try:
             with self._failing("cannot be written", name):
-                obstore.put(self._store, name, data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return
+                self._put(name, data)
         except FileNotFoundError as error:
             raise TierError(f"{name} cannot be written: the bucket does not exist") from error
+
+    def _put(self, name: str, data: memoryview) -> None:
+        """Put an object unless it is there; where the store knows no such condition, put it in any case."""
+        for _ in range(_PUTS if self._conditional else 0):
+            try:
+                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+                return
+            except AlreadyExistsError:  # or another's put of it is under way, and may fail
+                if self.size(name) is not None:
+                    return
+            except (BaseError, NotImplementedError) as error:
+                if not _UNCONDITIONAL.search(str(error)):
+                    raise
+                obstore.put(self._store, name, data, mode="overwrite", use_multipart=False)
+                self._conditional = False
+                log.info("%s: it takes no conditional puts: records are put without", self._url)
+                return
+        if self._conditional:
+            raise TierError(f"{name} cannot be written: the store says that another put of it is under way")
+        obstore.put(self._store, name, data, mode="overwrite", use_multipart=False)
 
     def delete(self, name: str) -> None:
         check_name(name)
@@ -131,13 +189,13 @@ class Bucket:
 
     @contextmanager
     def _failing(self, what: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
-        """Turn obstore's errors into short ones, but for those that mean missing or existing."""
+        """Turn obstore's errors into short ones, but for those that mean missing."""
         try:
             yield
-        except AlreadyExistsError:
-            raise
         except BaseError as error:
             text = str(error)
+            if reading and self._denies_missing and _is_denied(error):
+                raise FileNotFoundError(f"{name} is missing, or denied") from None
             if "416 Range Not Satisfiable" in text:
                 raise DamagedObject(f"{name}: it ends before the range does", Damage.TRUNCATED) from None
             if "TimedOut" in text:
@@ -150,6 +208,12 @@ class Bucket:
             else:
                 reason = _first_line(error)
             raise TierError(f"{name} {what}: {reason}") from None  # what is left out is pages long
+
+
+def _is_denied(error: Exception) -> bool:
+    """Whether an answer says that the credentials are known, and may not do this."""
+    code = _CODE.search(str(error))
+    return " 403 " in str(error) and code is not None and code[1] == "AccessDenied"
 
 
 def _stream(result: Any, buffer: memoryview) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import posixpath
 import secrets
@@ -19,6 +20,7 @@ from kvkit.tiers.folder import TEMPORARY, check_name
 
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs"}
 """Protocols whose single put is visible when complete, or never."""
+log = logging.getLogger(__name__)
 
 
 class FsspecStore:
@@ -31,19 +33,21 @@ class FsspecStore:
     def __init__(self, files: Any, root: str, hide: Callable[[str], str]) -> None:
         self._files: Any = _OnlyOSErrors(files, hide)
         self._root = root.rstrip("/")
+        self._shown = hide(self._root)
         protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
         self._atomic = bool(protocols & _ATOMIC)
+        self._denies: bool | None = None  # what is missing; None: not known
 
     def size(self, name: str) -> int | None:
         try:
-            with _blaming(name):
+            with self._blaming(name):
                 found = self._files.info(self._path(name))
         except FileNotFoundError:
             return None
         return None if found.get("type") == "directory" else int(found["size"])
 
     def read(self, name: str, buffer: memoryview) -> int:
-        with _blaming(name):  # no more than one byte that does not fit, whatever lies there
+        with self._blaming(name):  # no more than one byte that does not fit, whatever lies there
             data = self._files.cat_file(self._path(name), start=0, end=len(buffer) + 1)
         if len(data) > len(buffer):
             raise DamagedObject(f"{name}: it does not fit the slot's {len(buffer)} bytes", Damage.OVERSIZE)
@@ -52,7 +56,7 @@ class FsspecStore:
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         starts, ends = [offset for offset, _ in ranges], [offset + size for offset, size in ranges]
-        with _blaming(name):
+        with self._blaming(name):
             parts = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
         for part, (offset, size), buffer in zip(parts, ranges, buffers, strict=True):
             if len(part) < size:
@@ -93,24 +97,44 @@ class FsspecStore:
         check_name(name)
         return f"{self._root}/{name}"
 
+    @contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        """Tell the errors of one object from those of its store, as far as fsspec's libraries do.
 
-@contextmanager
-def _blaming(name: str) -> Iterator[None]:
-    """Tell the errors of one object from those of its store, as far as fsspec's libraries do.
+        Raises:
+            DamagedObject: it ends before a range does, or is no file; or it is unreadable, if it alone is so.
+            FileNotFoundError: it is missing, or denied by a store that denies what is missing.
+        """
+        try:
+            yield
+        except IsADirectoryError as error:
+            raise DamagedObject(f"{name}: {error}", Damage.FOREIGN) from error
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # what fsspec makes of "416 Range Not Satisfiable"
+                raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
+            if isinstance(error, PermissionError) and self._denies_missing():
+                raise FileNotFoundError(f"{name} is missing, or denied") from error
+            if isinstance(error, PermissionError) or error.errno == errno.EIO:
+                raise UnreadableObject(f"{name}: {error}", name) from error
+            raise
 
-    Raises:
-        DamagedObject: it ends before a range does, or is no file; or it is unreadable, if it alone is so.
-    """
-    try:
-        yield
-    except IsADirectoryError as error:
-        raise DamagedObject(f"{name}: {error}", Damage.FOREIGN) from error
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # what fsspec makes of "416 Range Not Satisfiable"
-            raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
-        if isinstance(error, PermissionError) or error.errno == errno.EIO:
-            raise UnreadableObject(f"{name}: {error}", name) from error
-        raise
+    def _denies_missing(self) -> bool:
+        """Whether the store denies objects that are missing, as S3 does without s3:ListBucket."""
+        if self._denies is None:
+            try:
+                self._files.info(f"{self._root}/missing-{secrets.token_hex(16)}")
+            except FileNotFoundError:
+                self._denies = False
+            except PermissionError:
+                self._denies = True
+                log.warning(
+                    "%s: what is missing is denied, as without s3:ListBucket: a record that is denied is "
+                    "taken for a missing one",
+                    self._shown,
+                )
+            except OSError:
+                return False
+        return bool(self._denies)
 
 
 class _OnlyOSErrors:
