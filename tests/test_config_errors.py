@@ -49,6 +49,17 @@ DECODE = HANDOFF | {"role": "decode"}
         ({"tiers": {"disk": 3}}, ["tiers.disk = 3", "dictionary"]),
         ({"tiers": 3}, ["tiers = 3", "dictionary"]),
         ({"tiers": {"disk": {"url": "/x", "codec": "gzip"}}}, ["tiers.disk.codec = 'gzip'", *CODECS]),
+        (
+            {"tiers": {"disk": {"url": ""}}},
+            ["tiers.disk: url = ''", "a variable is not set", "no url at all"],
+        ),
+        ({"tiers": {"disk": {"url": "file://"}}}, ["url = 'file://'", "it names nothing"]),
+        ({"tiers": {"disk": {"url": ["/x", " "]}}}, ["url = ' '", "it names nothing"]),
+        (
+            {"tiers": {"disk": {"url": ["/x/y", "file:///x/z/../y"]}}},
+            ["/x/y and file:///x/z/../y are one place"],
+        ),
+        ({"tiers": {"far": {"url": ["s3://b/x", "s3://b/x"]}}}, ["s3://b/x and s3://b/x are one place"]),
         ({"tiers": {"disk": {"url": "/x", "scope": "all"}}}, ["tiers.disk.scope = 'all'", "node", "shared"]),
         ({"tiers": {"disk": {"url": "/x", "threads": 0}}}, ["tiers.disk.threads = 0", "equal to 1"]),
         ({"tiers": {"disk": {"url": "/x", "threads": 257}}}, ["tiers.disk.threads = 257", "equal to 256"]),

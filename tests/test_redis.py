@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 from remote import finish, kill_amid_a_load, same
-from servers import Proxy, RedisServer
+from servers import Proxy, RedisServer, free_ports
+from waiting import wait_for
 
 from kvkit.format.record import Damage
 from kvkit.staging import Staging
@@ -266,3 +267,26 @@ def test_wrong_urls(url: str, words: str) -> None:
         RedisTier(url, name="far")
     assert "url: " in str(caught.value)
     assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_server_of_a_cluster_is_told_by_that_name(moved: bool, tmp_path: Path, staging: Staging) -> None:
+    """A key is another server's, or nobody's."""
+    servers = []
+    for name, port in zip(("one", "two"), free_ports(2), strict=True):
+        (tmp_path / name).mkdir()
+        cluster = ("cluster-enabled yes", f"cluster-port {port}")
+        servers.append(RedisServer(tmp_path / name, "valkey", *cluster))
+    with servers[0] as one, servers[1] as two:
+        if moved:
+            client, other = redis.Redis(port=one.port), redis.Redis(port=two.port)
+            other.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            client.execute_command("CLUSTER MEET", "127.0.0.1", two.port, port)
+            wait_for(lambda: client.execute_command("CLUSTER INFO")["cluster_slots_assigned"] == "16384")
+        tier = RedisTier(one.url)
+        (error,) = put(tier, staging, record_names(1))
+        assert isinstance(error, TierError)
+        assert "is part of a Redis Cluster" in str(error)
+        with pytest.raises(TierError, match="want a server by itself"):
+            tier.count_leading(record_names(1))
+        finish(tier, staging)

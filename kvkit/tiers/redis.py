@@ -196,6 +196,11 @@ class RedisTier(ThreadedTier):
             reason = f"{self._where} did not answer within timeout_s={self._timeout_s}"
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
             reason = f"{self._where} refuses the username or the password: {error}"
+        except (exceptions.AskError, exceptions.ClusterDownError, exceptions.ClusterCrossSlotError):
+            reason = (
+                f"{self._where} is part of a Redis Cluster, whose servers each hold some of the keys: kvkit "
+                "speaks to one that holds all; want a server by itself, or a proxy of the cluster"
+            )
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 reason = f"{what}: a value of another type lies in its place"

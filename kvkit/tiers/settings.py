@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pkgutil import resolve_name
@@ -28,7 +29,7 @@ from kvkit.tiers.base import Scope, Tier
 from kvkit.tiers.eviction.policies import PolicyName
 from kvkit.tiers.folder import Access
 from kvkit.tiers.plugins import check_kind, open_plugin
-from kvkit.tiers.registry import TierKind, check_settings, kind_of
+from kvkit.tiers.registry import TIERS, TierKind, check_settings, kind_of
 from kvkit.tiers.spread import SpreadTier
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class TierConfig(BaseModel):
         if self.capacity is None and self.kinds[0].sized:
             kept = "without a url is kept in memory and" if self.url is None else self.kinds[0].where
             raise ValueError(f"a tier {kept} needs a capacity")
+        self._check_places()
         if any(map(has_password, self.urls)):
             raise ValueError("url: it has a password; want it as a setting of its own, or among the options")
         if "spread" in self.model_fields_set and len(self.urls) < 2:
@@ -112,6 +114,24 @@ class TierConfig(BaseModel):
             if len(self.urls) > 1 and "spread" not in kind.settings:
                 raise ValueError(f"url: a tier {kind.where} has one")
         return self
+
+    def _check_places(self) -> None:
+        """Refuse a folder without a name, which would be the current one, and one place under two names."""
+        places: dict[str, str] = {}
+        for url in self.urls:
+            folder = url.partition("://")[2] if "://" in url else url
+            if kind_of(url) is not TIERS["folder"]:
+                place = url
+            elif not folder.strip():
+                raise ValueError(
+                    f"url = {url!r}: it names nothing, as where a variable is not set; want a folder or "
+                    "<protocol>://..., or no url at all for memory"
+                )
+            else:
+                place = os.path.realpath(os.path.expanduser(folder))
+            other = places.setdefault(place, url)
+            if len(self.urls) > 1 and (other != url or self.urls.count(url) > 1):
+                raise ValueError(f"url: {shown(other)} and {shown(url)} are one place; want another for each")
 
     @field_serializer("url", when_used="json")
     def _shown(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
