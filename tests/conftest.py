@@ -107,6 +107,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 
+def pytest_unconfigure() -> None:
+    """What was frozen is searched for garbage again: else libraries complain of leaks when the process ends."""
+    gc.unfreeze()
+
+
 def pytest_configure() -> None:
     """In CI, the tests that need vLLM are not left out in silence: `make test` installs it."""
     if os.environ.get("CI") and importlib.util.find_spec("vllm") is None:
