@@ -36,7 +36,7 @@ SEEDS ?= 100000
 SECONDS ?= 60
 MINUTES ?= 120
 # processes enough for the cores: threads of theirs slow one another, above all those that spin
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --benchmark-disable
 
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE

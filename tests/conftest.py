@@ -108,7 +108,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """What was frozen is searched for garbage again: else libraries complain of leaks when the process ends."""
+    """Search what was frozen again: else libraries complain of leaks when the process ends."""
     gc.unfreeze()
 
 

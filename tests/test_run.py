@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,3 +71,31 @@ def test_what_passed_before_it_was_killed_is_kept(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert kept(tmp_path) == ["some::first"]
+
+
+def test_pytest_measures_a_benchmark_as_it_is_typed() -> None:
+    """Without an option, and with --benchmark-only alone: a table, and a ratio for each way."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    few = ["--benchmark-max-time=0.01", "--benchmark-min-rounds=1"]
+    for options in ([], ["--benchmark-only"]):
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "benchmarks/bench_record.py",
+                "-k",
+                "cost_per_record",
+                *few,
+                *options,
+            ],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout
+        assert "Name (time in" in run.stdout
+        assert re.search(r"^  seal +[\d.]+ µs  ratio [\d.]+ of minima, [\d.]+ of medians$", run.stdout, re.M)
+        assert "1 passed" in run.stdout
