@@ -66,7 +66,17 @@ SLOW = (
     *("cached", "blend", "attention", "triton", "gate", "problems", "search", "jax", "pallas", "paper"),
     *("make_gpu", "gpu", "metrics_move", "machine", "packaging", "plugins", "top", "strangers", "fuzz"),
     *("channel", "bucket", "redis", "mooncake", "bombs", "eio", "faults", "inspect", "tuning", "devices"),
-    *("hot_paths", "simulation", "histories"),
+    *(
+        "hot_paths",
+        "simulation",
+        "histories",
+        "probe",
+        "growing",
+        "fingerprint",
+        "decoders",
+        "odd_configs",
+        "quirky",
+    ),
 )
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
 
