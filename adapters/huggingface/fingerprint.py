@@ -80,7 +80,7 @@ def _has_weights(value: Any) -> bool:
 
 
 def _told(name: str, value: Any) -> list[Any]:
-    """What tells a value from others, as JSON has it.
+    """Tell a value from others, by what JSON can hold.
 
     Raises:
         ConfigError: its bytes cannot be seen.
@@ -106,7 +106,7 @@ def _told(name: str, value: Any) -> list[Any]:
 
 
 def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
-    """Of a plain one its bytes; of one that is made of others, theirs and what puts them together."""
+    """Tell a tensor by its bytes; one that is made of others by theirs, and by how they are put together."""
     if tensor.is_meta:
         raise ConfigError(
             f"model: {name} is offloaded (on the device 'meta'): its weights cannot be seen; want a model "

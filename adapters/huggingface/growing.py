@@ -42,7 +42,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
     @keys.setter
     def keys(self, held: None) -> None:
-        """What transformers' own layer begins with."""
+        """Take None, with which transformers' own layer begins; nothing else is meant to be set."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -82,7 +82,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.length = max(0, min(self.length, left))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Have the sequences of these indices, [B]. Mutates the layer."""
+        """Keep the sequences of these indices, [B], in their order. Mutates the layer."""
         self.batch_select_indices(beam_idx.to(self.room_k.device))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.room_k, self.room_v = self.room_k[indices], self.room_v[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each sequence so many times. Mutates the layer."""
+        """Repeat each sequence so many times. Mutates the layer."""
         self.room_k = self.room_k.repeat_interleave(repeats, dim=0)
         self.room_v = self.room_v.repeat_interleave(repeats, dim=0)
 
