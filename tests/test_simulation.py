@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,8 @@ from simulation.router_loop import SimulatedLoop
 from simulation.router_network import Exchange
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
+
+from kvkit.workers import Workers
 
 TESTS = Path(__file__).parent
 PARTS = 2
@@ -136,6 +140,33 @@ def test_what_others_left_does_not_end_amid_a_life(
     finally:
         gc.set_threshold(*before)
     assert (again.steps, again.now) == (first.steps, first.now)
+
+
+def test_threads_that_others_left_take_no_part_in_a_life(
+    carriers: Carriers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of executors, and of the product, both of which are simulated meanwhile."""
+    steps: list[int] = []
+
+    def leave_threads(world: World) -> Callable[[], None]:
+        def use_the_product() -> None:
+            workers = Workers(1, "left")
+            workers.submit(lambda: None).result()
+            workers.close()
+
+        def main() -> None:
+            steps.append(world.scheduler.steps)
+            for use in (use_the_product, lambda: Future[None]().set_result(None)):
+                thread = threading.Thread(target=use)
+                thread.start()
+                thread.join()
+            steps.append(world.scheduler.steps)
+
+        return main
+
+    monkeypatch.setitem(SCENARIOS, "threads", leave_threads)
+    assert failure_of("threads", 0, live("threads", 0, carriers)) is None
+    assert steps[0] == steps[1]
 
 
 def test_a_story_names_threads_times_and_what_they_wait_for(carriers: Carriers) -> None:

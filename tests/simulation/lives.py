@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from simulation.router_life import router_life
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
 
-SCENARIOS: Mapping[str, Callable[[World], Callable[[], None]]] = {
+SCENARIOS: dict[str, Callable[[World], Callable[[], None]]] = {
     "cache": cache_life,
     "folder": folder_life,
     "handoff": handoff_life,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -279,7 +281,7 @@ class SimulatedLocal:
 
 
 class SimulatedThreading:
-    """The module `threading`.
+    """The module `threading`; threads that are none of the simulation's have the real one's locks.
 
     Attributes:
         refuses: whether the thread that is about to be started cannot be.
@@ -290,25 +292,29 @@ class SimulatedThreading:
         self.by_task: dict[Task, SimulatedThread] = {}
         self.refuses: Callable[[], bool] = lambda: False
 
-    def Lock(self) -> SimulatedLock:
-        return SimulatedLock(self.scheduler)
+    def Lock(self) -> Any:
+        return threading.Lock() if self.scheduler.is_strange() else SimulatedLock(self.scheduler)
 
-    def RLock(self) -> SimulatedRLock:
-        return SimulatedRLock(self.scheduler)
+    def RLock(self) -> Any:
+        return threading.RLock() if self.scheduler.is_strange() else SimulatedRLock(self.scheduler)
 
-    def Condition(self, lock: SimulatedRLock | None = None) -> SimulatedCondition:
-        return SimulatedCondition(self.scheduler, lock)
+    def Condition(self, lock: Any = None) -> Any:
+        strange = self.scheduler.is_strange()
+        return threading.Condition(lock) if strange else SimulatedCondition(self.scheduler, lock)
 
-    def Event(self) -> SimulatedEvent:
-        return SimulatedEvent(self.scheduler)
+    def Event(self) -> Any:
+        return threading.Event() if self.scheduler.is_strange() else SimulatedEvent(self.scheduler)
 
-    def Thread(self, **arguments: Any) -> SimulatedThread:
-        return SimulatedThread(self, **arguments)
+    def Thread(self, **arguments: Any) -> Any:
+        strange = self.scheduler.is_strange()
+        return threading.Thread(**arguments) if strange else SimulatedThread(self, **arguments)
 
     def local(self) -> SimulatedLocal:
         return SimulatedLocal(self.scheduler)
 
-    def current_thread(self) -> SimulatedThread | Task:
+    def current_thread(self) -> Any:
+        if self.scheduler.is_strange():
+            return threading.current_thread()
         return self.by_task.get(self.scheduler.current, self.scheduler.current)
 
 
@@ -324,15 +330,15 @@ class SimulatedTime:
         self.ahead_s = 1.7e9
 
     def monotonic(self) -> float:
-        return self._scheduler.now
+        return time.monotonic() if self._scheduler.is_strange() else self._scheduler.now
 
     perf_counter = monotonic
 
     def time(self) -> float:
-        return self._scheduler.now + self.ahead_s
+        return time.time() if self._scheduler.is_strange() else self._scheduler.now + self.ahead_s
 
     def sleep(self, seconds: float) -> None:
-        self._scheduler.sleep(seconds)
+        (time if self._scheduler.is_strange() else self._scheduler).sleep(seconds)
 
 
 def name_of_what_is_made(scheduler: Scheduler) -> str:

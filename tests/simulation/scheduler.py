@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
@@ -63,10 +63,19 @@ class Carriers:
 
     def __init__(self) -> None:
         self.idle: list[Carrier] = []
+        self._idents: set[int] = set()
 
     def get(self) -> Carrier:
-        """One for a simulated thread; it comes back to `idle` by itself."""
-        return self.idle.pop() if self.idle else Carrier()
+        """Find one for a simulated thread; it comes back to `idle` by itself."""
+        if self.idle:
+            return self.idle.pop()
+        carrier = Carrier()
+        self._idents.add(carrier.ident)
+        return carrier
+
+    def include(self, ident: int) -> bool:
+        """Tell whether a thread of the operating system carries simulated ones."""
+        return ident in self._idents
 
 
 class Task:
@@ -167,6 +176,10 @@ class Scheduler:
         self._runnable.append(task)
         self._hurry(task)
         return task
+
+    def is_strange(self) -> bool:
+        """Tell whether a thread calls that is none of the simulation's: one that an earlier test left."""
+        return bool(self.tasks) and not self._carriers.include(get_ident())
 
     def pause(self) -> None:
         """Let others have a turn, if it is time."""
