@@ -459,7 +459,7 @@ def _decoders(found: dict[str, dict[str, Any]]) -> list[list[str]]:
             kinds["not tried: no small model can be made"].append(kind)
         elif "refused" in one:
             why = one["refused"].removeprefix(f"{one['class']}: ")
-            kinds[f"refused: {re.split(':| of layers', why)[0]}"].append(kind)
+            kinds[f"refused: {re.split(':|;| of layers| of all', why)[0]}"].append(kind)
         else:
             kinds["cached: same tokens, logits within 1e-4"].append(kind)
     names = {what: ", ".join(f"`{kind}`" for kind in which) for what, which in sorted(kinds.items())}

@@ -74,6 +74,7 @@ SLOW = (
         "growing",
         "fingerprint",
         "decoders",
+        "hybrid_models",
         "odd_configs",
         "quirky",
     ),

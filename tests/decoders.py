@@ -54,6 +54,21 @@ BY_LAYER = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
 }
+SHORT = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": LAYERS}
+LINEAR = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+STATES = ["linear_attention", "full_attention"] * 2
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 64,
+}
 OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), GROUPED),
@@ -61,7 +76,52 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": WINDOWS, "num_hidden_layers": LAYERS},
     "gemma3n_text": BY_LAYER | {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * LAYERS},
     "gemma4_text": BY_LAYER,
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": LAYERS},
+    "lfm2": SHORT,
+    "lfm2_moe": SHORT,
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16},
+    "inkling_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+    },
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "olmo_hybrid"), LINEAR),
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_hidden_layers": LAYERS,
+        "mamba_dt_rank": 8,
+    },
+    "bamba": MAMBA2 | {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": MAMBA2 | {"layer_types": STATES},
+    "kimi_linear": LATENT
+    | {
+        "layer_types": STATES,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "num_hidden_layers": LAYERS,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "num_experts_per_token": 2,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_hidden_layers": LAYERS,
+        "mamba_headdim": 16,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_hidden_layers": LAYERS,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 8,
+    },
 }
 """Settings of kinds for which those sizes do not go together."""
 

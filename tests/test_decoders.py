@@ -61,7 +61,7 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
             if way != "cold":
                 cached.close()
     except LayoutError as error:
-        words = _words(error).partition(", with which")[0]  # a share that depends on the CPU
+        words = re.split(", with which| by [0-9.]+ of", _words(error))[0]  # figures that depend on the CPU
         return {"class": type(model).__name__, "refused": words}
     return found
 

@@ -19,7 +19,7 @@ import torch
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.adapters.huggingface.growing import GrowingCache, rounded
 from kvkit.adapters.huggingface.probe import check_fit, probe_layout
-from kvkit.adapters.huggingface.steps import decode, forward
+from kvkit.adapters.huggingface.steps import decode, extend
 from kvkit.cache import Cache, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
@@ -117,7 +117,7 @@ class CachedModel(OverCache):
                 Its weights cannot be seen, see `model_fingerprint`.
             LayoutError: its KV cannot be cached, see `probe_layout`, or fits no other prompt (`check_fit`).
         """
-        weights, layout = model_fingerprint(model), probe_layout(model)
+        weights, layout = model_fingerprint(model), probe_layout(model, config.chunk_tokens)
         check_fit(model, layout)
         layout = config.layout(layout)
         config.check_model(partial(check, weights))
@@ -131,7 +131,7 @@ class CachedModel(OverCache):
         """Compute or load the KV of a prompt, int32 [T]; the last token is always computed, for its logits.
 
         transformers' `generate` goes on from it, as from any `past_key_values`: it wants a token to begin
-        with, so drop the last one before (`prefill.kv.crop(-1)`).
+        with, so leave out the last one here.
 
         `room` tokens more than the prompt fit before the KV has to be moved to larger memory.
 
@@ -144,7 +144,7 @@ class CachedModel(OverCache):
         kv = GrowingCache(self.layout, rounded(len(ids) + room), self.device)
         hit_tokens = {} if self.cache is None else kv.load(self.cache, ids[:-1], policy=policy).by_tier
         computed = len(ids) - kv.length
-        logits = forward(self.model, ids[kv.length :], kv)
+        logits = extend(self.model, ids[kv.length :], kv)
         return Prefill(logits, kv, hit_tokens, computed)
 
     @torch.inference_mode()
@@ -184,7 +184,10 @@ class CachedModel(OverCache):
         )
 
     def store(self, tokens: Any, kv: GrowingCache, policy: RequestPolicy = NO_WISHES) -> Stored | None:
-        """Store the whole chunks of the first `kv.exact` of `tokens`; None without a cache."""
+        """Store the whole chunks of the first `kv.exact` of `tokens`; None without a cache.
+
+        Where layers have states, what of them was kept at the ends of chunks: in `prefill` and `generate`.
+        """
         if self.cache is None:
             return None
         return self.cache.store(as_tokens(tokens)[: kv.exact], kv.places(kv.exact), policy=policy)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.huggingface.states import Snapshots, StateTensor, states_of
 from kvkit.cache import Cache, Loaded, SequencePages
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.kernels.pages.api import Pages
@@ -41,8 +43,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return self.room_k[:, :, : self.length]
 
     @keys.setter
-    def keys(self, held: None) -> None:
-        """Take None, with which transformers' own layer begins; nothing else is meant to be set."""
+    def keys(self, held: torch.Tensor | None) -> None:
+        """Take None, with which transformers' own layer begins. Raises `AttributeError` for all else."""
+        _refuse("keys", held)
 
     @property
     def values(self) -> torch.Tensor:
@@ -50,8 +53,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return self.room_v[:, :, : self.length]
 
     @values.setter
-    def values(self, held: None) -> None:
-        """As of `keys`."""
+    def values(self, held: torch.Tensor | None) -> None:
+        """Take None, as `keys` does."""
+        _refuse("values", held)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -95,12 +99,39 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.room_v = self.room_v.repeat_interleave(repeats, dim=0)
 
 
+class GrowingStateLayer(LinearAttentionLayer, GrowingLayer):  # type: ignore[misc]  # transformers is untyped
+    """A layer with K and V, written in place, and a state beside them.
+
+    Args:
+        k, v: room for K and V, [1, H, room, D].
+        number_of_states: of each kind.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, number_of_states: int) -> None:
+        GrowingLayer.__init__(self, k, v)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.dtype, self.device = k.dtype, k.device
+
+    def reset(self) -> None:
+        """Hold no token. Mutates the layer."""
+        LinearAttentionLayer.reset(self)
+        GrowingLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep the sequences of these indices, [B], in their order. Mutates the layer."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        GrowingLayer.reorder_cache(self, beam_idx)
+
+
 class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is untyped
     """`past_key_values` whose layers kvkit reads and writes in place.
 
     transformers' `generate` goes on from it. With an assistant or `prompt_lookup_num_tokens` it computes the
     whole prompt in any case, and appends that to whatever cache it was given (5.19): give it an empty one
     then (`reset`). kvkit moves KV of one sequence.
+
+    Where layers have states, these are kept at the ends of some chunks: a later prompt goes on from the last
+    of them that it shares. Tokens cannot be dropped from states (`crop` raises `ValueError`).
 
     Attributes:
         approximate_from: the first token whose KV is approximate, and so is all behind it; None: none is.
@@ -109,24 +140,62 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
     def __init__(self, layout: KVLayout, room: int, device: torch.device) -> None:
         self.layout = layout
         self.approximate_from: int | None = None
-        layers: dict[int, GrowingLayer] = {}
-        for group in layout.groups:
+        kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group in layout.groups[: layout.token_groups]:
             dtype = getattr(torch, group.dtype)
             for layer in group.layers:
                 k = torch.empty(1, group.kv_heads, room, group.k_size, dtype=dtype, device=device)
                 v = torch.empty(1, group.kv_heads, room, group.v_size, dtype=dtype, device=device)
-                layers[layer] = GrowingLayer(k, v)
-        super().__init__(layers=[layers[i] for i in sorted(layers)])
+                kv[layer] = k, v
+        states = states_of(layout)
+        layers = [_layer(kv.get(i), states.get(i, ())) for i in range(1 + max(*kv, *states))]
+        super().__init__(layers=layers)
+        self._attention = [layers[i] for i in sorted(kv)]
+        self._snapshots = Snapshots(layout, layers, device)
 
     @property
     def length(self) -> int:
         """Tokens whose KV is complete."""
-        return int(self.layers[0].length)
+        return int(self._attention[0].length)
 
     def mark_filled(self, tokens: int) -> None:
-        """Say that the first `tokens` tokens were written from outside. Mutates every layer."""
-        for layer in self.layers:
+        """Say that K and V of the first `tokens` tokens were written from outside. Mutates every layer."""
+        for layer in self._attention:
             layer.length = tokens
+
+    def stops(self, tokens: int) -> list[int]:
+        """Say after how many of so many more tokens, ascending, a step has to end, the last one included.
+
+        Where layers have states that is the end of the last chunk that lies before the last token, so that
+        the same prompt goes on from there.
+        """
+        chunk = self._snapshots.chunk_tokens
+        last = (self.length + tokens - 1) // chunk * chunk - self.length if chunk else 0
+        return [last, tokens] if 0 < last < tokens else [tokens]
+
+    def keep_states(self) -> None:
+        """Keep the states of now, if there are any and a chunk ends here. Mutates the snapshots."""
+        chunk = self._snapshots.chunk_tokens
+        if chunk and self.length and not self.length % chunk:
+            self._snapshots.keep(self.length // chunk)
+
+    def reset(self) -> None:
+        """Hold no token. Mutates every layer."""
+        super().reset()
+        self._snapshots.forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -`tokens_to_remove` tokens; a positive number is how many stay. Mutates every layer.
+
+        Raises:
+            ValueError: layers have states.
+        """
+        if self._snapshots.chunk_tokens:
+            raise ValueError(
+                f"crop({tokens_to_remove}): layers have states, from which no token can be dropped; want a "
+                "prefill of fewer tokens"
+            )
+        super().crop(tokens_to_remove)
 
     @property
     def exact(self) -> int:
@@ -142,26 +211,51 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
     ) -> Loaded:
         """Fill in what is cached of `tokens`, int32 [T], from the first on. Mutates every layer."""
         hit = cache.lookup(tokens, space, policy=policy)
+        chunks = hit.tokens // hit.chunks.chunk_tokens
+        self._snapshots.forget()
+        self._snapshots.make_room(chunks)
         loaded = cache.load(hit, self.places(hit.tokens))
         self.mark_filled(loaded.tokens)
+        if not loaded.tokens:
+            self._snapshots.forget()
+        elif self._snapshots.chunk_tokens:
+            self._snapshots.restore(loaded.tokens // hit.chunks.chunk_tokens)
         self.approximate_from = loaded.approximate_from
         return loaded
 
     def places(self, tokens: int) -> list[SequencePages]:
-        """Where the first `tokens` tokens lie: the whole room is one block, a slot is a position."""
+        """Where the first `tokens` tokens lie: the whole room is one block, a slot is a position.
+
+        Of states, those that were kept at the ends of chunks.
+        """
         slots = np.arange(tokens, dtype=np.int64)
-        return [
+        kv = [
             SequencePages(
                 Pages.of(group, [(self.layers[i].room_k, self.layers[i].room_v) for i in group.layers]),
                 slots=slots,
             )
-            for group in self.layout.groups
+            for group in self.layout.groups[: self.layout.token_groups]
         ]
+        chunk = self._snapshots.chunk_tokens
+        return kv + (self._snapshots.pages(tokens // chunk) if chunk else [])
 
 
 def rounded(tokens: int) -> int:
     """Room for so many tokens."""
     return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
+
+
+def _layer(kv: tuple[torch.Tensor, torch.Tensor] | None, states: Sequence[StateTensor]) -> Any:
+    """Make a layer that keeps K and V, states, both, or nothing (layers of experts alone)."""
+    number = 1 + max((tensor.index for tensor in states), default=0)
+    if kv is None:
+        return LinearAttentionLayer(number_of_states=number)
+    return GrowingStateLayer(*kv, number) if states else GrowingLayer(*kv)
+
+
+def _refuse(name: str, held: torch.Tensor | None) -> None:
+    if held is not None:
+        raise AttributeError(f"{name}: a view of room that `update` fills; it cannot be set")
 
 
 def _grown(old: torch.Tensor, tokens: int) -> torch.Tensor:

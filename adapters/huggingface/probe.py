@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvkit.adapters.engine.question import TokenIds
-from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.growing import GrowingCache, GrowingLayer
+from kvkit.adapters.huggingface.states import tensors_of, with_states
 from kvkit.adapters.huggingface.steps import batch_of, forward
-from kvkit.format.layout import KVLayout, LayoutError, layer_windows
+from kvkit.format.layout import KVLayout, LayoutError
 
 _TOKENS, _CHANGED = 16, 4
 """Computed for a look, and how many of these, the last ones, are then replaced by others."""
@@ -26,20 +34,29 @@ alone: with experts, other tokens change the shapes that are computed in."""
 _MAX_DIFFERENCE, _MAX_FIRST = {True: 0.01, False: 0.5}, 0.01
 """Relative differences that rounding may make, with more than 16 bits or not; and of K and V of the first
 layer, which is computed before any rounding has grown (measured: below 1e-6, and 0.1 in all layers)."""
+_KNOWN = (
+    *(DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer),
+    *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
+)
 _CAUSES = (
-    "by attention that looks both ways, or scales of all activations; want a causal model, scaled by token"
+    "by attention that looks both ways, states that begin anew in every step, or scales of all activations; "
+    "want a causal model that goes on from its cache, scaled by token"
 )
 
 
 @torch.inference_mode()
-def probe_layout(model: Any) -> KVLayout:
+def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """The layout of a model's KV as transformers caches it, found by computing one token.
 
-    Chunks are token-granular (`block_tokens` 1). Layers with a sliding window form groups of their own.
+    Chunks are token-granular (`block_tokens` 1). Layers with a sliding window form groups of their own, and
+    so do states of layers (linear attention, Mamba, short convolutions), of which there is one a chunk.
+
+    Args:
+        chunk_tokens: of a chunk, at whose end states are kept.
 
     Raises:
-        LayoutError: a layer caches something other than K and V tensors, or its KV depends on how long the
-            prompt is, on chance, or on an encoder.
+        LayoutError: a layer caches something other than K and V tensors or states, none has K and V, or its
+            KV depends on how long the prompt is, on chance, or on an encoder.
     """
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
@@ -63,13 +80,17 @@ def probe_layout(model: Any) -> KVLayout:
             f"kept: {type(error).__name__}: {error}"
         ) from error
     _check_kinds(name, kv)
-    empty = [i for i, layer in enumerate(kv.layers) if not layer.get_seq_length()]
-    if empty or not kv.layers:
-        which = f"layers {empty}" if empty else "all its layers"
-        raise LayoutError(f"{name}: nothing is kept of {which}; want K and V of every layer in the cache")
-    pairs = [(layer.keys, layer.values) for layer in kv.layers]
-    windows = layer_windows(model.config.get_text_config(decoder=True), len(pairs))
-    return KVLayout.from_tensors(pairs, windows=windows)
+    attention = [i for i, layer in enumerate(kv.layers) if isinstance(layer, DynamicLayer)]
+    kept = [i for i in attention if kv.layers[i].get_seq_length()]
+    if not kept or len(kept) < len(attention):
+        which = f"layers {sorted({*attention} - {*kept})}" if kept else "all its layers"
+        raise LayoutError(f"{name}: nothing is kept of {which}; want K and V of each token in the cache")
+    layers = [kv.layers[i] for i in kept]
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    found = KVLayout.from_tensors([(layer.keys, layer.values) for layer in layers], windows=windows)
+    groups = tuple(replace(group, layers=tuple(kept[i] for i in group.layers)) for group in found.groups)
+    states = {i: tensors_of(layer) for i, layer in enumerate(kv.layers)}
+    return with_states(replace(found, groups=groups), states, chunk_tokens)
 
 
 @torch.inference_mode()
@@ -97,25 +118,26 @@ def check_fit(model: Any, layout: KVLayout) -> None:
         )
     pieces, parts = _computed(model, layout, ids, _PIECES)
     found, want = (_held(kv, _TOKENS) for kv in (pieces, whole))
-    _check_equal(
-        name, "K and V of the first layer computed in pieces, and at once", found[:2], want[:2], _MAX_FIRST
-    )
+    if isinstance(whole.layers[0], GrowingLayer):
+        which = "K and V of the first layer computed in pieces, and at once"
+        _check_equal(name, which, found[:2], want[:2], _MAX_FIRST)
     _check_equal(name, "K and V computed in pieces, and at once", found, want)
+    _check_equal(name, "states computed in pieces, and at once", _states(pieces), _states(whole))
     _check_equal(name, "logits computed in pieces, and at once", [parts], [logits])
 
 
 def _check_kinds(name: str, kv: Any) -> None:
     """
     Raises:
-        LayoutError: a layer keeps something else than K and V of each token.
+        LayoutError: a layer keeps something else than K and V of each token, or a state of fixed size.
     """
     others: dict[str, int] = {}
     for i, layer in enumerate(kv.layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in _KNOWN:
             others.setdefault(type(layer).__name__, i)
     if others:
         kinds = ", ".join(f"{kind} (layer {i})" for kind, i in others.items())
-        raise LayoutError(f"{name}: it keeps other than K and V of each token: {kinds}; want attention alone")
+        raise LayoutError(f"{name}: it keeps other than K and V of each token, or states: {kinds}")
 
 
 def _check_mode(model: Any) -> None:
@@ -164,8 +186,16 @@ def _computed(
 
 
 def _held(kv: GrowingCache, tokens: int) -> list[torch.Tensor]:
-    """K and V of the first tokens, of each layer."""
-    return [held[:, :, :tokens] for layer in kv.layers for held in (layer.keys, layer.values) if held.numel()]
+    """K and V of the first tokens, of each layer that has them."""
+    layers = [layer for layer in kv.layers if isinstance(layer, GrowingLayer)]
+    return [held[:, :, :tokens] for layer in layers for held in (layer.keys, layer.values) if held.numel()]
+
+
+def _states(kv: GrowingCache) -> list[torch.Tensor]:
+    """The states of each layer that has any."""
+    layers = [layer for layer in kv.layers if isinstance(layer, LinearAttentionLayer)]
+    kept = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+    return [held for states in kept for held in states.values() if held is not None]
 
 
 def _check_equal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.huggingface.growing import GrowingCache
 
 
 def forward(model: Any, ids: TokenIds, kv: Any) -> torch.Tensor:
@@ -18,8 +20,16 @@ def forward(model: Any, ids: TokenIds, kv: Any) -> torch.Tensor:
     return logits
 
 
+def extend(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:
+    """Compute as `forward` does, in steps that end where a model's states are kept. Mutates `kv`."""
+    for start, stop in itertools.pairwise([0, *kv.stops(len(ids))]):
+        logits = forward(model, ids[start:stop], kv)
+        kv.keep_states()
+    return logits
+
+
 def decode(
-    model: Any, logits: torch.Tensor, kv: Any, max_new_tokens: int, stop: Collection[int]
+    model: Any, logits: torch.Tensor, kv: GrowingCache, max_new_tokens: int, stop: Collection[int]
 ) -> Iterator[int]:
     """Greedy new token ids from the `logits` [V] of a prompt on, to one of `stop`, included. Mutates `kv`."""
     for count in range(1, max_new_tokens + 1):
@@ -27,7 +37,7 @@ def decode(
         yield token
         if token in stop or count == max_new_tokens:
             return
-        logits = forward(model, np.array([token], np.int32), kv)
+        logits = extend(model, np.array([token], np.int32), kv)
 
 
 def batch_of(model: Any, ids: TokenIds) -> torch.Tensor:

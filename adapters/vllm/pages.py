@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvkit.adapters.engine.dividing import divide
 from kvkit.adapters.vllm import compat, states
 from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError, Precision, heads_of
@@ -471,7 +472,7 @@ def add_states(
             if isinstance(spec := specs[name], MambaSpec):
                 forms.setdefault(states.form_of(spec, tensors[name], chunk_tokens), []).append(name)
         for form, alike in forms.items():
-            for part in states.divide(alike, form.block_bytes, most):
+            for part in divide(alike, form.block_bytes, most):
                 group = replace(form, layers=tuple(names.index(name) for name in part))
                 where = Pages.of(group, [tensors[name] for name in part])
                 added.append(GroupPages(table, chunk_tokens, 1, where, tuple(part), specs[part[0]]))

@@ -8,7 +8,7 @@ The first is vLLM's mode with its own prefix caching, the second without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -72,12 +72,6 @@ def form_of(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGr
         page_bytes=size,
         state=f"{spec.mamba_type.name}:{kinds}",
     )
-
-
-def divide(names: Sequence[str], layer_bytes: int, record_bytes: int) -> list[Sequence[str]]:
-    """Layers of one form, in records of about `record_bytes` at most: slots are as large as any record."""
-    each = max(1, record_bytes // layer_bytes)
-    return [names[i : i + each] for i in range(0, len(names), each)]
 
 
 def spread(

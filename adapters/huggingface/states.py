@@ -1,0 +1,187 @@
+"""States of layers without K and V (linear attention, Mamba, short convolutions), and snapshots of them.
+
+A snapshot holds the states after the last token of a chunk, as uint8 pages: all that a layer keeps in
+transformers' cache, one tensor after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvkit.adapters.engine.dividing import divide
+from kvkit.cache import SequencePages
+from kvkit.format.layout import KVLayout, LayerGroup
+from kvkit.kernels.pages.api import Pages
+
+FIRST_LAYER = 1 << 15
+"""Index in a layout of the states of layer 0: a layer may have K and V, too, which have its own index."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One of the tensors that a layer keeps.
+
+    Attributes:
+        kind: "conv" or "recurrent", as transformers has them.
+        index: which of the layer's of this kind.
+        dtype: by torch's name.
+        shape: of one sequence, without the batch.
+    """
+
+    kind: str
+    index: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+
+def tensors_of(layer: Any) -> tuple[StateTensor, ...]:
+    """List the tensors of state that a layer of transformers' cache holds, without the batch."""
+    return tuple(
+        StateTensor(kind, i, str(held.dtype).removeprefix("torch."), tuple(held.shape[1:]))
+        for kind in ("conv", "recurrent")
+        for i, held in getattr(layer, f"{kind}_states", {}).items()
+        if held is not None
+    )
+
+
+def with_states(layout: KVLayout, layers: Mapping[int, Sequence[StateTensor]], chunk_tokens: int) -> KVLayout:
+    """Add the states of `layers` to a layout of K and V, in records of no more bytes than those have.
+
+    Raises:
+        LayoutError: `layout` does not divide into chunks of `chunk_tokens`.
+    """
+    alike: dict[tuple[StateTensor, ...], list[int]] = {}
+    for layer, tensors in layers.items():
+        if tensors:
+            alike.setdefault(tuple(tensors), []).append(layer)
+    groups = list(layout.groups)
+    most = max(group.chunk_bytes(chunk_tokens) for group in groups) if alike else 0
+    for tensors, which in alike.items():
+        size = sum(tensor.nbytes for tensor in tensors)
+        told = json.dumps([[t.kind, t.index, t.dtype, t.shape] for t in tensors], separators=(",", ":"))
+        form = LayerGroup(
+            layers=(FIRST_LAYER,),
+            kv_heads=1,
+            k_size=size,
+            v_size=0,
+            dtype="uint8",
+            block_tokens=chunk_tokens,
+            page_bytes=size,
+            state=f"transformers:{told}",
+        )
+        groups += [
+            replace(form, layers=tuple(FIRST_LAYER + layer for layer in part))
+            for part in divide(which, size, most)
+        ]
+    return replace(layout, groups=tuple(groups))
+
+
+def states_of(layout: KVLayout) -> dict[int, tuple[StateTensor, ...]]:
+    """Read from a layout that `with_states` made which states each layer keeps."""
+    found = {}
+    for group in layout.groups[layout.token_groups :]:
+        told = json.loads((group.state or "").partition(":")[2])
+        tensors = tuple(StateTensor(kind, i, dtype, tuple(shape)) for kind, i, dtype, shape in told)
+        found.update({layer - FIRST_LAYER: tensors for layer in group.layers})
+    return found
+
+
+class Snapshots:
+    """States of one sequence at the ends of chunks, in pages for all groups of states of a layout.
+
+    Args:
+        layers: of transformers' cache.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk; 0 where a layout has no states.
+    """
+
+    def __init__(self, layout: KVLayout, layers: Sequence[Any], device: torch.device) -> None:
+        self._groups = layout.groups[layout.token_groups :]
+        self._states = states_of(layout)
+        self._layers = layers
+        self._device = device
+        self._slots: dict[int, int] = {}  # by chunks that come before
+        self._pools = self._new_pools(1)
+        self.chunk_tokens = self._groups[0].block_tokens if self._groups else 0
+
+    def keep(self, chunks: int) -> None:
+        """Copy what the layers hold, which is the states after so many chunks. Mutates the pages."""
+        slot = self._slot(chunks)
+        for layer, held in self._pages(slot):
+            for tensor, part in self._parts(layer, held):
+                value = getattr(self._layers[layer], f"{tensor.kind}_states")[tensor.index]
+                part.copy_(value.contiguous().view(-1).view(torch.uint8))
+
+    def restore(self, chunks: int) -> None:
+        """Have the layers hold the states after so many chunks. Mutates the layers."""
+        for layer, held in self._pages(self._slots[chunks]):
+            into = self._layers[layer]
+            for tensor, part in self._parts(layer, held):
+                dtype = getattr(torch, tensor.dtype)
+                value = torch.empty((1, *tensor.shape), dtype=dtype, device=self._device)
+                value.view(-1).view(torch.uint8).copy_(part)
+                getattr(into, f"{tensor.kind}_states")[tensor.index] = value
+                getattr(into, f"is_{tensor.kind}_states_initialized")[tensor.index] = True
+                if tensor.kind == "conv":
+                    into.conv_kernel_size[tensor.index] = tensor.shape[-1]
+                    into.has_previous_state[tensor.index] = True
+                if into.device is None:
+                    into.dtype, into.device = dtype, self._device
+
+    def make_room(self, chunks: int) -> None:
+        """Have a page for the states after so many chunks, which a load fills. Mutates the snapshots."""
+        if self._groups and chunks:
+            self._slot(chunks)
+
+    def forget(self) -> None:
+        """Hold no snapshot. Mutates the snapshots."""
+        self._slots.clear()
+
+    def pages(self, chunks: int) -> list[SequencePages]:
+        """Say where those at the ends of the first chunks lie, for each group of states."""
+        blocks = np.full(chunks, -1, np.int64)
+        for place, slot in self._slots.items():
+            if place <= chunks:
+                blocks[place - 1] = slot
+        return [
+            SequencePages(Pages.of(group, pool), blocks=blocks)
+            for group, pool in zip(self._groups, self._pools, strict=True)
+        ]
+
+    def _slot(self, chunks: int) -> int:
+        slot = self._slots.setdefault(chunks, len(self._slots))
+        if self._pools and slot >= len(self._pools[0][0]):
+            old, self._pools = self._pools, self._new_pools(2 * slot)
+            for before, after in zip(old, self._pools, strict=True):
+                for few, many in zip(before, after, strict=True):
+                    many[: len(few)] = few
+        return slot
+
+    def _new_pools(self, slots: int) -> list[list[torch.Tensor]]:
+        return [group.pages(slots, device=str(self._device)) for group in self._groups]
+
+    def _pages(self, slot: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Give each layer with states, and its page of this slot, uint8 [bytes]."""
+        for group, pool in zip(self._groups, self._pools, strict=True):
+            for layer, pages in zip(group.layers, pool, strict=True):
+                yield layer - FIRST_LAYER, pages[slot, 0, 0]
+
+    def _parts(self, layer: int, page: torch.Tensor) -> Iterator[tuple[StateTensor, torch.Tensor]]:
+        """Give each tensor of a layer, and its part of a page."""
+        start = 0
+        for tensor in self._states[layer]:
+            yield tensor, page[start : start + tensor.nbytes]
+            start += tensor.nbytes
