@@ -27,16 +27,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[OpenAIEngine]:
 
 def test_a_conversation_goes_over_both_engines(engines: list[OpenAIEngine], tmp_path: Path) -> None:
     prefill, decode = engines
+    said: list[str] = []
     with prefill, decode:
-        alone = pd.converse(connect("alone", decode.url), [])
+        alone = pd.converse(connect("alone", decode.url), [], said.append)
         seen = len(decode.seen())
         with routed(prefill.url, decode.url, tmp_path, "unix:///nowhere") as url:
-            both = pd.converse(connect("router", url), [])
+            both = pd.converse(connect("router", url), [], said.append)
         assert [answer.text for answer, _ in both] == [answer.text for answer, _ in alone]
         assert len(prefill.seen()) == len(decode.seen()) - seen == TURNS
         given = [request["body"]["kv_transfer_params"]["handoff"] for request in prefill.seen()]
         assert given == ["unix:///nowhere"] * TURNS
         asked = [request["body"]["prompt"] for request in decode.seen()[seen:]]
+    assert said == [f"{name}: turn {n + 1} of {TURNS}" for name in ("alone", "router") for n in range(TURNS)]
     for earlier, later, (answer, _) in zip(asked, asked[1:], both, strict=False):
         assert later.startswith(earlier + answer.text)
 
@@ -46,7 +48,7 @@ def test_a_turn_that_fails_ends_it(engines: list[OpenAIEngine], tmp_path: Path) 
     with decode:
         decode.set(status=500)
         with pytest.raises(BenchError, match="turn 1 of alone: HTTPException: HTTP 500"):
-            pd.converse(connect("alone", decode.url), [])
+            pd.converse(connect("alone", decode.url), [], print)
 
 
 def test_what_an_engine_loaded_is_read_from_its_metrics() -> None:

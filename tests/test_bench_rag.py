@@ -34,11 +34,16 @@ def tokenizer() -> Any:
 def test_the_documents_are_those_of_the_first_turn_in_another_order(tokenizer: Any) -> None:
     *documents, one, other = rag.texts(tokenizer)
     warm = rag.turn_request(tokenizer, [one, other], [], 0)
+    said: list[str] = []
     with Completions() as server:
-        plain = rag.converse(connect("plain", server.url("counting")), tokenizer, documents, warm)
+        plain = rag.converse(
+            connect("plain", server.url("counting")), tokenizer, documents, warm, said.append
+        )
         blends = replace(connect("kvkit", server.url("counting")), blends=True)
-        turns = rag.replay(blends, plain, warm)
+        turns = rag.replay(blends, plain, warm, said.append)
         asked = [body for body in server.bodies if "kv_transfer_params" in body]
+    assert said[:2] == ["plain: warming up", f"plain: turn 1 of {len(rag.ORDERS)}"]
+    assert said[-1] == f"kvkit: turn {len(rag.ORDERS)} of {len(rag.ORDERS)}"
     prompts = [request.text for request, _ in plain]
     assert [body["prompt"] for body in asked] == [warm.text, *prompts], "both are asked the same"
     seen = []
@@ -69,9 +74,9 @@ def test_a_turn_that_is_not_blended_is_an_error(tokenizer: Any) -> None:
         target = connect("s", server.url("counting"))
         plain = [(request, rag._answer(target, request))]
         with pytest.raises(BenchError, match="turn 1 was not blended"):
-            rag.replay(target, plain, request)
+            rag.replay(target, plain, request, print)
         with pytest.raises(BenchError, match=r"s: .*out of memory"):
-            rag.replay(connect("s", server.url("failing")), plain, request)
+            rag.replay(connect("s", server.url("failing")), plain, request, print)
 
 
 DISTRIBUTIONS = st.lists(st.floats(-8, 8), min_size=3, max_size=12)

@@ -24,7 +24,7 @@ from kvkit.bench.prove.options import ProveOptions
 from kvkit.bench.prove.pages import compare_files, compare_pages
 from kvkit.bench.prove.preparation import chosen, command_of, prepared, transfer_of
 from kvkit.bench.prove.report import html
-from kvkit.bench.prove.run import wanted
+from kvkit.bench.prove.run import ToProve, prove_scenario, wanted
 from kvkit.bench.prove.scenarios import SCENARIOS, AskedPrompt, crowd_of, prompts_of
 from kvkit.bench.prove.verdict import (
     Compared,
@@ -373,3 +373,54 @@ def test_the_probe_takes_prompts_of_less_than_a_block(tmp_path: Path) -> None:
     runner.execute_model(step([new], a=1))
     (file,) = tmp_path.iterdir()
     assert file.name.startswith(prompt_name([7], "x"))
+
+
+SERVER = """
+import http.server, json, os, sys
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        told = {"data": [{"id": "m", "owned_by": "vllm"}]}
+        body = json.dumps(told) if self.path == "/v1/models" else "vllm:num_requests_running 0.0\\n"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_POST(self):
+        if self.path == "/v1/completions":
+            print("RuntimeError: shape mismatch", file=sys.stderr, flush=True)
+            os._exit(1)
+        self.send_error(404)
+
+if os.path.exists("once"):
+    sys.exit("no memory is left")
+open("once", "w").close()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Engine).serve_forever()
+"""
+"""An engine that ends at the first prompt, and does not start again."""
+
+
+def test_what_an_engine_that_is_gone_cannot_run_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "vllm/entrypoints/openai/api_server.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(SERVER)
+    for package in list(module.parents)[:3]:
+        (package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    launch = EngineLaunch("m", (), tmp_path, {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}, {})
+    (tmp_path / "found").mkdir()
+    expected = {(one.name, False, False): EXPECTED for one in WARM.asked()}
+    with ProvedEngine("engine", launch) as engine:
+        engine.watch(tmp_path / "found")
+        proof = ToProve("", engine, (WARM, TENANTS), prompts_of(1, 16), 1, tmp_path, "float32")
+        proof.expected = expected | {(one.name, False, False): EXPECTED for one in TENANTS.asked()}
+        verdicts = [prove_scenario(proof, scenario) for scenario in proof.scenarios]
+    assert [one.outcome for one in verdicts] == ["differs", "not run"]
+    assert verdicts[0].why.startswith("the engine does not answer")
+    assert verdicts[0].log.endswith("RuntimeError: shape mismatch")
+    assert verdicts[1].why.startswith("the engine is gone: engine ended with 1")
+    assert verdicts[1].log.endswith("no memory is left")
+    assert exit_status([ScenarioVerdict("cold", "proven", ""), *verdicts[1:]]) == 2

@@ -108,11 +108,11 @@ def bench_blend(
     Finished samples are kept beside the figures, in a .jsonl file: a run that was stopped goes on.
     """
     from rich.console import Console
-    from rich.progress import track
 
     from kvkit.bench import quality
     from kvkit.bench.files import check_folders, commit, model_folder, write_figures
     from kvkit.bench.judge import METHODS, Judge, load_auxiliary, method_named
+    from kvkit.bench.progress import counted, timed
     from kvkit.bench.quality_vllm import opened
     from kvkit.bench.tasks.registry import SETS, TASKS, named
 
@@ -127,7 +127,7 @@ def bench_blend(
             judge.auxiliary = load_auxiliary(auxiliary, folder, console)
         kept = json_path.with_suffix(".jsonl")
         work = quality.run(judge, encode, kept, count=samples, tokens=tokens, methods=measured, sets=sets)
-        entries = list(track(work, "samples", total=samples * len(sets), console=console))
+        entries = list(counted(work, "samples", samples * len(sets), timed(console)))
     summary = quality.summarise(entries)
     for kind, figures in summary.items():
         console.print(quality.table(kind, figures))

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench.files import BenchError, check_folders, load_model, model_folder, write_figures
+from kvkit.bench.progress import timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,18 +188,18 @@ def render_text(tokenizer: Any, history: list[dict[str, str]]) -> str:
 
 def _run_process(title: str, folder: str, store: str, compare: bool, console: Console) -> list[Turn]:
     console.rule(title)
-    turns = []
-    with console.status("starting") as status:
-        for event in _events([folder, store, str(int(compare))]):
-            if "status" in event:
-                status.update(event["status"])
-            else:
-                turn = Turn(**event["turn"])
-                turns.append(turn)
-                hits = sum(turn.hit_tokens.values())
-                answer = escape(event["answer"])
-                console.print(f"[bold]{event['question']}[/bold]\n  {answer}", highlight=False)
-                console.print(f"  [dim]{hits} of {turn.prompt_tokens} tokens hit, {turn.ttft_s:.2f} s[/dim]")
+    turns, say = [], timed(console)
+    say("starting")
+    for event in _events([folder, store, str(int(compare))]):
+        if "status" in event:
+            say(event["status"])
+        else:
+            turn = Turn(**event["turn"])
+            turns.append(turn)
+            hits = sum(turn.hit_tokens.values())
+            answer = escape(event["answer"])
+            console.print(f"[bold]{event['question']}[/bold]\n  {answer}", highlight=False)
+            console.print(f"  [dim]{hits} of {turn.prompt_tokens} tokens hit, {turn.ttft_s:.2f} s[/dim]")
     return turns
 
 

@@ -319,10 +319,10 @@ def load_measured(model: str | None, console: Console, make: Callable[[Any], M])
         BenchError: a package is missing, or the model cannot be loaded.
     """
     folder = model_folder(model, console)
-    with console.status("loading the model"):
-        tokenizer, loaded = load_model(folder)
-        made = make(_placed(loaded))
-        made.lead = np.array(tokenizer("")["input_ids"], np.int32)
+    console.print("loading the model")
+    tokenizer, loaded = load_model(folder)
+    made = make(_placed(loaded))
+    made.lead = np.array(tokenizer("")["input_ids"], np.int32)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

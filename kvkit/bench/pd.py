@@ -25,6 +25,7 @@ from rich.table import Table
 from kvkit.bench import memory
 from kvkit.bench.client import Completion, Target, ask, connect, loaded_tokens
 from kvkit.bench.files import BenchError, model_folder, split_options, write_figures
+from kvkit.bench.progress import Say, timed
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.bench.workloads import chat
 from kvkit.simulate.report import panels
@@ -82,22 +83,24 @@ def run(
         console.print(share.words, highlight=False, soft_wrap=True)
         chosen = (*share.options, *options)
         setup = Setup(name, 1, None, chosen, folder, cores=half, memory=share.words)
-        with console.status("plain vLLM"), started("plain", setup) as url:
-            plain = [answer for answer, _ in converse(connect("plain", url), [])]
+        say = timed(console)
+        say("starting plain vLLM")
+        with started("plain", setup) as url:
+            plain = [answer for answer, _ in converse(connect("plain", url), [], say)]
         with ExitStack() as stack:
-            status = stack.enter_context(console.status("two engines and the router"))
             urls = []
             texts = settings(flow, address, folder / "pool")
             for (role, text), cores in zip(texts.items(), (half, other), strict=True):
                 (folder / role).mkdir()
+                say(f"starting the engine for {role}")
                 config = folder / role / "kvkit.toml"
                 config.write_text(text)
                 engine = replace(setup, config=config, folder=folder / role, cores=cores)
                 urls.append(stack.enter_context(started("kvkit", engine)))
             prefill, decode = urls
             router = stack.enter_context(routed(prefill, decode, folder, address))
-            status.update("the conversation")
-            pd = converse(connect("router", router), [connect("P", prefill), connect("D", decode)])
+            engines = [connect("P", prefill), connect("D", decode)]
+            pd = converse(connect("router", router), engines, say)
     turns = [
         PdTurn(a.prompt_tokens, of_p, of_d, a.ttft_s, p.ttft_s, a.text == p.text)
         for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
@@ -136,7 +139,9 @@ def _policy(retrieve_from: list[str], store_to: list[str]) -> str:
     return f"[policy]\n{lists}\nwrite_back_to = []\n"
 
 
-def converse(server: Target, engines: Sequence[Target]) -> list[tuple[Completion, list[dict[str, int]]]]:
+def converse(
+    server: Target, engines: Sequence[Target], say: Say
+) -> list[tuple[Completion, list[dict[str, int]]]]:
     """The answer to each turn, and what each of `engines` loaded meanwhile, by tier.
 
     Raises:
@@ -147,6 +152,7 @@ def converse(server: Target, engines: Sequence[Target]) -> list[tuple[Completion
     before = [loaded_tokens(engine) for engine in engines]
     for number, request in enumerate(chat(0, TURNS, WORDS, TURNS), 1):
         history += request.text
+        say(f"{server.name}: turn {number} of {TURNS}")
         answer = ask(server, request, history, _TIMEOUT_S)
         if answer.error is not None:
             raise BenchError(f"turn {number} of {server.name}: {answer.error}")

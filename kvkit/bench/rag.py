@@ -29,6 +29,7 @@ from kvkit.bench.files import (
     split_options,
     write_figures,
 )
+from kvkit.bench.progress import Say, timed
 from kvkit.bench.systems import BLEND_CHUNK_TOKENS, STAGING_BYTES, Setup, ended_by_sigterm, missing, started
 from kvkit.bench.workloads import NAMES, CompletionRequest, told
 
@@ -99,10 +100,13 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
         tokenizer = load_tokenizer(name)
         documents = texts(tokenizer)
         warm = turn_request(tokenizer, documents[len(CODES) :], [], 0)
-        with console.status("plain vLLM"), started("plain", setup) as url:
-            plain = converse(connect("plain", url), tokenizer, documents[: len(CODES)], warm)
-        with console.status("vLLM that blends"), started("kvkit-blend", setup) as url:
-            turns = replay(replace(connect("kvkit", url), blends=True), plain, warm)
+        say = timed(console)
+        say("starting plain vLLM")
+        with started("plain", setup) as url:
+            plain = converse(connect("plain", url), tokenizer, documents[: len(CODES)], warm, say)
+        say("starting vLLM that blends")
+        with started("kvkit-blend", setup) as url:
+            turns = replay(replace(connect("kvkit", url), blends=True), plain, warm, say)
     for number, turn in enumerate(turns):
         console.print(f"[bold]{_question(number)}[/bold] {escape(turn.answer.strip())}", highlight=False)
     console.print(table(turns))
@@ -118,18 +122,20 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
 
 
 def converse(
-    server: Target, tokenizer: Any, documents: Sequence[str], warm: CompletionRequest
+    server: Target, tokenizer: Any, documents: Sequence[str], warm: CompletionRequest, say: Say
 ) -> list[tuple[CompletionRequest, Completion]]:
     """The conversation as `server` leads it after it was warmed up: each turn's request, and its answer.
 
     Raises:
         BenchError: a request failed.
     """
+    say(f"{server.name}: warming up")
     _answer(server, warm)
     history: list[dict[str, str]] = []
     found = []
     for number, order in enumerate(ORDERS):
         request = turn_request(tokenizer, [documents[d] for d in order], history, number)
+        say(f"{server.name}: turn {number + 1} of {len(ORDERS)}")
         answer = _answer(server, request)
         found.append((request, answer))
         said = f"{_lead(number)}{answer.text.strip()}"
@@ -138,18 +144,21 @@ def converse(
 
 
 def replay(
-    server: Target, plain: Sequence[tuple[CompletionRequest, Completion]], warm: CompletionRequest
+    server: Target, plain: Sequence[tuple[CompletionRequest, Completion]], warm: CompletionRequest, say: Say
 ) -> list[BlendTurn]:
     """The turns of a conversation over `server`, which blends, beside the answers that there are.
 
     Raises:
         BenchError: a request failed, or was not blended.
     """
+    say(f"{server.name}: warming up")
     index(server, warm)
     _answer(server, warm)
+    say(f"{server.name}: computing the documents")
     index(server, plain[0][0])
     turns = []
     for number, (request, cold) in enumerate(plain, 1):
+        say(f"{server.name}: turn {number} of {len(plain)}")
         before = blend_tokens(server)
         answer = _answer(server, request)
         grown = blend_tokens(server) - before

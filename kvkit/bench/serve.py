@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from kvkit.bench import memory
 from kvkit.bench.client import Target, connect, counted_hits, drive
 from kvkit.bench.files import BenchError, check_folders, model_folder, split_options, write_figures
 from kvkit.bench.options import Targets, Traffic
+from kvkit.bench.progress import Say
 from kvkit.bench.replay import replayed
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import (
@@ -33,7 +34,6 @@ from kvkit.bench.workloads import WORKLOADS, CompletionRequest, Workload, arrivi
 from kvkit.config import Config, load_config
 from kvkit.simulate.traces import trace_of
 
-Say = Callable[[str], None]
 TRACE = "trace"
 """The name of a workload that is a trace."""
 

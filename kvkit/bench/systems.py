@@ -166,11 +166,11 @@ def serving(
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(_PAUSE_S)
                 raise BenchError(
-                    f"{name} ended with {code}{_killed(kills, code, path, memory)}:\n{_tail(path)}"
+                    f"{name} ended with {code}{_killed(kills, code, path, memory)}:\n{tail(path)}"
                 )
             if time.monotonic() > deadline:
                 why = _killed(kills, None, path, memory)
-                raise BenchError(f"{name} did not serve within {START_S:.0f} s{why}:\n{_tail(path)}")
+                raise BenchError(f"{name} did not serve within {START_S:.0f} s{why}:\n{tail(path)}")
         try:
             yield process
         except Exception as error:
@@ -179,7 +179,7 @@ def serving(
             why = _killed(None if ended is None else kills, ended, path, memory)
             if not why:
                 raise
-            raise BenchError(f"{name} served{why}:\n{_tail(path)}") from error
+            raise BenchError(f"{name} served{why}:\n{tail(path)}") from error
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -264,8 +264,8 @@ def _killed(kills: int | None, code: int | None, path: Path, memory: str) -> str
     return "" if why is None else f", {why}" + (f" ({memory})" if memory else "")
 
 
-def _tail(path: Path) -> str:
-    """The end of a log, after what was wrong further up: vLLM ends with what became of that."""
+def tail(path: Path) -> str:
+    """Read the end of a log, after what was wrong further up: vLLM ends with what became of that."""
     lines = path.read_text(errors="replace").splitlines()
     wrong = [line for line in lines[:-_TAIL_LINES] if re.search(r"ERROR.*\w(Error|Exception): ", line)]
     return "\n".join([*wrong[-_CAUSES:], *lines[-_TAIL_LINES:]])

@@ -33,6 +33,7 @@ def prove(
 
     from kvkit.adapters.huggingface.smollm2 import ModelError
     from kvkit.bench.files import BenchError, check_folders, write_figures
+    from kvkit.bench.progress import timed
     from kvkit.bench.prove.preparation import command_of, prepared
     from kvkit.bench.prove.report import html, shown, versions, words_of
     from kvkit.bench.prove.run import run
@@ -52,7 +53,7 @@ def prove(
         with ended_by_sigterm(), prepared(options, console) as proof:
             command = command_of(options, proof.seed)
             say(command)
-            verdicts = run(proof, say)
+            verdicts = run(proof, timed(console))
         words = words_of(proof.dtype, proof.engine.unseen)
         facts = {
             "command": command,

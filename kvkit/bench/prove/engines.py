@@ -23,7 +23,7 @@ from kvkit.bench.client import Target, connect, exchange, samples, stream
 from kvkit.bench.files import BenchError
 from kvkit.bench.prove.scenarios import ANSWER_TOKENS
 from kvkit.bench.prove.verdict import Reply
-from kvkit.bench.systems import SAME_CORES, free_port, healthy, serving
+from kvkit.bench.systems import SAME_CORES, free_port, healthy, serving, tail
 from kvkit.workers import Workers
 
 ADAPTER = "prove-adapter"
@@ -75,7 +75,7 @@ class ProvedEngine:
     """
 
     def __init__(self, name: str, at: EngineLaunch | str, prefill: ProvedEngine | None = None) -> None:
-        self._name, self._at, self._prefill = name, at, prefill
+        self.name, self._at, self._prefill = name, at, prefill
         self._stack = ExitStack()
         self._pid: int | None = None
         self._watched: Path | None = None
@@ -99,7 +99,7 @@ class ProvedEngine:
             BenchError: it does not start, or there is none.
         """
         if isinstance(self._at, str):
-            self.target = connect(self._name, self._at)
+            self.target = connect(self.name, self._at)
         elif self._prefill is None:
             self.target = self._started(self._at)
         else:
@@ -118,10 +118,14 @@ class ProvedEngine:
             command += ["--kv-transfer-config", json.dumps(launch.transfer)]
         environment = SAME_CORES | dict(launch.environment) | {"VLLM_SERVER_DEV_MODE": "1"}
         process = self._stack.enter_context(
-            serving(self._name, command, environment, launch.folder, lambda: healthy(port))
+            serving(self.name, command, environment, launch.folder, lambda: healthy(port))
         )
         self._pid = process.pid
-        return connect(self._name, f"http://127.0.0.1:{port}", launch.model)
+        return connect(self.name, f"http://127.0.0.1:{port}", launch.model)
+
+    def log(self) -> str:
+        """Read the last lines of its log; empty where it was not started here."""
+        return tail(self._at.folder / f"{self.name}.log") if isinstance(self._at, EngineLaunch) else ""
 
     def close(self) -> None:
         """End it as its user would, if it was started here."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvkit.adapters.vllm.probe import prompt_name
 from kvkit.bench.files import BenchError
+from kvkit.bench.progress import Say, counted
 from kvkit.bench.prove.engines import ADAPTER, EngineLaunch, ProvedEngine, SentPrompt, opening
 from kvkit.bench.prove.models import ChangedWeights
 from kvkit.bench.prove.pages import compare_files
@@ -63,7 +64,7 @@ class ToProve:
     failed: bool = False
 
 
-def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
+def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
     """The verdicts on all scenarios, in their order.
 
     Raises:
@@ -81,12 +82,13 @@ def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
             beside = isinstance(proof.reference, EngineLaunch) and proof.reference.beside
             with opening([*engines, proof.engine], beside) as openers:
                 if beside:
-                    say("starting the engines")
+                    say(f"starting {len(engines) + 1} engines")
                     openers[-1]()  # what is to be proven may not start
-                say("asking the reference")
                 for changed, engine in enumerate(engines):
+                    if not beside:
+                        say(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: looking for it")
                     openers[changed]()
-                    _ask_reference(proof, engine, chosen, bool(changed))
+                    _ask_reference(proof, engine, chosen, bool(changed), say)
                     engine.close()
                 if not beside:
                     own = proof.engine.is_own
@@ -99,8 +101,11 @@ def run(proof: ToProve, say: Callable[[str], None]) -> list[ScenarioVerdict]:
             if reason := _lacking(proof, scenario):
                 found.append(ScenarioVerdict(scenario.name, "not run", reason))
             else:
-                found.append(_prove(proof, scenario))
+                say(f"{scenario.name}: begins")
+                found.append(prove_scenario(proof, scenario))
             say(f"{scenario.name}: {found[-1].outcome}" + (f", {found[-1].why}" if found[-1].why else ""))
+            if found[-1].log:
+                say(f"the engine's log ends:\n{found[-1].log}")
     return found
 
 
@@ -128,33 +133,40 @@ def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]
 
 
 def _ask_reference(
-    proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool
+    proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, say: Say
 ) -> None:
     """Have an engine without the connector answer what scenarios ask, each prompt for itself."""
     engine.watch(proof.folder / ("changed" if changed else "expected"))
-    for name, adapter in sorted(wanted(scenarios, changed)):
+    asked = sorted(wanted(scenarios, changed))
+    for name, adapter in counted(asked, f"{engine.name}: prompts", len(asked), say):
         (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
         if reply.error is not None:
             raise BenchError(f"the reference gives no answer: {reply.error}")
         proof.expected[name, adapter, changed] = reply
 
 
-def _prove(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
+def prove_scenario(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
+    """Have the engine go through a scenario, and judge it. Mutates `proof`; starts an engine that is gone."""
     observed: list[Observed] = []
     if proof.engine.is_own and (proof.changed or proof.failed):
         proof.engine.close()
-        proof.failed = False
+    proof.failed = False
     if proof.changed:
         assert proof.weights is not None
         proof.weights.restore()
         proof.changed = False
-    _revive(proof.engine)
+    try:
+        _revive(proof.engine)
+    except BenchError as error:
+        why, log = f"the engine is gone: {_first_line(error)}", proof.engine.log()
+        return ScenarioVerdict(scenario.name, "not run", why, log=log, gone=True)
     try:
         for act in scenario.acts:
             observed += _do(proof, act)
     except BenchError as error:
-        why, proof.failed = str(error).partition("\n")[0], True
-        return ScenarioVerdict(scenario.name, "differs", f"the engine does not answer: {why}")
+        proof.failed = True
+        why = f"the engine does not answer: {_first_line(error)}"
+        return ScenarioVerdict(scenario.name, "differs", why, log=proof.engine.log())
     control = None
     if scenario.unlike is not None:
         first, second = scenario.unlike
@@ -163,7 +175,12 @@ def _prove(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
             proof.expected[second.name, second.adapter, changes_weights(scenario)],
             LOGPROB_TOLERANCE[proof.dtype],
         )
-    return judge(scenario, observed, control, proof.engine.handed_off)
+    verdict = judge(scenario, observed, control, proof.engine.handed_off)
+    return replace(verdict, log=proof.engine.log()) if proof.failed else verdict
+
+
+def _first_line(error: BenchError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _revive(engine: ProvedEngine) -> None:

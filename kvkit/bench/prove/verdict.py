@@ -52,7 +52,15 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioVerdict:
-    """What became of a scenario, and why."""
+    """What became of a scenario, and why.
+
+    Attributes:
+        loaded: tokens.
+        largest: difference of log-probabilities, in nats.
+        pages: blocks of layers and heads that were compared.
+        log: the last lines of the engine's log, where it failed or was gone.
+        gone: whether the scenario could not run because the engine was gone.
+    """
 
     scenario: str
     outcome: ProveOutcome
@@ -60,6 +68,8 @@ class ScenarioVerdict:
     loaded: int = 0
     largest: float = 0.0
     pages: int = 0
+    log: str = ""
+    gone: bool = False
 
 
 def compare(expected: Reply, found: Reply, tolerance: float) -> Compared:
@@ -134,11 +144,12 @@ def judge(
 
 
 def exit_status(verdicts: Sequence[ScenarioVerdict]) -> int:
-    """Of a command: 1 where something differs, 2 where something, or everything, is not proven."""
+    """Choose a command's: 1 where something differs, 2 where something, or everything, is not proven."""
     outcomes = {one.outcome for one in verdicts}
     if "differs" in outcomes:
         return 1
-    return 2 if "not proven" in outcomes or "proven" not in outcomes else 0
+    lacks = "not proven" in outcomes or "proven" not in outcomes or any(one.gone for one in verdicts)
+    return 2 if lacks else 0
 
 
 def _named(asked: AskedPrompt) -> str:
