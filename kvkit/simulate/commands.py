@@ -33,7 +33,8 @@ class Choices:
 @grouped_options
 def simulate(
     trace: Annotated[
-        str, typer.Argument(help="a trace (JSON lines), or chat, rag, agents or mixed to generate one")
+        str,
+        typer.Argument(help="a trace (JSON lines or CSV), or chat, rag, agents or mixed to generate one"),
     ],
     config: Annotated[Path | None, typer.Option(help="nodes, tiers, speeds: a TOML file")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,
@@ -61,12 +62,17 @@ def simulate(
             write_trace(requested, save)
         policies = [name.strip() for name in choices.compare.split(",") if name.strip()]
         runs = report.compare(requested, setup, policies, swept, snapshots)
-        Console().print(report.table(runs, setup, swept[0] if swept else None))
+        console = Console()
+        console.print(report.table(runs, setup, swept[0] if swept else None))
+        for note in report.notes(requested, trace):
+            console.print(note, markup=False, highlight=False)
         if json_path:
             document = {
                 "trace": trace,
                 "generated": None if Path(trace).exists() else asdict(generated),
                 "block_tokens": requested.block_tokens,
+                "prefixes_known": requested.prefixes_known,
+                "failed_requests": requested.failed,
                 "config": setup.model_dump(mode="json"),
                 "swept": swept[0] if swept else None,
                 "runs": [report.as_json(run) for run in runs],

@@ -145,6 +145,17 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values or [0.0]), "p50": p50, "p99": p99}
 
 
+def notes(trace: Trace, name: str) -> Iterator[str]:
+    """Yield what a reader of the figures must know of their trace."""
+    if not trace.prefixes_known:
+        yield (
+            f"{name} has the lengths of requests alone: no request is known to share a prefix with another, "
+            "so there are no hits. Bytes and times are those without reuse; eviction policies do not differ."
+        )
+    if trace.failed:
+        yield f"{trace.failed:,} requests of {name} failed, with no answer, and are left out."
+
+
 def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | None) -> Table:
     """Runs as rows."""
     rows = [list(_cells(run, config, swept)) for run in runs]
@@ -163,7 +174,7 @@ def _cells(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> It
     if run.snapshot_every is not None:
         yield "snapshots", f"every {run.snapshot_every}" if run.snapshot_every else "prompts' ends"
     yield "hit rate", f"{report.hit_rate:.1%}"
-    yield "of what could be had", f"{run.share_of_bound:.1%}"
+    yield "of what could be had", f"{run.share_of_bound:.1%}" if run.hit_rate_bound else "none could"
     for tier in tiers:
         yield f"from {tier}", f"{report.hit_tokens[tier] / max(1, report.prompt_tokens):.1%}"
     for tier in tiers:
