@@ -347,7 +347,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     [
         ("[tiers.memory]\ncapcity = 3", ("tiers.memory.capcity", "did you mean 'capacity'", "bandwidth")),
         ('[tiers.memory]\ncapacity = "4 apples"', ("tiers.memory.capacity = '4 apples'", "4GiB")),
-        ('[tiers.memory]\neviction = "mru"', ("tiers.memory.eviction = 'mru'", "'lru'", "'s3fifo'")),
+        (
+            '[tiers.memory]\neviction = "mru"',
+            ("tiers.memory.eviction = 'mru'", "lru, fifo", ":Class"),
+        ),
         ("[nodes]\nprefill = 2", ("prefill = 2, decode = 0",)),
         ("[nodes]\nboth = 1\nprefill = 1\ndecode = 1", ("both = N, or prefill = N",)),
         ('[nodes]\nroute = "random"', ("nodes.route = 'random'", "'session'", "'prefix'")),
@@ -395,7 +398,7 @@ def test_sweeps() -> None:
             parse_sweep(text)
     with pytest.raises(ConfigError, match="'dsk': no such tier; the tiers are memory, disk"):
         compare(mixed(3), SimulationConfig(), (), ("dsk", [1]))
-    with pytest.raises(ConfigError, match="compare = 'mru': want some of lru"):
+    with pytest.raises(ConfigError, match="compare = 'mru': want one of lru"):
         compare(mixed(3), SimulationConfig(), ["mru"])
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvkit.settings import grouped_options
+from kvkit.settings import grouped_options, import_from_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class Generated:
 class Choices:
     """What is simulated side by side."""
 
-    compare: Annotated[str, typer.Option(help="eviction policies side by side, such as lru,s3fifo")] = ""
+    compare: Annotated[
+        str, typer.Option(help="eviction policies side by side, such as lru,arc,mine:Largest")
+    ] = ""
     sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = ""
     snapshots: Annotated[str, typer.Option(help="values of snapshot_every side by side, such as 1,4,0")] = ""
 
@@ -51,6 +53,7 @@ def simulate(
     from kvkit.simulate.config import SimulationConfig, load_simulation
     from kvkit.simulate.traces import trace_of, write_trace
 
+    import_from_here()  # eviction policies
     try:
         setup = load_simulation(config) if config else SimulationConfig()
         # a picture needs capacities

@@ -19,7 +19,7 @@ from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.model import Report, Simulator, simulate
 from kvkit.simulate.optimum import most_hits
 from kvkit.simulate.traces import Trace
-from kvkit.tiers.eviction.policies import POLICIES
+from kvkit.tiers.eviction.plugins import check_policy
 
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
@@ -60,13 +60,15 @@ def compare(
         snapshots: values of `snapshot_every`.
 
     Raises:
-        ConfigError: there is no such policy or tier, or the model has no states.
+        ConfigError: there is no such policy or tier, a policy failed, or the model has no states.
     """
     if snapshots and not config.model.state_bytes:
         raise ConfigError("snapshots: the model has no states; want model.state_bytes above 0")
     for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(f"compare = {name!r}: want some of {', '.join(POLICIES)}")
+        try:
+            check_policy(name)
+        except ValueError as error:
+            raise ConfigError(f"compare = {name!r}: {error}") from error
     everyone: Sequence[str | None] = policies or [None]
     tier, capacities = sweep or ("", (None,))
     most = cache(lambda room: most_hits(trace, room) * trace.block_tokens)
