@@ -77,6 +77,28 @@ def test_lookups(benchmark: Any, policy: str) -> None:
         )
 
 
+def test_reading(benchmark: Any, tmp_path: Path) -> None:
+    """A million requests in Mooncake's format, five blocks on average, of which two are known."""
+    path = tmp_path / "trace.jsonl"
+    requests = 1_000_000 if benchmark.enabled else 100
+    with path.open("w") as file:
+        for number in range(requests):
+            talk, turn = divmod(number, 3)
+            ids = [talk * 9 + i for i in range(2 + 3 * turn)]
+            line = {"timestamp": number, "input_length": 512 * len(ids), "output_length": 99, "hash_ids": ids}
+            file.write(json.dumps(line) + "\n")
+    read = benchmark.pedantic(read_trace, (path,), rounds=3 if benchmark.enabled else 1)
+    assert len(read.requests) == requests
+    began = time.perf_counter()
+    with path.open("rb") as lines:
+        assert sum(len(json.loads(line)["hash_ids"]) for line in lines) == lookups(read)
+    bare_s = time.perf_counter() - began
+    if benchmark.enabled:
+        benchmark.extra_info.update(
+            requests=requests, against="json.loads of each line", ratio_min=benchmark.stats.stats.min / bare_s
+        )
+
+
 def traces(paths: list[str]) -> Iterator[tuple[str, int, Trace]]:
     for name, make in GENERATORS.items():
         for seed in SEEDS:

@@ -13,9 +13,10 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvkit.settings import read_toml
 from kvkit.simulate.config import SimulationConfig

@@ -50,6 +50,7 @@ API = (
     "settings",
     "tiers.settings",
     "tiers.registry",
+    "tiers.eviction.policies",
     "format.layout",
     "moving.policy",
     "staging",

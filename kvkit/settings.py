@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -98,6 +100,25 @@ def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseMode
         if part in model.model_fields:
             model = next(models(model.model_fields[str(part)].annotation), model)
     return model
+
+
+def imported(place: str) -> Any:
+    """Import what "package.module:name" names.
+
+    Raises:
+        ImportError, AttributeError: there is no such module, or nothing of that name in it.
+        ValueError: one of the two is missing, or the module's name is relative.
+    """
+    module, _, name = place.partition(":")
+    if not module or not name or module.startswith("."):
+        raise ValueError("want package.module:name")
+    return getattr(import_module(module), name)
+
+
+def import_from_here() -> None:
+    """Have a command find modules in the current folder, after installed ones. Mutates `sys.path`."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def grouped_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -285,7 +285,8 @@ def test_a_method_of_your_own_is_named_by_its_module(model: Any, decoder: Huggin
         ("nowhere.at_all:METHOD", "No module named 'nowhere'"),
         (f"{__name__}:NONE", "module .* has no attribute 'NONE'"),
         (f"{__name__}:N", "is a int, want a BlendMethod"),
-        (":x", "Empty module name"),
+        (":x", "want package.module:name"),
+        (".nearby:x", "want package.module:name"),
     ],
 )
 def test_a_method_that_cannot_be_had_is_named(name: str, told: str) -> None:

@@ -104,7 +104,7 @@ def test_simulations(tmp_path: Path) -> None:
     example = ast.get_docstring(ast.parse((ROOT / "kvkit/simulate/config.py").read_text())) or ""
     (tmp_path / "sim.toml").write_text("\n".join(re.findall(r"^    (.*)$", example, re.MULTILINE)))
     (tmp_path / "hybrid.toml").write_text("model.state_bytes = 40_000_000")
-    done = run_shell(on_page("docs/simulate.md", "kvkit simulate"), tmp_path)
+    done = run_shell(on_page("docs/simulate.md", "kvkit simulate benchmarks"), tmp_path)
     assert json.loads((tmp_path / "out.json").read_text())
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert done.stdout.count("hit") >= 3

@@ -451,7 +451,7 @@ def test_the_names_that_were_refused_are_few() -> None:
 
 
 def test_a_policy_that_is_not_there_names_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"^policy='mru', want one of lru, fifo, lfu, s3fifo, arc$"):
+    with pytest.raises(ValueError, match=r"^policy='mru': want one of lru, fifo, lfu, s3fifo, arc or pack"):
         EvictionState(1, "mru")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import tables_gpu
 from benchmarks.gpu.keep import merged
+from benchmarks.gpu.results import Results
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.tables import SHIPPED, build_of, read_table
 
@@ -46,6 +47,15 @@ def test_of_several_runs_the_later_counts(tmp_path: Path) -> None:
         {"step": "moving", "what": "by size", "way": "c"},
         {"step": "tune", "what": "pack", "state": "tuned", "trials": trials[:1]},
     ]
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    """A traceback or a compiler's output may have other characters that end lines elsewhere."""
+    path = tmp_path / "1"
+    results = Results(path, "driver", "Imaginary 9")
+    results.record("machine", **MACHINE, printed="a\u2028b\x85c")
+    assert [line["printed"] for line in results.of("driver")] == ["a\u2028b\x85c"]
+    assert merged([path])["machine"] == MACHINE["machine"]
 
 
 def test_two_gpus_are_no_one_document(tmp_path: Path) -> None:

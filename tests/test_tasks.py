@@ -133,6 +133,15 @@ def test_files_of_users_are_read(tmp_path: Path) -> None:
     assert [decode(short.prompt[a:b]) for a, b in short.documents] == ["Passage 1:", "Passage 2:"]
 
 
+def test_lines_of_a_file_end_at_newlines_alone(tmp_path: Path) -> None:
+    """What stands unescaped within a text ends no line, and a byte order mark is none of it."""
+    path = tmp_path / "some.jsonl"
+    sample = {**WIKI, "context": [["Ada", ["She\u2028 \x85wrote."]]]}
+    path.write_text(f"{json.dumps(sample, ensure_ascii=False)}\n" * 2, encoding="utf-8-sig")
+    one, same = samples(str(path), encode, 9, 4096)
+    assert one.prompt.tolist() == same.prompt.tolist()
+
+
 @pytest.mark.parametrize("line", ["", "no JSON", '{"input": "Who?"}', '{"question": "Who?", "context": [1]}'])
 def test_other_files_are_refused_by_name(line: str, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"

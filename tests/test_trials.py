@@ -62,6 +62,14 @@ def test_a_line_has_everything() -> None:
     assert line["versions"]["torch"]
 
 
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    """Other programs write characters as they are that end lines elsewhere."""
+    path = tmp_path / "trials.jsonl"
+    line = lines()[0] | {"versions": {"driver": "1\u2028\x85"}}
+    path.write_text(json.dumps(line, ensure_ascii=False) + "\n")
+    assert trials.read(path) == [json.loads(json.dumps(line))]
+
+
 def test_lines_are_added_and_the_last_search_counts(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trials.jsonl"
     trials.append(path, iter(lines()))

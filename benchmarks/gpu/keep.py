@@ -36,10 +36,11 @@ def merged(files: list[Path]) -> dict[str, Any]:
     gpus = set()
     for path in files:
         here: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for line in map(json.loads, path.read_text().splitlines()):
-            gpus |= {line.pop("gpu")} if "gpu" in line else set()
-            if _counts(line):
-                here.setdefault((line["step"], line["what"]), []).append(_slim(line))
+        with path.open(encoding="utf-8") as lines:
+            for line in map(json.loads, lines):
+                gpus |= {line.pop("gpu")} if "gpu" in line else set()
+                if _counts(line):
+                    here.setdefault((line["step"], line["what"]), []).append(_slim(line))
         found |= here
     if len(gpus) != 1:
         raise ValueError(f"results of {sorted(gpus)}: want those of one GPU")

@@ -40,7 +40,8 @@ class Results:
     def of(self, step: str) -> Iterator[dict[str, Any]]:
         """What a step has recorded, in order."""
         if self.path.exists():
-            lines = map(json.loads, self.path.read_text().splitlines())
+            with self.path.open(encoding="utf-8") as file:
+                lines = [json.loads(line) for line in file]
             yield from (line for line in lines if line["step"] == step)
 
 

@@ -7,13 +7,12 @@ import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvkit.settings import grouped_options
+from kvkit.settings import grouped_options, import_from_here, imported
 
 if TYPE_CHECKING:
     from kvkit.kernels.tuning.cases import Problem
@@ -97,10 +96,9 @@ class TuneChoice:
 
 
 def _function(named: str) -> ProblemFactory:
-    module, _, name = named.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    import_from_here()
     try:
-        found: ProblemFactory = getattr(import_module(module), name)
+        found: ProblemFactory = imported(named)
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"--problems {named}: want module:function, importable from here: {error}")
     return found

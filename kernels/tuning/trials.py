@@ -71,14 +71,15 @@ def read(path: Path) -> list[Line]:
         OSError: the file cannot be read.
     """
     last: dict[str, dict[str, Line]] = {}
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if line["default"]:  # the first of a search
-            last[line["problem"]] = {}
-        last.setdefault(line["problem"], {})[line["config"]] = line
+    with path.open() as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if line["default"]:  # the first of a search
+                last[line["problem"]] = {}
+            last.setdefault(line["problem"], {})[line["config"]] = line
     return [line for configs in last.values() for line in configs.values()]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvkit.bench.options import Targets, Traffic
-from kvkit.settings import grouped_options
+from kvkit.settings import grouped_options, import_from_here
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 Model = Annotated[
@@ -79,6 +79,7 @@ def doctor(
         return
     show_versions(console)
     if config is not None:
+        import_from_here()  # eviction policies
         check_config(config, console)
 
 

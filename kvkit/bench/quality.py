@@ -49,9 +49,9 @@ def run(
     work = [(i, *item) for i, one_of_each in turns for item in one_of_each if item is not None]
     finished: dict[str, dict[str, Measures]] = {}
     if path.exists():
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            finished.setdefault(entry["of"], {}).update(entry["by_settings"])
+        with path.open() as lines:
+            for entry in map(json.loads, lines):
+                finished.setdefault(entry["of"], {}).update(entry["by_settings"])
     settings = {name: json.dumps(asdict(method)) for name, method in methods.items()}
     with path.open("a") as out:
         for i, kind, sample in work:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from kvkit.bench.workloads import CompletionRequest, text_of
 from kvkit.simulate.traces import Trace

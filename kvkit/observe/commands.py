@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvkit.settings import import_from_here
+
 
 def inspect(
     store: Annotated[
@@ -38,6 +40,7 @@ def inspect(
         if config is None:
             listings = list_store(store)
         else:
+            import_from_here()  # eviction policies
             tiers = load_config(config).tiers
             if store not in tiers:
                 sys.exit(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
@@ -93,6 +96,7 @@ def report(
     from kvkit.observe.report import cache_section, page, settings_section, store_section
     from kvkit.observe.top import TopError, fetch, token_for
 
+    import_from_here()  # eviction policies
     given = None if config is None else load_config(config)
     stored = {} if given is None else {name: t for name, t in given.tiers.items() if not t.in_memory}
     now, sections, damaged, source = time.time(), [], 0, ""

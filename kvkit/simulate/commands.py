@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvkit.settings import grouped_options
+from kvkit.settings import grouped_options, import_from_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class Generated:
 class Choices:
     """What is simulated side by side."""
 
-    compare: Annotated[str, typer.Option(help="eviction policies side by side, such as lru,s3fifo")] = ""
+    compare: Annotated[
+        str, typer.Option(help="eviction policies side by side, such as lru,arc,mine:Largest")
+    ] = ""
     sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = ""
     snapshots: Annotated[str, typer.Option(help="values of snapshot_every side by side, such as 1,4,0")] = ""
 
@@ -33,7 +35,8 @@ class Choices:
 @grouped_options
 def simulate(
     trace: Annotated[
-        str, typer.Argument(help="a trace (JSON lines), or chat, rag, agents or mixed to generate one")
+        str,
+        typer.Argument(help="a trace (JSON lines or CSV), or chat, rag, agents or mixed to generate one"),
     ],
     config: Annotated[Path | None, typer.Option(help="nodes, tiers, speeds: a TOML file")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,
@@ -50,6 +53,7 @@ def simulate(
     from kvkit.simulate.config import SimulationConfig, load_simulation
     from kvkit.simulate.traces import trace_of, write_trace
 
+    import_from_here()  # eviction policies
     try:
         setup = load_simulation(config) if config else SimulationConfig()
         # a picture needs capacities
@@ -61,12 +65,17 @@ def simulate(
             write_trace(requested, save)
         policies = [name.strip() for name in choices.compare.split(",") if name.strip()]
         runs = report.compare(requested, setup, policies, swept, snapshots)
-        Console().print(report.table(runs, setup, swept[0] if swept else None))
+        console = Console()
+        console.print(report.table(runs, setup, swept[0] if swept else None))
+        for note in report.notes(requested, trace):
+            console.print(note, markup=False, highlight=False)
         if json_path:
             document = {
                 "trace": trace,
                 "generated": None if Path(trace).exists() else asdict(generated),
                 "block_tokens": requested.block_tokens,
+                "prefixes_known": requested.prefixes_known,
+                "failed_requests": requested.failed,
                 "config": setup.model_dump(mode="json"),
                 "swept": swept[0] if swept else None,
                 "runs": [report.as_json(run) for run in runs],

@@ -48,7 +48,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, mo
 from kvkit.format.layout import Precision
 from kvkit.moving.policy import Policy, Role, check
 from kvkit.settings import ConfigError, explain, read_toml
-from kvkit.tiers.eviction.policies import PolicyName
+from kvkit.tiers.eviction.plugins import CHOICES, PolicyName
 
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
 Bandwidth = Annotated[ByteSize, Field(gt=0, description="bytes per second")]
@@ -129,7 +129,7 @@ class SimulatedTier(_Settings):
     precision: Precision | None = Field(default=None, description="KV in 8 bits; none: as it is computed")
     bandwidth: Bandwidth = ByteSize(2_000_000_000)
     latency_ms: Milliseconds = Field(default=0.0, description="of a run of chunks, once")
-    eviction: PolicyName = Field(default="lru", description="who leaves when it is full")
+    eviction: PolicyName = Field(default="lru", description=f"who leaves when it is full: {CHOICES}")
     near: bool = Field(default=False, description="in the host's memory: nothing is written back from here")
     price_per_gb_month: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="of a gigabyte (1e9 bytes)"

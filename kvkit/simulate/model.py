@@ -28,6 +28,7 @@ from itertools import takewhile
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan, Segment
 from kvkit.moving.policy import Policy, Role, in_effect
+from kvkit.settings import ConfigError
 from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.traces import Request, Trace
 from kvkit.tiers.eviction import state as eviction
@@ -125,7 +126,14 @@ class Simulator:
         return plan
 
     def finish(self) -> Report:
-        """The report, with peaks and costs. Mutates it."""
+        """The report, with peaks and costs. Mutates it.
+
+        Raises:
+            ConfigError: an eviction policy of another package failed.
+        """
+        failures = [state.policy.failure for state in self._states.values() if state.policy.failure]
+        if failures:
+            raise ConfigError(f"eviction policy {failures[0]}")
         report = self.report
         copies = Counter(name for name, _ in self._states)
         for name, tier in self.config.tiers.items():
@@ -250,7 +258,11 @@ class Simulator:
 
 
 def simulate(trace: Trace, config: SimulationConfig) -> Report:
-    """Take every request of `trace` through what `config` describes. Deterministic; mutates neither."""
+    """Take every request of `trace` through what `config` describes. Deterministic; mutates neither.
+
+    Raises:
+        ConfigError: an eviction policy of another package failed.
+    """
     simulator = Simulator(config, trace.block_tokens)
     for request in trace.requests:
         simulator.serve(request)

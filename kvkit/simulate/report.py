@@ -19,7 +19,7 @@ from kvkit.simulate.config import SimulationConfig
 from kvkit.simulate.model import Report, Simulator, simulate
 from kvkit.simulate.optimum import most_hits
 from kvkit.simulate.traces import Trace
-from kvkit.tiers.eviction.policies import POLICIES
+from kvkit.tiers.eviction.plugins import check_policy
 
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
@@ -60,13 +60,15 @@ def compare(
         snapshots: values of `snapshot_every`.
 
     Raises:
-        ConfigError: there is no such policy or tier, or the model has no states.
+        ConfigError: there is no such policy or tier, a policy failed, or the model has no states.
     """
     if snapshots and not config.model.state_bytes:
         raise ConfigError("snapshots: the model has no states; want model.state_bytes above 0")
     for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(f"compare = {name!r}: want some of {', '.join(POLICIES)}")
+        try:
+            check_policy(name)
+        except ValueError as error:
+            raise ConfigError(f"compare = {name!r}: {error}") from error
     everyone: Sequence[str | None] = policies or [None]
     tier, capacities = sweep or ("", (None,))
     most = cache(lambda room: most_hits(trace, room) * trace.block_tokens)
@@ -145,6 +147,17 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values or [0.0]), "p50": p50, "p99": p99}
 
 
+def notes(trace: Trace, name: str) -> Iterator[str]:
+    """Yield what a reader of the figures must know of their trace."""
+    if not trace.prefixes_known:
+        yield (
+            f"{name} has the lengths of requests alone: no request is known to share a prefix with another, "
+            "so there are no hits. Bytes and times are those without reuse; eviction policies do not differ."
+        )
+    if trace.failed:
+        yield f"{trace.failed:,} requests of {name} failed, with no answer, and are left out."
+
+
 def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | None) -> Table:
     """Runs as rows."""
     rows = [list(_cells(run, config, swept)) for run in runs]
@@ -163,7 +176,7 @@ def _cells(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> It
     if run.snapshot_every is not None:
         yield "snapshots", f"every {run.snapshot_every}" if run.snapshot_every else "prompts' ends"
     yield "hit rate", f"{report.hit_rate:.1%}"
-    yield "of what could be had", f"{run.share_of_bound:.1%}"
+    yield "of what could be had", f"{run.share_of_bound:.1%}" if run.hit_rate_bound else "none could"
     for tier in tiers:
         yield f"from {tier}", f"{report.hit_tokens[tier] / max(1, report.prompt_tokens):.1%}"
     for tier in tiers:

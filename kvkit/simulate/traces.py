@@ -1,9 +1,9 @@
-"""Traces: requests with the chunks of their tokens, read from JSON lines or generated from a seed.
+"""Traces: requests with the chunks of their tokens, read from a file or generated from a seed.
 
-A file has a request a line, in one of these formats. Mooncake's (https://github.com/kvcache-ai/Mooncake), an
-id of which stands for 512 tokens of the prompt:
+A file has a request a line, in one of these formats, and may be compressed by gzip. Mooncake's
+(https://github.com/kvcache-ai/Mooncake), an id of which stands for 512 tokens of the prompt:
 
-    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+    {"timestamp": 27482, "input_length": 1260, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 Alibaba's (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon), for 16 tokens, with seconds:
 
@@ -17,6 +17,9 @@ Our own, which knows the blocks that the answer fills, too:
 
     {"block_tokens": 256}
     {"timestamp": 0, "session": "chat-1", "input_length": 700, "output_length": 150, "blocks": [7, 8, 9]}
+
+CSV traces of Azure and BurstGPT (`kvkit.simulate.trace_files`), which have lengths alone: no request is known
+to share a prefix with another, so each has chunks of its own.
 
 `timestamp` is in milliseconds, lengths are in tokens. `blocks` are the whole blocks of prompt and answer;
 equal ids are equal tokens, wherever they stand. A first line with `block_tokens` may precede any format.
@@ -35,24 +38,26 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, chain, count
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.settings import ConfigError, explain
+from kvkit.simulate.trace_files import MOST_TOKENS, read_lines, read_rows
 
-MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS, TEXT_BLOCK_TOKENS = 512, 16, 256
+MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS, TEXT_BLOCK_TOKENS, LENGTHS_BLOCK_TOKENS = 512, 16, 256, 256
 _TOKEN_BYTES = 4  # of text, about
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request."""
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One request. It refers to no cycle, so the garbage collector need not visit millions of them."""
 
     timestamp_ms: float  # when it arrives
     session: str  # what a router may keep together
@@ -66,15 +71,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival; a chunk is `block_tokens` tokens."""
+    """Requests in the order of their arrival; a chunk is `block_tokens` tokens.
+
+    Attributes:
+        prefixes_known: False where the file has lengths alone: no request shares a chunk with another then.
+        failed: requests of the file that failed, and were left out.
+    """
 
     block_tokens: int
     requests: tuple[Request, ...]
+    prefixes_known: bool = True
+    failed: int = 0
 
 
 class _Header(BaseModel):
     model_config = ConfigDict(extra="forbid")
     block_tokens: int = Field(ge=1, le=2**20)
+    prefixes_known: bool = True
 
 
 class _Line(BaseModel):
@@ -83,16 +96,34 @@ class _Line(BaseModel):
     block: ClassVar[int] = MOONCAKE_BLOCK_TOKENS
     timestamp: float = Field(ge=0, allow_inf_nan=False)
     session: str | int | None = None
-    input_length: int = Field(ge=1, le=2**31)
-    output_length: int = Field(default=0, ge=0, le=2**31)
+    input_length: int = Field(ge=1, le=MOST_TOKENS)
+    output_length: int = Field(default=0, ge=0, le=MOST_TOKENS)
     hash_ids: list[int] | None = None
     blocks: list[int] | None = None
 
-    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
-        """What the line tells of. Mutates `file`."""
-        session = str(file.number if self.session is None else self.session)
-        ids = _ids(self, file.block_tokens, file.headed, where)
-        yield self.timestamp, session, self.input_length, self.output_length, ids
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        """The requests that the line has. Mutates `file`."""
+        return _requests(self, file)
+
+
+class _ValidLine(msgspec.Struct):
+    """The same, where it is valid: decoded in a third of the time, but with no word of what is wrong."""
+
+    block: ClassVar[int] = _Line.block
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    session: str | int | None = None
+    hash_ids: list[int] | None = None
+    blocks: list[int] | None = None
+
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        return _requests(self, file)
+
+
+def _requests(line: _Line | _ValidLine, file: _TraceFile) -> tuple[_Named]:
+    session = str(file.number if line.session is None else line.session)
+    return ((line.timestamp, session, line.input_length, line.output_length, _ids(line, file)),)
 
 
 class _Chat(_Line):
@@ -102,11 +133,11 @@ class _Chat(_Line):
     chat_id: str | int
     parent_chat_id: str | int = -1
 
-    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
         first = self.chat_id if self.parent_chat_id == -1 else self.parent_chat_id
         session = file.sessions[self.chat_id] = file.sessions.get(first, str(first))
-        for time_s, _, tokens, answer, ids in super().requests(file, where):
-            yield time_s * 1000, session, tokens, answer, ids
+        ids = _ids(self, file)
+        return ((self.timestamp * 1000, session, self.input_length, self.output_length, ids),)
 
 
 class _Messages(BaseModel):
@@ -117,7 +148,7 @@ class _Messages(BaseModel):
     session: str | int | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
 
-    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
         session = str(file.number if self.session is None else self.session)
         answered = len(self.messages) > 1 and self.messages[-1].get("role") == "assistant"
         texts = [json.dumps(message, sort_keys=True) for message in self.messages]
@@ -135,7 +166,7 @@ class _Conversation(BaseModel):
     block: ClassVar[int] = TEXT_BLOCK_TOKENS
     conversations: list[_Part]
 
-    def requests(self, file: _TraceFile, where: str) -> Iterator[_Named]:
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
         file.start_ms += file.writer.gap_ms(0.5)
         time_ms, texts = file.start_ms, [part.value for part in self.conversations]
         for i, part in enumerate(self.conversations):
@@ -144,26 +175,34 @@ class _Conversation(BaseModel):
                 time_ms += 5_000 + file.writer.gap_ms(60)
 
 
+_AnyLine = _Line | _ValidLine | _Messages | _Conversation
 _FORMATS: Mapping[str, type[_Line | _Messages | _Conversation]] = {
     "chat_id": _Chat,
     "messages": _Messages,
     "conversations": _Conversation,
 }
 """By a field that no other has."""
+_MARKS = tuple(f'"{name}"'.encode() for name in _FORMATS)
+_VALID_LINES = msgspec.json.Decoder(_ValidLine)
 
 
 @dataclass(slots=True)
 class _TraceFile:
     """What earlier lines of a file said."""
 
+    path: str | Path
+    header: _Header | None = None
     block_tokens: int = 0
-    headed: bool = False
     number: int = 0  # of the line
     sessions: dict[str | int, str] = field(default_factory=dict)  # by chat
     start_ms: float = 0.0  # of the last conversation
     writer: _Writer = field(default_factory=lambda: _Writer(0, "conversations"))
     segments: dict[str, int] = field(default_factory=dict)  # by text
     ids: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.number}"
 
     def said(self, time_ms: float, session: str, texts: Sequence[str]) -> _Named:
         """A request whose answer is the last text. Mutates."""
@@ -191,36 +230,87 @@ def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
 def read_trace(path: str | Path) -> Trace:
     """Read a trace in any of the formats; requests out of order are sorted by time.
 
+    Lines are read one by one, so that memory holds the requests and not the text, but for a JSON list.
+
     Raises:
         ConfigError: the file cannot be read or is no trace. The message names file, line and field.
     """
-    try:
-        whole = Path(path).read_text(encoding="utf-8")
-        texts = map(json.dumps, json.loads(whole)) if whole.lstrip().startswith("[") else whole.splitlines()
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    file = _TraceFile()
-    found: list[_Named] = []
-    for file.number, text in enumerate(texts, 1):
-        where = f"{path}:{file.number}"
-        if not text.strip():
+    lines = read_lines(path)
+    blank = []  # lines before the first
+    for line in lines:
+        if line.strip():
+            break
+        blank.append(line)
+    else:
+        raise ConfigError(f"{path}: no requests")
+    every = chain(blank, (line,), lines)
+    kind = line.lstrip()[:1]
+    trace = _lengths(every, path) if kind not in b"{[" else _named(every, path, listed=kind == b"[")
+    if not trace.requests:
+        raise ConfigError(f"{path}: no requests")
+    return trace
+
+
+def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
+    """The trace of lines of JSON, or of a JSON list."""
+    if listed:
+        try:
+            lines = map(bytes, msgspec.json.decode(b"".join(lines), type=list[msgspec.Raw]))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+    file = _TraceFile(path)
+    names = _ChunkNames()
+    found: list[Request] = []
+    for file.number, text in enumerate(lines, 1):
+        if text.isspace():
             continue
         try:
-            if not file.block_tokens and '"block_tokens"' in text:
-                file.block_tokens, file.headed = _Header.model_validate_json(text).block_tokens, True
+            if not file.block_tokens and b'"block_tokens"' in text:
+                file.header = _Header.model_validate_json(text)
+                file.block_tokens = file.header.block_tokens
                 continue
             line = _read_line(text)
         except ValidationError as error:
-            raise ConfigError(explain(error, _Header, f"{where}: ")) from error
+            raise ConfigError(explain(error, _Header, f"{file.where}: ")) from error
         file.block_tokens = file.block_tokens or line.block
-        found += line.requests(file, where)
-    if not found:
-        raise ConfigError(f"{path}: no requests")
-    return _trace(file.block_tokens, sorted(found, key=itemgetter(0)))
+        found += [names.request(named, file.block_tokens) for named in line.requests(file)]
+    return _sorted(file.block_tokens, found, file.header is None or file.header.prefixes_known)
 
 
-def _read_line(text: str) -> _Line | _Messages | _Conversation:
+def _lengths(lines: Iterable[bytes], path: str | Path) -> Trace:
+    """The trace of a CSV: each request has chunks of its own, which fill its prompt and answer."""
+    found: list[Request] = []
+    failed = used = 0  # chunks
+    for number, row in enumerate(read_rows(lines, path), 1):
+        if row is None:
+            failed += 1
+            continue
+        time_ms, session, prompt, answer = row
+        first, used = used, used + (prompt + answer) // LENGTHS_BLOCK_TOKENS
+        chunks = tuple(map(str, range(first, used)))
+        whole = prompt // LENGTHS_BLOCK_TOKENS
+        found.append(Request(time_ms, session or str(number), prompt, answer, chunks, whole))
+    return _sorted(LENGTHS_BLOCK_TOKENS, found, False, failed)
+
+
+def _sorted(
+    block_tokens: int, requests: list[Request], prefixes_known: bool = True, failed: int = 0
+) -> Trace:
+    """A trace of `requests`, which are sorted by time. Mutates the list."""
+    requests.sort(key=attrgetter("timestamp_ms"))
+    return Trace(block_tokens, tuple(requests), prefixes_known, failed)
+
+
+def _read_line(text: bytes) -> _AnyLine:
     """One line, by the format that its fields name."""
+    for mark in _MARKS:
+        if mark in text:  # as a field, or within a text
+            break
+    else:
+        try:
+            return _VALID_LINES.decode(text)
+        except (msgspec.MsgspecError, RecursionError):
+            return _Line.model_validate_json(text)
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -231,42 +321,43 @@ def _read_line(text: str) -> _Line | _Messages | _Conversation:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace` in our own format. A name of a chunk becomes a number.
+    """Write `trace` in our own format, line by line. A name of a chunk becomes a number.
 
     Raises:
         OSError: it cannot be written.
     """
     numbers: dict[str, int] = {}
-    lines = [json.dumps({"block_tokens": trace.block_tokens})]
-    for request in trace.requests:
-        blocks = [numbers.setdefault(name, len(numbers)) for name in request.chunks]
-        fields = {
-            "timestamp": request.timestamp_ms,
-            "session": request.session,
-            "input_length": request.input_tokens,
-            "output_length": request.output_tokens,
-            "blocks": blocks,
-        }
-        lines.append(json.dumps(fields, separators=(",", ":")))
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    header = {"block_tokens": trace.block_tokens}
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(header | ({} if trace.prefixes_known else {"prefixes_known": False})) + "\n")
+        for request in trace.requests:
+            fields = {
+                "timestamp": request.timestamp_ms,
+                "session": request.session,
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "blocks": [numbers.setdefault(name, len(numbers)) for name in request.chunks],
+            }
+            file.write(json.dumps(fields, separators=(",", ":")) + "\n")
 
 
-def _ids(line: _Line, block_tokens: int, headed: bool, where: str) -> list[int]:
+def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
     """The ids of a line's whole blocks."""
+    block_tokens = file.block_tokens
     prompt = line.input_length // block_tokens
     if (line.hash_ids is None) == (line.blocks is None):
-        raise ConfigError(f"{where}: want hash_ids or blocks, one of the two")
+        raise ConfigError(f"{file.where}: want hash_ids or blocks, one of the two")
     if line.hash_ids is not None:
         least, most, ids, name = prompt, -(-line.input_length // block_tokens), line.hash_ids, "hash_ids"
     else:
-        if not headed:
-            raise ConfigError(f'{where}: blocks without a first line such as {{"block_tokens": 256}}')
+        if file.header is None:
+            raise ConfigError(f'{file.where}: blocks without a first line such as {{"block_tokens": 256}}')
         most = (line.input_length + line.output_length) // block_tokens
         least, ids, name = prompt, line.blocks or [], "blocks"
     if not least <= len(ids) <= most:
         raise ConfigError(
-            f"{where}: {name}: {len(ids)} ids; {line.input_length} + {line.output_length} tokens in blocks "
-            f"of {block_tokens} have {least}{f' to {most}' if most > least else ''}"
+            f"{file.where}: {name}: {len(ids)} ids; {line.input_length} + {line.output_length} tokens in "
+            f"blocks of {block_tokens} have {least}{f' to {most}' if most > least else ''}"
         )
     return ids[:prompt] if line.hash_ids is not None else ids
 
@@ -275,16 +366,35 @@ _Named = tuple[float, str, int, int, Sequence[int]]
 """(time in ms, session, tokens of the prompt, of the answer, ids of blocks)"""
 
 
-def _trace(block_tokens: int, lines: Iterable[_Named]) -> Trace:
-    """Name chunks by what precedes them, as chained keys do: (parent, id) -> name."""
-    names: dict[tuple[str, int], str] = {}
-    requests = []
-    for time, session, input_tokens, output_tokens, ids in lines:
-        name = ""
-        chunks = tuple(name := names.setdefault((name, block), str(len(names))) for block in ids)
+class _ChunkNames:
+    """Names chunks by what precedes them, as chained keys do. `request` mutates it.
+
+    Most blocks follow the same chunk wherever they stand: these are found by their id alone, which takes half
+    the time and memory of pairs.
+    """
+
+    def __init__(self) -> None:
+        self._parents: dict[int, str] = {}  # by block: the name of the chunk that it followed first
+        self._names: dict[int, str] = {}  # by block: its name there
+        self._others: dict[tuple[str, int], str] = {}  # by parent and block: after another chunk
+
+    def request(self, named: _Named, block_tokens: int) -> Request:
+        """The request whose chunks have these ids."""
+        time_ms, session, input_tokens, output_tokens, ids = named
+        parents, names, others = self._parents, self._names, self._others
+        name, chunks = "", []
+        for block in ids:
+            parent = parents.get(block)
+            if parent == name:
+                name = names[block]
+            elif parent is None:
+                parents[block] = name
+                name = names[block] = str(len(names) + len(others))
+            else:
+                name = others.setdefault((name, block), str(len(names) + len(others)))
+            chunks.append(name)
         prompt = min(len(chunks), input_tokens // block_tokens)
-        requests.append(Request(time, session, input_tokens, output_tokens, chunks, prompt))
-    return Trace(block_tokens, tuple(requests))
+        return Request(time_ms, session, input_tokens, output_tokens, tuple(chunks), prompt)
 
 
 _Text = tuple[tuple[int, int], ...]
@@ -410,13 +520,12 @@ def _generate(
             heappush(later, event)
         start_ms += writer.gap_ms(1 / sessions_per_s)
     ids: dict[tuple[tuple[int, int, int], ...], int] = {}
-    return _trace(
-        block_tokens,
-        (
-            (round(time, 3), name, _tokens(text[:-1]), text[-1][1], _blocks(text, block_tokens, ids))
-            for time, name, text in events[:requests]
-        ),
-    )
+    names, made = _ChunkNames(), []
+    for time, name, text in events[:requests]:
+        blocks = _blocks(text, block_tokens, ids)
+        named = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks
+        made.append(names.request(named, block_tokens))
+    return Trace(block_tokens, tuple(made))
 
 
 def _tokens(text: Iterable[tuple[int, int]]) -> int:

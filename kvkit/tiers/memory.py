@@ -30,7 +30,7 @@ class MemoryTier(Tier):
     this tier (`capacity_bytes` below the arena's), or nothing is left to read into.
 
     Args:
-        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`.
+        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
         quota_bytes: what one namespace may hold; None for no limit.
         keep_s: for so many seconds after a record was put it is pinned: newcomers find no room instead.
 

@@ -26,7 +26,7 @@ from kvkit.format.urls import has_password, shown
 from kvkit.settings import ConfigError, explain
 from kvkit.staging import Staging
 from kvkit.tiers.base import Scope, Tier
-from kvkit.tiers.eviction.policies import PolicyName
+from kvkit.tiers.eviction.plugins import CHOICES, PolicyName
 from kvkit.tiers.folder import Access
 from kvkit.tiers.plugins import check_kind, open_plugin
 from kvkit.tiers.registry import TIERS, TierKind, check_settings, kind_of
@@ -52,7 +52,9 @@ class TierConfig(BaseModel):
     spread: Literal["by_key", "by_rank", "stripe"] = Field(
         "by_key", description="of several urls: records over them, one for each rank, or parts of each record"
     )
-    eviction: PolicyName = Field("lru", description="which records are evicted beyond the capacity")
+    eviction: PolicyName = Field(
+        "lru", description=f"which records are evicted beyond the capacity: {CHOICES}"
+    )
     quota: ByteSize | None = Field(
         None, description="bytes that one model and cache salt may have, none: no limit", gt=0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ def read_samples(path: Path, encode: Encode, count: int, tokens: int) -> list[Sa
         OSError: the file cannot be read.
     """
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:count], 1):
-        try:
-            found.append(_sample_of(json.loads(line), encode, tokens))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            wanted = "want a sample of LongBench or 2WikiMultihopQA"
-            raise ValueError(f"{path}, line {number}: {wanted}: {error!r}") from error
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(islice(lines, count), 1):
+            try:
+                found.append(_sample_of(json.loads(line), encode, tokens))
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                wanted = "want a sample of LongBench or 2WikiMultihopQA"
+                raise ValueError(f"{path}, line {number}: {wanted}: {error!r}") from error
     if not found:
         raise ValueError(f"{path}: want samples, a line of JSON each")
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 from kvkit.blend.methods import (
     cacheblend,
@@ -18,6 +17,7 @@ from kvkit.blend.methods import (
     random_rows,
 )
 from kvkit.blend.methods.method import BlendMethod, NeedsQuestion
+from kvkit.settings import imported
 
 METHODS: Mapping[str, BlendMethod] = {
     "question_attention": question_attention.METHOD,
@@ -43,11 +43,10 @@ def named(name: str) -> BlendMethod:
     """
     if name in METHODS:
         return METHODS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"method={name!r}: want one of {', '.join(METHODS)}, or package.module:name")
     try:
-        found = getattr(import_module(module), attribute)
+        found = imported(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"method={name!r}: {error}") from error
     if not isinstance(found, BlendMethod):

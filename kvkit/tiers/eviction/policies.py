@@ -1,4 +1,5 @@
-"""Eviction policies: which of the records that may go, goes first. A new one is a class above `POLICIES`.
+"""Eviction policies: which of the records that may go, goes first. A new one is a class above `POLICIES`, or
+of another package (`kvkit.tiers.eviction.plugins`).
 
 A policy sees the records of one `EvictionState`, which keeps them in one queue, or in two.
 """
@@ -9,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
 SMALL, MAIN = 0, 1
 """The queues: without `EvictionPolicy.queued` all is in the first."""
@@ -18,7 +19,7 @@ NORMAL, HIGHEST = 35, 100
 
 
 def prevails(given: int, before: int) -> bool:
-    """Whether a priority that a record is given replaces its one: the highest counts, but for `NORMAL`."""
+    """Tell whether a priority replaces that of a record: the highest counts, but for `NORMAL`."""
     return given != before and (before == NORMAL or given > before)
 
 
@@ -59,29 +60,31 @@ class EvictionPolicy(ABC):
     """One for each state. What is not abstract is for policies with two queues, and is called for them alone.
 
     Attributes:
-        name: as settings call it.
+        name: as settings call one of kvkit's own.
         queued: whether there are two queues.
         promotes: whether a second use moves a record from `SMALL` to `MAIN`.
+        failure: what went wrong in a policy of another package; empty: nothing.
     """
 
     name: ClassVar[str]
-    queued: ClassVar[bool] = False
-    promotes: ClassVar[bool] = False
+    queued: bool = False
+    promotes: bool = False
+    failure: str = ""
 
     @abstractmethod
     def rank(self, entry: Entry) -> int:
-        """Within a queue the lowest goes first. It never falls while a record is held."""
+        """Within a queue the lowest goes first. It depends on the entry alone, and never falls while held."""
 
     def queue_of(self, name: str, size: int, room: int) -> int:
         """The queue of a newcomer; `room` is the bytes that may be held. Mutates."""
         return SMALL
 
     def is_long(self, held: int, limit: int, room: int) -> bool:
-        """Whether `SMALL`, with `held` bytes of what may have `limit`, is the one to shrink."""
+        """Tell whether `SMALL`, with `held` bytes of what may have `limit`, is the one to shrink."""
         return True
 
     def spares(self, entry: Entry) -> bool:
-        """Whether a record whose turn it is goes to the end of `MAIN` instead. Mutates `entry.uses`."""
+        """Tell whether a record whose turn it is goes to the end of `MAIN` instead. Mutates `entry.uses`."""
         return False
 
     def evicted(self, name: str, entry: Entry, room: int) -> None:  # noqa: B027 - optional
@@ -211,8 +214,3 @@ POLICIES: Mapping[str, type[EvictionPolicy]] = {
     policy.name: policy for policy in EvictionPolicy.__subclasses__()
 }
 """By name."""
-
-if TYPE_CHECKING:
-    PolicyName = str
-else:
-    PolicyName = Literal[tuple(POLICIES)]

@@ -13,7 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
-from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry, prevails
+from kvkit.tiers.eviction.plugins import policy_named
+from kvkit.tiers.eviction.policies import MAIN, SMALL, Entry, prevails
 
 _MOST_REFUSED, _MOST_FRESH = 1024, 1024  # names
 _Leaf = tuple[int, int, int, str]
@@ -25,7 +26,7 @@ class EvictionState:
 
     Args:
         capacity_bytes: what may be held; None for no limit.
-        policy: a name in `POLICIES`.
+        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
         quota_bytes: what one owner may hold; None for no limit.
 
     Attributes:
@@ -34,7 +35,7 @@ class EvictionState:
         entries: by record name.
 
     Raises:
-        ValueError: there is no such policy. The message names the choices.
+        ValueError: there is no such policy, or it is none. The message names the choices.
     """
 
     __slots__ = (
@@ -45,10 +46,11 @@ class EvictionState:
     def __init__(
         self, capacity_bytes: int | None, policy: str = "lru", quota_bytes: int | None = None
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}, want one of {', '.join(POLICIES)}")
+        try:
+            self.policy = policy_named(policy)
+        except ValueError as error:
+            raise ValueError(f"policy={policy!r}: {error}") from error
         self.capacity_bytes = capacity_bytes
-        self.policy = POLICIES[policy]()
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.entries: dict[str, Entry] = {}
@@ -248,6 +250,7 @@ def _next_leaf(
     leaves, entries, policy = state._leaves, state.entries, state.policy
     rank_of = policy.rank
     small, main = leaves[scope, SMALL], leaves[scope, MAIN]
+    left = len(small) + len(main) + 4 * len(entries)  # more than any policy of kvkit's own puts off
     while True:
         _push_fresh(state)
         queue, heap = SMALL, small
@@ -261,11 +264,12 @@ def _next_leaf(
         if entry is None or entry.ticket != ticket or entry.queue != queue or entry.followers:
             continue  # out of date; a record that became a leaf again has been pushed again
         current = entry.priority, rank_of(entry)
-        if (priority, rank) != current:
+        left -= 1
+        if (priority, rank) != current and left > 0:
             heappush(heap, (*current, ticket, name))
         elif barred(name):
             passed.append((queue, item))
-        elif policy.queued and policy.spares(entry):
+        elif policy.queued and left > 0 and policy.spares(entry):
             _requeue(state, entry)
         else:
             return name

@@ -1,0 +1,171 @@
+"""Files of traces: their lines, compressed or not, and the rows of CSV traces, which have lengths alone.
+
+Azure's LLM inference traces (https://github.com/Azure/AzurePublicDataset) have the columns
+
+    TIMESTAMP,ContextTokens,GeneratedTokens
+
+with a date and time (UTC unless it says another zone), BurstGPT's (https://github.com/HPMLL/BurstGPT)
+
+    Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+
+with seconds; newer ones have a "Session ID" besides. Columns may be in any order, and others beside them.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import zlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from kvkit.settings import ConfigError
+
+MOST_TOKENS = 2**31
+_GZIP = b"\x1f\x8b"
+_SHOWN_COLUMNS = 200  # characters of another file's header
+
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    r"""Yield the lines of a UTF-8 file as they are read; only "\n" ends one. Recognises gzip by its content.
+
+    A byte order mark is left out. No more than one line is held.
+
+    Raises:
+        ConfigError: the file cannot be read or decompressed, or is UTF-16. The message names it.
+    """
+    try:
+        with Path(path).open("rb") as raw:
+            compressed = raw.peek(len(_GZIP)).startswith(_GZIP)
+            file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if compressed else raw
+            first = file.readline()
+            if first.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+                raise ConfigError(f"{path}: is UTF-16 text, want UTF-8")
+            if first:
+                yield first.removeprefix(BOM_UTF8)
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+class CsvRow(NamedTuple):
+    """A request of a CSV trace."""
+
+    time_ms: float
+    session: str  # empty: none is named
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CsvFormat:
+    """The columns of one publisher's traces."""
+
+    publisher: str
+    time: str
+    prompt: str
+    answer: str
+    read_time: Callable[[str], float]  # to milliseconds; ValueError says what is wanted
+    session: str = ""  # optional
+    fails: bool = False  # whether an answer without tokens marks a request that failed
+
+
+def _milliseconds_of_date(text: str) -> float:
+    try:
+        time = datetime.fromisoformat(text)
+        time_s = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        time_s = -1
+    if time_s < 0:
+        raise ValueError("want a date and time since 1970, such as 2023-11-16 18:15:46.68")
+    return time_s * 1000
+
+
+def _milliseconds_of_seconds(text: str) -> float:
+    try:
+        time_s = float(text)
+    except ValueError:
+        time_s = math.nan
+    if not 0 <= time_s < math.inf:
+        raise ValueError("want seconds, at least 0")
+    return time_s * 1000
+
+
+_FORMATS = (
+    _CsvFormat("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _milliseconds_of_date),
+    _CsvFormat(
+        "BurstGPT",
+        "Timestamp",
+        "Request tokens",
+        "Response tokens",
+        _milliseconds_of_seconds,
+        session="Session ID",
+        fails=True,
+    ),
+)
+
+
+def read_rows(lines: Iterable[bytes], path: str | Path) -> Iterator[CsvRow | None]:
+    """Yield the requests of a CSV trace as its lines are read; None for one that failed.
+
+    Raises:
+        ConfigError: its columns are those of no format, or a value is none. The message names the line.
+    """
+    reader = csv.reader(_texts(lines, path), strict=True)
+    try:
+        columns = [name.strip() for name in next((row for row in reader if row), [])]
+        form = _format_of(columns, f"{path}:{reader.line_num}")
+        time, prompt, answer = map(columns.index, (form.time, form.prompt, form.answer))
+        session = columns.index(form.session) if form.session in columns else None
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != len(columns):
+                raise ValueError(f"{len(row)} values, want {len(columns)}: {', '.join(columns)}")
+            output_tokens = _tokens(form.answer, row[answer], 0)
+            if form.fails and not output_tokens:
+                yield None
+                continue
+            try:
+                time_ms = form.read_time(row[time].strip())
+            except ValueError as error:
+                raise ValueError(f"{form.time} = {row[time]!r}: {error}") from None
+            name = "" if session is None else row[session].strip()
+            yield CsvRow(time_ms, name, _tokens(form.prompt, row[prompt], 1), output_tokens)
+    except ConfigError:
+        raise
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _texts(lines: Iterable[bytes], path: str | Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}:{number}: {error}") from error
+
+
+def _format_of(columns: list[str], where: str) -> _CsvFormat:
+    for form in _FORMATS:
+        if {form.time, form.prompt, form.answer} <= set(columns):
+            return form
+    read = "; ".join(f"{form.time}, {form.prompt}, {form.answer} ({form.publisher})" for form in _FORMATS)
+    found = repr(", ".join(columns)[:_SHOWN_COLUMNS])
+    raise ConfigError(f"{where}: want JSON lines, or a CSV trace with the columns {read}; found {found}")
+
+
+def _tokens(column: str, text: str, least: int) -> int:
+    try:
+        tokens = int(text)
+    except ValueError:
+        tokens = -1
+    if not least <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{column} = {text!r}: want a whole number from {least} to {MOST_TOKENS}")
+    return tokens
