@@ -23,6 +23,7 @@ from obstore.store import from_url
 from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.format.urls import hide, shown
+from kvkit.tiers.aws import asks_for_credentials, missing_credentials, s3_settings
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short, too_large
 from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import check_name
@@ -50,17 +51,22 @@ class Bucket:
         timeout_s: how long one request may take, in seconds, with its retries.
 
     Raises:
-        ValueError: obstore does not know the URL or an option. The message shows no option's value.
+        ValueError: obstore does not know the URL or an option; or as `kvkit.tiers.aws.s3_settings`. The
+            message shows no option's value.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
         # a request and then one retry, each with its own limit, and the pause between them, make timeout_s
         once, pause = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
         scheme, _, rest = url.partition("://")
+        config, provider = dict(options), None
+        if scheme in ("s3", "s3a"):
+            config, provider = s3_settings(options, timeout_s)
         try:
             self._store: Any = from_url(
                 f"{'gs' if scheme == 'gcs' else scheme}://{rest}",
-                config={name: _text(value) for name, value in options.items()},
+                config={name: _text(value) for name, value in config.items()},
+                **({} if provider is None else {"credential_provider": provider}),
                 # an endpoint with http:// is what the user asked for
                 client_options={"allow_http": True, "timeout": once, "connect_timeout": once},
                 retry_config={
@@ -190,7 +196,9 @@ class Bucket:
                 raise FileNotFoundError(f"{name} is missing, or denied") from None
             if "416 Range Not Satisfiable" in text:
                 raise DamagedObject(f"{name}: it ends before the range does", Damage.TRUNCATED) from None
-            if "TimedOut" in text:
+            if asks_for_credentials(text):
+                reason = missing_credentials()
+            elif "TimedOut" in text:
                 reason = f"no answer within timeout_s={self._timeout_s}"
             elif " 403 " in text or " 401 " in text:
                 reason = f"the store refuses these credentials; {_first_line(error)}"

@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 
 from kvkit.format.names import is_folder, is_record
 from kvkit.format.record import Damage
+from kvkit.tiers.aws import missing_credentials
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short
 from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import TEMPORARY, check_name
@@ -239,6 +240,8 @@ class _Calls:
         """What to raise for an error of `method`."""
         if isinstance(error, TimeoutError):
             return TimeoutError(f"{method}: no answer within timeout_s={self._timeout_s}")
+        if type(error).__name__ == "NoCredentialsError":  # of botocore, which need not be there
+            return TierError(f"{method}: {missing_credentials()}")
         if not isinstance(error, OSError):
             return TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
         kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
