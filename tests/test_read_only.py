@@ -60,11 +60,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return house
 
 
-def run(script: str, house: Path, temporary: Path, *before: str) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, house: Path, temporary: Path, *before: str, after: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run a script in a new process, whose home is no folder."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     return subprocess.run(
-        [*before, sys.executable, "-c", script],
+        [*before, sys.executable, "-c", script, *after],
         env=kept | {"PYTHONPATH": str(house), "HOME": "/dev/null", "TMPDIR": str(temporary)},
         cwd=house,
         capture_output=True,
@@ -156,3 +158,10 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         precision.check("weights", "fp8", "unchecked_precision = true")
     with pytest.raises(OSError, match="set HOME or XDG_CACHE_HOME"):
         kvkit.environment.keep_verdict("blend", ["weights"], {})
+
+
+def test_doctor_says_that_nothing_can_be_written(package: Path, tmp_path: Path) -> None:
+    done = run("from kvkit.cli import main; main()", package, tmp_path, after=("doctor",))
+    assert "kernels on the CPU: ok" in done.stdout
+    assert "no folder for compiled kernels can be written" in done.stdout
+    assert "set NUMBA_CACHE_DIR" in done.stdout
