@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,17 @@ def verdict_path(kind: str, name: str) -> Path:
         FileNotFoundError: as `cache_folder`.
     """
     return cache_folder() / kind / f"{name}.json"
+
+
+def prepare_verdicts(kind: str) -> None:
+    """Make the folder of verdicts of a kind, so that nothing is measured for minutes that cannot be kept.
+
+    Raises:
+        OSError: it cannot be written, or there is no home.
+    """
+    folder = cache_folder() / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def keep_verdict(kind: str, names: Iterable[str], content: Mapping[str, Any]) -> list[Path]:

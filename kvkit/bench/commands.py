@@ -119,7 +119,7 @@ def bench_blend(
     from rich.progress import track
 
     from kvkit.bench import quality
-    from kvkit.bench.files import check_folders, commit, model_folder, write_figures
+    from kvkit.bench.files import check_folders, commit, measuring, model_folder, write_figures
     from kvkit.bench.judge import METHODS, Judge, load_auxiliary, method_named
     from kvkit.bench.quality_vllm import opened
     from kvkit.bench.tasks.registry import SETS, TASKS, named
@@ -130,7 +130,7 @@ def bench_blend(
     check_folders(json_path, png_path)
     console = Console()
     folder = model_folder(model, console)
-    with opened(folder, console, wanted, tokens) as (judge, encode, measured):
+    with measuring(folder), opened(folder, console, wanted, tokens) as (judge, encode, measured):
         if auxiliary is not None and isinstance(judge, Judge):
             judge.auxiliary = load_auxiliary(auxiliary, folder, console)
         kept = json_path.with_suffix(".jsonl")

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvkit.bench.checks import Finding, check_kernels, check_tiers
-from kvkit.bench.files import BenchError, model_folder
+from kvkit.bench.files import BenchError, measuring, model_folder
 from kvkit.config import Config, load_config
-from kvkit.environment import DISTRIBUTION, describe, gpu_name, printable, version_of
+from kvkit.environment import DISTRIBUTION, describe, gpu_name, prepare_verdicts, printable, version_of
 from kvkit.format.layout import Precision
 from kvkit.settings import ConfigError
 
@@ -190,8 +190,10 @@ def check_blending(model: str, console: Console) -> None:
     from kvkit.bench.quality import GATE_METHODS, measure_gate
     from kvkit.bench.quality_vllm import opened
 
+    _prepare("blend")
     folder = model_folder(model, console)
-    with opened(folder, console, {name: METHODS[name] for name in GATE_METHODS}) as (judge, encode, _):
+    methods = {name: METHODS[name] for name in GATE_METHODS}
+    with measuring(model), opened(folder, console, methods) as (judge, encode, _):
         served = served_names(folder, judge.config)
         with console.status("measuring, a minute or two"):
             gate = measure_gate(judge, encode, list(dict.fromkeys([judge.weights, *served])))
@@ -215,16 +217,17 @@ def check_precision(form: str, model: str, console: Console) -> None:
         BenchError: it must not be, it cannot be measured, or there is no such form.
         ModelError: it cannot be fetched.
     """
-    from kvkit.bench import precision as measuring
+    from kvkit.bench import precision as gate
 
     forms: dict[str, Precision] = {known: known for known in get_args(Precision)}
     if (precision := forms.get(form)) is None:
         raise BenchError(f"precision = {form!r}: want one of {', '.join(forms)}")
+    _prepare(f"precision/{precision}")
     folder = model_folder(model, console)
-    judge, encode = measuring.load(folder, console)
+    judge, encode = gate.load(folder, console)
     served = served_names(folder, judge.model.config)
-    with console.status("measuring, a minute or two"):
-        found = measuring.measure_gate(judge, encode, [judge.weights, *served], precision)
+    with measuring(model), console.status("measuring, a minute or two"):
+        found = gate.measure_gate(judge, encode, [judge.weights, *served], precision)
     for line in (
         f"{model}, {found['samples']} samples, 95 % intervals: KV in {precision} changes the distribution of "
         f"the next token by {found['kl']:.5f} nats "
@@ -239,6 +242,20 @@ def check_precision(form: str, model: str, console: Console) -> None:
     if not found["passed"]:
         raise BenchError(f"this model's KV must not be held in {precision}")
     console.print(f"this model's KV may be held in {precision}")
+
+
+def _prepare(kind: str) -> None:
+    """Make room for a verdict of this kind, before it is measured.
+
+    Raises:
+        BenchError: it could not be kept.
+    """
+    try:
+        prepare_verdicts(kind)
+    except OSError as error:
+        raise BenchError(
+            f"a verdict could not be kept: {error}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
 
 
 def _kept(found: dict[str, Any], served: list[str]) -> list[str]:
