@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,9 +116,12 @@ def cache_folder() -> Path:
     """Where this user's caches of kvkit are: kvkit below $XDG_CACHE_HOME or ~/.cache.
 
     Raises:
-        RuntimeError: there is neither that nor a home.
+        FileNotFoundError: there is neither that nor a home.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
+    except RuntimeError as error:  # a container's user may be in no table of users
+        raise FileNotFoundError(f"there is no home ({error}); set HOME or XDG_CACHE_HOME") from error
 
 
 def verdict_path(kind: str, name: str) -> Path:
@@ -128,13 +132,28 @@ def verdict_path(kind: str, name: str) -> Path:
         name: what that one calls the weights.
 
     Raises:
-        RuntimeError: as `cache_folder`.
+        FileNotFoundError: as `cache_folder`.
     """
     return cache_folder() / kind / f"{name}.json"
 
 
+def prepare_verdicts(kind: str) -> None:
+    """Make the folder of verdicts of a kind, so that nothing is measured for minutes that cannot be kept.
+
+    Raises:
+        OSError: it cannot be written, or there is no home.
+    """
+    folder = cache_folder() / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def keep_verdict(kind: str, names: Iterable[str], content: Mapping[str, Any]) -> list[Path]:
-    """Write a verdict down under each name of the weights; returns where."""
+    """Write a verdict down under each name of the weights; returns where.
+
+    Raises:
+        OSError: it cannot be written, or there is no home.
+    """
     paths = [verdict_path(kind, name) for name in names]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -133,6 +133,30 @@ class Workers:
                 self._idle += 1
 
 
+def submit(function: Callable[[], T], name: str) -> Future[T]:
+    """Run `function` in a new daemon thread of that name; the future has what it returns or raises.
+
+    Raises:
+        Closed: no thread can be started.
+    """
+    future: Future[T] = Future()
+    try:
+        threading.Thread(target=_carry_out, args=(function, future), name=name, daemon=True).start()
+    except RuntimeError as error:  # the process has as many as it may
+        raise Closed(f"{name}: {error}") from error
+    return future
+
+
+def within(timeout_s: float, function: Callable[[], T], name: str) -> T:
+    """Return what `function` does, or raise, within `timeout_s` seconds; a late one goes on in its thread.
+
+    Raises:
+        TimeoutError: it is late.
+        Closed: as `submit`.
+    """
+    return submit(function, name).result(timeout_s)
+
+
 class Transfer(Future[T]):
     """The future result of a load, a store or a prefetch.
 

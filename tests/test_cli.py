@@ -79,7 +79,7 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 
 
 def test_doctor_lists_versions() -> None:
-    result = run("doctor")
+    result = run("doctor", "--verbose")
     assert result.exit_code == 0
     assert f"kvkit {version_of(DISTRIBUTION)}" in result.stdout
     for packages, purpose, _ in doctor.FEATURES:
@@ -113,6 +113,9 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "FEATURES", absent)
     result = run("doctor")
     assert result.exit_code == 0
+    assert "missing for nothing: no-such-package: pip install 'kvkit-llm[demo]'" in result.stdout
+    assert "missing for all: nor-this-one: comes with torch for CUDA" in result.stdout
+    result = run("doctor", "--verbose")
     assert "missing: pip install 'kvkit-llm[demo]'" in result.stdout
     assert "missing: comes with torch for CUDA" in result.stdout
 
@@ -133,10 +136,11 @@ def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
 
 def test_doctor_checks_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "[odd] name.toml"
-    path.write_text('[tiers.memory]\ncapacity = "1MiB"\n[tiers.disk]\nurl = "/x"\n[policy]\nstore_to = []\n')
-    result = run("doctor", path)
+    disk = f'url = "{tmp_path / "disk"}"'
+    path.write_text(f'[tiers.memory]\ncapacity = "1MiB"\n[tiers.disk]\n{disk}\n[policy]\nstore_to = []\n')
+    result = run("doctor", path, "--verbose")
     assert result.exit_code == 0
-    assert f"{path}: correct" in result.stdout
+    assert f"{path}: ok" in result.stdout
     assert "retrieve_from: memory, disk" in result.stdout
     assert "store_to: none" in result.stdout
     assert "write_back_to: memory" in result.stdout

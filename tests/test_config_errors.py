@@ -220,6 +220,18 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load_config(tmp_path / "latin.toml")
 
 
+def test_a_single_folder_is_not_looked_at_while_settings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a mount that is dead, where that would wait for ever."""
+
+    def hang(path: str) -> str:
+        raise RuntimeError(f"{path} was resolved")
+
+    monkeypatch.setattr("os.path.realpath", hang)
+    assert TierConfig(url="/dead/kvkit").urls == ("/dead/kvkit",)
+    with pytest.raises(RuntimeError, match="was resolved"):
+        TierConfig(url=("/dead/a", "/dead/b"))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

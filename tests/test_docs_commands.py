@@ -92,7 +92,8 @@ def test_a_typed_server_that_ends_is_told_of_by_its_log(tmp_path: Path) -> None:
 
 def test_doctor(tmp_path: Path) -> None:
     done = run_shell(on_page("docs/index.md", "kvkit doctor"), tmp_path)
-    assert "the HTTP endpoint" in done.stdout
+    assert "packages: " in done.stdout
+    assert "kernels on the CPU: ok" in done.stdout
 
 
 @pytest.mark.nightly

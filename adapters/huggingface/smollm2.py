@@ -29,8 +29,15 @@ class ModelError(RuntimeError):
 
 
 def default_folder() -> Path:
-    """Where `fetch` keeps the model: below XDG_CACHE_HOME or ~/.cache."""
-    return cache_folder() / "models" / NAME
+    """Where `fetch` keeps the model: below XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        ModelError: there is neither.
+    """
+    try:
+        return cache_folder() / "models" / NAME
+    except FileNotFoundError as error:
+        raise ModelError(f"{NAME} cannot be kept: {error}") from error
 
 
 def fetch(folder: Path | None = None) -> Path:

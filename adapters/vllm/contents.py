@@ -78,7 +78,7 @@ def default_folder() -> Path | None:
     """Where digests are remembered: kvkit/digests below $XDG_CACHE_HOME or ~/.cache; None without a home."""
     try:
         return cache_folder() / "digests"
-    except RuntimeError:
+    except FileNotFoundError:
         return None
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numba
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import ffi
@@ -18,6 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
+from kvkit.kernels.caches import compiled
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.quantised import SMALLEST_AMAX
@@ -50,7 +50,7 @@ hide_from_scans(ffi.lib)
 
 
 def jit(function: F) -> F:
-    return cast(F, numba.njit(nogil=True, cache=True)(function))
+    return cast(F, compiled(function))
 
 
 class Job(NamedTuple):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvkit.kernels.caches import use_triton_cache
+
 
 class KernelConfig(NamedTuple):
     """One way to compile and start a kernel; that of a host kernel has tiles alone, see `host_config`."""
@@ -50,10 +52,12 @@ class Launch:
 
     def run(self) -> None:
         """Start the kernel on the current device and stream; mutates what the kernel writes."""
+        use_triton_cache()
         self.kernel[self.grid](**self._given())
 
     def compile(self) -> Any:
         """What `run` would start on Triton's active driver; starts nothing."""
+        use_triton_cache()
         return self.kernel.warmup(grid=self.grid, **self._given())
 
     def _given(self) -> dict[str, Any]:

@@ -158,7 +158,11 @@ def _faster(one: Tuned, two: Tuned) -> bool:
 
 
 def tuned_folder() -> Path:
-    """Where this user's tables are: $KVKIT_TUNED, else kvkit/tuned below $XDG_CACHE_HOME or ~/.cache."""
+    """Where this user's tables are: $KVKIT_TUNED, else kvkit/tuned below $XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        FileNotFoundError: there is neither, nor a home.
+    """
     if folder := os.environ.get("KVKIT_TUNED"):
         return Path(folder)
     return cache_folder() / "tuned"
@@ -173,8 +177,9 @@ def load_table(device: str) -> Mapping[TunedKey, Tuned]:
         device: `slug_of` its name.
     """
     found: dict[TunedKey, Tuned] = {}
-    for folder in (SHIPPED, tuned_folder()):
+    for shipped in (True, False):
         try:
+            folder = SHIPPED if shipped else tuned_folder()
             found |= read_table(folder / f"{device}.json", device)
         except FileNotFoundError:
             continue

@@ -53,7 +53,9 @@ def demo(
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="a configuration file to check")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="a configuration file to check: a record is put into every tier")
+    ] = None,
     blend: Annotated[
         str | None, typer.Option(help="hub id, folder or gemma: measure whether this model may be blended")
     ] = None,
@@ -64,12 +66,19 @@ def doctor(
             help="fp8 or int8, and hub id, folder or gemma: measure whether this model's KV may be held so",
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="list packages, settings and notes")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Say what is installed, what is missing for which feature, and check a configuration file or a model."""
+    """Say what is installed and missing, try the kernels, and check a configuration file or a model.
+
+    Of a configuration, a record is put into every tier, read and deleted. Exit status 1: a check failed.
+    """
     from rich.console import Console
 
-    from kvkit.bench.doctor import check_blending, check_config, check_precision, show_versions
+    from kvkit.bench.doctor import check_blending, check_precision, examine
 
+    if (verbose or as_json) and (blend or precision):
+        raise typer.BadParameter("--verbose and --json are not for --blend and --precision")
     console = Console()
     if precision is not None:
         check_precision(*precision, console)
@@ -77,10 +86,9 @@ def doctor(
     if blend is not None:
         check_blending(blend, console)
         return
-    show_versions(console)
-    if config is not None:
-        import_from_here()  # eviction policies
-        check_config(config, console)
+    import_from_here()  # eviction policies
+    if not examine(config, console, verbose=verbose, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @bench.command("blend")
@@ -111,7 +119,7 @@ def bench_blend(
     from rich.console import Console
 
     from kvkit.bench import quality
-    from kvkit.bench.files import check_folders, commit, model_folder, write_figures
+    from kvkit.bench.files import check_folders, commit, measuring, model_folder, write_figures
     from kvkit.bench.judge import METHODS, Judge, load_auxiliary, method_named
     from kvkit.bench.progress import counted, timed
     from kvkit.bench.quality_vllm import opened
@@ -123,7 +131,7 @@ def bench_blend(
     check_folders(json_path, png_path)
     console = Console()
     folder = model_folder(model, console)
-    with opened(folder, console, wanted, tokens) as (judge, encode, measured):
+    with measuring(folder), opened(folder, console, wanted, tokens) as (judge, encode, measured):
         if auxiliary is not None and isinstance(judge, Judge):
             judge.auxiliary = load_auxiliary(auxiliary, folder, console)
         kept = json_path.with_suffix(".jsonl")

@@ -1,10 +1,11 @@
-"""`kvkit doctor`: what is installed, whether settings are correct, what a model may be used with."""
+"""`kvkit doctor`: says what is installed, whether a configuration works, what a model may be used with."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,10 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvkit.bench.files import BenchError, model_folder
-from kvkit.config import load_config
-from kvkit.environment import DISTRIBUTION, gpu_name, version_of
+from kvkit.bench.checks import Finding, check_kernels, check_tiers
+from kvkit.bench.files import BenchError, measuring, model_folder
+from kvkit.config import Config, load_config
+from kvkit.environment import DISTRIBUTION, describe, gpu_name, prepare_verdicts, printable, version_of
 from kvkit.format.layout import Precision
+from kvkit.settings import ConfigError
 
 FEATURES = (
     ("torch", "tensors", ""),
@@ -41,11 +44,93 @@ FEATURES = (
 """(package, or several of which one is enough, what it is for, what brings it: "[...]" an extra, "" kvkit)"""
 
 
-def show_versions(console: Console) -> None:
-    """Print the machine, and of each feature's package the version or how to install it."""
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What there is of one feature.
+
+    Attributes:
+        package: the one that is there, or the first that would do.
+        version: None: it is missing.
+        purpose: what it is for.
+        install: how to get it; "": it comes with kvkit.
+    """
+
+    package: str
+    version: str | None
+    purpose: str
+    install: str
+
+
+def installed() -> list[Installed]:
+    """The packages of `FEATURES` on this machine."""
+    found = []
+    for packages, purpose, source in FEATURES:
+        names = packages.split(" or ")
+        package = next(filter(version_of, names), names[0])
+        of_ours = not source or source.startswith("[")
+        install = f"pip install '{DISTRIBUTION}{source}'" if of_ours else f"comes with {source}"
+        found.append(Installed(package, version_of(package), purpose, install))
+    return found
+
+
+def examine(config: Path | None, console: Console, *, verbose: bool, as_json: bool) -> bool:
+    """Say what is installed, try the CPU's kernels and, of a configuration, every tier.
+
+    A line for each check that passed, more for others. `verbose`: also a table of packages, and the settings.
+
+    Returns:
+        whether all checks passed.
+
+    Raises:
+        ConfigError: a setting is wrong, unless that is told as JSON.
+    """
+    findings: list[Finding] = []
+    packages, error = installed(), None
+    if not as_json:
+        _show_packages(packages, console, table=verbose, missing=config is None)
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        if not as_json:
+            _show(finding, console, verbose)
+
+    settings = None
+    add(check_kernels())
+    if config is not None:
+        try:
+            settings = load_config(config)
+        except ConfigError as wrong:
+            if not as_json:
+                raise
+            error = str(wrong)
+        add(Finding(str(config), error or ""))
+    if settings is not None:
+        if verbose and not as_json:
+            _show_settings(settings, console)
+        for finding in check_tiers(settings):
+            add(finding)
+    passed = not any(finding.error for finding in findings)
+    if as_json:
+        told = {
+            "kvkit": version_of(DISTRIBUTION),
+            "python": platform.python_version(),
+            "machine": describe()["machine"],
+            "packages": {found.package: found.version for found in packages},
+            "config": None if settings is None else settings.model_dump(mode="json"),
+            "checks": [{**asdict(finding), "passed": not finding.error} for finding in findings],
+            "passed": passed,
+        }
+        print(json.dumps(told, indent=1))
+    return passed
+
+
+def _show_packages(packages: list[Installed], console: Console, *, table: bool, missing: bool) -> None:
+    """Print the machine and how many packages are there; a table of all, or a line for each missing one."""
     console.print(
         f"kvkit {version_of(DISTRIBUTION)}, Python {platform.python_version()}, {platform.machine()}, "
-        f"{os.cpu_count()} CPUs, {gpu_name() or 'no GPU'}"
+        f"{os.cpu_count()} CPUs, {gpu_name() or 'no GPU'}",
+        highlight=False,
+        soft_wrap=True,
     )
     if another := version_of("kvkit"):
         console.print(
@@ -54,29 +139,44 @@ def show_versions(console: Console) -> None:
             f"Remove both: pip uninstall kvkit {DISTRIBUTION}, then install kvkit's clone again.",
             soft_wrap=True,
         )
-    shown = Table("package", "version", "for")
-    for packages, purpose, source in FEATURES:
-        names = packages.split(" or ")
-        package = next(filter(version_of, names), names[0])
-        missing = f"missing: comes with {source}"
-        if not source or source.startswith("["):
-            missing = f"[yellow]missing[/yellow]: pip install '{DISTRIBUTION}{escape(source)}'"
-        shown.add_row(package, version_of(package) or missing, purpose)
-    console.print(shown)
+    absent = [found for found in packages if found.version is None]
+    there = len(packages) - len(absent)
+    _say(f"packages: {there} of {len(packages)}; --verbose lists them" if not table else "packages:", console)
+    if table:
+        shown = Table("package", "version", "for")
+        for found in packages:
+            lacking = f"[yellow]missing[/yellow]: {escape(found.install)}"
+            shown.add_row(found.package, found.version or lacking, found.purpose)
+        console.print(shown)
+    elif missing:
+        for found in absent:
+            _say(f"  missing for {found.purpose}: {found.package}: {found.install}", console)
 
 
-def check_config(path: Path, console: Console) -> None:
-    """Print the settings in a file, and which tiers its policy names.
+def _show(finding: Finding, console: Console, verbose: bool) -> None:
+    """Print a line for a check that passed, and more for one that did not, or that warned."""
+    times = ", ".join(f"{step} {seconds * 1e3:.1f} ms" for step, seconds in finding.seconds.items())
+    if not finding.error:
+        _say(f"{finding.name}: ok{f': {times}' if times else ''}", console)
+    else:
+        console.print(f"[red]{escape(printable(finding.name))}: failed[/red]", end=": ", soft_wrap=True)
+        _say("\n  ".join(map(printable, finding.error.splitlines())), console, plain=False)
+        if times:
+            _say(f"  before that: {times}", console)
+    for line in (*finding.warnings, *(finding.notes if verbose or finding.error else ())):
+        _say(f"  {line}", console)
 
-    Raises:
-        ConfigError: one of them is wrong.
-    """
-    config = load_config(path)
-    console.print(f"{path}: correct", markup=False, soft_wrap=True)
+
+def _show_settings(config: Config, console: Console) -> None:
+    """Print the settings, and the tiers that the policy names."""
     console.print_json(json.dumps(config.model_dump(mode="json")))
     policy = config.resolved_policy()
     for setting in ("retrieve_from", "store_to", "write_back_to"):
-        console.print(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", markup=False)
+        _say(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", console)
+
+
+def _say(text: str, console: Console, plain: bool = True) -> None:
+    console.print(printable(text) if plain else text, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_blending(model: str, console: Console) -> None:
@@ -90,8 +190,10 @@ def check_blending(model: str, console: Console) -> None:
     from kvkit.bench.quality import GATE_METHODS, measure_gate
     from kvkit.bench.quality_vllm import opened
 
+    _prepare("blend")
     folder = model_folder(model, console)
-    with opened(folder, console, {name: METHODS[name] for name in GATE_METHODS}) as (judge, encode, _):
+    methods = {name: METHODS[name] for name in GATE_METHODS}
+    with measuring(model), opened(folder, console, methods) as (judge, encode, _):
         served = served_names(folder, judge.config)
         with console.status("measuring, a minute or two"):
             gate = measure_gate(judge, encode, list(dict.fromkeys([judge.weights, *served])))
@@ -115,16 +217,17 @@ def check_precision(form: str, model: str, console: Console) -> None:
         BenchError: it must not be, it cannot be measured, or there is no such form.
         ModelError: it cannot be fetched.
     """
-    from kvkit.bench import precision as measuring
+    from kvkit.bench import precision as gate
 
     forms: dict[str, Precision] = {known: known for known in get_args(Precision)}
     if (precision := forms.get(form)) is None:
         raise BenchError(f"precision = {form!r}: want one of {', '.join(forms)}")
+    _prepare(f"precision/{precision}")
     folder = model_folder(model, console)
-    judge, encode = measuring.load(folder, console)
+    judge, encode = gate.load(folder, console)
     served = served_names(folder, judge.model.config)
-    with console.status("measuring, a minute or two"):
-        found = measuring.measure_gate(judge, encode, [judge.weights, *served], precision)
+    with measuring(model), console.status("measuring, a minute or two"):
+        found = gate.measure_gate(judge, encode, [judge.weights, *served], precision)
     for line in (
         f"{model}, {found['samples']} samples, 95 % intervals: KV in {precision} changes the distribution of "
         f"the next token by {found['kl']:.5f} nats "
@@ -139,6 +242,20 @@ def check_precision(form: str, model: str, console: Console) -> None:
     if not found["passed"]:
         raise BenchError(f"this model's KV must not be held in {precision}")
     console.print(f"this model's KV may be held in {precision}")
+
+
+def _prepare(kind: str) -> None:
+    """Make room for a verdict of this kind, before it is measured.
+
+    Raises:
+        BenchError: it could not be kept.
+    """
+    try:
+        prepare_verdicts(kind)
+    except OSError as error:
+        raise BenchError(
+            f"a verdict could not be kept: {error}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
 
 
 def _kept(found: dict[str, Any], served: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from kvkit.adapters.huggingface import gemma, smollm2
 from kvkit.adapters.huggingface.smollm2 import ModelError
 from kvkit.environment import describe
+from kvkit.settings import ConfigError
 
 
 class BenchError(RuntimeError):
@@ -94,12 +95,31 @@ def load_tokenizer(folder: str) -> Any:
 def _loading(folder: str) -> Iterator[None]:
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise BenchError(f"{error.name} is missing: pip install 'kvkit-llm[demo]'") from error
     except Exception as error:  # what transformers' configs and models raise is of many kinds
-        words = " ".join(str(error).split())
-        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        raise BenchError(f"model {folder!r} cannot be loaded: {kind}{words}") from error
+        raise BenchError(f"model {folder!r} cannot be loaded: {_in_words(error)}") from error
+
+
+@contextmanager
+def measuring(model: str) -> Iterator[None]:
+    """Turn what a model raises while it is measured into an error that names it.
+
+    Raises:
+        BenchError, ConfigError, ModelError: as they were; anything else is a BenchError.
+    """
+    try:
+        yield
+    except (BenchError, ConfigError, ModelError):
+        raise
+    except Exception as error:  # its config may be such that it loads and cannot run
+        raise BenchError(f"model {model!r} cannot be measured: {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    """An error in one line, with its kind where its text alone may say little."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {words}"
 
 
 def split_options(vllm: str) -> tuple[str, ...]:

@@ -65,9 +65,10 @@ def check(name: str, selection: Selection, unless: str) -> None:
     Raises:
         BlendError: they were not measured, were measured with another selection, or failed.
     """
-    path = path_of(name)
     advice = f"run `kvkit doctor --blend MODEL`, or set {unless}"
+    path: Path | str = "there is no home"
     try:
+        path = path_of(name)
         kept = json.loads(path.read_text())
         passed, measured_with = kept["passed"], Selection(**kept["selection"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

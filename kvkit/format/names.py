@@ -20,11 +20,17 @@ RECORD = rf"{SPACE}/{GROUP}/c\.[0-9]{{1,5}}\.[0-9]{{1,14}}\.[0-9]{{1,4}}\.[0-9]{
 """A whole name, in the syntax of `re`; 111 characters at most."""
 
 _RECORD = re.compile(RECORD)
+_FOLDER = re.compile(rf"{SPACE}(?:/{GROUP})?")
 
 
 def is_record(name: str) -> bool:
     """Whether `name` is a record's: a scan passes over what is not kvkit's."""
     return _RECORD.fullmatch(name) is not None
+
+
+def is_folder(name: str) -> bool:
+    """Tell whether a folder of this name may have records in it, at any depth."""
+    return _FOLDER.fullmatch(name) is not None
 
 
 def narrowed_name(name: str, precision: str) -> str:

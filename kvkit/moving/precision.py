@@ -51,8 +51,9 @@ def check(name: str, precision: Precision, unless: str) -> None:
     Raises:
         ConfigError: they were not measured, or failed.
     """
-    path = verdict_path(f"precision/{precision}", name)
+    path: Path | str = "there is no home"
     try:
+        path = verdict_path(f"precision/{precision}", name)
         passed = json.loads(path.read_text())["passed"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(

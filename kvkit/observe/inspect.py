@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvkit.format import arrays, record
@@ -18,7 +19,7 @@ from kvkit.format.names import METADATA, array_name, exact_name, record_name
 from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
 from kvkit.format.urls import shown
 from kvkit.staging import Staging
-from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges
+from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges, TierError
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.registry import TIERS, kind_of
 from kvkit.tiers.settings import TierConfig, open_tier, tier_at
@@ -133,11 +134,14 @@ def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
     if config.in_memory:
         raise ValueError(f"tier {name!r} keeps its records in the memory of its process")
     if config.in_stores:
-        stores = [_store(name, url, config) for url in config.urls]
+        stores, urls = [_store(name, url, config) for url in config.urls], list(map(shown, config.urls))
         if config.spread == "stripe":
-            stores = [StripedStore(stores)]
+            stores, urls = [StripedStore(stores)], [", ".join(urls)]
         roots = [str(store.root) if isinstance(store, Folder) else None for store in stores]
-        yield [_Stored(s.scan, s.size, s.read_ranges, root) for s, root in zip(stores, roots, strict=True)]
+        yield [
+            _Stored(partial(_scan, url, store), store.size, store.read_ranges, root)
+            for url, store, root in zip(urls, stores, roots, strict=True)
+        ]
         return
     for url in config.urls:
         if kind_of(url) is TIERS["shm"] and not os.path.exists(pool_path(url)):
@@ -151,6 +155,14 @@ def _store(name: str, url: str, config: TierConfig) -> ObjectStore:
     if isinstance(store, Folder) and not os.path.isdir(store.root):
         raise FileNotFoundError(f"{shown(url)}: no such store")
     return store
+
+
+def _scan(url: str, store: ObjectStore) -> Iterator[tuple[str, int]]:
+    """The records of the store at `url`, which errors name."""
+    try:
+        yield from store.scan()
+    except OSError as error:
+        raise TierError(f"{url} cannot be listed: {error}") from error
 
 
 class _Pieces:

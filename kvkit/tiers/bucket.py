@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +23,9 @@ from obstore.store import from_url
 from kvkit.format.names import is_record
 from kvkit.format.record import Damage
 from kvkit.format.urls import hide, shown
+from kvkit.tiers.aws import asks_for_credentials, missing_credentials, s3_settings
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short, too_large
+from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import check_name
 
 _PIECE_BYTES = 256 << 10  # of a body, handed on at a time: stays in the processor's cache
@@ -50,17 +51,22 @@ class Bucket:
         timeout_s: how long one request may take, in seconds, with its retries.
 
     Raises:
-        ValueError: obstore does not know the URL or an option. The message shows no option's value.
+        ValueError: obstore does not know the URL or an option; or as `kvkit.tiers.aws.s3_settings`. The
+            message shows no option's value.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
         # a request and then one retry, each with its own limit, and the pause between them, make timeout_s
         once, pause = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
         scheme, _, rest = url.partition("://")
+        config, provider = dict(options), None
+        if scheme in ("s3", "s3a"):
+            config, provider = s3_settings(options, timeout_s)
         try:
             self._store: Any = from_url(
                 f"{'gs' if scheme == 'gcs' else scheme}://{rest}",
-                config={name: _text(value) for name, value in options.items()},
+                config={name: _text(value) for name, value in config.items()},
+                **({} if provider is None else {"credential_provider": provider}),
                 # an endpoint with http:// is what the user asked for
                 client_options={"allow_http": True, "timeout": once, "connect_timeout": once},
                 retry_config={
@@ -75,7 +81,7 @@ class Bucket:
             raise ValueError(f"{shown(url)}: {reason}") from None
         self._timeout_s = timeout_s
         self._url = shown(url)
-        self._denies_missing: bool | None = None  # None: not known
+        self._denials = Denials(self._url, self._look)
         self._conditional = True
 
     def size(self, name: str) -> int | None:
@@ -87,31 +93,23 @@ class Bucket:
             return None
 
     def _size(self, name: str) -> int:
-        if not self._denies_missing:
+        if not self._denials.known:
             try:
                 return int(obstore.head(self._store, name)["size"])
             except BaseError as error:
-                if " 403 " not in str(error) or not self._learn_of_denials():
+                if " 403 " not in str(error) or not self._denials.learn():
                     raise
         # the answer to GET says why it is denied
         return int(obstore.get(self._store, name, options={"range": (0, 1)}).meta["size"])
 
-    def _learn_of_denials(self) -> bool:
-        """Whether the store denies objects that are missing, as S3 does without s3:ListBucket."""
-        if self._denies_missing is None:
-            try:
-                obstore.get(self._store, f"missing-{secrets.token_hex(16)}", options={"range": (0, 1)})
-            except FileNotFoundError:
-                self._denies_missing = False
-            except BaseError as error:
-                if _is_denied(error):
-                    self._denies_missing = True
-                    log.warning(
-                        "%s: what is missing is denied (HTTP 403), as without s3:ListBucket: a record "
-                        "that is denied is taken for a missing one",
-                        self._url,
-                    )
-        return bool(self._denies_missing)
+    def _look(self, name: str) -> None:
+        """Look at an object as `Denials` asks."""
+        try:
+            obstore.get(self._store, name, options={"range": (0, 1)})
+        except FileNotFoundError:
+            raise
+        except BaseError as error:
+            raise (PermissionError if _is_denied(error) else TierError)(_first_line(error)) from None
 
     def read(self, name: str, buffer: memoryview) -> int:
         check_name(name)
@@ -194,11 +192,13 @@ class Bucket:
             yield
         except BaseError as error:
             text = str(error)
-            if reading and self._denies_missing and _is_denied(error):
+            if reading and self._denials.known and _is_denied(error):
                 raise FileNotFoundError(f"{name} is missing, or denied") from None
             if "416 Range Not Satisfiable" in text:
                 raise DamagedObject(f"{name}: it ends before the range does", Damage.TRUNCATED) from None
-            if "TimedOut" in text:
+            if asks_for_credentials(text):
+                reason = missing_credentials()
+            elif "TimedOut" in text:
                 reason = f"no answer within timeout_s={self._timeout_s}"
             elif " 403 " in text or " 401 " in text:
                 reason = f"the store refuses these credentials; {_first_line(error)}"

@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import posixpath
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
 
-from kvkit.format.names import is_record
+from kvkit.format.names import is_folder, is_record
 from kvkit.format.record import Damage
+from kvkit.tiers.aws import missing_credentials
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short
+from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import TEMPORARY, check_name
+from kvkit.workers import submit, within
 
-_ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs"}
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
+"""Protocols whose `find` is one flat listing, of as many pages as there are thousands of objects."""
+_ATOMIC = {"memory"} | _BUCKETS
 """Protocols whose single put is visible when complete, or never."""
-log = logging.getLogger(__name__)
+_PAGES = 60
+"""A bucket's listing may take so many timeouts."""
+FsspecRoot = tuple[Any, str]
+"""A file system of fsspec, and a path in it."""
+_LOST = (TimeoutError, ConnectionError, EOFError)
+"""Errors after which a connection is of no more use."""
+_ABSENT = (404, 410)
+"""Statuses of HTTP that mean not found."""
+_THREADS = "kvkit-fsspec"
+"""The name of threads that wait for a file system."""
 
 
 class FsspecStore:
-    """Objects below `root` of `files`, an fsspec file system. Thread-safe as that is.
+    """Objects of an fsspec file system, below a root in it. Thread-safe as that is.
+
+    It connects when it is first used, and anew after a call that got no answer or lost its connection.
 
     Args:
+        connect: returns the file system and the root in it.
+        url: of the root, as it may be shown.
         hide: takes the secrets out of the text of an error.
+        timeout_s: longest call to the file system, in seconds.
+        found: what `connect` returned already; None: not yet.
     """
 
-    def __init__(self, files: Any, root: str, hide: Callable[[str], str]) -> None:
-        self._files: Any = _OnlyOSErrors(files, hide)
-        self._root = root.rstrip("/")
-        self._shown = hide(self._root)
-        protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
-        self._atomic = bool(protocols & _ATOMIC)
-        self._denies: bool | None = None  # what is missing; None: not known
+    def __init__(
+        self,
+        connect: Callable[[], FsspecRoot],
+        url: str,
+        hide: Callable[[str], str],
+        timeout_s: float,
+        found: FsspecRoot | None = None,
+    ) -> None:
+        self._files: Any = _Calls(connect, hide, timeout_s, found)
+        self._denials = Denials(url, lambda name: self._files.info(f"{self._files.root}/{name}"))
 
     def size(self, name: str) -> int | None:
         try:
@@ -65,7 +90,7 @@ class FsspecStore:
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
-        if self._atomic:
+        if not _ATOMIC.isdisjoint(self._files.protocols):
             self._files.pipe_file(path, bytes(data))
             return
         folder = posixpath.dirname(path)
@@ -84,18 +109,37 @@ class FsspecStore:
             self._files.rm_file(self._path(name))
 
     def scan(self) -> Iterator[tuple[str, int]]:
+        if _ATOMIC.isdisjoint(self._files.protocols):
+            yield from self._walk("")
+            return
         try:
-            found = self._files.find(self._root, detail=True)
+            found = self._files.find(self._files.root)
         except FileNotFoundError:
             return
         for path, info in found.items():
-            name = path[len(self._root) :].lstrip("/")
+            name = path[len(self._files.root) :].lstrip("/")
             if is_record(name):
                 yield name, int(info["size"])
 
+    def _walk(self, folder: str) -> Iterator[tuple[str, int]]:
+        """The records in a folder and those in it: one call for each, as fsspec's `find` hides errors."""
+        try:
+            entries = self._files.ls(f"{self._files.root}/{folder}".rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            name = entry["name"].rstrip("/")[len(self._files.root) :].lstrip("/")
+            if entry["type"] == "directory":
+                if is_folder(name) and name.startswith(folder) and name != folder:
+                    yield from self._walk(name)
+            elif is_record(name):
+                size = self.size(name) if entry["size"] is None else int(entry["size"])
+                if size is not None:
+                    yield name, size
+
     def _path(self, name: str) -> str:
         check_name(name)
-        return f"{self._root}/{name}"
+        return f"{self._files.root}/{name}"
 
     @contextmanager
     def _blaming(self, name: str) -> Iterator[None]:
@@ -112,73 +156,138 @@ class FsspecStore:
         except OSError as error:
             if error.errno == errno.EINVAL:  # what fsspec makes of "416 Range Not Satisfiable"
                 raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
-            if isinstance(error, PermissionError) and self._denies_missing():
+            if isinstance(error, PermissionError) and self._denials.learn():
                 raise FileNotFoundError(f"{name} is missing, or denied") from error
             if isinstance(error, PermissionError) or error.errno == errno.EIO:
                 raise UnreadableObject(f"{name}: {error}", name) from error
             raise
 
-    def _denies_missing(self) -> bool:
-        """Whether the store denies objects that are missing, as S3 does without s3:ListBucket."""
-        if self._denies is None:
-            try:
-                self._files.info(f"{self._root}/missing-{secrets.token_hex(16)}")
-            except FileNotFoundError:
-                self._denies = False
-            except PermissionError:
-                self._denies = True
-                log.warning(
-                    "%s: what is missing is denied, as without s3:ListBucket: a record that is denied is "
-                    "taken for a missing one",
-                    self._shown,
-                )
-            except OSError:
-                return False
-        return bool(self._denies)
 
+class _Calls:
+    """Calls to an fsspec file system: within `timeout_s`, raising only OSErrors, without secrets in them.
 
-class _OnlyOSErrors:
-    """An fsspec file system whose calls raise no errors but OSErrors, without a secret in them.
-
-    Each library behind fsspec has errors of its own, which may quote the URL, as may what caused them: they
-    are raised anew, alone.
+    Many libraries behind fsspec wait for minutes or for ever, so each call has a thread of its own. Each has
+    errors of its own, too, which may quote the URL, as may what caused them: they are raised anew, alone.
     """
 
-    def __init__(self, files: Any, hide: Callable[[str], str]) -> None:
-        self._files = files
+    def __init__(
+        self,
+        connect: Callable[[], FsspecRoot],
+        hide: Callable[[str], str],
+        timeout_s: float,
+        found: FsspecRoot | None,
+    ) -> None:
+        self._connect = connect
         self._hide = hide
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._found: Future[FsspecRoot] | None = None
+        if found is not None:
+            self._found = Future()
+            self._found.set_result(found)
+
+    @property
+    def root(self) -> str:
+        """The root's path. Connects."""
+        return self._connected()[1].rstrip("/")
+
+    @property
+    def protocols(self) -> set[str]:
+        """Names of the file system's protocol. Connects."""
+        protocol = self._connected()[0].protocol
+        return {protocol} if isinstance(protocol, str) else set(protocol)
+
+    def find(self, path: str) -> dict[str, Any]:
+        """All objects below `path`, with their details."""
+        found: dict[str, Any] = self._call("find", _PAGES * self._timeout_s, path, detail=True)
+        return found
 
     def __getattr__(self, method: str) -> Any:
-        call = getattr(self._files, method)
+        return partial(self._call, method, self._timeout_s)
 
-        def checked(*args: Any, **settings: Any) -> Any:
-            try:
-                return call(*args, **settings)
-            except OSError as error:
-                kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
-                told: OSError = kind(self._hide(str(error)))
-                told.errno = error.errno
-            except Exception as error:
-                told = TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
-            raise told
+    def _call(self, method: str, timeout_s: float, *args: Any, **settings: Any) -> Any:
+        files, _ = self._connected()
+        try:
+            return within(timeout_s, lambda: getattr(files, method)(*args, **settings), _THREADS)
+        except Exception as error:
+            told = self._told(method, _plain(error))
+            if isinstance(error, _LOST):
+                self._disconnect(files)
+        raise told
 
-        return checked
+    def _connected(self) -> FsspecRoot:
+        """The file system and the root in it. Connects, once for all who ask meanwhile."""
+        found = None
+        try:
+            with self._lock:
+                found = self._found = self._found or submit(self._connect, _THREADS)
+            return found.result(self._timeout_s)
+        except Exception as error:
+            told = self._told("connect", error)
+        with self._lock:
+            if self._found is found:
+                self._found = None
+        raise told
+
+    def _disconnect(self, files: Any) -> None:
+        """Have the next call connect anew, unless another did."""
+        with self._lock:
+            found = self._found
+            if found is not None and found.done() and not found.exception() and found.result()[0] is files:
+                self._found = None
+
+    def _told(self, method: str, error: Exception) -> OSError:
+        """What to raise for an error of `method`."""
+        if isinstance(error, TimeoutError):
+            return TimeoutError(f"{method}: no answer within timeout_s={self._timeout_s}")
+        if type(error).__name__ == "NoCredentialsError":  # of botocore, which need not be there
+            return TierError(f"{method}: {missing_credentials()}")
+        if not isinstance(error, OSError):
+            return TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
+        kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
+        told: OSError = kind(self._hide(str(error)))
+        told.errno = error.errno
+        return told
 
 
-def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> tuple[Any, str]:
+def _plain(error: Exception) -> Exception:
+    """What fsspec's http means by "not found", which it says of every error."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    status = getattr(cause, "status", None)  # of an answer
+    of_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, OSError)
+    return cause if of_http and status not in _ABSENT and not isinstance(cause, FileNotFoundError) else error
+
+
+def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> FsspecRoot:
     """fsspec's file system for `url`, and the path in it. What it caches is for its user alone.
 
     Raises:
         Exception: fsspec, or the library behind it, refuses; the message may show a secret.
     """
-    on_s3 = url.startswith(("s3://", "s3a://"))
-    settings = _s3fs_options(options, timeout_s) if on_s3 else options
-    for copies in _cache_folders(options):
-        os.makedirs(copies, mode=0o700, exist_ok=True)
-    files, root = url_to_fs(url, use_listings_cache=False, **settings)
+    settings: Mapping[str, Any] = options
+    protocol = url.partition("://")[0]
+    if protocol in ("s3", "s3a"):
+        settings = _s3fs_options(options, timeout_s)
+    elif protocol == "ftp":
+        settings = {"timeout": 2 * timeout_s, **options}
+    files, root = url_to_fs(url, use_listings_cache=False, **{"skip_instance_cache": True, **settings})
     if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
         files.retries = 1
+    if "webhdfs" in files.protocol:
+        files.session.request = partial(files.session.request, timeout=2 * timeout_s)
     return files, root
+
+
+def make_cache_folders(options: Mapping[str, Any]) -> None:
+    """Make the folders in which fsspec is told to keep copies of records, for their user alone.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for copies in _cache_folders(options):
+        os.makedirs(copies, mode=0o700, exist_ok=True)
 
 
 def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -206,7 +315,6 @@ def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any
             "read_timeout": timeout_s,
             "retries": {"total_max_attempts": 1},
         },
-        "skip_instance_cache": True,
     }
 
 

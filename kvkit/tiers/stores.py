@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
@@ -12,9 +13,10 @@ from fsspec.utils import get_protocol
 from kvkit.format.urls import hide, shown
 from kvkit.tiers.base import ObjectStore
 from kvkit.tiers.folder import Folder
-from kvkit.tiers.fsspec import FsspecStore, file_system_at
+from kvkit.tiers.fsspec import FsspecRoot, FsspecStore, file_system_at, make_cache_folders
 from kvkit.tiers.registry import TIERS, kind_of
 from kvkit.tiers.settings import TierConfig
+from kvkit.workers import within
 
 
 def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
@@ -31,8 +33,11 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
             return Bucket(url, options, config.timeout_s)
         if "::" in url and get_protocol(url.rpartition("::")[2]) in LocalFileSystem.protocol:
             raise ValueError(f"url={shown(url)!r}: a folder behind another store; want the folder itself")
+        connect = partial(file_system_at, url, options, config.timeout_s)
+        found = None
         try:
-            files, root = file_system_at(url, options, config.timeout_s)
+            make_cache_folders(options)
+            found = _reached(connect, config.timeout_s)
         except Exception as error:  # each protocol has its own
             install = kind_of(url).install
             raise ValueError(
@@ -40,10 +45,19 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
                 f"{install}{', or ' if install else ''}want a folder, or <protocol>://... with one of "
                 f"{', '.join(available_protocols())}"
             ) from None
-        if not isinstance(files, LocalFileSystem):
-            return FsspecStore(files, root, partial(hide, url=url, options=options))
+        if found is None or not isinstance(found[0], LocalFileSystem):
+            hidden = partial(hide, url=url, options=options)
+            return FsspecStore(connect, shown(url), hidden, config.timeout_s, found)
         if options:
             raise ValueError(f"options: {', '.join(options)}: a folder has none")
-        return Folder(root, config.fsync, config.access)
+        return Folder(found[1], config.fsync, config.access)
     except ValueError as error:
         raise ValueError(f"tier {tier!r}: {error}") from None
+
+
+def _reached(connect: Callable[[], FsspecRoot], timeout_s: float) -> FsspecRoot | None:
+    """What `connect` returns; None if the server cannot be reached now, and may be later."""
+    try:
+        return within(timeout_s, connect, "kvkit-connect")
+    except (OSError, EOFError):
+        return None

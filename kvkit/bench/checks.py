@@ -1,0 +1,289 @@
+"""Tries for `kvkit doctor` what a cache needs: the kernels of the CPU, and a record in every tier."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
+from pydantic import ByteSize
+
+from kvkit.config import Config
+from kvkit.format import record
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.names import narrowed_name
+from kvkit.format.record import RecordFormat
+from kvkit.format.urls import hide
+from kvkit.staging import Lease, Staging
+from kvkit.tiers.base import OnComplete, Tier
+from kvkit.tiers.registry import TIERS, kind_of
+from kvkit.tiers.settings import TierConfig, open_tier
+from kvkit.tiers.shm.file import pool_path
+from kvkit.workers import within
+
+OPEN_S, COMPILE_S = 60.0, 600.0
+"""Limits in seconds: a tier lists what it holds while it opens, and kernels may have to be compiled."""
+SMALL_BYTES = 4 << 20
+"""A tier in memory is tried with no more than this."""
+LAYOUT = KVLayout(
+    (LayerGroup((0, 1, 2, 3), kv_heads=4, k_size=64, v_size=64, dtype="float16", block_tokens=16),)
+)
+FORM = RecordFormat.of(
+    LAYOUT, 0, Namespace("kvkit doctor", layout=LAYOUT.fingerprint(), dtype="float16", chunk_tokens=32)
+)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        name: of what was tried, such as "tiers.disk".
+        error: the step that failed, and why; "": none did.
+        seconds: of each step that worked, in order.
+        warnings: of the library, meanwhile.
+        notes: what else there is to know.
+    """
+
+    name: str
+    error: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class _Steps:
+    """The steps of one check: each has a name, a limit and a time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.error = ""
+
+    def take(self, name: str, step: Callable[[], T], limit_s: float) -> T:
+        """Take a step; a late one goes on in a thread that keeps no process alive.
+
+        Raises:
+            Exception: it failed or is late; `error` says so.
+        """
+        begun = time.monotonic()
+        try:
+            found = within(limit_s, step, "kvkit-doctor")
+        except Exception as error:  # of any library that a tier uses
+            late = isinstance(error, TimeoutError) and not str(error)
+            why = f"no answer within {limit_s:g} s" if late else str(error) or type(error).__name__
+            self.error = f"{name}: {why}"
+            raise
+        self.seconds[name] = time.monotonic() - begun
+        return found
+
+
+def check_kernels() -> Finding:
+    """Pack and unpack pages on the CPU; say where numba keeps what it compiled."""
+    steps = _Steps()
+    notes: list[str] = []
+    with _warnings() as warnings, suppress(Exception):
+        folder = steps.take("pack and unpack", _move_pages, COMPILE_S)
+        notes.append(f"compiled kernels are in {folder}" if folder else "each process compiles kernels anew")
+    return Finding("kernels on the CPU", steps.error, steps.seconds, tuple(warnings), tuple(notes))
+
+
+def _move_pages() -> str | None:
+    """Move KV to a record and back; returns numba's folder.
+
+    Raises:
+        ValueError: it is not what it was.
+    """
+    from kvkit.kernels.pages import numba
+    from kvkit.kernels.pages.api import Pages, pack, unpack
+
+    group, blocks = LAYOUT.groups[0], np.array([[2, 1]])
+    source, target = group.pages(3), group.pages(3)
+    for layer in source:
+        layer.normal_()
+    payload = np.zeros(group.chunk_bytes(FORM.namespace.chunk_tokens), np.uint8)
+    pack(Pages.of(group, source), [payload], blocks=blocks)
+    unpack(Pages.of(group, target), [payload], blocks=blocks)
+    if not all(bool((a[1:] == b[1:]).all()) for a, b in zip(source, target, strict=True)):
+        raise ValueError("what was unpacked is not what was packed")
+    folder: str | None = numba.move_rows.stats.cache_path  # type: ignore[attr-defined]
+    return folder
+
+
+def check_tiers(config: Config) -> Iterator[Finding]:
+    """Put, get and delete a record of 128 KiB in every tier, on each path of those that have several.
+
+    Nothing is evicted. A tier in which the policy stores nothing is only asked for the record.
+    """
+    policy = config.resolved_policy()
+    for name, tier in config.tiers.items():
+        stored = name in policy.store_to or name in policy.write_back_to
+        several = tier.kind is None and len(tier.urls) > 1 and tier.spread != "stripe"
+        for i, path in enumerate(map(tier.path, range(len(tier.urls))) if several else [tier]):
+            yield _check_tier(f"{name}[{i}]" if several else name, path, stored, config.timeout_s)
+
+
+def _check_tier(name: str, config: TierConfig, stored: bool, timeout_s: float) -> Finding:
+    steps = _Steps()
+    with _warnings() as warnings, suppress(Exception):
+        _take_steps(steps, name, config, stored, max(timeout_s, 2 * config.timeout_s))
+    notes = () if stored else ("nothing was put: the policy stores nothing there",)
+
+    def hidden(text: str) -> str:
+        for url in config.urls:
+            text = hide(text, url, config.plain_options())
+        return text
+
+    return Finding(f"tiers.{name}", hidden(steps.error), steps.seconds, tuple(map(hidden, warnings)), notes)
+
+
+def _take_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limit_s: float) -> None:
+    key = secrets.token_bytes(len(FORM.digest))
+    names, wanted = [FORM.name(key)], _record(key)
+    with ExitStack() as opened:
+        small = steps.take("settings", lambda: opened.enter_context(_small(config)), limit_s)
+        del steps.seconds["settings"]
+        staging = Staging(-(-FORM.record_bytes // 4096) * 4096, 2 + SMALL_BYTES // FORM.record_bytes)
+        opened.callback(staging.close)
+        tier = steps.take("open", lambda: open_tier(name, small, staging), OPEN_S + limit_s)
+        opened.callback(_close, tier, limit_s)
+        tier.limit(staging.slot_bytes)
+        if not stored:
+            steps.take("lookup", lambda: tier.count_leading(names), limit_s)
+            return
+        steps.take("put", lambda: _put(tier, staging, names, wanted), limit_s)
+        try:
+            steps.take("get", lambda: _get(tier, staging, names, wanted, config), limit_s)
+        except Exception:
+            with suppress(Exception):
+                within(limit_s, lambda: tier.delete(names), "kvkit-doctor")
+            raise
+        steps.take("delete", lambda: tier.delete(names), limit_s)
+
+
+@contextmanager
+def _small(config: TierConfig) -> Iterator[TierConfig]:
+    """The settings to try a tier with: stores evict nothing, memory is small, a shared pool is another.
+
+    A folder in which there was nothing is left so.
+
+    Raises:
+        OSError: shared memory has no room for the capacity.
+    """
+    url = config.urls[0] if config.urls else None
+    least = ByteSize(min(SMALL_BYTES, config.capacities[0] or SMALL_BYTES))
+    if config.kind is not None:
+        yield config
+    elif config.in_memory:
+        yield config.model_copy(update={"capacity": least, "quota": None})
+    elif kind_of(url) is TIERS["shm"]:
+        path, capacity = pool_path(str(url)), config.capacities[0] or 0
+        free = shutil.disk_usage(os.path.dirname(path)).free
+        if not os.path.exists(path) and free < capacity:
+            raise OSError(f"capacity={capacity}: {os.path.dirname(path)} has {free} bytes free")
+        other = f"shm://doctor-{secrets.token_hex(8)}"
+        try:
+            yield config.model_copy(update={"url": other, "capacity": least})
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(pool_path(other))
+    else:
+        try:
+            yield config.model_copy(update={"capacity": None, "quota": None})
+        finally:
+            for root in (place for place in config.urls if kind_of(place) is TIERS["folder"]):
+                array = narrowed_name(FORM.array, config.precision) if config.precision else FORM.array
+                array = os.path.join(LocalFileSystem._strip_protocol(root), array)
+                with suppress(OSError):  # there is none, or another process is trying, too
+                    os.rmdir(array)
+                    os.rmdir(os.path.dirname(array))
+
+
+def _record(key: bytes) -> NDArray[np.uint8]:
+    """A record of KV that is as good as random: uint8 [record_bytes]."""
+    data: NDArray[np.uint8] = np.zeros(FORM.record_bytes, np.uint8)
+    payload = record.payload(FORM, data)
+    kv = np.random.default_rng(0).standard_normal(len(payload) // 2).astype(np.float16)
+    payload[:] = kv.view(np.uint8)
+    record.seal(
+        FORM, memoryview(data.data), FORM.digest, key, np.arange(FORM.namespace.chunk_tokens, dtype=np.int32)
+    )
+    return data
+
+
+def _put(tier: Tier, staging: Staging, names: list[str], wanted: NDArray[np.uint8]) -> None:
+    (lease,) = staging.acquire(1, OPEN_S)
+    with lease:
+        lease.array[: len(wanted)] = wanted
+        lease.used = len(wanted)
+        _wait(partial(tier.put, names, [lease]))
+
+
+def _get(
+    tier: Tier, staging: Staging, names: list[str], wanted: NDArray[np.uint8], config: TierConfig
+) -> None:
+    (lease,) = staging.acquire(1, OPEN_S)
+    with lease:
+        _wait(partial(tier.get, names, [lease]))
+        _compare(lease, wanted, exact=config.precision is None)
+
+
+def _compare(lease: Lease, wanted: NDArray[np.uint8], exact: bool) -> None:
+    """Refuse a record that is not the one that was put, or with fewer bits no record of its size.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = lease.record
+    if len(found) != len(wanted) or (exact and not np.array_equal(found, wanted)):
+        raise ValueError("what came back is not what was put")
+
+
+def _wait(move: Callable[[OnComplete], None]) -> None:
+    """Start a move of one record, and wait for its end. Raises what went wrong."""
+    done, errors = threading.Event(), list[BaseException]()
+
+    def on_complete(name: str, error: BaseException | None) -> None:
+        if error is not None:
+            errors.append(error)
+        done.set()
+
+    move(on_complete)
+    done.wait()
+    for error in errors:
+        raise error
+
+
+def _close(tier: Tier, limit_s: float) -> None:
+    with suppress(Exception):
+        within(limit_s, tier.close, "kvkit-doctor")
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the library's warnings, instead of where they would go."""
+    collected: list[str] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(record.getMessage())
+
+    library, handler = logging.getLogger("kvkit"), Collecting(logging.WARNING)
+    propagated, library.propagate = library.propagate, False
+    library.addHandler(handler)
+    try:
+        yield collected
+    finally:
+        library.removeHandler(handler)
+        library.propagate = propagated

@@ -1,0 +1,135 @@
+"""Finds the credentials of S3 buckets: obstore knows keys and servers that give them, but no profiles.
+
+The order is that of AWS's own tools: keys, web identity, profiles, containers, the metadata service of EC2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from typing import Any
+
+Credentials = Mapping[str, Any]
+"""As obstore takes them: access_key_id, secret_access_key, token, expires_at."""
+_KEEP = timedelta(minutes=10)
+"""For so long are a profile's credentials good at least: botocore renews them earlier."""
+_METADATA = re.compile(r"/latest/(?:api/token|meta-data)")
+"""Paths of EC2's metadata service, in the text of an error."""
+_DISABLED = "AWS_EC2_METADATA_DISABLED"
+
+
+def s3_settings(
+    options: Mapping[str, Any], timeout_s: float
+) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
+    """Return a bucket's options with what a profile adds, and its credentials; None: obstore finds them.
+
+    Args:
+        options: of obstore; they win over the environment, and that over a profile.
+        timeout_s: longest request to a server that gives a profile's credentials, in seconds.
+
+    Raises:
+        ValueError: the profile does not exist or cannot be read; or there are no credentials, and the
+            metadata service is not to be asked. The message names the places that were looked at.
+    """
+    if _is_given(options, "access_key_id", "skip_signature", "web_identity_token_file"):
+        return dict(options), None
+    added, provider = _of_profile(timeout_s)
+    found = {name: value for name, value in added.items() if not _is_given(options, name)} | dict(options)
+    served = _is_given(options, "container_credentials_relative_uri", "container_credentials_full_uri")
+    if provider is None and not served and _metadata_is_disabled():
+        raise ValueError(missing_credentials())
+    return found, provider
+
+
+def missing_credentials() -> str:
+    """Say where there are no credentials."""
+    asked = f"is not asked ({_DISABLED})" if _metadata_is_disabled() else "gives none"
+    profiles = f"the profile {_profile() or 'default'!r} of {' and '.join(_files())}"
+    if find_spec("botocore") is None:
+        profiles += " (not looked at: pip install botocore)"
+    return (
+        "no credentials: none among the options (access_key_id, secret_access_key), in AWS_ACCESS_KEY_ID, "
+        f"AWS_WEB_IDENTITY_TOKEN_FILE, AWS_CONTAINER_CREDENTIALS_*, or {profiles}, and EC2's metadata "
+        f"service {asked}; a public bucket needs skip_signature = true among the options"
+    )
+
+
+def asks_for_credentials(text: str) -> bool:
+    """Tell whether an error is that of a request for credentials to EC2's metadata service."""
+    return _METADATA.search(text.partition("\n")[0]) is not None
+
+
+def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
+    """Return options of the chosen profile, else the default one, and its credentials; None: it has none."""
+    name = _profile()
+    if find_spec("botocore") is None:
+        if name:
+            raise ValueError(
+                f"AWS_PROFILE={name!r}: profiles need botocore: pip install botocore; or unset it and give "
+                "access_key_id and secret_access_key among the options"
+            )
+        return {}, None
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
+    session = Session()
+    session.set_default_client_config(
+        Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries={"total_max_attempts": 1})
+    )
+    try:
+        profile = session.get_scoped_config()
+        resolver = session.get_component("credential_provider")
+        for provider in list(resolver.providers):
+            if provider.METHOD in ("env", "assume-role-with-web-identity", "container-role", "iam-role"):
+                resolver.remove(provider.METHOD)  # those that obstore asks
+        credentials = resolver.load_credentials()
+    except BotoCoreError as error:
+        raise ValueError(f"AWS_PROFILE={name!r}: {error}; looked at {' and '.join(_files())}") from None
+    names = {"region": "region", "endpoint": "endpoint_url"}
+    added = {option: profile[key] for option, key in names.items() if key in profile}
+    if credentials is None:
+        return added, None
+
+    def provide() -> Credentials:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _KEEP,
+        }
+
+    return added, provide
+
+
+def _is_given(options: Mapping[str, Any], *names: str) -> bool:
+    """Tell whether one of these settings is among the options or in the environment, and not off."""
+    known = {name.lower().removeprefix("aws_"): value for name, value in options.items()}
+    for name in names:
+        forms = {"region": ("REGION", "DEFAULT_REGION"), "endpoint": ("ENDPOINT", "ENDPOINT_URL")}
+        aliases = forms.get(name, (name.upper(),))
+        values = [known.get(form.lower(), os.environ.get(f"AWS_{form}")) for form in aliases]
+        if any(value and str(value).lower() != "false" for value in values):
+            return True
+    return False
+
+
+def _profile() -> str | None:
+    """The name of the profile that the environment asks for."""
+    return os.environ.get("AWS_DEFAULT_PROFILE") or os.environ.get("AWS_PROFILE")
+
+
+def _files() -> tuple[str, str]:
+    """Where profiles are."""
+    return (
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+        os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"),
+    )
+
+
+def _metadata_is_disabled() -> bool:
+    return os.environ.get(_DISABLED, "").lower() == "true"
