@@ -122,6 +122,26 @@ def test_what_cannot_win_at_the_roof_is_not_run() -> None:
     assert "at the roof" in fate[LARGE]
 
 
+def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> None:
+    """As a busy machine measures it: the default beats it here, and so do those left out before and after."""
+    low = Roof(1e30, 1.0)
+    assert low.refuted_by(Work(0, 100), 79.0)
+    assert not low.refuted_by(Work(0, 100), 81.0)
+    times = seconds(default=1000.0, small=900.0, middle=1.0, wrong=5e3, large=0.5)
+    tuned, fate, measure = find(times, roof=low)
+    order = list(dict.fromkeys(measure.calls))
+    assert order.index(LARGE) > order.index(MIDDLE), "it was left out until the roof was refuted"
+    assert tuned is not None
+    assert tuned.config == LARGE
+    assert not any("at the roof" in why for why in fate.values())
+    slow = seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1700.0)
+    timers = iter([Times(slow), Times(times), Times(slow)])
+    given = replace(tools(), timer=lambda case: next(timers), roof=low)
+    steps = tune(PROBLEMS, tmp_path, given)
+    out = [[t.config for t in step.trials if "at the roof" in t.fate] for step in steps]
+    assert out == [[LARGE], [], []], "of the next problem neither"
+
+
 def test_one_that_does_not_run_is_passed_over() -> None:
     tuned, fate, _ = find(seconds(small=-1, default=2.0, middle=1.0))
     assert tuned is not None

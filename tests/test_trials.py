@@ -129,6 +129,20 @@ def test_an_explanation() -> None:
     assert "; the default does not count: does not run: x." in trials.explain(failed)
 
 
+def test_a_winner_above_the_roof_voids_it() -> None:
+    """It is said that the roof was measured too low, and nothing is said to be impossible by it."""
+    left_out = Trial(WRONG, None, "takes 9.0 µs at the roof")
+    step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), (*TRIALS[:2], left_out))
+    busy = " ".join(trials.explain(list(trials.lines(step, "H200", Roof(7e9, 1e30)))).split())
+    assert "it is at 234% of that roof, as it was measured. No kernel exceeds a roof by so much" in busy
+    assert "run kvkit tune --force on an idle machine" in busy
+    assert "1 left out by a roof that does not hold" in busy
+    assert "cannot be faster" not in busy
+    idle = " ".join(trials.explain(list(trials.lines(step, "H200", Roof(14e9, 1e30)))).split())
+    assert "it is at 117% of that roof, as it was measured. Unlike" in idle
+    assert "The others: 1 slower; 1 cannot be faster by the roof." in idle
+
+
 def test_matrix_products_can_be_the_limit() -> None:
     step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), TRIALS)
     found = list(trials.lines(step, "H200", Roof(1e15, flops_per_s=256e6)))  # 256 flops take 1 µs
