@@ -14,6 +14,7 @@ from toys import scale_problem, tiled
 from typer.testing import CliRunner
 
 from kvkit import cli
+from kvkit.environment import host_name
 from kvkit.kernels.tuning import trials
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import KernelConfig
@@ -150,7 +151,7 @@ def test_matrix_products_can_be_the_limit() -> None:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "80", "NO_COLOR": "1"})
 
 
 def test_the_command_tells_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +161,26 @@ def test_the_command_tells_of_a_device(tmp_path: Path, monkeypatch: pytest.Monke
     assert told.exit_code == 0
     assert f"{SMALL} takes 2.0 µs" in told.stdout
     assert (tmp_path / "x.csv").exists()
-    assert run("--device", "NVIDIA H200", "--explain", "--op", "other").stdout.strip() == ""
+    assert f"trials: {tmp_path / 'x.csv'}\n" in told.stdout
+    told = run("--device", "NVIDIA H200", "--plot", str(tmp_path / "x.svg"))
+    assert told.stdout == f"picture: {tmp_path / 'x.svg'}\n"
+    here = host_name()
     for arguments, words in (
-        (("--device", "NVIDIA A100", "--explain"), "nvidia-a100.trials.jsonl"),
+        (
+            ("--device", "NVIDIA H200", "--explain", "--op", "other"),
+            "--op other: no trials; want one of scale",
+        ),
+        (("--device", "NVIDIA A100", "--explain"), "NVIDIA A100: no trials are kept in"),
+        (
+            ("--device", "NVIDIA A100", "--explain"),
+            "nvidia-a100.trials.jsonl. To make them run kvkit tune on that",
+        ),
+        (
+            ("--device", "NVIDIA A100", "--csv", "x.csv"),
+            "on that machine; kept are nvidia-h200.trials.jsonl\n",
+        ),
+        (("--device", "host", "--explain"), f"{here}: no trials are kept in {tmp_path}"),
+        (("--device", "host", "--explain"), "To make them run kvkit tune --device host;"),
         (("--device", "NVIDIA H200", "--plot", str(tmp_path / "x.doc")), "doc"),
     ):
         told = run(*arguments)

@@ -16,6 +16,7 @@ from kvkit.bench.files import BenchError, model_folder
 from kvkit.config import load_config
 from kvkit.environment import DISTRIBUTION, gpu_name, version_of
 from kvkit.format.layout import Precision
+from kvkit.observe.terminal import show
 
 FEATURES = (
     ("torch", "tensors", ""),
@@ -54,15 +55,15 @@ def show_versions(console: Console) -> None:
             f"Remove both: pip uninstall kvkit {DISTRIBUTION}, then install kvkit's clone again.",
             soft_wrap=True,
         )
-    shown = Table("package", "version", "for")
+    features = Table("package", "version", "for")
     for packages, purpose, source in FEATURES:
         names = packages.split(" or ")
         package = next(filter(version_of, names), names[0])
         missing = f"missing: comes with {source}"
         if not source or source.startswith("["):
             missing = f"[yellow]missing[/yellow]: pip install '{DISTRIBUTION}{escape(source)}'"
-        shown.add_row(package, version_of(package) or missing, purpose)
-    console.print(shown)
+        features.add_row(package, version_of(package) or missing, purpose)
+    show(features, console)
 
 
 def check_config(path: Path, console: Console) -> None:
