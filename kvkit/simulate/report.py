@@ -221,6 +221,8 @@ def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
     axes.set(
         xscale="log", xlabel=f"capacity of {swept}, GiB", ylabel=f"prompt tokens from {swept} (dashed: all)"
     )
+    axes.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
