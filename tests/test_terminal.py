@@ -90,6 +90,9 @@ def test_forms_by_width() -> None:
         cells = [line[1:-1].split("│") for line in lines if line.startswith("│")]
         assert title.strip() == "a t"
         assert ["|".join(cell.strip() for cell in row) for row in cells] == rows
+    bare = ["policy  rate  read  more", "lru  12.3 %  123,456 MB  123,456 MB", "s3fifo  45.6 %  7 MB"]
+    _, *lines = printed(table, 40).splitlines()
+    assert [re.sub(" {2,}", "  ", line.strip()) for line in lines] == bare
     lines = printed(table, 31).splitlines()
     first = ["policy: lru", "rate: 12.3 %", "read: 123,456 MB", "more: 123,456 MB", ""]
     assert lines == ["a t", *first, "policy: s3fifo", "rate: 45.6 %", "read: 7 MB", "more: ", ""]
@@ -189,7 +192,7 @@ def test_commands_in_a_terminal_and_through_a_pipe(tmp_path: Path) -> None:
             ("lru", "s3fifo", "GB written memory", "wait p99"),
             r"│ s3fifo .* │ +[\d.]+ s │",
         ),
-        (("inspect", store), (digest, "test float32", "24"), rf"│ {digest} │ 0 .* │ +24 │ .*0 │"),
+        (("inspect", store), (digest, "test", "float32", "24"), rf"│ {digest} │ 0 .* │ +24 │ .*0 │"),
         (tune, ("THREADS=16", "STREAM=1", "12345.6", "23456.7", "1048576 x", "4096"), ""),
     ):
         variables = {"KVKIT_TUNED": str(tmp_path)}

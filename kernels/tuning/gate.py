@@ -333,10 +333,10 @@ def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> lis
 
 
 def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
-    """Build a row per report; with `wide` also the target, shared memory, 16-byte accesses and mma."""
+    """Build a row per report; with `wide` also target, spills, shared memory, 16-byte accesses and mma."""
     words = "problem", "kernel", *(["target"] if wide else []), "configuration"
-    more = ("shared B", "16 B loads", "16 B stores", "mma") if wide else ()
-    numbers = "registers", "spill B", *more, "blocks/SM"
+    more = ("spill B", "shared B", "16 B loads", "16 B stores", "mma") if wide else ()
+    numbers = "registers", *more, "blocks/SM"
     table = Table(
         *(Column(name, overflow="fold") for name in words),
         *(Column(name, justify="right") for name in numbers),
@@ -347,8 +347,8 @@ def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
         made: tuple[object, ...] = ("",) * len(numbers)
         if c:
             accesses = f"{c.loads_16}/{c.loads}", f"{c.stores_16}/{c.stores}"
-            rest = (c.shared_bytes, *accesses, c.mma) if wide else ()
-            made = c.registers, c.spill_bytes, *rest, c.blocks_per_sm
+            rest = (c.spill_bytes, c.shared_bytes, *accesses, c.mma) if wide else ()
+            made = c.registers, *rest, c.blocks_per_sm
         names = report.problem, report.kernel, *([report.target] if wide else []), report.config
         table.add_row(*(escape(str(word)) for word in (*names, *made, report.flaw())))
     return table

@@ -18,7 +18,7 @@ _ENDLESS = 100_000
 
 
 class FittedTable:
-    """Render a table whole: as it is where it fits, else with rows and columns swapped, else row by row.
+    """Render a table whole: as it is, without lines, with rows and columns swapped, or row by row: what fits.
 
     Cells of columns justified to the right are numbers and never wrap; headings and other cells wrap between
     words. With `endless`, lines are as long as the table is wide, whatever the console's width.
@@ -34,11 +34,14 @@ class FittedTable:
         heads, *rows = map(list, zip(*columns, strict=True))
         width = _ENDLESS if self.endless else options.max_width
         turned = [Column(), *(Column(justify="right") for _ in rows)]
-        for shape, lines in (
-            (self.table.columns, [heads, *rows]),
-            (turned, [list(line) for line in zip(heads, *rows, strict=True)]),
+        bare = copy.copy(self.table)
+        bare.box, bare.padding = None, (0, 2, 0, 0)
+        for style, shape, lines in (
+            (self.table, self.table.columns, [heads, *rows]),
+            (bare, self.table.columns, [heads, *rows]),
+            (self.table, turned, [list(line) for line in zip(heads, *rows, strict=True)]),
         ):
-            fitted = _fitted(self.table, shape, lines, width, console)
+            fitted = _fitted(style, shape, lines, width, console)
             if fitted is not None:
                 yield fitted
                 return
