@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.kept import MEASURED, RESULTS, replace
 from kvkit.environment import slug
+from kvkit.observe.terminal import show
 
 HERE = Path(__file__).parent
 
@@ -37,7 +37,7 @@ def main() -> None:
         elif "::" not in file:  # benchmarks that it no longer has
             _forget(f"{Path(file).stem.removeprefix('bench_')}::", {entry["name"] for entry in found})
     if measured:
-        Console(width=150).print(table(copy.deepcopy(measured)))
+        show(table(copy.deepcopy(measured)))
         print(f"kept in {RESULTS / slug()}.json")
     if failed or not measured:
         sys.exit("; ".join(failed) or "no benchmark ran")
@@ -64,7 +64,8 @@ def measure(argument: str) -> tuple[list[dict[str, Any]], int]:
 
 def table(measured: list[dict[str, Any]]) -> Table:
     """Benchmarks as rows, and what each compared as rows below it."""
-    shown = Table("benchmark", "µs, min", "ratio of minima", "ratio of medians", "against", "more")
+    numbers = (Column(name, justify="right") for name in ("µs, min", "ratio of minima", "ratio of medians"))
+    shown = Table("benchmark", *numbers, "against", "more")
     for entry in measured:
         rest = {k: v for k, v in entry.items() if k not in ("name", "min_s", "median_s", "against")}
         compared = {k: rest.pop(k) for k in list(rest) if isinstance(rest[k], dict)}

@@ -94,7 +94,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),  # a program must find the tree that is tested
         "HOME": str(folder),
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"),
-        "COLUMNS": "200",
+        "COLUMNS": "80",
         **variables,
     }
 

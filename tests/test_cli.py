@@ -23,11 +23,11 @@ from kvkit.environment import DISTRIBUTION, version_of
 
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As wide as the longest line, without colours, and without settings from outside."""
+    """As through a pipe, without colours, and without settings from outside."""
     for name in list(os.environ):
         if name.startswith("KVKIT_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
 
@@ -235,14 +235,30 @@ def test_inspect_a_tier_of_a_configuration(tmp_path: Path) -> None:
     failed(run("inspect", "memory", "--config", config), "memory of its process")
 
 
-def test_inspect_prints_whole_digests_where_it_is_narrow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    digest = form_of(fill(str(tmp_path))).array.split("/")[0]
-    result = run("inspect", tmp_path)
-    cells = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
-    assert "".join(cells) == digest
+def test_inspect_prints_as_json(tmp_path: Path) -> None:
+    """Whatever somebody wrote into the store."""
+    form = form_of(fill(str(tmp_path), 3))
+    digest, _, group = form.array.partition("/")
+    file = tmp_path / form.array / "zarr.json"
+    file.write_text(file.read_text().replace('"test"', '"te\\u001b\\ud800"'))
+    result = run("inspect", tmp_path, "--json")
+    assert result.exit_code == 0
+    assert result.stdout.isascii()
+    document = json.loads(result.stdout)
+    (array,) = document.pop("arrays")
+    assert document == {"store": str(tmp_path)}
+    assert array.pop("fields")["model"] == "te\x1b\ud800"
+    size = 3 * form.record_bytes
+    counts = {"chunk_tokens": 8, "chunks": 3, "tokens": 24, "bytes": size, "damaged": []}
+    assert array == {"namespace": digest, "group": group} | counts
+    first = records(tmp_path)[0]
+    first.write_bytes(b"")
+    result = run("inspect", tmp_path, "--json")
+    assert result.exit_code == 1
+    (damaged,) = json.loads(result.stdout)["arrays"][0]["damaged"]
+    assert damaged == {"record": str(first.relative_to(tmp_path)), "reason": "not a kvkit record"}
+    (tmp_path / "empty").mkdir()
+    assert json.loads(run("inspect", tmp_path / "empty", "--json").stdout)["arrays"] == []
 
 
 def test_inspect_any_url() -> None:

@@ -57,7 +57,7 @@ def test_zarr_opens_the_arrays(case: Case) -> None:
 
 
 def test_inspect_lists_it_without_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("COLUMNS", raising=False)
     result = CliRunner().invoke(cli.app, ["inspect", str(STORE)])
     assert result.exit_code == 0, result.output
     for case in CASES.values():

@@ -146,7 +146,7 @@ def test_stores_of_other_precisions_hold_nothing_of_each_others(tmp_path: Path) 
         assert not any(listing.damaged for listing in found)
     layouts = {listing.namespace["layout"].partition("-")[2]: listing.bytes for listing in found}
     assert set(layouts) == {"", "fp8", "int8"}
-    shown = CliRunner().invoke(cli.app, ["inspect", f"file://{tmp_path}"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(cli.app, ["inspect", f"file://{tmp_path}"], env={"COLUMNS": None}).output
     assert all(shown.count(model) == 2 for model in ("test float32 fp8 ", "test float32 int8 "))
 
 

@@ -288,7 +288,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
 
 
 @pytest.mark.nightly

@@ -98,7 +98,7 @@ def test_doctor_measures_in_vllm_what_is_not_like_llama(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_with_tokenizer(tmp_path / "model", CohereConfig)
-    settings = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "200"}
+    settings = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "80"}
     settings["VLLM_CACHE_ROOT"] = os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm"))
     command = [sys.executable, "-c", DOCTOR, "doctor", "--blend", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | settings)

@@ -122,6 +122,26 @@ def test_what_cannot_win_at_the_roof_is_not_run() -> None:
     assert "at the roof" in fate[LARGE]
 
 
+def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> None:
+    """As a busy machine measures it: the default beats it here, and so do those left out before and after."""
+    low = Roof(1e30, 1.0)
+    assert low.refuted_by(Work(0, 100), 79.0)
+    assert not low.refuted_by(Work(0, 100), 81.0)
+    times = seconds(default=1000.0, small=900.0, middle=1.0, wrong=5e3, large=0.5)
+    tuned, fate, measure = find(times, roof=low)
+    order = list(dict.fromkeys(measure.calls))
+    assert order.index(LARGE) > order.index(MIDDLE), "it was left out until the roof was refuted"
+    assert tuned is not None
+    assert tuned.config == LARGE
+    assert not any("at the roof" in why for why in fate.values())
+    slow = seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1700.0)
+    timers = iter([Times(slow), Times(times), Times(slow)])
+    given = replace(tools(), timer=lambda case: next(timers), roof=low)
+    steps = tune(PROBLEMS, tmp_path, given)
+    out = [[t.config for t in step.trials if "at the roof" in t.fate] for step in steps]
+    assert out == [[LARGE], [], []], "of the next problem neither"
+
+
 def test_one_that_does_not_run_is_passed_over() -> None:
     tuned, fate, _ = find(seconds(small=-1, default=2.0, middle=1.0))
     assert tuned is not None
@@ -400,7 +420,7 @@ def test_the_roof_is_the_larger_of_two_times() -> None:
 
 
 def run(*arguments: str) -> Result:
-    result = CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "80", "NO_COLOR": "1"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
@@ -427,6 +447,13 @@ def test_without_a_gpu_it_names_the_targets() -> None:
         (("--target", "sm_90", "--json", "/nowhere/x.json"), ("--json /nowhere/x.json", "no folder")),
         (("--target", "sm_90", "--op", "nothing"), ("--op nothing", "blend_attention, attend,")),
         (("--device", "tpu"), ("--device tpu", "want gpu or host")),
+        (("--device", "cpu"), ("--device cpu", "want gpu or host", "host is the CPU")),
+        (("--device", "cpu", "--explain"), ("--device cpu", "want gpu or host")),
+        (
+            ("--device", "host", "--op", "rope_scatter"),
+            ("rope_scatter is for a GPU", "want one of pack, unpack"),
+        ),
+        (("--device", "host", "--op", "nothing"), ("--op nothing", "want one of pack, unpack\n")),
         (("--merge", "/nowhere/x.json"), ("/nowhere/x.json", "No such file")),
     ],
 )
@@ -454,10 +481,13 @@ def test_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKIT_TUNED", str(tmp_path))
     key = TunedKey(ProblemBucket("op", "bf16 [x]", (64, 8)), Build("5ce", "triton 3.9", "580"))
     write_table(tmp_path / FILE, GPU, {key: Tuned(SMALL, 12.34, 56.78)})
-    result = run("--show", "--device", GPU)
-    assert result.exit_code == 0
-    for word in ("op", "bf16 [x]", "64 x 8", "triton 3.9 580", "5ce", "BLOCK=256", "warps=4", "12.3", "56.8"):
-        assert word in result.stdout
+    few, every = run("--show", "--device", GPU), run("--show", "--wide", "--device", GPU)
+    for word in ("op", "bf16 [x]", "64 x 8", "BLOCK=256", "warps=4", "12.3", "56.8"):
+        assert word in few.stdout
+        assert word in every.stdout
+    for word in ("triton 3.9", "580", "5ce"):
+        assert word not in few.stdout
+        assert word in every.stdout
     assert "nothing is tuned" in run("--show", "--device", "NVIDIA A100").stdout
 
 

@@ -165,7 +165,7 @@ def test_problems_can_be_sent_to_other_processes() -> None:
     ],
 )
 def test_the_command_names_what_is_wrong(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(cli.app, ["tune", "--target", "sm_90", *arguments], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(cli.app, ["tune", "--target", "sm_90", *arguments], env={"COLUMNS": "80"})
     assert result.exit_code == 1
     for word in words:
         assert word in result.stderr
@@ -179,6 +179,6 @@ def test_a_config_that_tells_too_little_is_refused(
     tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     folder = write(tmp_path, config)
-    result = CliRunner().invoke(cli.app, ["tune", "--model", folder], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(cli.app, ["tune", "--model", folder], env={"COLUMNS": "80"})
     assert result.exit_code == 1
     assert words in result.stderr

@@ -420,7 +420,7 @@ def test_snapshots_side_by_side() -> None:
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(
-        cli.app, ["simulate", *map(str, arguments)], env={"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"}
+        cli.app, ["simulate", *map(str, arguments)], env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pty
 import re
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +20,11 @@ from pathlib import Path
 import pytest
 from managed import ManagedCache, filled_counts
 from rich.console import Console
+from terminals import COLUMNS, command, environment, in_terminal, open_terminal, piped
 
 from kvkit.observe.http import Server
 from kvkit.observe.report import cache_section
-from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for, watch
+from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for
 from kvkit.settings import ConfigError
 from kvkit.tiers.testing.contract import DEADLINE_S
 
@@ -45,10 +45,10 @@ def server(cache: ManagedCache) -> Iterator[Server]:
 
 
 def shown(now: Snapshot, before: Snapshot | None = None) -> list[str]:
-    """The lines of a frame."""
-    console = Console(width=250, color_system=None)
+    """The lines of a frame with all columns, as it is without a terminal."""
+    console = Console(color_system=None)
     with console.capture() as captured:
-        console.print(frame(now, before))
+        console.print(frame(now, before, wide=True, endless=True), crop=False)
     return captured.get().splitlines()
 
 
@@ -58,15 +58,9 @@ def row(lines: list[str], tier: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
 
-def command(*arguments: str) -> list[str]:
-    return [str(Path(sys.executable).parent / "kvkit"), "top", *arguments]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """That of a wide terminal; a proxy that is not there must not matter."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVKIT_")}
-    dead = "http://127.0.0.1:1"
-    return kept | {"COLUMNS": "250", "NO_COLOR": "1", "http_proxy": dead, "HTTP_PROXY": dead} | more
+DEAD = "http://127.0.0.1:1"
+PROXIES = {"http_proxy": DEAD, "HTTP_PROXY": DEAD}
+"""A proxy that is not there must not matter."""
 
 
 def test_a_single_frame_shows_totals(server: Server, cache: ManagedCache) -> None:
@@ -79,9 +73,9 @@ def test_a_single_frame_shows_totals(server: Server, cache: ManagedCache) -> Non
     cache.break_tier("[far]")
     lines = shown(fetch(server.url, TOKEN, DEADLINE_S))
     lease.release()
-    assert server.url in lines[0]
-    for words in ("hit rate 25.0 %", "lookups 1.234 k", "tokens 4 k", "slots 1 of 12", "puts under way 3"):
-        assert words in lines[0]
+    assert lines[0] == server.url
+    assert lines[1] == "hit rate 25.0 %   lookups 1.234 k   tokens 4 k"
+    assert lines[2] == "slots 1 of 12   puts under way 3"
     near, far = row(lines, "near"), row(lines, "[far]")
     assert near[:4] == ["near", "ok", "0", "1 k"]
     assert "2.5 G" in near
@@ -106,9 +100,8 @@ def test_between_two_frames_all_is_per_second(server: Server, cache: ManagedCach
     now = fetch(server.url, TOKEN, DEADLINE_S)
     after_two_seconds = Snapshot(before.at + 2.0, now.url, now.tiers, now.samples)
     lines = shown(after_two_seconds, before)
-    for words in ("hit rate 75.0 %", "lookups/s 2.5", "tokens/s 4 k"):
-        assert words in lines[0]
-    assert "hit tok/s" in lines[2]
+    assert lines[1] == "hit rate 75.0 %   lookups/s 2.5   tokens/s 4 k"
+    assert "hit tok/s" in lines[4]
     cells = row(lines, "near")
     assert cells[3:6] == ["3 k", "1 k", "0"]
     assert cells[6:8] == ["3.5 ms", "5.0 ms"], "of the interval alone: between 2 and 5 ms"
@@ -120,7 +113,7 @@ def test_an_idle_interval_has_no_rate_and_no_latency(server: Server, cache: Mana
     snapshot = fetch(server.url, TOKEN, DEADLINE_S)
     later = Snapshot(snapshot.at + 1, snapshot.url, snapshot.tiers, snapshot.samples)
     lines = shown(later, snapshot)
-    assert "hit rate -" in lines[0]
+    assert "hit rate -" in lines[1]
     assert row(lines, "near")[3:8] == ["0", "0", "0", "-", "-"]
 
 
@@ -146,8 +139,8 @@ def test_the_command_prints_one_frame(server: Server, cache: ManagedCache, tmp_p
         ([], {"XDG_STATE_HOME": str(tmp_path)}),
     ):
         done = subprocess.run(
-            command(server.url, "--once", *arguments),
-            env=environment(**variables),
+            command("top", server.url, "--once", *arguments),
+            env=environment(**PROXIES, **variables),
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
@@ -161,10 +154,10 @@ def test_the_command_prints_one_frame(server: Server, cache: ManagedCache, tmp_p
 @contextmanager
 def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The command in a terminal of its own, and the file descriptor of what it shows."""
-    master, slave = pty.openpty()
+    master, slave = open_terminal()
     process = subprocess.Popen(
-        command(*arguments),
-        env=environment(KVKIT_SERVER__TOKEN=TOKEN, TERM="xterm"),
+        command("top", *arguments),
+        env=environment(**PROXIES, KVKIT_SERVER__TOKEN=TOKEN),
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -195,6 +188,67 @@ def read_until(descriptor: int, words: str) -> str:
     return text.decode()
 
 
+def test_all_of_a_frame_is_in_a_terminal_of_80_columns(server: Server, cache: ManagedCache) -> None:
+    """And as JSON, one snapshot."""
+    cache.kept = counts = filled_counts()
+    counts.loaded_bytes["near"] = 123_456_789_012_345
+    counts.stored_bytes["near"] = 987_654_321_098_765
+    variables = PROXIES | {"KVKIT_SERVER__TOKEN": TOKEN}
+    wide = in_terminal("top", server.url, "--once", "--wide", **variables)
+    few = in_terminal("top", server.url, "--once", **variables)
+    through = piped("top", server.url, "--once", "--wide", **variables)
+    for lines in (few, wide):
+        assert server.url in lines
+        assert max(map(len, lines)) <= COLUMNS
+        for word in ("near", "[far]", "123.5 T", "987.7 T", "ok"):
+            assert word in "\n".join(lines)
+    (titles,) = (line for line in through if line.startswith("tier "))
+    for title in re.split(r"\s{2,}", titles.strip()):
+        assert title in "\n".join(wide)
+    assert row(through, "near")[0] == "near"
+    assert not any("…" in line or "\x1b" in line for line in few + wide + through)
+    (line,) = piped("top", server.url, "--json", **variables)
+    found = json.loads(line)
+    near, far = found["tiers"]
+    assert (near["name"], near["state"], far["name"]) == ("near", "ok", "[far]")
+    assert (near["loaded_bytes"], near["stored_bytes"]) == (123_456_789_012_345, 987_654_321_098_765)
+    assert far["errors"] == counts.read_errors["[far]"] + counts.write_errors["[far]"]
+    assert found["lookup_tokens"] == counts.lookup_tokens
+    assert found["hit_rate"] == pytest.approx(sum(counts.hit_tokens.values()) / counts.lookup_tokens)
+    times = counts.seconds["near", "get"]
+    assert (near["get_p50_s"], near["get_p99_s"]) == (times.quantile(0.5), times.quantile(0.99))
+
+
+@pytest.mark.parametrize("arguments", [("top", "{}", "--once"), ("top", "{}", "--json"), ("report", "{}")])
+def test_without_a_server_no_token_is_to_blame(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Where there is one, and no token here, it is."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+    def said(url: str) -> str:
+        done = subprocess.run(
+            command(*(argument.format(url) for argument in arguments)),
+            env=environment(XDG_STATE_HOME=str(tmp_path)),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        return done.stderr
+
+    silent = said(url)
+    assert silent.startswith(f"error: {url}: nothing answers there")
+    assert "token" not in silent
+    cache = ManagedCache()
+    with Server(cache, token=TOKEN, port=0) as server:
+        asked = said(server.url)
+    cache.close()
+    assert asked.startswith(f"error: {server.url}: wants a token: server.token_file=")
+    assert str(tmp_path) in asked
+
+
 def test_it_goes_on_until_interrupted(server: Server, cache: ManagedCache) -> None:
     with terminal(server.url, "--interval", "0.1") as (process, shown_at):
         read_until(shown_at, "lookups 0")
@@ -209,7 +263,7 @@ def test_it_says_when_the_endpoint_goes_away(server: Server) -> None:
     with terminal(server.url, "--interval", "0.1") as (process, shown_at):
         read_until(shown_at, "lookups/s 0")
         server.close()
-        assert "Traceback" not in read_until(shown_at, "nobody answers")
+        assert "Traceback" not in read_until(shown_at, "nothing answers there")
         assert process.wait(DEADLINE_S) == 1
 
 
@@ -217,11 +271,11 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with pytest.raises(TopError, match=rf"{url}: nobody answers: .*refused; is server\.enabled"):
-        watch(url, TOKEN, Console(), interval_s=1.0, once=True)
+    with pytest.raises(TopError, match=rf"{url}: nothing answers there: .*refused. Name the URL .* or start"):
+        fetch(url, TOKEN, DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(TopError, match=r"nobody answers: no whole answer within 0\.1 s; is server"):
+        with pytest.raises(TopError, match=r"nothing answers there: no whole answer within 0\.1 s\. Name"):
             fetch(url, TOKEN, 0.1)
     assert capsys.readouterr().out == ""
 
@@ -358,7 +412,7 @@ def test_who_sends_a_byte_at_a_time_is_left(head: bytes) -> None:
         dripping.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            with pytest.raises(TopError, match=r"nobody answers: no whole answer within 0\.5 s"):
+            with pytest.raises(TopError, match=r"nothing answers there: no whole answer within 0\.5 s"):
                 fetch(url, TOKEN, 0.5)
         finally:
             left.set()

@@ -14,6 +14,7 @@ from toys import scale_problem, tiled
 from typer.testing import CliRunner
 
 from kvkit import cli
+from kvkit.environment import host_name
 from kvkit.kernels.tuning import trials
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import KernelConfig
@@ -137,6 +138,20 @@ def test_an_explanation() -> None:
     assert "; the default does not count: does not run: x." in trials.explain(failed)
 
 
+def test_a_winner_above_the_roof_voids_it() -> None:
+    """It is said that the roof was measured too low, and nothing is said to be impossible by it."""
+    left_out = Trial(WRONG, None, "takes 9.0 µs at the roof")
+    step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), (*TRIALS[:2], left_out))
+    busy = " ".join(trials.explain(list(trials.lines(step, "H200", Roof(7e9, 1e30)))).split())
+    assert "it is at 234% of that roof, as it was measured. No kernel exceeds a roof by so much" in busy
+    assert "run kvkit tune --force on an idle machine" in busy
+    assert "1 left out by a roof that does not hold" in busy
+    assert "cannot be faster" not in busy
+    idle = " ".join(trials.explain(list(trials.lines(step, "H200", Roof(14e9, 1e30)))).split())
+    assert "it is at 117% of that roof, as it was measured. Unlike" in idle
+    assert "The others: 1 slower; 1 cannot be faster by the roof." in idle
+
+
 def test_matrix_products_can_be_the_limit() -> None:
     step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), TRIALS)
     found = list(trials.lines(step, "H200", Roof(1e15, flops_per_s=256e6)))  # 256 flops take 1 µs
@@ -144,7 +159,7 @@ def test_matrix_products_can_be_the_limit() -> None:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "80", "NO_COLOR": "1"})
 
 
 def test_the_command_tells_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +169,26 @@ def test_the_command_tells_of_a_device(tmp_path: Path, monkeypatch: pytest.Monke
     assert told.exit_code == 0
     assert f"{SMALL} takes 2.0 µs" in told.stdout
     assert (tmp_path / "x.csv").exists()
-    assert run("--device", "NVIDIA H200", "--explain", "--op", "other").stdout.strip() == ""
+    assert f"trials: {tmp_path / 'x.csv'}\n" in told.stdout
+    told = run("--device", "NVIDIA H200", "--plot", str(tmp_path / "x.svg"))
+    assert told.stdout == f"picture: {tmp_path / 'x.svg'}\n"
+    here = host_name()
     for arguments, words in (
-        (("--device", "NVIDIA A100", "--explain"), "nvidia-a100.trials.jsonl"),
+        (
+            ("--device", "NVIDIA H200", "--explain", "--op", "other"),
+            "--op other: no trials; want one of scale",
+        ),
+        (("--device", "NVIDIA A100", "--explain"), "NVIDIA A100: no trials are kept in"),
+        (
+            ("--device", "NVIDIA A100", "--explain"),
+            "nvidia-a100.trials.jsonl. To make them run kvkit tune on that",
+        ),
+        (
+            ("--device", "NVIDIA A100", "--csv", "x.csv"),
+            "on that machine; kept are nvidia-h200.trials.jsonl\n",
+        ),
+        (("--device", "host", "--explain"), f"{here}: no trials are kept in {tmp_path}"),
+        (("--device", "host", "--explain"), "To make them run kvkit tune --device host;"),
         (("--device", "NVIDIA H200", "--plot", str(tmp_path / "x.doc")), "doc"),
     ):
         told = run(*arguments)

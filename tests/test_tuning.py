@@ -74,7 +74,7 @@ def test_what_are_no_problems_is_said(
 ) -> None:
     (folder / "others.py").write_text(f"import my_kernels\n\ndef mine():\n    return {text}\n")
     monkeypatch.chdir(folder)
-    result = CliRunner().invoke(cli.app, ["tune", "--problems", "others:mine"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(cli.app, ["tune", "--problems", "others:mine"], env={"COLUMNS": "80"})
     del sys.modules["others"]
     assert result.exit_code == 1
     assert "--problems others:mine" in result.stderr

@@ -37,7 +37,7 @@ class TuneChoice:
     ] = None
     device: Annotated[
         str | None,
-        typer.Option(help="gpu, host, or to show it a device's name; default: the GPU, else the host"),
+        typer.Option(help="gpu, host (the CPU), or to show it a device's name; default: gpu, else host"),
     ] = None
 
     @property
@@ -46,14 +46,15 @@ class TuneChoice:
         from kvkit.environment import gpu_name
 
         if self.device not in (None, "gpu", "host"):
-            sys.exit(f"--device {self.device}: want gpu or host")
+            sys.exit(f"--device {self.device}: want gpu or host; host is the CPU")
         return self.device == "host" or (self.device is None and gpu_name() is None)
 
     def device_name(self) -> str:
         """Whose results are shown."""
         from kvkit.kernels.tuning.tables import device_name
 
-        named = self.device if self.device not in (None, "gpu", "host") else device_name(self.host)
+        mine = self.device in (None, "gpu", "host", "cpu")  # of which `host` refuses the last
+        named = device_name(self.host) if mine else self.device
         return named or sys.exit("--device gpu: no GPU here; --device NAME shows another one's")
 
     def factory(self, host: bool) -> ProblemFactory:
@@ -90,9 +91,24 @@ class TuneChoice:
         known = list(dict.fromkeys(name for problem in problems for name in problem.names))
         for op in self.op or ():
             if op not in known:
-                sys.exit(f"--op {op}: want one of {', '.join(known)}")
+                where = "--device host, the CPU" if host else "a GPU"
+                sys.exit(f"--op {op}: for {where}, want one of {', '.join(known)}{self._elsewhere(op, host)}")
         found = [problem for problem in problems if not self.op or set(self.op) & set(problem.names)]
         return sorted(found, key=lambda problem: not problem.work(problem.space[0]).flops)
+
+    def _elsewhere(self, op: str, host: bool) -> str:
+        """In words, where else than on the GPU or the host there is such an operation."""
+        if self.problems is not None:
+            return ""
+        try:
+            found = {name for problem in self.factory(not host)() for name in problem.names}
+        except ImportError:  # of Triton
+            return ""
+        return (
+            f"; {op} is for {'a GPU: --device gpu' if host else 'the CPU: --device host'}"
+            if op in found
+            else ""
+        )
 
 
 def _function(named: str) -> ProblemFactory:
@@ -146,6 +162,9 @@ def tune(
         list[Path] | None,
         typer.Option(help="put this table's results into those that are here; can be repeated"),
     ] = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="with --show or --target: all columns of the table")
+    ] = False,
     target: Annotated[
         str | None, typer.Option(help="compile every configuration for this target; needs no GPU")
     ] = None,
@@ -161,9 +180,9 @@ def tune(
     if merge:
         _merge(merge)
     elif report:
-        _report(choice, report)
+        _report(choice, report, wide)
     elif target is not None:
-        _compile_all(choice, target, json_path)
+        _compile_all(choice, target, json_path, wide)
     else:
         _tune_here(choice, limits)
 
@@ -175,22 +194,38 @@ def _trials_path(device: str) -> Path:
     return tuned_folder() / f"{slug_of(device)}.trials.jsonl"
 
 
-def _report(choice: TuneChoice, report: TuneReport) -> None:
+def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
     from kvkit.kernels.tuning import trials
+    from kvkit.observe.terminal import tell
 
     device = choice.device_name()
     if report.show:
-        _show_tuned(device)
+        _show_tuned(device, wide)
     if not (report.explain or report.csv or report.plot):
         return
+    path = _trials_path(device)
+    if not path.exists():
+        here = choice.device in (None, "gpu", "host")
+        command = f"kvkit tune --device {choice.device}" if here and choice.device else "kvkit tune"
+        kept = ", ".join(sorted(file.name for file in path.parent.glob("*.trials.jsonl")))
+        sys.exit(
+            f"{device}: no trials are kept in {path}. To make them run {command}"
+            f"{'' if here else ' on that machine'}{kept and f'; kept are {kept}'}"
+        )
     try:
-        found = trials.read(_trials_path(device))
+        found = trials.read(path)
         if choice.op:
+            known = dict.fromkeys(name for line in found for name in (line["operation"], line["op"]))
+            for op in choice.op:
+                if op not in known:
+                    sys.exit(f"--op {op}: no trials; want one of {', '.join(known) or 'none'}")
             found = [line for line in found if {line["operation"], line["op"]} & set(choice.op)]
         if report.csv:
             trials.write_csv(report.csv, found)
+            tell(f"trials: {report.csv}")
         if report.plot:
             trials.plot(report.plot, found)
+            tell(f"picture: {report.plot}")
     except (OSError, ValueError, ImportError) as error:
         sys.exit(str(error))
     if report.explain:
@@ -221,41 +256,35 @@ def _merge(files: list[Path]) -> None:
         sys.exit(str(error))
 
 
-def _show_tuned(name: str) -> None:
-    from rich.console import Console
+def _show_tuned(name: str, wide: bool) -> None:
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from kvkit.environment import slug_of
     from kvkit.kernels.tuning.tables import load_table
+    from kvkit.observe.terminal import show, tell
 
     table = load_table(slug_of(name))
     if not table:
-        Console().print(f"{name}: nothing is tuned", markup=False, highlight=False)
+        tell(f"{name}: nothing is tuned")
         return
-    columns = "operation", "form", "sizes", "compiler", "source", "configuration", "µs", "default µs"
-    shown = Table(*columns, title=escape(name))
+    builds = ("compiler", "source") if wide else ()
+    numbers = (Column(head, justify="right") for head in ("µs", "default µs"))
+    shown = Table("operation", "form", "sizes", *builds, "configuration", *numbers, title=escape(name))
     for (bucket, build), tuned in sorted(table.items()):
-        compiler = f"{build.compiler} {build.driver}".strip()
-        words = (
-            bucket.op,
-            bucket.form,
-            " x ".join(map(str, bucket.sizes)),
-            compiler,
-            build.source,
-            str(tuned.config),
-        )
+        built = (f"{build.compiler} {build.driver}".strip(), build.source) if wide else ()
+        words = bucket.op, bucket.form, " x ".join(map(str, bucket.sizes)), *built, str(tuned.config)
         default = "" if tuned.default_us is None else f"{tuned.default_us:.1f}"
         shown.add_row(*map(escape, words), f"{tuned.us:.1f}", default)
-    Console().print(shown)
+    show(shown)
 
 
-def _compile_all(choice: TuneChoice, target: str, json_path: Path | None) -> None:
-    from rich.console import Console
+def _compile_all(choice: TuneChoice, target: str, json_path: Path | None, wide: bool) -> None:
     from rich.progress import track
 
     from kvkit.kernels.tuning import gate as compiled
     from kvkit.kernels.tuning.gpus import GPUS
+    from kvkit.observe.terminal import show, tell
 
     if target not in GPUS:
         sys.exit(f"--target {target}: want one of {', '.join(GPUS)}")
@@ -265,11 +294,12 @@ def _compile_all(choice: TuneChoice, target: str, json_path: Path | None) -> Non
     jobs = [(p.name, c, target) for p in choice.chosen(factory, False) for c in p.space_on(target)]
     with compiled.compile_pool(min(8, os.cpu_count() or 1)) as pool:
         reports = list(track(compiled.survey(pool, factory, jobs), "compiling", len(jobs)))
-    Console().print(compiled.shown(reports))
+    show(compiled.shown(reports, wide))
     flawed = {(report.problem, report.config) for report in reports if report.flaw()}
     print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
     if json_path:
         json_path.write_text(json.dumps(compiled.as_json(reports), indent=1) + "\n")
+        tell(f"figures: {json_path}")
 
 
 def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:

@@ -332,10 +332,11 @@ def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> lis
     return found
 
 
-def shown(reports: Sequence[CompileReport]) -> Table:
-    """Reports as a table."""
-    words = "problem", "kernel", "target", "configuration"
-    numbers = "registers", "spill B", "shared B", "16 B loads", "16 B stores", "mma", "blocks/SM"
+def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
+    """Build a row per report; with `wide` also target, spills, shared memory, 16-byte accesses and mma."""
+    words = "problem", "kernel", *(["target"] if wide else []), "configuration"
+    more = ("spill B", "shared B", "16 B loads", "16 B stores", "mma") if wide else ()
+    numbers = "registers", *more, "blocks/SM"
     table = Table(
         *(Column(name, overflow="fold") for name in words),
         *(Column(name, justify="right") for name in numbers),
@@ -345,10 +346,11 @@ def shown(reports: Sequence[CompileReport]) -> Table:
         c = report.compiled
         made: tuple[object, ...] = ("",) * len(numbers)
         if c:
-            wide = f"{c.loads_16}/{c.loads}", f"{c.stores_16}/{c.stores}"
-            made = c.registers, c.spill_bytes, c.shared_bytes, *wide, c.mma, c.blocks_per_sm
-        row = report.problem, report.kernel, report.target, report.config, *made, report.flaw()
-        table.add_row(*(escape(str(word)) for word in row))
+            accesses = f"{c.loads_16}/{c.loads}", f"{c.stores_16}/{c.stores}"
+            rest = (c.spill_bytes, c.shared_bytes, *accesses, c.mma) if wide else ()
+            made = c.registers, *rest, c.blocks_per_sm
+        names = report.problem, report.kernel, *([report.target] if wide else []), report.config
+        table.add_row(*(escape(str(word)) for word in (*names, *made, report.flaw())))
     return table
 
 
@@ -414,7 +416,7 @@ def run(pool: CompilePool, words: Sequence[str]) -> int:
             write(arguments.json, as_json(reports), complete)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    Console(width=170).print(shown(reports))
+    Console(width=170).print(shown(reports, wide=True))
     found = faults(reports, every_problem())
     if recorded:
         accept = f"if it is meant: {parser.prog} --json {arguments.compare}"

@@ -52,6 +52,14 @@ class Roof:
         """Seconds that no kernel beats."""
         return self.seconds(work) / OPTIMISM
 
+    def refuted_by(self, work: Work, seconds: float) -> bool:
+        """Tell whether `work` took less than it can: then the machine was busy when the roof was measured."""
+        return seconds < self.bound(work)
+
+
+NO_ROOF = Roof(math.inf, math.inf)
+"""What is known where the measured one was refuted: every bound is 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -156,7 +164,7 @@ def tune(
         table = read_table(path, slug)
     except FileNotFoundError:
         table = {}
-    began = tools.clock()
+    began, roof = tools.clock(), tools.roof
     for problem in problems:
         problem = replace(problem, space=problem.space_on(tools.target))
         key = TunedKey(problem.bucket, build_of(problem.kernel, problem.host))
@@ -184,13 +192,15 @@ def tune(
         try:
             nearest = replace(problem, space=nearest_first(problem.space))
             look, case = tools.look(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
-            tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, after(ends), on_trial)
+            tuned, trials = search(problem, case, tools.timer(case), look, roof, after(ends), on_trial)
         except torch.OutOfMemoryError as error:
             yield SearchStep(problem, "failed", error=str(error))
             continue
         if tuned is not None:
             table[key] = tuned
             write_table(path, tools.name, table)
+            if roof.refuted_by(problem.work(tuned.config), tuned.us * 1e-6):
+                roof = NO_ROOF
         yield SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
 
 
@@ -222,7 +232,8 @@ def search(
     1. What the compiler found a flaw in is not run, nor what compiled to the same as one that has other
        stages alone; the default always is.
     2. The nearest to the default first, each gets FIRST_SAMPLES runs, except those whose bound (the roof's
-       time for the bytes and flops of their tiles) is above the fastest median so far: they cannot win.
+       time for the bytes and flops of their tiles) is above the fastest median so far: they cannot win. One
+       that beats its own bound refutes the roof: then these get their runs, too.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more, in turns,
        so that a noisy moment hits them all; the median of these counts.
     4. From the fastest on, the first whose results are right is taken; the default counts as faster by GAIN,
@@ -244,28 +255,37 @@ def search(
     median: dict[KernelConfig, float] = {}
     compiled: dict[object, KernelConfig] = {}
     untried = 0
-    bound = {config: roof.bound(problem.work(config)) for config in problem.space}
-    for config in nearest_first(problem.space):
-        fastest = min(median.values(), default=float("inf"))
-        if fate[config] and config != default:
-            continue
-        binary = config._replace(stages=0), looks[config].binary or config
-        if (twin := compiled.setdefault(binary, config)) != config:
-            fate[config] = f"the same binary as {twin}"
-            continue
-        if bound[config] > fastest:
-            fate[config] = f"takes {bound[config] * 1e6:.1f} µs at the roof"
-            continue
-        if config != default and late():
-            fate[config] = "untried: the time was over"
-            untried += 1
-            continue
-        try:
-            first[config] = [measure(config) for _ in range(FIRST_SAMPLES)]
-            median[config] = statistics.median(first[config])
-            on_trial(problem, trial(config, median[config], UNCHECKED, first[config]))
-        except CompileError as error:
-            fate[config] = f"does not run: {error}"
+    pending: Sequence[KernelConfig] = nearest_first(problem.space)
+    assumed: Roof | None = None
+    while roof is not assumed:  # again, where it was refuted
+        assumed, left = roof, []
+        for config in pending:
+            fastest = min(median.values(), default=float("inf"))
+            if fate[config] and config != default:
+                continue
+            binary = config._replace(stages=0), looks[config].binary or config
+            if (twin := compiled.setdefault(binary, config)) != config:
+                fate[config] = f"the same binary as {twin}"
+                continue
+            work = problem.work(config)
+            if roof.bound(work) > fastest:
+                left.append(config)
+                continue
+            if config != default and late():
+                fate[config] = "untried: the time was over"
+                untried += 1
+                continue
+            try:
+                first[config] = [measure(config) for _ in range(FIRST_SAMPLES)]
+                median[config] = statistics.median(first[config])
+                on_trial(problem, trial(config, median[config], UNCHECKED, first[config]))
+            except CompileError as error:
+                fate[config] = f"does not run: {error}"
+                continue
+            if roof.refuted_by(work, median[config]):
+                roof = NO_ROOF
+        pending = left
+    fate |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roof" for c in pending}
     samples: dict[KernelConfig, list[float]] = {config: [] for config in _finalists(median, default)}
     names = list(samples)
     for turn in range(FINAL_SAMPLES):

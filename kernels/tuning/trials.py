@@ -12,7 +12,7 @@ from typing import Any
 
 from kvkit.environment import PACKAGES, version_of
 from kvkit.kernels.tuning.cases import Problem
-from kvkit.kernels.tuning.search import UNCHECKED, Roof, SearchStep, Trial
+from kvkit.kernels.tuning.search import OPTIMISM, UNCHECKED, Roof, SearchStep, Trial
 from kvkit.kernels.tuning.tables import build_of
 
 Line = Mapping[str, Any]
@@ -140,7 +140,9 @@ def explain(found: Sequence[Line]) -> str:
 
 def _explained(name: str, trials: Sequence[Line]) -> str:
     best = next((line for line in trials if line["fate"] == "best"), None)
-    fates = Counter(_kind(line["fate"]) for line in trials if line is not best)
+    share = best["roof_us"] / best["us"] if best else 0.0
+    void = share > OPTIMISM
+    fates = Counter(_kind(line["fate"], void) for line in trials if line is not best)
     others = "; ".join(f"{count} {fate}" for fate, count in fates.most_common())
     if best is None and any(line["fate"] == UNCHECKED for line in trials):
         return f"{name}: the search was ended: {others}."
@@ -155,8 +157,13 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
         reached.append(f"{best['flops'] / seconds / 1e12:.3g} TFLOP/s")
     words.append(
         f"It reaches {' and '.join(reached)}. By its bytes and flops {bound} would limit it; it is at "
-        f"{max(memory, products) / seconds:.0%} of that roof, as it was measured."
+        f"{share:.0%} of that roof, as it was measured."
     )
+    if void:
+        words.append(
+            "No kernel exceeds a roof by so much: the machine was busy when it was measured. "
+            "To measure it anew run kvkit tune --force on an idle machine."
+        )
     rivals = [line for line in trials if line is not best and line["us"]]
     for what, rival in (
         ("the default", next((line for line in rivals if line["default"]), None)),
@@ -187,9 +194,11 @@ def _unlike(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
     )
 
 
-def _kind(fate: str) -> str:
+def _kind(fate: str, void: bool) -> str:
     """A fate without its numbers, so that equal ones can be counted."""
     for kind in ("spills", "wrong", "does not run", "untried", "the same binary as another"):
         if fate.startswith(kind.removesuffix(" another")):
             return kind
-    return "cannot be faster by the roof" if "at the roof" in fate else fate
+    if "at the roof" in fate:
+        return "left out by a roof that does not hold" if void else "cannot be faster by the roof"
+    return fate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +92,21 @@ def doctor(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True, slots=True)
+class BlendResults:
+    """Where what was measured goes."""
+
+    json_path: Figures = Path("blend.json")
+    png_path: Annotated[
+        Path | None, typer.Option("--png", help="where to draw quality against computed rows")
+    ] = None
+    wide: Annotated[
+        bool, typer.Option("--wide", help="also show the interval of every figure, and KL / K deviation's")
+    ] = False
+
+
 @bench.command("blend")
+@grouped_options
 def bench_blend(
     model: Model = None,
     samples: Annotated[int, typer.Option(min=1, help="of each data set")] = 40,
@@ -107,10 +122,8 @@ def bench_blend(
         str,
         typer.Option(help="names or files .jsonl, separated by semicolons; all; default: what the gate asks"),
     ] = "",
-    json_path: Figures = Path("blend.json"),
-    png_path: Annotated[
-        Path | None, typer.Option("--png", help="where to draw quality against computed rows")
-    ] = None,
+    *,
+    results: BlendResults,
 ) -> None:
     """Measure what blending does to a model's answers, by method.
 
@@ -124,10 +137,12 @@ def bench_blend(
     from kvkit.bench.progress import counted, timed
     from kvkit.bench.quality_vllm import opened
     from kvkit.bench.tasks.registry import SETS, TASKS, named
+    from kvkit.observe.terminal import show, tell
 
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
     wanted = {method: method_named(method) for method in chosen}
     sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or named(tasks)
+    json_path, png_path = results.json_path, results.png_path
     check_folders(json_path, png_path)
     console = Console()
     folder = model_folder(model, console)
@@ -139,15 +154,16 @@ def bench_blend(
         entries = list(counted(work, "samples", samples * len(sets), timed(console)))
     summary = quality.summarise(entries)
     for kind, figures in summary.items():
-        console.print(quality.table(kind, figures))
+        show(quality.table(kind, figures, results.wide), console)
     name = Path(folder).name if Path(folder).is_dir() else folder
     settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0, "commit": commit()}
     means = quality.overall(entries)
-    console.print(quality.table("mean", means))
+    show(quality.table("mean", means, results.wide), console)
     write_figures(json_path, command="kvkit bench blend", **settings, sets=summary, overall=means)
+    tell(f"figures: {json_path}", console)
     if png_path is not None:
         quality.draw(summary, png_path)
-    console.print(f"figures: {json_path}", markup=False, highlight=False, soft_wrap=True)
+        tell(f"picture: {png_path}", console)
 
 
 @bench.command("serve")

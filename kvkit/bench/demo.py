@@ -19,6 +19,7 @@ from rich.table import Table
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench.files import BenchError, check_folders, load_model, model_folder, write_figures
 from kvkit.bench.progress import timed
+from kvkit.observe.terminal import show, tell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,11 +63,12 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
     with tempfile.TemporaryDirectory(prefix="kvkit-demo-") as store:
         first = _run_process("first process: computes and stores", folder, store, False, console)
         second = _run_process("second process: every hit is read from disk", folder, store, True, console)
-    console.print(table(second))
+    show(table(second), console)
     turns = {"turns": list(map(asdict, second)), "first_process": list(map(asdict, first))}
     write_figures(json_path, command="kvkit demo", model=model or smollm2.NAME, **turns)
     picture(first, second).savefig(png_path, dpi=110)
-    console.print(f"figures: {json_path}   picture: {png_path}")
+    tell(f"figures: {json_path}", console)
+    tell(f"picture: {png_path}", console)
     if not all(turn.identical for turn in second):
         raise BenchError("the text with kvkit differs from the text without it")
     return second
@@ -76,7 +78,7 @@ def table(turns: list[Turn]) -> Table:
     """The turns as a table."""
     shown = Table(title="second process: time to first token without kvkit (cold) and with it")
     for heading in ("turn", "prompt", "hits", "computed", "cold", "kvkit", "speedup", "identical"):
-        shown.add_column(heading, justify="right", no_wrap=heading == "hits")
+        shown.add_column(heading, justify="right")
     for number, turn in enumerate(turns, 1):
         hits = ", ".join(f"{tier} {n}" for tier, n in turn.hit_tokens.items()) or "none"
         cold = turn.ttft_cold_s or float("nan")

@@ -18,6 +18,7 @@ from kvkit.bench.files import BenchError, measuring, model_folder
 from kvkit.config import Config, load_config
 from kvkit.environment import DISTRIBUTION, describe, gpu_name, prepare_verdicts, printable, version_of
 from kvkit.format.layout import Precision
+from kvkit.observe.terminal import show
 from kvkit.settings import ConfigError
 
 FEATURES = (
@@ -147,7 +148,7 @@ def _show_packages(packages: list[Installed], console: Console, *, table: bool, 
         for found in packages:
             lacking = f"[yellow]missing[/yellow]: {escape(found.install)}"
             shown.add_row(found.package, found.version or lacking, found.purpose)
-        console.print(shown)
+        show(shown, console)
     elif missing:
         for found in absent:
             _say(f"  missing for {found.purpose}: {found.package}: {found.install}", console)

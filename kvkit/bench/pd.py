@@ -24,10 +24,11 @@ from rich.table import Table
 
 from kvkit.bench import memory
 from kvkit.bench.client import Completion, Target, ask, connect, loaded_tokens
-from kvkit.bench.files import BenchError, model_folder, split_options, write_figures
+from kvkit.bench.files import BenchError, check_folders, model_folder, split_options, write_figures
 from kvkit.bench.progress import Say, timed
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.bench.workloads import chat
+from kvkit.observe.terminal import show, tell
 from kvkit.simulate.report import panels
 
 TURNS = 4
@@ -65,12 +66,13 @@ def run(
         vllm: more of vLLM's command line; what is there of memory stands.
 
     Raises:
-        BenchError: an argument is wrong, vLLM is missing, the machine has too little memory for both engines,
-            a server cannot be started, or a request failed.
+        BenchError: an argument is wrong, there is no folder to write to, vLLM is missing, the machine has too
+            little memory for both engines, a server cannot be started, or a request failed.
         ModelError: the model cannot be fetched.
     """
     if flow not in FLOWS:
         raise BenchError(f"flow = {flow!r}: want one of {', '.join(FLOWS)}")
+    check_folders(json_path, png_path)
     options = split_options(vllm)
     if lacking := missing("kvkit"):
         raise BenchError(f"demo --pd: {lacking}")
@@ -105,9 +107,11 @@ def run(
         PdTurn(a.prompt_tokens, of_p, of_d, a.ttft_s, p.ttft_s, a.text == p.text)
         for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
     ]
-    console.print(table(turns))
+    show(table(turns), console)
     write_figures(json_path, flow=flow, turns=[asdict(turn) for turn in turns])
+    tell(f"figures: {json_path}", console)
     draw(turns, png_path)
+    tell(f"picture: {png_path}", console)
     return turns
 
 
@@ -167,7 +171,10 @@ def converse(
 def table(turns: Sequence[PdTurn]) -> Table:
     """The turns as a table."""
     columns = ("turn", "prompt", "P loaded", "D loaded", "TTFT", "plain vLLM", "same text")
-    shown = Table(*columns, caption="what is loaded comes in whole records")
+    numbers = ("turn", "prompt", "TTFT", "plain vLLM")
+    shown = Table(caption="what is loaded comes in whole records")
+    for name in columns:
+        shown.add_column(name, justify="right" if name in numbers else "left")
     for number, turn in enumerate(turns, 1):
         shown.add_row(
             str(number),

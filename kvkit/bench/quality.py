@@ -194,24 +194,31 @@ def measure_gate(
     return result | {"paths": [str(path) for path in paths]}
 
 
-def table(kind: str, summary: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One set's methods as a table, cheapest first."""
+def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = False) -> Table:
+    """Build a table of one set's methods, cheapest first; with `wide` each figure has its interval."""
     count = next(iter(summary.values()))["samples"]
     shown = Table(title=f"{kind}, {count} samples: against full recompute, with 95 % intervals")
     shown.add_column("method")
-    for heading in ("rows", "KL", "top-1", "perplexity", "exact", "F1", "speedup", "KL / K deviation's"):
+    headings = ("rows", "KL", "top-1", "perplexity", "exact", "F1", "speedup")
+    for heading in (*headings, *(["KL / K deviation's"] if wide else [])):
         shown.add_column(heading, justify="right")
+
+    def figure(figures: Mapping[str, Any], name: str, digits: int) -> str:
+        if wide or name not in figures:
+            return _with_interval(figures, name, digits)
+        return f"{figures[name]:.{digits}f}"
+
     for name, figures in sorted(summary.items(), key=lambda item: item[1]["rows"]):
         shown.add_row(
             name,
             f"{figures['rows']:.1%}",
             _with_interval(figures, "kl", 4),
-            _with_interval(figures, "top1", 3),
+            figure(figures, "top1", 3),
             f"{figures['perplexity']:.2f}",
-            _with_interval(figures, "exact", 2),
-            _with_interval(figures, "f1", 2),
+            figure(figures, "exact", 2),
+            figure(figures, "f1", 2),
             f"{figures['speedup']:.1f}×",
-            _with_interval(figures, "kl_of_k_deviation", 2),
+            *([_with_interval(figures, "kl_of_k_deviation", 2)] if wide else []),
         )
     return shown
 
@@ -223,20 +230,37 @@ def _with_interval(figures: Mapping[str, Any], name: str, digits: int) -> str:
     return f"{figures[name]:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
 
+_MARKERS = "D^vPX*"
+
+
+def _family(name: str) -> str:
+    """The method of a name without its share of rows; with further options, all of the name."""
+    return name if "," in name else name.rpartition(" ")[0]
+
+
 def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
-    """Draw quality against computed rows, a panel per set."""
+    """Draw quality against computed rows, a panel per set.
+
+    The legend has the default method, K deviation, and every method that is not kvkit's; kvkit's others are
+    small dots with their names.
+    """
     families = {"default": ("#2e4057", "o"), "k deviation": ("#d1495b", "s")}
+    own = dict.fromkeys(
+        _family(name) for methods in summary.values() for name in methods if name not in (*METHODS, "full")
+    )
+    others = [family for family in own if family not in families]
+    families |= {name: (f"C{1 + n % 9}", _MARKERS[n % len(_MARKERS)]) for n, name in enumerate(others)}
     figure, each = panels(len(summary), 4.2, 3.8)
     for panel, (kind, methods) in zip(each, summary.items(), strict=True):
         for family, (color, marker) in families.items():
-            names = [n for n in methods if n.startswith(f"{family} .") and "," not in n]
+            names = [name for name in methods if _family(name) == family]
             points = sorted((methods[n]["rows"], methods[n]["kl"], *methods[n]["kl_interval"]) for n in names)
             if points:
                 rows, kl, low, high = zip(*points, strict=True)
                 panel.plot(rows, kl, color=color, marker=marker, label=family)
                 panel.vlines(rows, low, high, color=color, alpha=0.5)
         for name, figures in methods.items():
-            if name != "full" and (name.rpartition(" ")[0] not in families):
+            if name != "full" and _family(name) not in families:
                 panel.plot(figures["rows"], figures["kl"], ".", color="#777777")
                 panel.annotate(name, (figures["rows"], figures["kl"]), fontsize=5.5, color="#555555")
         panel.set(title=kind, xlabel="rows computed, of all", yscale="log")

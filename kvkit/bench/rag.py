@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench import memory
@@ -32,6 +32,7 @@ from kvkit.bench.files import (
 from kvkit.bench.progress import Say, timed
 from kvkit.bench.systems import BLEND_CHUNK_TOKENS, STAGING_BYTES, Setup, ended_by_sigterm, missing, started
 from kvkit.bench.workloads import NAMES, CompletionRequest, told
+from kvkit.observe.terminal import show, tell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,7 +110,7 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
             turns = replay(replace(connect("kvkit", url), blends=True), plain, warm, say)
     for number, turn in enumerate(turns):
         console.print(f"[bold]{_question(number)}[/bold] {escape(turn.answer.strip())}", highlight=False)
-    console.print(table(turns))
+    show(table(turns), console)
     write_figures(
         json_path,
         command="kvkit demo --blend",
@@ -117,7 +118,8 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
         turns=[asdict(turn) | {"identical": turn.identical} for turn in turns],
     )
     picture(turns).savefig(png_path, dpi=110)
-    console.print(f"figures: {json_path}   picture: {png_path}")
+    tell(f"figures: {json_path}", console)
+    tell(f"picture: {png_path}", console)
     return turns
 
 
@@ -236,7 +238,8 @@ def table(turns: Sequence[BlendTurn]) -> Table:
     heads = ("exact", "blended", "re-\ncomputed", "computed")
     columns = ("turn", "prompt", *heads, "plain\nTTFT", "TTFT", "speedup", "KL", "right")
     words = "tokens of prompts, times to the first token; right: plain vLLM/vLLM that blends"
-    shown = Table(*columns, caption=words, box=None, padding=(0, 1, 0, 0))  # within 80 columns
+    numbers = (Column(name, justify="right") for name in columns)
+    shown = Table(*numbers, caption=words, box=None, padding=(0, 1, 0, 0))  # within 80 columns
     for number, turn in enumerate(turns, 1):
         shown.add_row(
             *(str(number), str(turn.prompt_tokens)),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvkit.bench.client import Completion
 from kvkit.bench.files import BenchError
@@ -94,8 +94,9 @@ def tables(found: Sequence[Measured]) -> list[Table]:
         mine = [measured for measured in found if measured.workload == workload]
         rows = [summarise(measured) for measured in mine]
         judged = any(row["judged_answers"] for row in rows)
-        columns = ("system", "hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s")
-        shown = Table(*columns, *(["exact"] if judged else []), title=workload)
+        columns = ("hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s")
+        heads = [*columns, *(["exact"] if judged else [])]
+        shown = Table("system", *(Column(head, justify="right") for head in heads), title=workload)
         for measured, row in zip(mine, rows, strict=True):
             failed = f" ({row['errors']} failed)" if row["errors"] else ""
             share = "?" if row["hit_tokens"] is None else f"{row['hit_tokens']:,} of {row['prompt_tokens']:,}"
@@ -109,7 +110,8 @@ def tables(found: Sequence[Measured]) -> list[Table]:
     ratios = overheads(found)
     if ratios:
         base = next(measured.system for measured in found if measured.workload == CONTROL)
-        overhead = Table("system", "median", "quartiles", title=f"TTFT without reuse / {base}'s")
+        numbers = (Column(head, justify="right") for head in ("median", "quartiles"))
+        overhead = Table("system", *numbers, title=f"TTFT without reuse / {base}'s")
         for system, ratio in ratios.items():
             overhead.add_row(system, f"{ratio['median']:.3f}", f"{ratio['p25']:.3f} – {ratio['p75']:.3f}")
         made.append(overhead)

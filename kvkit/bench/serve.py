@@ -32,6 +32,7 @@ from kvkit.bench.systems import (
 )
 from kvkit.bench.workloads import WORKLOADS, CompletionRequest, Workload, arriving, document_qa
 from kvkit.config import Config, load_config
+from kvkit.observe.terminal import show
 from kvkit.simulate.traces import trace_of
 
 TRACE = "trace"
@@ -91,7 +92,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
     results = [found[key] for key in keys if key in found]
     if results:
         for table in tables(results):
-            console.print(table)
+            show(table, console)
         model = targets.model
         write_figures(
             json_path,
@@ -106,9 +107,10 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
             left_out=lost,
             **as_json(results),
         )
+        say(f"figures: {json_path}")
         if png_path is not None:
             draw(results, png_path)
-        say(f"figures: {json_path}")
+            say(f"picture: {png_path}")
     if lost:
         raise BenchError("\n".join(lost.values()))
     for measured in results:

@@ -19,6 +19,9 @@ def inspect(
     config: Annotated[
         Path | None, typer.Option(help="a configuration file, of which STORE is the name of a tier")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one JSON document instead of a table")
+    ] = False,
 ) -> None:
     """List a store: namespaces, chunks, tokens, bytes, damaged records. Reads all of it; changes nothing."""
     from rich.console import Console
@@ -28,7 +31,8 @@ def inspect(
     from kvkit.config import load_config
     from kvkit.environment import printable
     from kvkit.format import urls
-    from kvkit.observe.inspect import list_store, list_tier
+    from kvkit.observe.inspect import described, list_store, list_tier
+    from kvkit.observe.terminal import show, tell_json
 
     console = Console()
 
@@ -45,17 +49,21 @@ def inspect(
             if store not in tiers:
                 sys.exit(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
             listings = list_tier(store, tiers[store])
-        with console.status("reading") as status:
+        with Console(stderr=True).status("reading") as status:
             for listing, complete in listings:
                 status.update(f"{escape(listing.array)}: {listing.chunks} records")
                 if complete:
                     done.append(listing)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(urls.hide(str(error), store))
+    if as_json:
+        tell_json({"store": urls.shown(store), "arrays": [described(listing) for listing in done]}, indent=1)
+        raise typer.Exit(any(listing.damaged for listing in done))
     if not done:
         say(f"{urls.shown(store)}: no records")
         return
-    shown = Table(Column("namespace", overflow="fold"), "group", "model", "chunks", "tokens", "MB", "damaged")
+    numbers = (Column(name, justify="right") for name in ("chunks", "tokens", "MB", "damaged"))
+    shown = Table("namespace", "group", "model", *numbers)
     for listing in done:
         digest, _, group = listing.array.rpartition("/")
         precision = str(listing.namespace.get("layout", "")).partition("-")[2]
@@ -65,7 +73,7 @@ def inspect(
             *(escape(digest), escape(group), escape(printable(model or "no zarr.json")), str(listing.chunks)),
             *(str(listing.tokens), f"{listing.bytes / 1e6:.1f}", str(len(listing.damaged))),
         )
-    console.print(shown)
+    show(shown, console)
     for listing in done:
         for name, reason in listing.damaged:
             say(f"damaged: {name}: {reason}")
@@ -94,7 +102,7 @@ def report(
     from kvkit.format import urls
     from kvkit.observe.inspect import tier_of
     from kvkit.observe.report import cache_section, page, settings_section, store_section
-    from kvkit.observe.top import TopError, fetch, token_for
+    from kvkit.observe.top import TopError, visit
 
     import_from_here()  # eviction policies
     given = None if config is None else load_config(config)
@@ -103,7 +111,7 @@ def report(
     try:
         for source in sources or stored or ["http://127.0.0.1:9477"]:
             if source.startswith(("http://", "https://")):
-                sections.append(cache_section(fetch(source, token_for(source, token_file), 30.0)))
+                sections.append(cache_section(visit(source, token_file, 30.0)))
                 continue
             if given is not None and source not in given.tiers:
                 sys.exit(f"{config}: no tier {source!r}; the tiers are {', '.join(given.tiers) or 'none'}")
@@ -128,17 +136,31 @@ def top(
         typer.Option(help="its token; default: KVKIT_SERVER__TOKEN, else, on this host, your own"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="print one frame and return")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one snapshot, totals since the start, as JSON and return")
+    ] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="all columns; those of a tier one below the other if need be")
+    ] = False,
     interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="seconds between frames")] = 1.0,
 ) -> None:
     """Watch a cache that runs: hit rate, tokens and bytes per second, latencies, states of the tiers."""
+    from functools import partial
+
     from rich.console import Console
 
-    from kvkit.observe.top import TopError, token_for, watch
-    from kvkit.settings import ConfigError
+    from kvkit.observe import top as view
+    from kvkit.observe.terminal import is_endless, tell_json
 
+    console, ask = Console(), partial(view.visit, url, token_file, max(5.0, interval))
     try:
-        watch(url, token_for(url, token_file), Console(), interval_s=interval, once=once)
-    except (TopError, ConfigError) as error:
+        if as_json:
+            tell_json(view.as_json(ask()))
+        elif once:
+            console.print(view.frame(ask(), wide=wide, endless=is_endless(console)), crop=False)
+        else:
+            view.watch(ask, console, interval_s=interval, wide=wide)
+    except view.TopError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         pass

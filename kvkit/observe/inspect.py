@@ -53,6 +53,21 @@ class ArrayListing:
         return (self.chunks - len({_chunk(name) for name, _ in self.damaged})) * self.chunk_tokens
 
 
+def described(listing: ArrayListing) -> dict[str, Any]:
+    """Describe a listing in plain numbers and texts, for JSON."""
+    digest, _, group = listing.array.rpartition("/")
+    return {
+        "namespace": digest,
+        "group": group,
+        "fields": listing.namespace,
+        "chunk_tokens": listing.chunk_tokens,
+        "chunks": listing.chunks,
+        "tokens": listing.tokens,
+        "bytes": listing.bytes,
+        "damaged": [{"record": name, "reason": reason} for name, reason in listing.damaged],
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
     """A record as a store lists it; `written` in seconds since 1970, None where the store does not tell."""

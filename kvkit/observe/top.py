@@ -23,22 +23,36 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvkit.environment import is_loopback, printable
 from kvkit.format.urls import shown
 from kvkit.moving.counts import Direction, Histogram
 from kvkit.observe.access import DEFAULT_PORT, default_token_file, read_token
+from kvkit.observe.terminal import FittedTable
+from kvkit.settings import ConfigError
 from kvkit.workers import Workers
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
 _WENT, _FAILED = ("evicted", "refused", "damaged"), ("errors", "timeouts")
+NARROW = ("tier", "state", "queue", "hit tok", "get B", "get p99", "put B", "put p99", "errors")
+"""The columns of a frame that is not wide."""
+_TIER_TOTALS = (
+    *("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"),
+    *(f"{what}_records" for what in _WENT),
+    *_FAILED,
+)
 _MOST_BYTES = 64 << 20
 TRANSFERS = "kvkit_transfer_seconds"
 
 
 class TopError(RuntimeError):
     """There is nothing to show. The message names the address and what to do."""
+
+
+class _TokenRefused(TopError):
+    """The endpoint answers, and wants another token, or any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +120,30 @@ def token_for(url: str, token_file: Path | None = None) -> str:
     return read_token(default_token_file())
 
 
+def visit(url: str, token_file: Path | None, timeout_s: float) -> Snapshot:
+    """Fetch a snapshot with the token that `token_for` finds.
+
+    Without a token the endpoint is asked all the same: where nothing answers, no token is to blame.
+
+    Raises:
+        TopError: as `fetch`; or the endpoint wants a token, and there is none.
+    """
+    try:
+        token = token_for(url, token_file)
+    except (TopError, ConfigError) as error:
+        try:
+            return fetch(url, "", timeout_s)
+        except _TokenRefused:
+            raise TopError(f"{url}: wants a token: {error}") from error
+    return fetch(url, token, timeout_s)
+
+
 def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
     """Ask the endpoint at `url` (http or https); all of it takes `timeout_s` seconds at most.
-    Raises TopError: nobody answers in time, it refuses the token, or it is no endpoint of kvkit's."""
+
+    Raises:
+        TopError: nothing answers in time, it refuses the token, or it is no endpoint of kvkit's.
+    """
     parts = _parts(url)
     asking = Workers(1, "kvkit-fetch")  # who sends a byte now and then keeps within every other limit
     asked = asking.submit(partial(_ask, parts, url, token, timeout_s))
@@ -145,21 +180,33 @@ def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot
 
 
 def _silent(url: str, reason: str) -> TopError:
-    return TopError(f"{url}: nobody answers: {reason}; is server.enabled set there?")
+    return TopError(
+        f"{url}: nothing answers there: {reason}. Name the URL of a cache that runs, "
+        "or start one with enabled = true in [server] of its configuration"
+    )
 
 
-def frame(now: Snapshot, before: Snapshot | None = None) -> Group:
-    """What to show of `now`: change per second since `before`, or totals without it."""
-    head = Table.grid(padding=(0, 3))
-    head.add_row(escape(now.url), *totals(now, before))
+def frame(
+    now: Snapshot, before: Snapshot | None = None, *, wide: bool = False, endless: bool = False
+) -> Group:
+    """Build what to show of `now`: change per second since `before`, or totals without it.
+
+    Args:
+        wide: all columns, not only those of `NARROW`.
+        endless: as of a `FittedTable`.
+    """
+    words = totals(now, before)
     titles, rows = by_tier(now, before)
-    shown = Table(*titles[:3], box=None, header_style="bold", padding=(0, 1))
-    for title in titles[3:]:
-        shown.add_column(title, justify="right")
+    places = [place for place, title in enumerate(titles) if wide or title.removesuffix("/s") in NARROW]
+    shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for place in places:
+        shown.add_column(titles[place], justify="left" if place < 2 else "right")
     for name, state, *cells in rows:
-        told = escape(printable(state))
-        shown.add_row(escape(printable(name)), f"[{_COLOURS.get(state, 'default')}]{told}[/]", *cells)
-    return Group(head, "", shown)
+        told = f"[{_COLOURS.get(state, 'default')}]{escape(printable(state))}[/]"
+        row = (escape(printable(name)), told, *cells)
+        shown.add_row(*(row[place] for place in places))
+    lines = (now.url, "   ".join(words[:3]), "   ".join(words[3:]), "")
+    return Group(*(Text(line, overflow="fold") for line in lines), FittedTable(shown, endless))
 
 
 def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
@@ -178,7 +225,9 @@ def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
 def by_tier(now: Snapshot, before: Snapshot | None = None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings, and a row for each tier: its name, its state, numbers."""
     per = "/s" if before else ""
-    rates = (f"hit tok{per}", f"load tok{per}", f"get B{per}", "p50", "p99", f"put B{per}", "p50", "p99")
+    gets = f"get B{per}", "get p50", "get p99"
+    puts = f"put B{per}", "put p50", "put p99"
+    rates = (f"hit tok{per}", f"load tok{per}", *gets, *puts)
     rows = []
     for tier in now.tiers:
         name = tier["name"]
@@ -207,21 +256,44 @@ def _grown(now: Snapshot, before: Snapshot | None, name: str, **labels: str) -> 
     return (now.sum(name, **labels) - before.sum(name, **labels)) / (now.at - before.at)
 
 
-def watch(url: str, token: str, console: Console, *, interval_s: float, once: bool) -> None:
-    """Print frames until interrupted, or one.
+def watch(ask: Callable[[], Snapshot], console: Console, *, interval_s: float, wide: bool) -> None:
+    """Print frames of what `ask` returns until interrupted.
     Raises TopError: as `fetch`; also when the endpoint goes away."""
-    ask: Callable[[], Snapshot] = partial(fetch, url, token, max(5.0, interval_s))
     before = ask()
-    if once:
-        console.print(frame(before))
-        return
-    with Live(frame(before), console=console, auto_refresh=False) as live:
+    with Live(frame(before, wide=wide), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
             now = ask()
             restarted = now.sum("kvkit_lookups_total") < before.sum("kvkit_lookups_total")
-            live.update(frame(now, None if restarted else before), refresh=True)
+            live.update(frame(now, None if restarted else before, wide=wide), refresh=True)
             before = now
+
+
+def as_json(now: Snapshot) -> dict[str, Any]:
+    """Describe a snapshot in plain numbers: totals since the cache was opened; times in seconds, or null."""
+    asked, hit = now.sum("kvkit_lookup_tokens_total"), now.sum("kvkit_hit_tokens_total")
+    tiers = []
+    for tier in now.tiers:
+        name = tier["name"]
+        total = partial(now.sum, tier=name)
+        found = {"name": name, "state": str(tier.get("state", "")), "queue_depth": total("kvkit_queue_depth")}
+        found |= {key: total(f"kvkit_{key}_total") for key in _TIER_TOTALS}
+        for direction in get_args(Direction):
+            times = now.histogram(TRANSFERS, name, direction)
+            for share in (50, 99):
+                found[f"{direction}_p{share}_s"] = times.quantile(share / 100) if times else None
+        tiers.append(found)
+    return {
+        "url": now.url,
+        "hit_rate": hit / asked if asked else None,
+        "lookups": now.sum("kvkit_lookups_total"),
+        "lookup_tokens": asked,
+        "hit_tokens": hit,
+        "slots": now.sum("kvkit_slots"),
+        "slots_in_use": now.sum("kvkit_slots_in_use"),
+        "puts_under_way": now.sum("kvkit_puts_under_way"),
+        "tiers": tiers,
+    }
 
 
 def _parts(url: str) -> SplitResult:
@@ -236,11 +308,11 @@ def _parts(url: str) -> SplitResult:
 
 
 def _get(connection: http.client.HTTPConnection, path: str, token: str, url: str) -> str:
-    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
     reply = connection.getresponse()
     body = reply.read(_MOST_BYTES).decode()
-    if reply.status == 401:
-        raise TopError(f"{url}: refuses the token; give the one of that endpoint (--token-file)")
+    if reply.status in (401, 403):
+        raise _TokenRefused(f"{url}: refuses the token; give the one of that endpoint (--token-file)")
     if reply.status != 200:
         raise ValueError(f"{path} says {reply.status} {reply.reason}")
     return body

@@ -45,10 +45,12 @@ def simulate(
     choices: Choices,
     generated: Generated,
     save: Annotated[Path | None, typer.Option(help="where to write the trace")] = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="also show bytes by tier, evictions, medians and waits")
+    ] = False,
 ) -> None:
     """Take a trace of requests through nodes and tiers: hits, bytes, times to the first token, cost."""
-    from rich.console import Console
-
+    from kvkit.observe.terminal import show, tell
     from kvkit.simulate import report
     from kvkit.simulate.config import SimulationConfig, load_simulation
     from kvkit.simulate.traces import trace_of, write_trace
@@ -63,12 +65,12 @@ def simulate(
         requested = trace_of(trace, generated.requests, generated.seed)
         if save:
             write_trace(requested, save)
+            tell(f"trace: {save}")
         policies = [name.strip() for name in choices.compare.split(",") if name.strip()]
         runs = report.compare(requested, setup, policies, swept, snapshots)
-        console = Console()
-        console.print(report.table(runs, setup, swept[0] if swept else None))
+        show(report.table(runs, setup, swept[0] if swept else None, wide))
         for note in report.notes(requested, trace):
-            console.print(note, markup=False, highlight=False)
+            print(note)
         if json_path:
             document = {
                 "trace": trace,
@@ -81,7 +83,9 @@ def simulate(
                 "runs": [report.as_json(run) for run in runs],
             }
             json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            tell(f"figures: {json_path}")
         if png_path and swept:
             report.plot(runs, swept[0], png_path)
+            tell(f"picture: {png_path}")
     except OSError as error:
         sys.exit(str(error))

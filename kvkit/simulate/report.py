@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from kvkit.settings import ConfigError
 from kvkit.simulate.config import SimulationConfig
@@ -158,36 +159,45 @@ def notes(trace: Trace, name: str) -> Iterator[str]:
         yield f"{trace.failed:,} requests of {name} failed, with no answer, and are left out."
 
 
-def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | None) -> Table:
-    """Runs as rows."""
-    rows = [list(_cells(run, config, swept)) for run in runs]
-    shown = Table(*(head for head, _ in rows[0]))
-    for row in rows:
-        shown.add_row(*(text for _, text in row))
+def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | None, wide: bool) -> Table:
+    """Build a row per run: hits, TTFT and cost; with `wide` also bytes, evictions and waits."""
+    chosen = [list(_choices(run, config, swept)) for run in runs]
+    found = [list(_figures(run, config, wide)) for run in runs]
+    numbers = (Column(head, justify="right") for head, _ in found[0])
+    shown = Table(*(head for head, _ in chosen[0]), *numbers)
+    for choices, figures in zip(chosen, found, strict=True):
+        shown.add_row(*(escape(text) for _, text in (*choices, *figures)))
     return shown
 
 
-def _cells(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> Iterator[tuple[str, str]]:
-    """(heading, text) of each column."""
-    report, tiers = run.report, config.tiers
-    yield "eviction", run.policy or ", ".join(dict.fromkeys(t.eviction for t in tiers.values()))
+def _choices(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> Iterator[tuple[str, str]]:
+    """(heading, text) of each column that says what was simulated."""
+    yield "eviction", run.policy or ", ".join(dict.fromkeys(t.eviction for t in config.tiers.values()))
     if swept:
         yield swept, ByteSize(run.capacity_bytes or 0).human_readable()
     if run.snapshot_every is not None:
         yield "snapshots", f"every {run.snapshot_every}" if run.snapshot_every else "prompts' ends"
+
+
+def _figures(run: SimulatedRun, config: SimulationConfig, wide: bool) -> Iterator[tuple[str, str]]:
+    """(heading, text) of each column that says what came of it."""
+    report, tiers = run.report, config.tiers
     yield "hit rate", f"{report.hit_rate:.1%}"
     yield "of what could be had", f"{run.share_of_bound:.1%}" if run.hit_rate_bound else "none could"
     for tier in tiers:
         yield f"from {tier}", f"{report.hit_tokens[tier] / max(1, report.prompt_tokens):.1%}"
-    for tier in tiers:
+    for tier in tiers if wide else ():
         yield f"GB read {tier}", f"{report.read_bytes[tier] / 1e9:.1f}"
         yield f"GB written {tier}", f"{report.written_bytes[tier] / 1e9:.1f}"
-    if config.nodes.decode:
+    if wide and config.nodes.decode:
         yield "GB handed over", f"{report.handoff_bytes / 1e9:.1f}"
-    yield "evicted", f"{report.evicted_chunks.total():,}"
+    if wide:
+        yield "chunks evicted", f"{report.evicted_chunks.total():,}"
     for name, value in summary(report.ttft_s).items():
-        yield "TTFT mean" if name == "mean" else name, f"{value:.3f} s"
-    yield "wait p99", f"{summary(report.wait_s)['p99']:.1f} s"
+        if wide or name != "p50":
+            yield f"TTFT {name}", f"{value:.3f} s"
+    if wide:
+        yield "wait p99", f"{summary(report.wait_s)['p99']:.1f} s"
     if any(tier.price_per_gb_month for tier in tiers.values()):
         yield "cost/month", f"{sum(report.cost_per_month.values()):,.2f}"
 
@@ -224,6 +234,8 @@ def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
     axes.set(
         xscale="log", xlabel=f"capacity of {swept}, GiB", ylabel=f"prompt tokens from {swept} (dashed: all)"
     )
+    axes.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -39,6 +39,7 @@ def prove(
     from kvkit.bench.prove.run import run
     from kvkit.bench.prove.verdict import exit_status
     from kvkit.bench.systems import ended_by_sigterm
+    from kvkit.observe.terminal import show
 
     console = Console()
     everybody = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -65,7 +66,7 @@ def prove(
             "wall_s": round(time.monotonic() - began, 1),
             "cpu_s": round(sum(sum(resource.getrusage(who)[:2]) for who in everybody), 1),
         }
-        console.print(shown(verdicts))
+        show(shown(verdicts), console)
         say(words)
         for one in verdicts:
             if one.outcome in ("differs", "not proven"):
@@ -74,7 +75,8 @@ def prove(
         figures = facts | {"packages": named, "verdicts": [asdict(one) for one in verdicts]}
         write_figures(json_path, **figures)
         html_path.write_text(html(verdicts, facts | named, time.time()), encoding="utf-8")
-        say(f"verdicts: {json_path}   page: {html_path}")
+        say(f"verdicts: {json_path}")
+        say(f"page: {html_path}")
     except (BenchError, ModelError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

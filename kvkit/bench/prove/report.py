@@ -35,7 +35,7 @@ def words_of(dtype: str, unseen: str) -> str:
 
 def shown(verdicts: Sequence[ScenarioVerdict]) -> Table:
     """The verdicts as a table."""
-    made = Table(*_COLUMNS[:-1], Column("why", overflow="fold"))
+    made = Table(*_COLUMNS[:2], *(Column(name, justify="right") for name in _COLUMNS[2:5]), _COLUMNS[5])
     for one in verdicts:
         outcome = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
         told = [""] * 3 if one.outcome == "not run" else _figures(one)

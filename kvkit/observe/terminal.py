@@ -1,0 +1,120 @@
+"""Tables that commands print: no cell is ever cut, on a terminal of any width or through a pipe."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
+
+_ENDLESS = 100_000
+"""Characters of a line that is not wrapped: rich has no lines without an end."""
+
+
+class FittedTable:
+    """Render a table whole: as it is, without lines, with rows and columns swapped, or row by row: what fits.
+
+    Cells of columns justified to the right are numbers and never wrap; headings and other cells wrap between
+    words. With `endless`, lines are as long as the table is wide, whatever the console's width.
+    """
+
+    def __init__(self, table: Table, endless: bool = False) -> None:
+        self.table = table
+        self.endless = endless
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the first form that fits."""
+        columns = [_texts(column, console) for column in self.table.columns]
+        heads, *rows = map(list, zip(*columns, strict=True))
+        width = _ENDLESS if self.endless else options.max_width
+        turned = [Column(), *(Column(justify="right") for _ in rows)]
+        bare = copy.copy(self.table)
+        bare.box, bare.padding = None, (0, 2, 0, 0)
+        for style, shape, lines in (
+            (self.table, self.table.columns, [heads, *rows]),
+            (bare, self.table.columns, [heads, *rows]),
+            (self.table, turned, [list(line) for line in zip(heads, *rows, strict=True)]),
+        ):
+            fitted = _fitted(style, shape, lines, width, console)
+            if fitted is not None:
+                yield fitted
+                return
+        if self.table.title is not None:
+            yield console.render_str(str(self.table.title), style="table.title")
+        for row in rows:
+            for head, cell in zip(heads, row, strict=True):
+                name = " ".join(head.plain.split())
+                yield Text.assemble(f"{name}: ", cell, overflow="fold", no_wrap=False)
+            yield Text()
+
+
+def show(table: Table, console: Console | None = None) -> None:
+    """Print a table: within the terminal's width, and without a terminal as wide as it is.
+
+    COLUMNS in the environment sets a width there, too.
+    """
+    console = console or Console()
+    console.print(FittedTable(table, is_endless(console)), crop=False)
+
+
+def is_endless(console: Console) -> bool:
+    """Tell whether lines need no width: there is no terminal, and COLUMNS is not set."""
+    return not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit()
+
+
+def tell(text: str, console: Console | None = None) -> None:
+    """Print a text as it is: without markup, highlighting or line breaks of its own."""
+    (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_json(document: Any, indent: int | None = None) -> None:
+    """Print a document as JSON, in ASCII; NaN and infinities, which JSON lacks, are null."""
+    plain = json.loads(json.dumps(document), parse_constant=lambda name: None)
+    print(json.dumps(plain, indent=indent))
+
+
+def _texts(column: Column, console: Console) -> list[Text]:
+    """The heading and the cells of a column; numbers are marked: they are not to be wrapped."""
+    texts = [console.render_str(str(cell), highlight=False) for cell in (column.header, *column.cells)]
+    for text in texts[1:]:
+        text.no_wrap = column.justify == "right" or column.no_wrap
+    return texts
+
+
+def _fitted(
+    table: Table,
+    columns: Sequence[Column],
+    lines: Sequence[Sequence[Text]],
+    width: int,
+    console: Console,
+) -> Table | None:
+    """Build a table in the style of `table`, its first line the headings; None if `width` is too small."""
+    ample = console.options.update(width=_ENDLESS)
+    wanted = []
+    made = copy.copy(table)
+    made.columns, made.rows = [], []
+    for column, texts in zip(columns, zip(*lines, strict=True), strict=True):
+        sizes = [Measurement.get(console, ample, text) for text in texts]
+        least = max(
+            size.maximum if text.no_wrap else size.minimum for size, text in zip(sizes, texts, strict=True)
+        )
+        wanted.append(max(size.maximum for size in sizes) - least)
+        made.add_column(texts[0], header_style=column.header_style, justify=column.justify, width=least)
+    room = width - Measurement.get(console, ample, made).maximum
+    if room < 0:
+        return None
+    order = sorted(range(len(wanted)), key=lambda number: wanted[number])
+    for place, number in enumerate(order):  # whoever wants less than an equal share leaves the rest to others
+        share = min(wanted[number], room // (len(order) - place))
+        made.columns[number].width = (made.columns[number].width or 0) + share
+        room -= share
+    for line in lines[1:]:
+        made.add_row(*line)
+    made.width = Measurement.get(console, ample, made).maximum  # or rich squeezes it into the console's width
+    return made
