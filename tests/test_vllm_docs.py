@@ -3,48 +3,62 @@
 from __future__ import annotations
 
 import json
-import urllib.request
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from pages import blocks, on_page
+from pages import blocks, on_page, run_shell
 from servers import free_ports
-from small_models import save_with_tokenizer
 from typed import Typed
 from vllm_process import ENVIRONMENT
+from waiting import wait_for
 
-WORDS = " ".join(f"word{number}" for number in range(400))
-
-
-def complete(url: str, model: str, prompt: str) -> dict[str, int]:
-    """The usage of a short completion."""
-    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        usage: dict[str, int] = json.loads(reply.read())["usage"]
-    return usage
+PAGE = "docs/vllm.md"
+INFO = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @pytest.mark.nightly
-def test_the_quick_start_on_a_cpu(tmp_path: Path) -> None:
-    """With the file and the command of the page: only the model, the disk's folder and the port change.
+def test_the_first_experiment_on_a_cpu(tmp_path: Path) -> None:
+    """As typed, with what the page promises in the log: only the port and the disk's folder change.
 
     (And nothing is compiled, in one process: it starts sooner.)
     """
-    model = str(save_with_tokenizer(tmp_path / "model"))
-    settings = blocks("docs/vllm.md", "toml")[0].text
-    (tmp_path / "kvkit.toml").write_text(settings.replace("file:///var/cache", f"file://{tmp_path}"))
+    settings = blocks(PAGE, "toml")[0].text
+    (tmp_path / "kvkit.toml").write_text(settings.replace("file:///tmp", f"file://{tmp_path}"))
     (port,) = free_ports(1)
-    command = on_page("docs/vllm.md", "VLLM_CPU_KVCACHE_SPACE=")
-    changes = {"--model MODEL": f"--model {model} --port {port} --enforce-eager"}
-    with Typed(tmp_path, command, changes, port, **ENVIRONMENT) as served:
-        for _ in range(2):
-            complete(served.url, model, WORDS)
-        with urllib.request.urlopen(f"{served.url}/metrics", timeout=10) as reply:
-            lines = reply.read().decode().splitlines()
-    stored = [line for line in lines if line.startswith("vllm:kvkit_stored_tokens_total{")]
-    assert any(float(line.split()[-1]) > 0 for line in stored), lines
-    assert list((tmp_path / "kvkit").rglob("c.*"))
+    there = {":8000/": f":{port}/"}
+    serve = on_page(PAGE, "MODEL=$(python")
+    changes = {"--served-model-name": f"--port {port} --enforce-eager --served-model-name"}
+    promised = [block.text.strip() for block in blocks(PAGE, "text") if "prompt tokens hit" in block.text]
+    again = on_page(PAGE, "curl -X POST http://127.0.0.1:8000/reset_prefix_cache")
+    reset, ask = again.splitlines()
+    cached, told = [], []
+
+    def have_told(command: str) -> None:
+        """Type a command that asks, and wait for what the log says of it."""
+        cached.append(_cached(run_shell(command, tmp_path, there).stdout))
+        wait_for(lambda: len(_told(served)) == len(cached))
+        told.append(_told(served)[-1])
+
+    with Typed(tmp_path, serve, changes, port, **INFO) as served:
+        have_told(on_page(PAGE, 'python -c "\nimport json'))
+        have_told(ask)
+        assert json.loads(run_shell(reset, tmp_path, there).stdout) == {"success": True}
+        have_told(ask)
+    with Typed(tmp_path, serve, changes, port, **INFO) as served:
+        have_told(ask)
+    assert cached == [0, 1792, 1792, 1792]
+    assert told == [promised[0], "of 1835 prompt tokens hit none; stored none", *promised[1:]]
+
+
+def _cached(answer: str) -> int:
+    """Read how many tokens of a prompt no computation was needed for."""
+    return int(json.loads(answer[answer.index("{") :])["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def _told(served: Typed) -> list[str]:
+    """List what the log says of each request."""
+    return re.findall(r"of \d+ prompt tokens hit .*", served.log.read_text())
