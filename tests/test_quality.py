@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,30 @@ def test_a_name_says_what_is_selected() -> None:
     ):
         with pytest.raises(BenchError, match=re.escape(repr(wrong))):
             method_named(wrong)
+
+
+def test_a_method_without_a_share_has_that_of_the_default() -> None:
+    assert method_named("prophetkv").selection == Selection("prophetkv", first_n=0)
+    assert method_named("default, first 4").selection == Selection(first_n=4)
+
+
+def test_a_method_of_ones_own_that_is_not_found_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that lies in the current folder is found."""
+    command = ["bench", "blend", "--methods", "mine:METHOD", "--model", str(tmp_path / "none")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    said = CliRunner().invoke(cli.app, command).output
+    assert "methods: 'mine:METHOD'" in said
+    assert "No module named 'mine'" in said
+    assert "naive" not in said
+    (tmp_path / "mine.py").write_text(
+        "from kvkit.blend.methods.registry import METHODS\nMETHOD = METHODS['infoflow']\n"
+    )
+    said = CliRunner().invoke(cli.app, command).output
+    assert "methods" not in said
+    assert "none" in said
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, judge: Judge) -> None:

@@ -46,9 +46,15 @@ class Started:
 
     def handed(self) -> float:
         """Tokens of the records that came to decode by handoff."""
+        return self._counted('loaded_tokens_total{.*tier="handoff".*')
+
+    def stored(self) -> float:
+        """Tokens that decode has put into its memory."""
+        return self._counted('stored_tokens_total{.*tier="memory".*')
+
+    def _counted(self, what: str) -> float:
         text = fetch(self.decode.url, "GET", "/metrics")[1].decode()
-        found = re.findall(r'^vllm:kvkit_loaded_tokens_total{.*tier="handoff".*} (.*)$', text, re.MULTILINE)
-        return sum(map(float, found))
+        return sum(map(float, re.findall(rf"^vllm:kvkit_{what}}} (.*)$", text, re.MULTILINE)))
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +66,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     folder = tmp_path_factory.mktemp("pd")
     model = str(save_with_tokenizer(folder / "model"))
     socket = {"/run/kvkit/": f"{folder}/sockets/"}
-    sizes = {"16GiB": "64MiB", '"4GiB': '"64MiB', "32768": "2000"}
+    p, d, port, asked = free_ports(4)
+    sizes = {
+        "2GiB": "64MiB",
+        '"1GiB': '"64MiB',
+        "8192": "2000",
+        "enabled = true": f"port = {asked}\nenabled = true",
+    }
     (folder / "prefill.toml").write_text(on_page("docs/pd.md", "# prefill.toml"))
     (folder / "decode.toml").write_text(changed(on_page("docs/pd.md", "# decode.toml"), socket | sizes))
-    p, d, port = free_ports(3)
     serve = f"python -m vllm.entrypoints.openai.api_server --model {model} {SMALL}"
     lines = {
         "prefill": (p, on_page("docs/pd.md", "vllm serve MODEL --port 8001"), {"8001": f"{p}"}),
@@ -73,7 +84,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         Typed(folder, line, {"vllm serve MODEL": serve} | change, where, **ENVIRONMENT)
         for where, line, change in lines.values()
     )
-    places = {"8000": str(port), "8001": str(p), "8002": str(d)} | socket
+    places = {"8000": str(port), "8001": str(p), "8002": str(d), "9477": str(asked)} | socket
     router = Typed(folder, on_page("docs/pd.md", "kvkit router --port 8000"), places, port)
     for name, process in (("prefill", prefill), ("decode", decode), ("router", router)):
         process.log = folder / f"{name}.log"
@@ -92,6 +103,18 @@ def test_what_prefill_computed_is_handed_to_decode(started: Started) -> None:
     assert re.search(r'requests_total{decode=".+",prefill=".+",reason="much-new"} 1.0', metrics)
     assert "kvkit_router_failures_total{" not in metrics
     assert " WARNING " not in started.router.log.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_prompt_that_comes_again_is_not_computed_by_prefill(started: Started) -> None:
+    body, stored = started.body(3), started.stored()
+    answers = [ask(started.router.url, COMPLETIONS, body)]
+    wait_for(lambda: started.stored() - stored >= TOKENS // BLOCK * BLOCK)
+    answers.append(ask(started.router.url, COMPLETIONS, body))
+    metrics = fetch(started.router.url, "GET", "/metrics")[1].decode()
+    assert [text_of(answer) for _, answer in answers] == [started.alone(body)] * 2
+    assert re.search(r'requests_total{decode=".+",prefill="",reason="little-new"} 1.0', metrics), metrics
 
 
 @pytest.mark.nightly

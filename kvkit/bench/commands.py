@@ -139,6 +139,7 @@ def bench_blend(
     from kvkit.bench.tasks.registry import SETS, TASKS, named
     from kvkit.observe.terminal import show, tell
 
+    import_from_here()  # methods of one's own
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
     wanted = {method: method_named(method) for method in chosen}
     sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or named(tasks)

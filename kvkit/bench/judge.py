@@ -6,6 +6,7 @@ same documents. Compared are the distributions of the tokens that follow the pro
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -78,10 +79,11 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[str], float]]] = {
 
 
 def method_named(name: str) -> Method:
-    """The one of `METHODS`, or "NAME .15": any blending method with a share of rows, and no tokens besides.
+    """Find one of `METHODS`, or make "NAME .15": any blending method with a share of rows, no tokens besides.
 
-    NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name. Of
-    "NAME .40, covering .8" the latter is `Selection.coverage`, of "NAME .15, first 8" `Selection.first_n`.
+    NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name; without a share
+    it has that of the default. Of "NAME .40, covering .8" the latter is `Selection.coverage`, of "NAME .15,
+    first 8" `Selection.first_n`.
 
     Raises:
         BenchError: it is neither.
@@ -90,19 +92,26 @@ def method_named(name: str) -> Method:
         return METHODS[name]
     said, *options = name.split(", ")
     method, _, ratio = said.rpartition(" ")
+    chosen: dict[str, Any] = {}
+    if re.fullmatch(r"[\d.]+", ratio):
+        chosen["ratio"] = float(ratio)
+    else:
+        method = said
     try:
         selection = Selection() if method == "default" else Selection(method, first_n=0)
-        chosen: dict[str, Any] = {"ratio": float(ratio)}
         for option in options:
             word, _, value = option.partition(" ")
+            if word not in _OPTIONS:
+                raise ValueError(f"{option!r} is no option")
             field, of = _OPTIONS[word]
             chosen[field] = of(value)
         return Method(replace(selection, **chosen))
-    except (LookupError, ValueError) as error:
-        told = f": {error}" if method else ""
+    except ValueError as error:
+        if ":" in method:
+            raise BenchError(f"methods: {name!r}: {error}") from error
         may = " or ".join(f"', {word} N'" for word in _OPTIONS)
         raise BenchError(
-            f"methods: {name!r}, want some of {'; '.join(METHODS)}; or NAME .15, also with {may}{told}"
+            f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, also with {may}"
         ) from error
 
 
