@@ -327,14 +327,20 @@ def test_what_is_no_endpoint_of_ours_is_said() -> None:
     )
 
 
+def test_what_forbids_is_said_to_refuse_the_token() -> None:
+    """As proxies in front of an endpoint do."""
+    with answering(b"", b"", status=403) as url, pytest.raises(TopError, match="refuses the token"):
+        fetch(url, TOKEN, DEADLINE_S)
+
+
 @contextmanager
-def answering(metrics: bytes, tiers: bytes) -> Iterator[str]:
+def answering(metrics: bytes, tiers: bytes, status: int = 200) -> Iterator[str]:
     """The URL of an endpoint that answers so."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = metrics if self.path.endswith("/metrics") else tiers
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
