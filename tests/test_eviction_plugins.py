@@ -67,9 +67,8 @@ def test_commands_that_read_a_configuration_find_it_there(tmp_path: Path) -> Non
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in tier.items())
     (tmp_path / "kvkit.toml").write_text(f"[tiers.disk]\n{lines}\n")
     (tmp_path / "kv").mkdir()
-    command = (
-        "kvkit doctor kvkit.toml; kvkit inspect disk --config kvkit.toml; kvkit report --config kvkit.toml"
-    )
+    command = "kvkit doctor kvkit.toml --verbose; "
+    command += "kvkit inspect disk --config kvkit.toml; kvkit report --config kvkit.toml"
     assert "largest:Largest" in run_shell(command, tmp_path).stdout
 
 

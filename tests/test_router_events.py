@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 import uuid
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,20 @@ class Publisher(ZmqEventPublisher):
             await asyncio.sleep(0.002)
 
 
+async def subscribed(router: Following, publisher: Publisher) -> None:
+    """Tell again and again until the router has the last of it, which comes by its subscription alone.
+
+    It may be current before that is there: by a replay.
+    """
+    async with asyncio.timeout(START_S):
+        while not (router.follower.current and router.follower._next == publisher.count):
+            publisher.tell(COMPLETE, stored(0, 5))
+            await publisher.sent()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await router.until_current(publisher.count)
+
+
 class Lossy:
     """A socket that sends in another way."""
 
@@ -281,10 +295,7 @@ def test_an_engine_whose_events_are_lost_is_asked(replay: bool, tmp_path: Path) 
         with closing(Publisher(tmp_path, buffer_steps=2)) as publisher:
             publisher.tell(COMPLETE, stored(0, 5))
             async with Following(tmp_path, replay, START_S) as router:
-                while not router.follower.current:  # until the subscription is there
-                    publisher.tell(COMPLETE, stored(0, 5))
-                    await publisher.sent()
-                await router.until_current(publisher.count)
+                await subscribed(router, publisher)
                 publisher.loses = True
                 for _ in range(3):
                     publisher.tell(removed(4))
@@ -330,10 +341,7 @@ def test_numbers_that_go_on_after_a_new_start_are_not_believed(replay: bool, tmp
     async def follow() -> None:
         publisher = Publisher(tmp_path)
         async with Following(tmp_path, replay, START_S) as router:
-            while not router.follower.current:  # until the subscription is there
-                publisher.tell(COMPLETE, stored(0, 5))
-                await publisher.sent()
-            await router.until_current(publisher.count)
+            await subscribed(router, publisher)
             known = publisher.count
             publisher.close()
             with closing(Publisher(tmp_path)) as again:
