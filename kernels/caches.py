@@ -36,7 +36,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def use_triton_cache() -> None:
-    """Have Triton keep what it compiles in a temporary folder, where its own cannot be written and is empty.
+    """Let Triton keep what it compiles in a temporary folder, where its own cannot be written and is empty.
 
     Mutates Triton's settings, for this process. A folder with kernels in it that cannot be written is left:
     it may have come with an image, and hold all that is needed.

@@ -117,19 +117,7 @@ STATE_BYTES = 100
 
 def hybrid_layout(chunk_tokens: int = 8) -> KVLayout:
     """A group of tokens, as `small_layout` has it, and two of states, of two layers and of one."""
-    states = (
-        LayerGroup(
-            layers=layers,
-            kv_heads=1,
-            k_size=STATE_BYTES,
-            v_size=0,
-            dtype="uint8",
-            block_tokens=chunk_tokens,
-            page_bytes=STATE_BYTES,
-            state="test",
-        )
-        for layers in ((2, 3), (4,))
-    )
+    states = (LayerGroup.of_states(layers, STATE_BYTES, chunk_tokens, "test") for layers in ((2, 3), (4,)))
     return KVLayout((*small_layout().groups, *states))
 
 

@@ -287,7 +287,9 @@ def test_the_gate_decides_by_both_limits(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gate, "MAX_KL", kl)
     monkeypatch.setattr(gate, "MAX_OF_NAIVE", of_naive)
-    found = quality.measure_gate(judge, encode, [judge.weights], tokens=512, count=1)
+    said: list[str] = []
+    found = quality.measure_gate(judge, encode, [judge.weights], said.append, tokens=512, count=1)
+    assert said[-1] == f"samples: {len(SETS)} of {len(SETS)}"
     assert found["passed"] is passes
     assert found["kl_interval"][0] <= found["kl"] <= found["kl_interval"][1]
     assert all(Path(path).is_relative_to(tmp_path) for path in found["paths"])
@@ -536,7 +538,9 @@ def test_more_samples_are_measured_while_a_few_do_not_say_for_sure(
         return {"full": {"exact": 1.0}, "int8": {"kl": next(given), "top1": 1.0, "exact": 1.0}}
 
     judge: Any = SimpleNamespace(measure=measure)
-    found = measuring.measure_gate(judge, encode, ["weights"], "int8", tokens=128)
+    said: list[str] = []
+    found = measuring.measure_gate(judge, encode, ["weights"], "int8", said.append, tokens=128)
+    assert said[-1].startswith("samples, round ")
     assert (found["samples"], found["sure"], found["passed"]) == (count, sure, True)
     assert json.loads(verdict_path("precision/int8", "weights").read_text())["samples"] == count
 

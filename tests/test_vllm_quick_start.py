@@ -22,6 +22,8 @@ from waiting import wait_for
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 700
+CHUNK = 256
+"""The page's `chunk_tokens`."""
 SMALL = "--dtype float32 --max-model-len 2048 --enforce-eager --kv-cache-memory-bytes 67108864"
 """So that an engine starts sooner, and takes little memory."""
 
@@ -110,7 +112,7 @@ def test_what_prefill_computed_is_handed_to_decode(started: Started) -> None:
 def test_a_prompt_that_comes_again_is_not_computed_by_prefill(started: Started) -> None:
     body, stored = started.body(3), started.stored()
     answers = [ask(started.router.url, COMPLETIONS, body)]
-    wait_for(lambda: started.stored() - stored >= TOKENS // BLOCK * BLOCK)
+    wait_for(lambda: started.stored() - stored == TOKENS // CHUNK * CHUNK)
     answers.append(ask(started.router.url, COMPLETIONS, body))
     metrics = fetch(started.router.url, "GET", "/metrics")[1].decode()
     assert [text_of(answer) for _, answer in answers] == [started.alone(body)] * 2

@@ -224,7 +224,7 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         return loaded
 
     def places(self, tokens: int) -> list[SequencePages]:
-        """Where the first `tokens` tokens lie: the whole room is one block, a slot is a position.
+        """Describe where the first `tokens` tokens lie: the whole room is one block, a slot is a position.
 
         Of states, those that were kept at the ends of chunks.
         """

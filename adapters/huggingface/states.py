@@ -71,18 +71,10 @@ def with_states(layout: KVLayout, layers: Mapping[int, Sequence[StateTensor]], c
     for tensors, which in alike.items():
         size = sum(tensor.nbytes for tensor in tensors)
         told = json.dumps([[t.kind, t.index, t.dtype, t.shape] for t in tensors], separators=(",", ":"))
-        form = LayerGroup(
-            layers=(FIRST_LAYER,),
-            kv_heads=1,
-            k_size=size,
-            v_size=0,
-            dtype="uint8",
-            block_tokens=chunk_tokens,
-            page_bytes=size,
-            state=f"transformers:{told}",
-        )
         groups += [
-            replace(form, layers=tuple(FIRST_LAYER + layer for layer in part))
+            LayerGroup.of_states(
+                [FIRST_LAYER + layer for layer in part], size, chunk_tokens, f"transformers:{told}"
+            )
             for part in divide(which, size, most)
         ]
     return replace(layout, groups=tuple(groups))
@@ -126,7 +118,7 @@ class Snapshots:
                 part.copy_(value.contiguous().view(-1).view(torch.uint8))
 
     def restore(self, chunks: int) -> None:
-        """Have the layers hold the states after so many chunks. Mutates the layers."""
+        """Restore the states after so many chunks to the layers. Mutates the layers."""
         for layer, held in self._pages(self._slots[chunks]):
             into = self._layers[layer]
             for tensor, part in self._parts(layer, held):
@@ -142,7 +134,7 @@ class Snapshots:
                     into.dtype, into.device = dtype, self._device
 
     def make_room(self, chunks: int) -> None:
-        """Have a page for the states after so many chunks, which a load fills. Mutates the snapshots."""
+        """Make a page for the states after so many chunks, which a load fills. Mutates the snapshots."""
         if self._groups and chunks:
             self._slot(chunks)
 

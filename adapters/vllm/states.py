@@ -62,16 +62,7 @@ def form_of(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGr
     parts = zip(spec.dtypes, spec.shapes, strict=True)
     kinds = ",".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in parts)
     size = tensor[0].numel() * tensor.element_size()
-    return LayerGroup(
-        layers=(0,),
-        kv_heads=1,
-        k_size=size,
-        v_size=0,
-        dtype="uint8",
-        block_tokens=chunk_tokens,
-        page_bytes=size,
-        state=f"{spec.mamba_type.name}:{kinds}",
-    )
+    return LayerGroup.of_states((0,), size, chunk_tokens, f"{spec.mamba_type.name}:{kinds}")
 
 
 def spread(

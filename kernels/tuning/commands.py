@@ -280,10 +280,11 @@ def _show_tuned(name: str, wide: bool) -> None:
 
 
 def _compile_all(choice: TuneChoice, target: str, json_path: Path | None, wide: bool) -> None:
-    from rich.progress import track
+    from rich.console import Console
 
     from kvkit.kernels.tuning import gate as compiled
     from kvkit.kernels.tuning.gpus import GPUS
+    from kvkit.observe.progress import counted, timed
     from kvkit.observe.terminal import show, tell
 
     if target not in GPUS:
@@ -293,7 +294,8 @@ def _compile_all(choice: TuneChoice, target: str, json_path: Path | None, wide: 
     factory = choice.factory(host=False)
     jobs = [(p.name, c, target) for p in choice.chosen(factory, False) for c in p.space_on(target)]
     with compiled.compile_pool(min(8, os.cpu_count() or 1)) as pool:
-        reports = list(track(compiled.survey(pool, factory, jobs), "compiling", len(jobs)))
+        work = compiled.survey(pool, factory, jobs)
+        reports = list(counted(work, "configurations compiled", len(jobs), timed(Console())))
     show(compiled.shown(reports, wide))
     flawed = {(report.problem, report.config) for report in reports if report.flaw()}
     print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
@@ -304,12 +306,12 @@ def _compile_all(choice: TuneChoice, target: str, json_path: Path | None, wide: 
 
 def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
     from rich.console import Console
-    from rich.progress import track
 
     from kvkit.kernels.tuning import search, trials
     from kvkit.kernels.tuning.devices import tools_here
     from kvkit.kernels.tuning.source import SourceError
     from kvkit.kernels.tuning.tables import TableError, tuned_folder
+    from kvkit.observe.progress import spaced, timed
 
     host = choice.host
     factory = choice.factory(host)
@@ -317,6 +319,12 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
     if host and limits.budget_s is None:
         limits = replace(limits, budget_s=HOST_BUDGET_S)
     console, count = Console(), Counter[str]()
+    seldom = spaced(timed(console))
+
+    def on_trial(problem: Problem, trial: search.Trial) -> None:
+        trials.append(path, [trials.line(problem, trial, *about)])
+        seldom(f"{problem.name}: measured {trial.config}")
+
     try:
         with tools_here(host, factory) as tools:
             path, about = _trials_path(tools.name), (tools.name, tools.roof)
@@ -325,9 +333,9 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
                 tuned_folder(),
                 tools,
                 **asdict(limits),
-                on_trial=lambda problem, trial: trials.append(path, [trials.line(problem, trial, *about)]),
+                on_trial=on_trial,
             )
-            for step in track(steps, "tuning", len(problems), console=console):
+            for step in steps:
                 trials.append(path, trials.lines(step, *about))
                 count[step.state] += 1
                 console.print(str(step), markup=False, highlight=False, soft_wrap=True)

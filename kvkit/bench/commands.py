@@ -134,9 +134,9 @@ def bench_blend(
     from kvkit.bench import quality
     from kvkit.bench.files import check_folders, commit, measuring, model_folder, write_figures
     from kvkit.bench.judge import METHODS, Judge, load_auxiliary, method_named
-    from kvkit.bench.progress import counted, timed
     from kvkit.bench.quality_vllm import opened
     from kvkit.bench.tasks.registry import SETS, TASKS, named
+    from kvkit.observe.progress import counted, timed
     from kvkit.observe.terminal import show, tell
 
     import_from_here()  # methods of one's own

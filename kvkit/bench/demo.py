@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.bench.files import BenchError, check_folders, load_model, model_folder, write_figures
-from kvkit.bench.progress import timed
+from kvkit.observe.progress import timed
 from kvkit.observe.terminal import show, tell
 
 if TYPE_CHECKING:

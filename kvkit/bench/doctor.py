@@ -18,6 +18,7 @@ from kvkit.bench.files import BenchError, measuring, model_folder
 from kvkit.config import Config, load_config
 from kvkit.environment import DISTRIBUTION, describe, gpu_name, prepare_verdicts, printable, version_of
 from kvkit.format.layout import Precision
+from kvkit.observe.progress import timed
 from kvkit.observe.terminal import show
 from kvkit.settings import ConfigError
 
@@ -196,8 +197,8 @@ def check_blending(model: str, console: Console) -> None:
     methods = {name: METHODS[name] for name in GATE_METHODS}
     with measuring(model), opened(folder, console, methods) as (judge, encode, _):
         served = served_names(folder, judge.config)
-        with console.status("measuring, a minute or two"):
-            gate = measure_gate(judge, encode, list(dict.fromkeys([judge.weights, *served])))
+        names = list(dict.fromkeys([judge.weights, *served]))
+        gate = measure_gate(judge, encode, names, timed(console))
     low, high = gate["kl_interval"]
     for line in (
         f"{model}: blending 15 % changes the distribution of the next token by {gate['kl']:.4f} nats "
@@ -227,8 +228,8 @@ def check_precision(form: str, model: str, console: Console) -> None:
     folder = model_folder(model, console)
     judge, encode = gate.load(folder, console)
     served = served_names(folder, judge.model.config)
-    with measuring(model), console.status("measuring, a minute or two"):
-        found = gate.measure_gate(judge, encode, [judge.weights, *served], precision)
+    with measuring(model):
+        found = gate.measure_gate(judge, encode, [judge.weights, *served], precision, timed(console))
     for line in (
         f"{model}, {found['samples']} samples, 95 % intervals: KV in {precision} changes the distribution of "
         f"the next token by {found['kl']:.5f} nats "

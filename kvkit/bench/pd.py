@@ -25,9 +25,9 @@ from rich.table import Table
 from kvkit.bench import memory
 from kvkit.bench.client import Completion, Target, ask, connect, loaded_tokens
 from kvkit.bench.files import BenchError, check_folders, model_folder, split_options, write_figures
-from kvkit.bench.progress import Say, timed
 from kvkit.bench.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.bench.workloads import chat
+from kvkit.observe.progress import Say, timed
 from kvkit.observe.terminal import show, tell
 from kvkit.simulate.report import panels
 

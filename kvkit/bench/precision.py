@@ -18,6 +18,7 @@ from kvkit.bench.tasks.sample import Encode, Sample
 from kvkit.format.layout import LayoutError, Precision
 from kvkit.kernels.pages import reference
 from kvkit.moving import precision as gate
+from kvkit.observe.progress import Say, counted
 
 GATE_SAMPLES, ROUNDS = 4, 4
 """Samples of each set, and how often as many are measured, until they say for sure."""
@@ -71,7 +72,12 @@ def load(model: str | None, console: Console) -> tuple[PrecisionJudge, Encode]:
 
 
 def measure_gate(
-    judge: PrecisionJudge, encode: Encode, names: Sequence[str], precision: Precision, tokens: int = 768
+    judge: PrecisionJudge,
+    encode: Encode,
+    names: Sequence[str],
+    precision: Precision,
+    say: Say,
+    tokens: int = 768,
 ) -> dict[str, Any]:
     """Measure a precision on `GATE_SAMPLES` samples of every set, and keep what `gate.decide` says of it.
 
@@ -79,6 +85,7 @@ def measure_gate(
 
     Args:
         names: of the weights; the verdict is kept under each.
+        say: is told every few seconds how many samples of a round are measured.
 
     Returns:
         What `gate.decide` gives, with kl_interval, top1_interval, samples, sure, paths; exact, the share of
@@ -91,7 +98,9 @@ def measure_gate(
         return np.array([measured[what][figure] for measured in found if figure in measured[what]])
 
     for first in range(ROUNDS):
-        found += [judge.measure(sample, [precision]) for some in drawn for sample in some[first::ROUNDS]]
+        some = [sample for one_set in drawn for sample in one_set[first::ROUNDS]]
+        work = (judge.measure(sample, [precision]) for sample in some)
+        found += counted(work, f"samples, round {first + 1} of at most {ROUNDS}", len(some), say)
         kl, top1 = of(precision, "kl"), of(precision, "top1")
         intervals = bootstrap(kl), bootstrap(top1)
         if sure := gate.is_sure(*intervals):

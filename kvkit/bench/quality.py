@@ -20,6 +20,7 @@ from kvkit.bench.tasks.registry import SETS, samples
 from kvkit.bench.tasks.sample import Encode, Sample
 from kvkit.blend import gate
 from kvkit.blend.plan import Selection
+from kvkit.observe.progress import Say, counted
 from kvkit.simulate.report import panels
 
 FIGURES = ("kl", "top1", "exact", "f1")
@@ -169,6 +170,7 @@ def measure_gate(
     judge: Measuring,
     encode: Encode,
     names: Sequence[str],
+    say: Say,
     tokens: int = 768,
     count: int | None = None,
 ) -> dict[str, Any]:
@@ -176,6 +178,7 @@ def measure_gate(
 
     Args:
         names: of the weights; the verdict is kept under each.
+        say: is told every few seconds how many samples are measured.
         count: samples of each set; None: `GATE_SAMPLES`.
 
     Returns:
@@ -183,7 +186,9 @@ def measure_gate(
     """
     chosen = {name: METHODS[name] for name in GATE_METHODS}
     each = count or GATE_SAMPLES
-    found = [judge.measure(sample, chosen) for kind in SETS for sample in samples(kind, encode, each, tokens)]
+    drawn = [sample for kind in SETS for sample in samples(kind, encode, each, tokens)]
+    work = (judge.measure(sample, chosen) for sample in drawn)
+    found = list(counted(work, "samples", len(drawn), say))
     naive, ours = (np.array([measured[name]["kl"] for measured in found]) for name in GATE_METHODS)
     result = gate.decide(float(ours.mean()), float(naive.mean())) | {
         "kl_interval": list(bootstrap(ours)),

@@ -29,9 +29,9 @@ from kvkit.bench.files import (
     split_options,
     write_figures,
 )
-from kvkit.bench.progress import Say, timed
 from kvkit.bench.systems import BLEND_CHUNK_TOKENS, STAGING_BYTES, Setup, ended_by_sigterm, missing, started
 from kvkit.bench.workloads import NAMES, CompletionRequest, told
+from kvkit.observe.progress import Say, timed
 from kvkit.observe.terminal import show, tell
 
 if TYPE_CHECKING:

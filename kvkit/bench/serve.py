@@ -16,7 +16,6 @@ from kvkit.bench import memory
 from kvkit.bench.client import Target, connect, counted_hits, drive
 from kvkit.bench.files import BenchError, check_folders, model_folder, split_options, write_figures
 from kvkit.bench.options import Targets, Traffic
-from kvkit.bench.progress import Say
 from kvkit.bench.replay import replayed
 from kvkit.bench.report import Measured, as_json, draw, tables
 from kvkit.bench.systems import (
@@ -32,6 +31,7 @@ from kvkit.bench.systems import (
 )
 from kvkit.bench.workloads import WORKLOADS, CompletionRequest, Workload, arriving, document_qa
 from kvkit.config import Config, load_config
+from kvkit.observe.progress import Say
 from kvkit.observe.terminal import show
 from kvkit.simulate.traces import trace_of
 

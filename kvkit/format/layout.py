@@ -83,6 +83,24 @@ class LayerGroup:
     precision: Precision | None = None
     state: str | None = None
 
+    @classmethod
+    def of_states(cls, layers: Sequence[int], size: int, chunk_tokens: int, state: str) -> LayerGroup:
+        """Describe layers that keep a state of `size` bytes each, and no K and V, by chunks of these tokens.
+
+        Raises:
+            LayoutError: as the class.
+        """
+        return cls(
+            layers=tuple(layers),
+            kv_heads=1,
+            k_size=size,
+            v_size=0,
+            dtype="uint8",
+            block_tokens=chunk_tokens,
+            page_bytes=size,
+            state=state,
+        )
+
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise LayoutError(f"layers={self.layers!r}: want ascending, distinct indices >= 0")

@@ -32,6 +32,7 @@ def inspect(
     from kvkit.environment import printable
     from kvkit.format import urls
     from kvkit.observe.inspect import described, list_store, list_tier
+    from kvkit.observe.progress import spaced, timed
     from kvkit.observe.terminal import show, tell_json
 
     console = Console()
@@ -39,21 +40,20 @@ def inspect(
     def say(text: str) -> None:
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    done = []
+    done, hint = [], spaced(timed(Console(stderr=True)))
     try:
         if config is None:
-            listings = list_store(store)
+            listings = list_store(store, hint)
         else:
             import_from_here()  # eviction policies
             tiers = load_config(config).tiers
             if store not in tiers:
                 sys.exit(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
-            listings = list_tier(store, tiers[store])
-        with Console(stderr=True).status("reading") as status:
-            for listing, complete in listings:
-                status.update(f"{escape(listing.array)}: {listing.chunks} records")
-                if complete:
-                    done.append(listing)
+            listings = list_tier(store, tiers[store], hint)
+        for listing, complete in listings:
+            hint(f"reading {listing.array}: {listing.chunks} chunks")
+            if complete:
+                done.append(listing)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(urls.hide(str(error), store))
     if as_json:

@@ -18,6 +18,7 @@ from kvkit.format.arrays import MAX_METADATA_BYTES, MetadataError
 from kvkit.format.names import METADATA, array_name, exact_name, record_name
 from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
 from kvkit.format.urls import shown
+from kvkit.observe.progress import Say
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges, TierError
 from kvkit.tiers.folder import Folder
@@ -92,9 +93,9 @@ class _Stored:
     folder: str | None = None  # where each is a file, by its name
 
 
-def list_store(url: str) -> Iterator[tuple[ArrayListing, bool]]:
+def list_store(url: str, say: Say = lambda text: None) -> Iterator[tuple[ArrayListing, bool]]:
     """As `list_tier`, of the store at `url`: whatever a tier's `url` may be."""
-    return list_tier(shown(url), tier_of(url))
+    return list_tier(shown(url), tier_of(url), say)
 
 
 def tier_of(url: str) -> TierConfig:
@@ -116,10 +117,15 @@ def list_records(name: str, config: TierConfig) -> Iterator[StoredRecord]:
                 yield StoredRecord(object_name, size, written)
 
 
-def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, bool]]:
+def list_tier(
+    name: str, config: TierConfig, say: Say = lambda text: None
+) -> Iterator[tuple[ArrayListing, bool]]:
     """Read and verify every record of a tier, on all of its paths; changes nothing.
 
     Yields (listing so far, whether its array is done) after every record, so that progress can be shown.
+
+    Args:
+        say: is told of every record that is found, before the first is read.
 
     Raises:
         FileNotFoundError: its folder does not exist.
@@ -131,6 +137,7 @@ def list_tier(name: str, config: TierConfig) -> Iterator[tuple[ArrayListing, boo
         for store in stores:
             for object_name, size in store.scan():
                 found.setdefault(object_name.rpartition("/")[0], []).append((object_name, size, store))
+                say(f"listing {object_name}")
         for array, records in sorted(found.items()):
             records.sort(key=lambda entry: entry[0])
             listing = ArrayListing(array, _namespace(records[0][2], f"{array}/{METADATA}"))

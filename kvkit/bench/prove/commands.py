@@ -33,12 +33,12 @@ def prove(
 
     from kvkit.adapters.huggingface.smollm2 import ModelError
     from kvkit.bench.files import BenchError, check_folders, write_figures
-    from kvkit.bench.progress import timed
     from kvkit.bench.prove.preparation import command_of, prepared
     from kvkit.bench.prove.report import html, shown, versions, words_of
     from kvkit.bench.prove.run import run
     from kvkit.bench.prove.verdict import exit_status
     from kvkit.bench.systems import ended_by_sigterm
+    from kvkit.observe.progress import timed
     from kvkit.observe.terminal import show
 
     console = Console()

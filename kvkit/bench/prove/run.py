@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kvkit.adapters.vllm.probe import prompt_name
 from kvkit.bench.files import BenchError
-from kvkit.bench.progress import Say, counted
 from kvkit.bench.prove.engines import ADAPTER, EngineLaunch, ProvedEngine, SentPrompt, opening
 from kvkit.bench.prove.models import ChangedWeights
 from kvkit.bench.prove.pages import compare_files
@@ -27,6 +26,7 @@ from kvkit.bench.prove.verdict import (
     compare,
     judge,
 )
+from kvkit.observe.progress import Say, counted
 
 MOST_CROWD = 200_000
 """Tokens of other prompts, at most: an engine with more blocks is not filled."""

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from kvkit.environment import printable
+
 T = TypeVar("T")
 Say = Callable[[str], None]
 
@@ -20,17 +22,28 @@ def timed(console: Console) -> Say:
     began = time.monotonic()
 
     def say(text: str) -> None:
-        line = f"{time.monotonic() - began:4.0f} s  {text}"
+        line = f"{time.monotonic() - began:4.0f} s  {printable(text)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     return say
 
 
+def spaced(say: Say, every_s: float = EVERY_S) -> Say:
+    """Make a function that passes one line on to `say` in `every_s` seconds, none in the first of these."""
+    told = time.monotonic()
+
+    def say_seldom(text: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= every_s:
+            told = time.monotonic()
+            say(text)
+
+    return say_seldom
+
+
 def counted(work: Iterable[T], what: str, total: int, say: Say, every_s: float = EVERY_S) -> Iterator[T]:
     """Pass on the results of `work`, and tell every `every_s` seconds how many of `total` there are."""
-    told = time.monotonic()
+    seldom = spaced(say, every_s)
     for number, one in enumerate(work, 1):
-        if time.monotonic() - told >= every_s or number == total:
-            told = time.monotonic()
-            say(f"{what}: {number} of {total}")
+        (say if number == total else seldom)(f"{what}: {number} of {total}")
         yield one
