@@ -18,11 +18,11 @@ JAX := 0.11.2
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
 # engines of many kinds: CI runs these with the next vLLM alone, and `make nightly` with both
-ENGINES := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_models blend_transformers blend_ways \
-	blends drafts hybrids loras models pooling rows zoo))
+ENGINES := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_models blend_transformers \
+	blend_ways blends drafts hybrids loras models overlapping pooling rows zoo))
 # what every engine needs: CI runs these with both
-CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_machine blend_scheduling compat engine events handoff \
-	identity many matching media overlapping pages pd requests resets row_attention scheduler states weights worker written))
+CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_scheduling compat engine events handoff \
+	identity many matching media pages pd requests resets row_attention scheduler states weights worker written))
 # those whose tests ask for nothing that vLLM refuses where steps overlap
 OVERLAPPING := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
 	overlapping pd resets weights))

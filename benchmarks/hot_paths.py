@@ -36,10 +36,15 @@ REPEATS = 15
 Call = Callable[[], object]
 
 
-def hot_paths(folder: Path) -> dict[str, Call]:
-    """The paths by name, warmed up; no threads but those of the tiers."""
+def hot_paths(folder: Path, on_disk: int = 4) -> dict[str, Call]:
+    """The paths by name, warmed up; no threads but those of the tiers.
+
+    Args:
+        on_disk: chunks of a hit from disk. One alone comes in as many calls on every machine: of several, as
+            many are unpacked at once as are read by then.
+    """
     torch.set_num_threads(1)
-    memory, disk, stored = Case(THIN, 32, None), Case(SMOLLM2, 4, folder), Case(THIN, 32, None)
+    memory, disk, stored = Case(THIN, 32, None), Case(SMOLLM2, on_disk, folder), Case(THIN, 32, None)
     job, record = Job(SMOLLM2, 4), sealed(FORM)
     fresh = itertools.count(1)
 
@@ -136,7 +141,7 @@ def counts(folder: Path) -> dict[str, dict[str, int]]:
     """Of each path: calls of functions, KiB held at most, what it moved; the least of `REPEATS`."""
     calls = Calls()
     found = {}
-    for name, call in hot_paths(folder).items():
+    for name, call in hot_paths(folder, on_disk=1).items():
         measured = [
             {"calls": calls.of(call), "allocated_kib": _allocated(call)} | _moved(call)
             for _ in range(REPEATS)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pages
 import pytest
-from pages import blocks, environment, on_page, run_page, run_shell
+from pages import blocks, changed, environment, on_page, run_page, run_shell
 from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
+from small_models import save_with_tokenizer
 
 from benchmarks.fleet import fleet
 from benchmarks.tables import ROOT
@@ -147,6 +148,7 @@ def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.Monk
     run_page("docs/precision.md")
 
 
+@pytest.mark.nightly
 def test_the_example_of_blending_runs_and_prints_what_it_says() -> None:
     done = run_page("docs/blend.md")
     text = (ROOT / "docs/blend.md").read_text()
@@ -380,9 +382,13 @@ def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "sqlite_tier")
 
 
-def test_the_readme_example_reuses_what_it_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [pytest.param("whole", marks=pytest.mark.nightly), "small"])
+def test_the_readme_example_reuses_what_it_stored(size: str, tmp_path: Path) -> None:
     code = on_page("README.md", "import torch")
     assert len(code.splitlines()) <= 20
+    if size == "small":  # another model alone
+        model = save_with_tokenizer(tmp_path / "model")
+        code = changed(code, {"smollm2.fetch()": repr(str(model))})
     here = environment(tmp_path)  # a home of its own for the store; the model is where it was
     runs = [
         subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)

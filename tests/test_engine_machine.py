@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from budgets import examples
 from caches import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
 from engine import Engine
 from hypothesis import settings
@@ -301,4 +302,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)

@@ -61,6 +61,7 @@ def test_the_command_of_the_page_finds_it_in_the_current_folder(tmp_path: Path) 
     assert largest["evicted_chunks"] != lru["evicted_chunks"]
 
 
+@pytest.mark.nightly
 def test_commands_that_read_a_configuration_find_it_there(tmp_path: Path) -> None:
     (tmp_path / "largest.py").write_text(on_page("docs/simulate.md", "from kvkit.tiers.eviction.policies"))
     tier = {"url": str(tmp_path / "kv"), "capacity": "1MiB", "eviction": "largest:Largest"}

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+from budgets import examples
 from engine import Engine, small_layout, small_namespace
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -201,4 +202,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCacheMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

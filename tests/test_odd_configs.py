@@ -21,10 +21,23 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_hidden_layers", "four"), ("layer_types", ["full_attention"]), ("vocab_size", None)],
+    ("command", "field", "value"),
+    [
+        pytest.param(
+            command,
+            field,
+            value,
+            # the demo begins with a process of its own, which takes long
+            marks=[pytest.mark.nightly] if command.startswith("demo") and field != "vocab_size" else [],
+        )
+        for command in COMMANDS
+        for field, value in (
+            ("num_hidden_layers", "four"),
+            ("layer_types", ["full_attention"]),
+            ("vocab_size", None),
+        )
+    ],
 )
-@pytest.mark.parametrize("command", COMMANDS)
 def test_a_config_that_is_refused_ends_in_a_sentence(
     command: str, field: str, value: object, tmp_path: Path
 ) -> None:

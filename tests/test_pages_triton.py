@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from budgets import examples
 from hypothesis import given, settings
 from numpy.typing import NDArray
 from test_pages_numba import (
@@ -50,13 +51,13 @@ def by_triton(
     device.move(wanted, records)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(job=jobs())
 def test_any_layout(job: Job) -> None:
     check(job, by_triton)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(conversion=conversions())
 def test_any_conversion(conversion: Conversion) -> None:
     check_conversion(conversion, by_triton)

@@ -55,6 +55,7 @@ def pages(pdf: Path) -> int:
     return len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
 
 
+@pytest.mark.nightly
 def test_the_paper_says_what_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal results make equal bytes; another figure, shown in the text alone, makes other ones."""
 

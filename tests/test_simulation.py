@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budgets import NIGHTLY
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("zmq")
@@ -39,7 +40,7 @@ from kvkit.workers import Workers
 TESTS = Path(__file__).parent
 PARTS = 2
 """Tests that they are divided into."""
-SHARE = 1 if os.environ.get("KVKIT_NIGHTLY") else 10
+SHARE = 1 if NIGHTLY else 15
 """CI has time for every so many seeds of the budget; `make nightly` for all."""
 MENDED = {
     "cache": (30008811, 30009867, 41002994),

@@ -60,6 +60,7 @@ def test_a_word_is_about_a_token() -> None:
         assert 0.95 < len(encode(text)["input_ids"]) / len(text.split()) < 1.2, "with labels and line ends"
 
 
+@pytest.mark.nightly
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     absent, figures = str(tmp_path / "absent"), str(tmp_path / "serve.json")
     result = CliRunner().invoke(

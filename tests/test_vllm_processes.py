@@ -78,6 +78,7 @@ def loaded(server: Served) -> dict[str, float]:
     return {tier: float(value) for tier, value in found}
 
 
+@pytest.mark.nightly
 def test_a_server_hits_and_survives_its_tiers(
     servers: tuple[S3Server, RedisServer],
     store: tuple[Path, Settings],

@@ -268,8 +268,10 @@ def session_at(router: Routed, name: str) -> Settings:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("path", "body", "name", "end"),
-    [(COMPLETIONS, completion, "one", Served.stop), (CHAT, chat, "two", Served.kill)],
-    ids=["stopped", "killed"],
+    [
+        pytest.param(COMPLETIONS, completion, "one", Served.stop, marks=pytest.mark.nightly, id="stopped"),
+        pytest.param(CHAT, chat, "two", Served.kill, id="killed"),
+    ],
 )
 def test_another_decode_engine_goes_on_in_the_middle_of_a_stream(
     engines: Engines,
