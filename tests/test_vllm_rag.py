@@ -34,10 +34,12 @@ def test_documents_are_blended_whatever_their_order(tmp_path: Path, monkeypatch:
     *documents, one, other = rag.texts(tokenizer)
     warm = rag.turn_request(tokenizer, [one, other], [], 0)
     with Completions() as toy:
-        plain = rag.converse(connect("toy", toy.url("counting")), tokenizer, documents, warm, lambda _: None)[:1]
+        said: list[str] = []
+        target = connect("toy", toy.url("counting"))
+        plain = rag.converse(target, tokenizer, documents, warm, said.append)[:1]
     with started("kvkit-blend", Setup(str(model), 1, None, (*OPTIONS, *SIZES), tmp_path)) as url:
         server = replace(connect("kvkit", url), blends=True)
-        (turn,) = rag.replay(server, plain, warm)
+        (turn,) = rag.replay(server, plain, warm, said.append)
         before = blend_tokens(server)
         lost: dict[str, str] = {}
         traffic, asked_for = Traffic(requests=8, words=600), {"rag": WORKLOADS["rag"]}
