@@ -102,7 +102,7 @@ def folder(records: int, stack: ExitStack, capacity: int | None = None) -> Index
         head(record, number)
         tier.write(name(number), record)
 
-    return Index(lambda number: tier.count_leading(chain(number)), put if capacity else None)
+    return Index(lambda number: tier.match_prefix(chain(number)), put if capacity else None)
 
 
 def full_folder(records: int, stack: ExitStack) -> Index:
@@ -124,7 +124,7 @@ def memory(records: int, stack: ExitStack) -> Index:
 
     for number in range(records):
         put(number)
-    return Index(lambda number: tier.count_leading(chain(number)), put)
+    return Index(lambda number: tier.match_prefix(chain(number)), put)
 
 
 def shm(records: int, stack: ExitStack) -> Index:

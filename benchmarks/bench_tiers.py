@@ -178,10 +178,10 @@ def memory() -> Iterator[tuple[MemoryTier, list[str], Staging]]:
 def test_memory_run(benchmark: Any, memory: tuple[MemoryTier, list[str], Staging]) -> None:
     tier, names, _ = memory
     held = dict.fromkeys(names)
-    assert tier.count_leading(names) == len(names)
+    assert tier.match_prefix(names) == len(names)
     compare(
         benchmark,
-        lambda: tier.count_leading(names),
+        lambda: tier.match_prefix(names),
         lambda: [name in held for name in names],
         f"{len(names)} look-ups in a dict",
         200,

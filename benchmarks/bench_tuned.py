@@ -16,7 +16,7 @@ from kvkit.kernels.pages.host_problems import MOVES, problem_of
 from kvkit.kernels.tuning.cases import Case
 from kvkit.kernels.tuning.configs import KernelConfig
 from kvkit.kernels.tuning.devices import host_roof, host_timer
-from kvkit.kernels.tuning.search import Roof, search
+from kvkit.kernels.tuning.search import Roofline, search
 from timing import interleaved, ratio
 
 THREADS = 2
@@ -32,11 +32,11 @@ def _torch_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def roof() -> Roof:
+def roof() -> Roofline:
     return host_roof()
 
 
-def found(name: str, roof: Roof | None) -> tuple[Case, KernelConfig, KernelConfig, int]:
+def found(name: str, roof: Roofline | None) -> tuple[Case, KernelConfig, KernelConfig, int]:
     """A problem's case, its default, what a search finds (without a roof the last there is), bytes moved."""
     move = next(move for move in MOVES if move.name == name)
     if roof is None:

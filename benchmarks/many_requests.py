@@ -25,7 +25,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.request import Request
 
-from kvkit.adapters.engine.question import LookupAnswer, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Sequence
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.media import Media, identity
 from kvkit.adapters.vllm.scheduler import Scheduler

@@ -149,15 +149,15 @@ class Work:
         start = chance.randrange(POOL)
         names = (self.pool * 2)[start : start + chance.randint(1, LONGEST)]
         transfer = self.sender.open(f"{self.seed}-{number}", chance.choice(addresses), names, 5.0)
-        (fate,) = chance.choices(list(FATES), list(FATES.values()))
+        (outcome,) = chance.choices(list(FATES), list(FATES.values()))
         stop = chance.randrange(-1, len(names))  # -1: before there is room
         try:
-            if fate != "cancelled" or stop >= 0:
+            if outcome != "cancelled" or stop >= 0:
                 transfer.admitted.result(HANGS_S)
             for i, name in enumerate(names):
-                if fate == "cancelled" and i >= stop:
+                if outcome == "cancelled" and i >= stop:
                     self.sender.cancel(transfer.id)
-                if fate == "cut short" and i >= stop:
+                if outcome == "cut short" and i >= stop:
                     break
                 if chance.random() < DELAYED:
                     time.sleep(chance.random() / 50)

@@ -315,19 +315,19 @@ class Soak:
             if over.is_set():
                 return
             name = self.chance.choice(self.pace.engines)
-            (fate,) = self.chance.choices([*FATES], [*FATES.values()])
-            self.fated[FATED[fate]] += 1
+            (outcome,) = self.chance.choices([*FATES], [*FATES.values()])
+            self.fated[FATED[outcome]] += 1
             engine, away_s = self.engines[name], self.chance.uniform(*self.pace.away_s)
-            if fate == "clear":
+            if outcome == "clear":
                 await self.behave(name, clear=True)
                 continue
-            if fate == "stop":
+            if outcome == "stop":
                 engine.stop()
             else:
                 engine.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), away_s)
-            if fate == "stop":
+            if outcome == "stop":
                 engine.resume()
             else:
                 engine.launch()

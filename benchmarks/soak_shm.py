@@ -274,7 +274,9 @@ class Soak:
                 "of them when all rested": chunks,
             },
             "processes": self.lives,
-            "faults": {f"processes {FATED[fate]}": count for fate, count in sorted(self.faults.items())},
+            "faults": {
+                f"processes {FATED[outcome]}": count for outcome, count in sorted(self.faults.items())
+            },
             "wrong": self.wrong,
             "flat": {"the process that lives on": flat.result()},
         }
@@ -284,9 +286,9 @@ class Soak:
         while self.spells.goes_on(int(self.counts[:, :-1].sum())):
             time.sleep(self.chance.uniform(*self.pace.fate_s))
             name = self.chance.choice(MEMBERS[1:])
-            (fate,) = self.chance.choices([*FATES], [*FATES.values()])
-            self.faults[fate] += 1
-            if fate == "kill":
+            (outcome,) = self.chance.choices([*FATES], [*FATES.values()])
+            self.faults[outcome] += 1
+            if outcome == "kill":
                 self.kill(name)
                 self.start(name)
             else:

@@ -112,7 +112,7 @@ class Talk:
 
 
 @dataclass
-class Tally:
+class RequestStats:
     """What the engine with kvkit did."""
 
     requests: int = 0
@@ -428,7 +428,7 @@ class Player:
         self._tiers = tiers
         self._chance = random.Random(0)
         self._under_way: dict[str, Talk] = {}
-        self.tally = Tally()
+        self.tally = RequestStats()
 
     def work(self, spells: Spells) -> None:
         """A spell, to the end of what was begun in it."""

@@ -33,9 +33,15 @@ from kvkit.moving.closing import close
 from kvkit.moving.counts import Counts
 from kvkit.moving.layerwise import LayerLoad, LayerStore, Lend
 from kvkit.moving.load import Load, prefetch, read_chunk
-from kvkit.moving.policy import NO_WISHES, Policy, RequestPolicy, check_named, for_request, in_effect
+from kvkit.moving.policy import (
+    DEFAULT_REQUEST_POLICY,
+    Policy,
+    RequestPolicy,
+    check_named,
+    for_request,
+    in_effect,
+)
 from kvkit.moving.policy import check as check_policy
-from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import (
     AllPages,
     CacheError,
@@ -48,12 +54,13 @@ from kvkit.moving.sequence import (
     largest_record_bytes,
 )
 from kvkit.moving.store import Store, Stored
-from kvkit.moving.tier_set import OnTierHeld, TierSet
+from kvkit.moving.tier_set import TierHeldListener, TierSet
 from kvkit.moving.warm_up import warm_up
+from kvkit.moving.writes import WritePipeline
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import HealthState
-from kvkit.workers import Opener, Transfer, Workers
+from kvkit.workers import ForkGuard, Transfer, Workers
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +113,7 @@ class Cache:
         policy: what goes where; None: `Policy.default`.
         timeout_s: the longest that any single wait may take, in seconds.
         shutdown_timeout_s: the longest that `close` may take, in seconds.
-        space_of: of an engine whose namespace changes, or that has adapters; None: only `namespace` is known.
+        namespace_of: of an engine whose namespace changes, or that has adapters; None: always `namespace`.
 
     Attributes:
         server: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
@@ -126,7 +133,7 @@ class Cache:
         policy: Policy | None = None,
         timeout_s: float = 30.0,
         shutdown_timeout_s: float = 30.0,
-        space_of: SpaceOf | None = None,
+        namespace_of: SpaceOf | None = None,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -143,11 +150,11 @@ class Cache:
         self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
         self.staging = staging
         self.timeout_s, self.shutdown_timeout_s = timeout_s, shutdown_timeout_s
-        self.space_of: SpaceOf = space_of or partial(_only_space, namespace)
+        self.namespace_of: SpaceOf = namespace_of or partial(_only_space, namespace)
         self.server: CacheServer | None = None
-        self._opener = Opener("this cache")
+        self._fork_guard = ForkGuard("this cache")
         tier_set = TierSet(self.tiers, self.policy, staging, timeout_s, layout.copy, layout.copies)
-        self._all_puts = Puts(tier_set, len(layout.groups))
+        self._all_puts = WritePipeline(tier_set, len(layout.groups))
         self._loading = Workers(LOADING_THREADS, "kvkit-load")
         self._storing = Workers(STORING_THREADS, "kvkit-store")
         self._looking = Workers(LOOKING_THREADS, "kvkit-look")
@@ -165,7 +172,7 @@ class Cache:
         first: int = 0,
         prefill_tokens_per_s: float | None = None,
         retrieve_from: Sequence[str] | None = None,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Hit:
         """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) is available, and where.
 
@@ -186,10 +193,10 @@ class Cache:
         check_named("retrieve_from", retrieve_from or (), self.tiers)
         if policy.max_load_tokens is not None:
             chunks = chunks.part(0, min(len(chunks), first + policy.max_load_tokens // chunks.chunk_tokens))
-        plan = found = self._puts.find_promised(chunks, wait_s, retrieve_from)
+        plan = found = self._puts.find_with_pending(chunks, wait_s, retrieve_from)
         if prefill_tokens_per_s is not None:
             compute_s = chunks.chunk_tokens / prefill_tokens_per_s
-            plan = self._tier_set.worth_loading(found, chunks.groups, first, compute_s)
+            plan = self._tier_set.trim_by_cost(found, chunks.groups, first, compute_s)
             plan = found if plan == found else self._puts.with_states(chunks, plan, 0.0, retrieve_from)
         hit = Hit(chunks, plan)
         declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
@@ -212,7 +219,7 @@ class Cache:
         first: int = 0,
         prefill_tokens_per_s: float | None = None,
         retrieve_from: Sequence[str] | None = None,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Transfer[Hit]:
         """`lookup` in the background."""
         look = partial(self.lookup, tokens, namespace, wait_s=wait_s, first=first)
@@ -224,20 +231,20 @@ class Cache:
         """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query.
         Waits up to `wait_s` seconds for what is being stored."""
         chunks = self.chunks(tokens, namespace)
-        hit = Hit(chunks, self._puts.find_promised(chunks, wait_s))
+        hit = Hit(chunks, self._puts.find_with_pending(chunks, wait_s))
         with self._tier_set.counting() as counts:
             counts.queries += 1
         return hit
 
     def chunks(
-        self, tokens: Any, namespace: Namespace | None = None, policy: RequestPolicy = NO_WISHES
+        self, tokens: Any, namespace: Namespace | None = None, policy: RequestPolicy = DEFAULT_REQUEST_POLICY
     ) -> Chunks:
         """The whole chunks of `tokens` (int32 [T]), hashed once, for who stores them part by part.
 
         Raises:
             PolicyError: `policy` names a tier that does not exist.
         """
-        self._opener.check()
+        self._fork_guard.check()
         check_named("load_from", policy.load_from or (), self.tiers)
         check_named("store_to", policy.store_to or (), self.tiers)
         return Chunks.of(tokens, self.layout, namespace or self.namespace, policy)
@@ -248,7 +255,9 @@ class Cache:
         Raises `PolicyError` where one does not exist.
         """
         check_named("tiers", tiers, self.tiers)
-        return Transfer.start(self._looking, lambda _: self._puts.find_promised(chunks, 0.0, tiers).chunks)
+        return Transfer.start(
+            self._looking, lambda _: self._puts.find_with_pending(chunks, 0.0, tiers).chunks
+        )
 
     def load(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Loaded:
         """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
@@ -289,7 +298,7 @@ class Cache:
         pages: AllPages,
         namespace: Namespace | None = None,
         *,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> LayerStore:
         """`store` one layer at a time, as the engine completes them. Raises what `store` does."""
         return self.store_chunk_layers(self.chunks(tokens, namespace, policy), pages)
@@ -298,7 +307,7 @@ class Cache:
         self, chunks: Chunks, pages: AllPages, to: Sequence[str] | None = None, lend: Lend | None = None
     ) -> LayerStore:
         """`store_layers` of chunks, whose slots `lend` may give. `pages` are of these chunks alone."""
-        self._opener.check()
+        self._fork_guard.check()
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         return LayerStore(self._puts, chunks, pages, self._targets(to, chunks), lend)
 
@@ -350,7 +359,7 @@ class Cache:
         *,
         to: Sequence[str] | None = None,
         first: int = 0,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Stored:
         """Put the whole chunks of `tokens` (int32 [T]) that a target tier lacks. Reads the engine's pages.
 
@@ -381,7 +390,7 @@ class Cache:
         to: Sequence[str] | None = None,
         first: int = 0,
         ready: Callable[[], object] | None = None,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Transfer[Stored]:
         """`store` in the background: pages must not change until it is done, or `release_pages` returns.
 
@@ -424,9 +433,9 @@ class Cache:
         try:
             transfer = Transfer.start(self._storing, store.run)
         except BaseException:
-            store.give_up()
+            store.abort()
             raise
-        transfer.add_done_callback(lambda done: store.give_up() if done.cancelled() else None)
+        transfer.add_done_callback(lambda done: store.abort() if done.cancelled() else None)
         return transfer
 
     def warm_up(self, pages: AllPages) -> Future[None]:
@@ -451,14 +460,14 @@ class Cache:
 
         return self._storing.submit(carry_out)
 
-    def watch(self, tiers: Sequence[str], on_held: OnTierHeld) -> bool:
+    def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
         """Have told from now on what `tiers` hold, as records are put, found, evicted, dropped and deleted.
 
         What they hold already is told at once. Whether that is all that they ever hold: they are this host's
         alone. If not, it may be left out, and what a server evicts by itself is told when a lookup or a read
         misses it.
         """
-        return self._tier_set.watch(tiers, on_held)
+        return self._tier_set.watch(tiers, held_listener)
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Have tiers evict none of these tokens' chunks for so long; how many tokens one or more hold."""
@@ -526,7 +535,7 @@ class Cache:
         Raises:
             AssertionError: one is. This is a defect in kvkit or in a tier.
         """
-        self._opener.check()
+        self._fork_guard.check()
         self.staging.check_integrity()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -535,7 +544,7 @@ class Cache:
         All of it takes `timeout_s` seconds at most (default: the cache's `shutdown_timeout_s`). What is not
         saved by then is logged.
         """
-        if self._closed or not self._opener.is_here:
+        if self._closed or not self._fork_guard.is_here:
             return
         self._closed = True
         until = time.monotonic() + (self.shutdown_timeout_s if timeout_s is None else timeout_s)
@@ -554,9 +563,9 @@ class Cache:
         self.close()
 
     @property
-    def _puts(self) -> Puts:
+    def _puts(self) -> WritePipeline:
         """For the process that opened the cache."""
-        self._opener.check()
+        self._fork_guard.check()
         return self._all_puts
 
     @property
@@ -564,7 +573,11 @@ class Cache:
         return self._puts.tiers
 
     def _part(
-        self, tokens: Any, namespace: Namespace | None, first: int, policy: RequestPolicy = NO_WISHES
+        self,
+        tokens: Any,
+        namespace: Namespace | None,
+        first: int,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Chunks:
         chunks = self.chunks(tokens, namespace, policy)
         return chunks.part(first, len(chunks))

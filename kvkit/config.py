@@ -219,12 +219,12 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
 
 
 def open_cache(
-    config: Config, layout: KVLayout, namespace: Namespace, space_of: SpaceOf | None = None
+    config: Config, layout: KVLayout, namespace: Namespace, namespace_of: SpaceOf | None = None
 ) -> Cache:
     """A cache with the tiers of `config` and, where `server.enabled`, an endpoint. Closing it closes them.
 
     Args:
-        space_of: as in `Cache`.
+        namespace_of: as in `Cache`.
 
     Raises:
         ConfigError: the layout has another precision; a size is too small for its records; a tier cannot be
@@ -271,7 +271,7 @@ def open_cache(
                 policy=config.resolved_policy(),
                 timeout_s=config.timeout_s,
                 shutdown_timeout_s=config.shutdown_timeout_s,
-                space_of=space_of,
+                namespace_of=namespace_of,
             )
         except ConfigError:
             raise

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkit.environment import outside_captures
-from kvkit.workers import Opener, Stopped
+from kvkit.workers import ForkGuard, Stopped
 
 log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE
@@ -130,7 +130,7 @@ class Arena(ABC):
         self._memory = memory
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._opener = Opener(what)
+        self._fork_guard = ForkGuard(what)
         self.slot_bytes = slot_bytes
         self.slots = len(memory) // slot_bytes
         self.arrays = np.frombuffer(memory, np.uint8).reshape(self.slots, slot_bytes)
@@ -172,7 +172,7 @@ class Arena(ABC):
         """`Lease.release`."""
 
     def _share(self, lease: Lease) -> Lease:
-        self._opener.check()
+        self._fork_guard.check()
         with self._changed:
             if lease._released:
                 raise StagingError(f"slot {lease.slot}: shared after its release")
@@ -293,7 +293,7 @@ class Staging(Arena):
                 f"at_least={at_least}, at_most={at_most}: want 1 <= at_least <= at_most, "
                 f"and no more than the {self.slots} slots of the arena"
             )
-        self._opener.check()
+        self._fork_guard.check()
         deadline = time.monotonic() + timeout_s
         ticket = object()
         with self._changed:
@@ -358,7 +358,7 @@ class Staging(Arena):
         return [Lease(self, slot) for slot in taken]
 
     def _release(self, lease: Lease) -> None:
-        self._opener.check()
+        self._fork_guard.check()
         with self._changed:
             if not self._drop(lease):
                 return

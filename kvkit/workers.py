@@ -26,7 +26,7 @@ class Forked(RuntimeError):
     """What one process opened is used in a fork of it, which has neither its threads nor its memory."""
 
 
-class Opener:
+class ForkGuard:
     """The process that opened something, and what that is called in errors."""
 
     def __init__(self, what: str) -> None:
@@ -61,7 +61,7 @@ class Workers:
     def __init__(self, count: int, name: str) -> None:
         self.count = count
         self.name = name
-        self._opener = Opener(f"the pool of threads {name!r}")
+        self._fork_guard = ForkGuard(f"the pool of threads {name!r}")
         self._urgent: deque[Callable[[], None]] = deque()
         self._jobs: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -81,7 +81,7 @@ class Workers:
             Closed: `close` was called, or there is no thread and none can be started.
             Forked: this is another process.
         """
-        self._opener.check()
+        self._fork_guard.check()
         with self._changed:
             if self._closed:
                 raise Closed("these threads were told to end")

@@ -37,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_engine import connector
 
-from kvkit.adapters.engine.question import LookupAnswer, Question
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question
 from kvkit.adapters.vllm.step import (
     Arrival,
     BlendDone,

@@ -9,7 +9,7 @@ import aiohttp
 from waiting import START_S
 
 from kvkit.router.engines import Engine, LookupQuery
-from kvkit.router.events import Follower, FollowingLookup
+from kvkit.router.events import EventLookup, EventSubscriber
 from kvkit.router.settings import RouterConfig, read_router_config
 
 
@@ -36,16 +36,16 @@ class Following:
 
     async def __aenter__(self) -> Following:
         self.follower = self.make_follower()
-        self._lookup = FollowingLookup({"d": self.follower}, self._ask)
+        self._lookup = EventLookup({"d": self.follower}, self._ask)
         self._task = asyncio.create_task(self.follower.run())
         return self
 
-    def make_follower(self) -> Follower:
+    def make_follower(self) -> EventSubscriber:
         """Of this engine, which is up. It follows nothing yet."""
         self._session = aiohttp.ClientSession()
         self.engine = Engine("d", "decode", self._config.decode["d"], self._config, self._session)
         self.engine.up = True
-        return Follower(self.engine, self._config)
+        return EventSubscriber(self.engine, self._config)
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()

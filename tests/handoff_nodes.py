@@ -21,7 +21,7 @@ from typing import Any
 
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.protocol.messages import AnyMessage, Hello, Message, Proof, decode, encode
-from kvkit.handoff.protocol.states import Limits, OfRequest
+from kvkit.handoff.protocol.states import Limits, RequestRef
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
@@ -91,7 +91,7 @@ def fill(staging: Staging, names: Sequence[str]) -> list[Any]:
 
 def assert_holds(tier: Tier, names: Sequence[str]) -> None:
     """All of `names` are available, and are what they should be."""
-    assert tier.count_leading(names) == len(names)
+    assert tier.match_prefix(names) == len(names)
     for name in names:
         lease = tier.borrow(name)
         assert lease is not None
@@ -222,7 +222,7 @@ class _Commands:
         self, transfer: str, address: str, names: list[str], request: str | None = None, parts: int = 1
     ) -> int:
         """Open a transfer and wait until it is admitted; how many records it wants."""
-        of = OfRequest(request or transfer, parts)
+        of = RequestRef(request or transfer, parts)
         self.handles[transfer] = self.sender.open(transfer, address, names, LONG_S, of=of)
         admitted: int = self.handles[transfer].admitted.result(LONG_S)
         return admitted

@@ -56,7 +56,7 @@ class ManagedCache:
     def puts_under_way(self) -> int:
         return 3
 
-    def space_of(self, model: str | None, salt: str) -> Namespace:
+    def namespace_of(self, model: str | None, salt: str) -> Namespace:
         if model not in (None, "m", "adapter"):
             raise UnknownModel(f"model = {model!r}: known are m, adapter")
         return replace(self.namespace, lora="adapter" if model == "adapter" else "", salt=salt)

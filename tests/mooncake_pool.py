@@ -200,12 +200,12 @@ def test_two_clients_share_what_one_gives(master: Master, staging: Staging) -> N
     near, far = master.tier(staging, GIVEN), master.tier(staging)
     names = record_names(12)
     assert put(far, staging, names) == [None] * 12
-    assert near.count_leading(names) == far.count_leading(names) == 12
+    assert near.match_prefix(names) == far.match_prefix(names) == 12
     assert all(same(found, name) for found, name in zip(get(near, staging, names), names, strict=True))
     near.delete(names[3:4])  # just read, so that it has a lease
-    assert far.count_leading(names) == 3
+    assert far.match_prefix(names) == 3
     near.close()
-    assert far.count_leading(names) == 0
+    assert far.match_prefix(names) == 0
     assert isinstance(get(far, staging, names[:1])[0], FileNotFoundError)
     finish(far, staging)
 
@@ -222,9 +222,9 @@ def test_only_its_own_keys(steady: Master, kept: Kept, staging: Staging) -> None
         codes = store.batch_put_from(keys + others, [lease.array.ctypes.data] * count, [8] * count)
     lease.release()
     assert codes == [0] * count
-    assert tier.count_leading(names) == 1050
+    assert tier.match_prefix(names) == 1050
     tier.delete([names[700]])
-    assert tier.count_leading(names) == 700
+    assert tier.match_prefix(names) == 700
     assert dict(tier.scan()) == {name: 8 for name in names[:1050] if name != names[700]}
     tier.delete(names)
     assert list(tier.scan()) == []
@@ -239,13 +239,13 @@ def test_it_opens_without_its_master_and_has_an_end(tmp_path: Path) -> None:
     tier = master.tier(staging, GIVEN)
     names = record_names(2)
     with pytest.raises(TierError, match=rf"the master 127.0.0.1:{master.port}: .* refused"):
-        tier.count_leading(names)
+        tier.match_prefix(names)
     assert isinstance(put(tier, staging, names[:1])[0], TierError)
     with pytest.raises(TierError, match="cannot be listed"):
         list(tier.scan())
     with master:
         assert put(tier, staging, names[:1]) == [None]
-        assert tier.count_leading(names) == 1
+        assert tier.match_prefix(names) == 1
         # for which the master may evict the first
         assert isinstance(put(tier, staging, names[1:], GIVEN + 4096)[0], TierFull)
         finish(tier, staging)
@@ -276,7 +276,7 @@ def test_the_master_is_killed_amid_a_load_and_comes_back(
     release_all(leases)
     master.start()
     wait_for(lambda: put(tier, staging, names[:2]) == [None] * 2)
-    assert tier.count_leading(names) == 2
+    assert tier.match_prefix(names) == 2
     assert same(get(tier, staging, names[:1])[0], names[0])
     finish(tier, staging)
 
@@ -287,7 +287,7 @@ def test_a_master_that_hangs(master: Master, giver: Giver, staging: Staging) -> 
     assert put(tier, staging, names[:1]) == [None]
     halt(master)
     with pytest.raises(TierError, match="the master does not answer"):
-        tier.count_leading(names)
+        tier.match_prefix(names)
     (error,) = get(tier, staging, names[:1])
     assert isinstance(error, TierError)
     assert "does not answer" in str(error)
@@ -314,7 +314,7 @@ def test_who_gave_the_memory_is_gone(
     else:
         halt(giver)
         monkeypatch.setattr(mooncake, "_GIVES_UP_S", TIMEOUT_S)
-    assert tier.count_leading(names) == 2
+    assert tier.match_prefix(names) == 2
     client = tier._store
     for error in get(tier, staging, names[:2]):
         assert isinstance(error, TierError)
@@ -373,11 +373,11 @@ def test_closing_while_others_ask(steady: Master, staging: Staging) -> None:
     asked = threading.Barrier(5)
 
     def ask() -> None:
-        tier.count_leading(names)
+        tier.match_prefix(names)
         asked.wait(DEADLINE_S)
         try:
             while True:
-                tier.count_leading(names)
+                tier.match_prefix(names)
                 tier.size(names[0])
         except TierError as error:
             errors.append(error)

@@ -11,12 +11,14 @@ from openai_engine import DEFAULTS, pieces_of, render, text_after, tokens_after
 from routers import text_of
 
 from kvkit.router.answers import Answer, CannotContinue
-from kvkit.router.openai import Asked, Body, decode_body
+from kvkit.router.openai import Body, ParsedRequest, decode_body
 
 COUNT = 16
 
 
-def events_of(asked: Asked, engine: int, tokens_per_event: int, ids: bool, other: str = "") -> list[Body]:
+def events_of(
+    asked: ParsedRequest, engine: int, tokens_per_event: int, ids: bool, other: str = ""
+) -> list[Body]:
     """What the toy engine sends for a request, as `openai_engine` does over HTTP."""
     body = decode_body(asked, None)
     if asked.kind == "chat":
@@ -62,8 +64,8 @@ BODIES = st.builds(
 )
 
 
-def asked_for(body: Body) -> Asked:
-    return Asked("chat" if "messages" in body else "completions", body)
+def asked_for(body: Body) -> ParsedRequest:
+    return ParsedRequest("chat" if "messages" in body else "completions", body)
 
 
 BREAKS = st.tuples(st.integers(0, 18), st.sampled_from([1, 1, 1, 2, 3]), st.sampled_from([True, True, False]))
@@ -165,7 +167,7 @@ def test_an_answer_cannot_shrink() -> None:
     answer = Answer(asked)
     for event in events_of(asked, 0, 1, True)[:12]:
         answer.take(event)
-    short = Asked("completions", {**asked.body, "max_tokens": 6})
+    short = ParsedRequest("completions", {**asked.body, "max_tokens": 6})
     events = events_of(short, 1, 1, False)
     assert answer.resume() == asked
     assert [answer.take(event) for event in events[:5]] == [None] * 5
@@ -194,7 +196,7 @@ def test_usage_that_comes_with_each_token_leaves_that_of_the_end_owed() -> None:
 
 def test_an_engine_that_fails_after_the_end_owes_the_usage() -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": 3, "stream": True})
-    answer = Answer(Asked("completions", {**asked.body, "stream_options": {"include_usage": True}}))
+    answer = Answer(ParsedRequest("completions", {**asked.body, "stream_options": {"include_usage": True}}))
     for event in events_of(asked, 0, 1, True)[:-1]:
         answer.take(event)
     assert answer.finished

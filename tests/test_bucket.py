@@ -81,10 +81,10 @@ def test_another_process_writes_and_a_restart_finds_it(s3: S3Server, url: str, s
     ours, theirs = (ObjectTier(TierConfig(url=url, options=s3.options)) for _ in range(2))
     names = record_names(4)
     put(theirs, staging, names[:3])
-    assert ours.count_leading(names) == 3
+    assert ours.match_prefix(names) == 3
     theirs.delete([names[1]])
     assert isinstance(get(ours, staging, names[:3])[1], FileNotFoundError)
-    assert ours.count_leading(names) == 1, "what vanished is not a hit twice"
+    assert ours.match_prefix(names) == 1, "what vanished is not a hit twice"
     reopened = ObjectTier(TierConfig(url=url, options=s3.options))
     assert {name for name, _ in reopened.scan()} == {names[0], names[2]}
     theirs.close()
@@ -197,17 +197,17 @@ def test_a_store_that_refuses(
     assert name in str(error)
     if wrong == "may not write":
         assert "AccessDenied" in str(error)
-        assert tier.count_leading([name]) == 0
+        assert tier.match_prefix([name]) == 0
     else:
         code = {"secret": "SignatureDoesNotMatch", "user": "InvalidAccessKeyId"}.get(wrong, "AccessDenied")
         assert "cannot be listed" in caplog.text
         assert code in caplog.text
         if wrong == "bucket":  # nothing else than without permission to list
-            assert tier.count_leading([name]) == 0
+            assert tier.match_prefix([name]) == 0
             assert "what is missing is denied" in caplog.text
         else:
             with pytest.raises(TierError, match="credentials"):
-                tier.count_leading([name])
+                tier.match_prefix([name])
     for text in (str(error), caplog.text, repr(tier)):
         assert options["secret_access_key"] not in text
     finish(tier, staging)
@@ -246,7 +246,7 @@ def test_the_server_is_killed_and_restarted_amid_a_load(s3: S3Server, url: str, 
     finally:
         s3.start()
     assert all(same(found, name) for found, name in zip(get(tier, staging, names), names, strict=True))
-    assert tier.count_leading(names) == RECORDS
+    assert tier.match_prefix(names) == RECORDS
     finish(tier, staging)
 
 
@@ -273,7 +273,7 @@ def test_a_store_that_answers_badly(
     proxy.spoil = ""
     if spoil != "hang":  # there, the proxy keeps what it has to the end
         assert all(same(f, n) for f, n in zip(get(tier, staging, names[:2]), names, strict=False))
-        assert tier.count_leading(names) == 2
+        assert tier.match_prefix(names) == 2
     finish(tier, staging)
 
 
@@ -307,7 +307,7 @@ def test_a_server_that_never_answers(url: str, staging: Staging) -> None:
         tier = ObjectTier(TierConfig(url=url, options=options, timeout_s=TIMEOUT_S))
         names = record_names(2)
         with pytest.raises(TierError, match=f"no answer within timeout_s={TIMEOUT_S}"):
-            tier.count_leading(names)
+            tier.match_prefix(names)
         assert all(isinstance(error, TierError) for error in get(tier, staging, names))
         assert all(isinstance(error, TierError) for error in put(tier, staging, names))
         finish(tier, staging)

@@ -122,7 +122,7 @@ def test_a_hit_ends_at_the_first_gap_and_goes_on_in_the_next_tier(tmp_path: Path
         table = engine.table(48)
         assert cache.load(hit, engine.places(table)).tokens == 32
         engine.assert_loaded(tokens, table, 4)
-        assert cache.tiers["memory"].count_leading(names) == 3, "the first chunks loaded were written back"
+        assert cache.tiers["memory"].match_prefix(names) == 3, "the first chunks loaded were written back"
 
 
 def test_write_back_shares_the_slot_and_serves_the_next_load(tmp_path: Path) -> None:

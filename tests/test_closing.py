@@ -30,9 +30,9 @@ class Stuck(Wrapper):
         self.operations = operations
         self.go_on, self.met = threading.Event(), threading.Event()
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         self._meet("count")
-        return self.inner.count_leading(names)
+        return self.inner.match_prefix(names)
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         return self.inner.count_unneeded(names)

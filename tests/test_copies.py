@@ -168,7 +168,7 @@ def test_what_is_approximate_is_left_to_nobody(tmp_path: Path, pool: str) -> Non
         for precision, place in ((None, "near"), ("fp8", None)):
             rank.disk.precision = precision
             tiers = TierSet(cache.tiers, cache.policy, cache.staging, DEADLINE_S, copy=0, copies=2)
-            assert tiers.meeting_place("disk", chunks) == place
+            assert tiers.exchange_tier("disk", chunks) == place
 
 
 def test_a_request_that_stores_nothing_leaves_nothing(stored: Path, pool: str) -> None:

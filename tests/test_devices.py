@@ -18,7 +18,7 @@ from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, Runnable, host_config
 from kvkit.kernels.tuning.devices import host_timer, look_at, tools_here
 from kvkit.kernels.tuning.gate import CompileError, compile_pool, survey
-from kvkit.kernels.tuning.search import Roof, Tools, tune
+from kvkit.kernels.tuning.search import Roofline, Tools, tune
 
 FEW, MANY, REFUSED = (host_config(times=times) for times in (2000, 1, 0))
 
@@ -59,7 +59,7 @@ def test_the_host_is_tuned(tmp_path: Path) -> None:
         (step,) = tune([PROBLEM], tmp_path, tools)
     assert step.tuned is not None
     assert step.tuned.config == MANY
-    assert step.trials[1].fate == "does not run: ValueError: times=0: want more"
+    assert step.trials[1].outcome == "does not run: ValueError: times=0: want more"
     assert tools.name == host_name()
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
@@ -92,7 +92,7 @@ def test_the_compilers_word() -> None:
     assert two.binary
     assert two.numbers["registers"] > 0
     assert len({found[config].binary for config in (STAGES[0], WARPS)}) == 2
-    assert "power of 2" in found[REFUSED_BY_TRITON].flaw
+    assert "power of 2" in found[REFUSED_BY_TRITON].rejection
     assert found[REFUSED_BY_TRITON].binary == ""
     assert not none
 
@@ -131,7 +131,7 @@ def test_time_and_a_pool_end_amid_a_compilation(tmp_path: Path, monkeypatch: pyt
 
 def test_a_gpu_has_its_own_default(tmp_path: Path) -> None:
     amd = replace(scale_problem(), space=SPACE[:3], defaults={"gfx942": SPACE[2]})
-    cpu, roof = torch.device("cpu"), Roof(1e30, 1e30)
+    cpu, roof = torch.device("cpu"), Roofline(1e30, 1e30)
     tools = Tools(
         "MI300", cpu, lambda problem, late: {}, lambda case: lambda config: 1.0, roof, lambda: 0.0, "gfx942"
     )

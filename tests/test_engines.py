@@ -325,7 +325,7 @@ def test_decode_is_not_told_of_what_prefill_gave_up(good: OpenAIEngine) -> None:
 
 
 def test_a_chats_piece_with_ids_of_another_type_is_garbage() -> None:
-    asked = openai.Asked("chat", {"messages": [], "stream": True})
+    asked = openai.ParsedRequest("chat", {"messages": [], "stream": True})
     event = {"choices": [{"index": 0, "delta": {"token_ids": "abc"}, "finish_reason": None}]}
     with pytest.raises(ValueError, match="token_ids = 'abc': want list"):
         openai.read_event(asked, json.dumps(event).encode())

@@ -92,7 +92,7 @@ def test_a_server_that_never_answers(
             assert f"{url} cannot be listed: " in caplog.text
             assert f"no answer within timeout_s={TIMEOUT_S}" in caplog.text
             with pytest.raises(TimeoutError, match="no answer within"):
-                tier.count_leading(names)
+                tier.match_prefix(names)
             for errors in (get(tier, staging, names), put(tier, staging, names)):
                 assert all(isinstance(error, TimeoutError) for error in errors)
         with pytest.raises(TierError, match=f"^{url} cannot be listed: .*no answer"):
@@ -192,14 +192,14 @@ def test_a_server_that_comes_back_is_connected_to_anew(monkeypatch: pytest.Monke
     names = record_names(1)
     with closing(ObjectTier(TierConfig(url=f"fickle://{uuid.uuid4().hex}"))) as tier:
         with pytest.raises(ConnectionRefusedError):
-            tier.count_leading(names)
+            tier.match_prefix(names)
         monkeypatch.setattr(Fickle, "there", True)
-        assert tier.count_leading(names) == 0
-        assert tier.count_leading(names) == 0
+        assert tier.match_prefix(names) == 0
+        assert tier.match_prefix(names) == 0
         assert Fickle.connected == 1
         monkeypatch.setattr(Fickle, "broken", True)
         with pytest.raises(ConnectionResetError):
-            tier.count_leading(names)
+            tier.match_prefix(names)
         monkeypatch.setattr(Fickle, "broken", False)
-        assert tier.count_leading(names) == 0
+        assert tier.match_prefix(names) == 0
         assert Fickle.connected == 2

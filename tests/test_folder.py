@@ -73,9 +73,9 @@ def test_a_restart_finds_what_was_written(tmp_path: Path, staging: Staging) -> N
     assert list(reopened.scan()) == list(zip(NAMES, range(100, 104), strict=True))
     for name in NAMES:
         (tmp_path / name).unlink()
-    assert reopened.count_leading(NAMES) == 4, "what the scan found is known without another look at the disk"
+    assert reopened.match_prefix(NAMES) == 4, "what the scan found is known without another look at the disk"
     assert all(isinstance(found, FileNotFoundError) for found in get(reopened, staging, NAMES))
-    assert reopened.count_leading(NAMES) == 0
+    assert reopened.match_prefix(NAMES) == 0
     reopened.close()
 
 
@@ -84,14 +84,14 @@ def test_a_listing_forgets_what_others_deleted(tmp_path: Path, staging: Staging)
     ours, theirs = (ObjectTier(TierConfig(url=str(tmp_path), capacity=4 * SLOT_BYTES)) for _ in range(2))
     gone: set[str] = set()
     put(ours, staging, NAMES)
-    theirs.count_leading(NAMES)
+    theirs.match_prefix(NAMES)
     theirs.delete(NAMES[:2])
-    assert ours.count_leading(NAMES) == 4
+    assert ours.match_prefix(NAMES) == 4
     ours.watch(lambda names, held: None if held else gone.update(names))
     assert {name for name, _ in ours.scan()} == {*NAMES[2:]}
     assert gone == {*NAMES[:2]}
-    assert ours.count_leading(NAMES) == 0
-    assert ours.count_leading(NAMES[2:]) == 2
+    assert ours.match_prefix(NAMES) == 0
+    assert ours.match_prefix(NAMES[2:]) == 2
     put(ours, staging, [name.replace("c.", "c.9") for name in NAMES[:2]])
     assert ours.evicted == 0, "what is gone takes no room"
     ours.close()
@@ -134,7 +134,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, staging: Staging) -> None:
     assert files_below(tmp_path) == sorted([*foreign, NAMES[1]])
     (in_the_way,) = put(tier, staging, [f"{ARRAY}/c.7.7.0.0.0.0"])
     assert in_the_way is None, "an empty folder in a record's place is in the way"
-    assert tier.count_leading([f"{ARRAY}/c.7.7.0.0.0.0"]) == 1
+    assert tier.match_prefix([f"{ARRAY}/c.7.7.0.0.0.0"]) == 1
     assert files_below(tmp_path) == sorted([*foreign, f"{ARRAY}/c.7.7.0.0.0.0"])
     tier.close()
 
@@ -151,7 +151,7 @@ def test_a_folder_that_lies_in_a_records_place_and_is_not_empty_is_kept(
     aside = [path.relative_to(tmp_path / ARRAY).parts for path in tmp_path.rglob("c.7.*")]
     assert [parts[0].startswith(ASIDE) for parts in aside] == [True, True]
     assert [name for name, _ in tier.scan()] == NAMES[:1]
-    assert tier.count_leading(NAMES) == 1
+    assert tier.match_prefix(NAMES) == 1
     tier.close()
 
 
@@ -332,7 +332,7 @@ def test_a_full_disk(small_disk: Path, staging: Staging) -> None:
     assert 20 < len(written) < 100
     assert {error.errno for error in errors if error is not None} == {errno.ENOSPC}
     assert sorted(files_below(small_disk)) == sorted(written), "a failed write left something"
-    assert tier.count_leading(names) == len(written)
+    assert tier.match_prefix(names) == len(written)
     tier.delete(written[:1])
     assert put(tier, staging, names[-1:]) == [None], "room that comes free is used again"
     (found,) = get(tier, staging, names[-1:])
@@ -392,7 +392,7 @@ def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:
     (small_disk / ARRAY / LEFT).write_text("left over")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     tier = ObjectTier(str(small_disk))
-    assert tier.count_leading(NAMES) == 2
+    assert tier.match_prefix(NAMES) == 2
     for name, found in zip(NAMES[:2], get(tier, staging, NAMES[:2]), strict=True):
         assert isinstance(found, np.ndarray)
         assert np.array_equal(found, record_bytes(name))
@@ -404,14 +404,14 @@ def test_a_read_only_store_serves(small_disk: Path, staging: Staging) -> None:
         tier.describe(ARRAY, b"{}")
     with pytest.raises(OSError, match="Read-only"):
         tier.delete(NAMES[:1])
-    assert tier.count_leading(NAMES) == 2
+    assert tier.match_prefix(NAMES) == 2
     tier.close()
     full = ObjectTier(TierConfig(url=str(small_disk), capacity=2 * SLOT_BYTES))
     for name in NAMES[2:]:
         (error,) = put(full, staging, [name])
         assert error is not None
         assert error.errno == errno.EROFS, "what makes no room does not lose any either"
-    assert full.count_leading(NAMES) == 2
+    assert full.match_prefix(NAMES) == 2
     full.close()
 
 
@@ -465,10 +465,10 @@ def test_errors_name_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_root_that_is_not_there_yet(tmp_path: Path, staging: Staging) -> None:
     root = tmp_path / "a" / "b"
     tier = ObjectTier(str(root))
-    assert tier.count_leading(NAMES) == 0
+    assert tier.match_prefix(NAMES) == 0
     assert not root.exists(), "asking makes nothing"
     assert put(tier, staging, NAMES) == [None] * 4
-    assert tier.count_leading(NAMES) == 4
+    assert tier.match_prefix(NAMES) == 4
     tier.close()
 
 

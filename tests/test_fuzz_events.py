@@ -19,7 +19,7 @@ from strange import change
 
 from kvkit.router import openai
 from kvkit.router.answers import Answer, CannotContinue
-from kvkit.router.openai import Asked, EventParser
+from kvkit.router.openai import EventParser, ParsedRequest
 
 CORPUS = Path(__file__).parent / "corpus" / "events"
 SEEDS = [path.read_bytes() for path in sorted(CORPUS.iterdir())]
@@ -69,16 +69,18 @@ def strange(draw: st.DrawFn) -> bytes:
 
 ASKED = st.sampled_from(
     [
-        Asked("completions", {"prompt": "ab", "max_tokens": 8, "stream": True}),
-        Asked("completions", {"prompt": "ab", "stream": True, "return_token_ids": True, "stop": ["a"]}),
-        Asked("completions", {"prompt": ["a", "b"], "stream": True, "n": 2}),
-        Asked("chat", {"messages": [], "stream": True, "stream_options": {"include_usage": True}}),
-        Asked("chat", {"messages": [], "stream": True, "n": 2, "tools": [{}]}),
+        ParsedRequest("completions", {"prompt": "ab", "max_tokens": 8, "stream": True}),
+        ParsedRequest(
+            "completions", {"prompt": "ab", "stream": True, "return_token_ids": True, "stop": ["a"]}
+        ),
+        ParsedRequest("completions", {"prompt": ["a", "b"], "stream": True, "n": 2}),
+        ParsedRequest("chat", {"messages": [], "stream": True, "stream_options": {"include_usage": True}}),
+        ParsedRequest("chat", {"messages": [], "stream": True, "n": 2, "tools": [{}]}),
     ]
 )
 
 
-def _streams(raw: bytes, asked: Asked, cuts: list[int]) -> None:
+def _streams(raw: bytes, asked: ParsedRequest, cuts: list[int]) -> None:
     """What the client gets of a stream are JSON objects with choices; what came before garbage can be gone on
     with."""
     parser, answer = EventParser(), Answer(asked)
@@ -109,7 +111,7 @@ def _streams(raw: bytes, asked: Asked, cuts: list[int]) -> None:
     assert owed is None or strict(json.dumps(owed).encode()) == owed
 
 
-def _answers(raw: bytes, asked: Asked) -> None:
+def _answers(raw: bytes, asked: ParsedRequest) -> None:
     """Whatever is no stream: an answer, tokens, what is held, an error."""
     for read in (openai.read_object, openai.read_tokens, openai.read_hit):
         found: Any = understood(read, raw)
@@ -179,7 +181,10 @@ def test_whatever_comes_is_understood_or_refused(name: str) -> None:
 
 def test_the_corpus_is_understood_where_it_is_sound() -> None:
     """Or the fuzzers would start from nothing."""
-    chat, completion = Asked("chat", {"messages": [], "n": 2}), Asked("completions", {"prompt": "a"})
+    chat, completion = (
+        ParsedRequest("chat", {"messages": [], "n": 2}),
+        ParsedRequest("completions", {"prompt": "a"}),
+    )
     for path in [*CORPUS.glob("chat*.sse"), *CORPUS.glob("completion*.sse")]:
         *events, done = EventParser().feed(path.read_bytes())
         assert done == openai.DONE

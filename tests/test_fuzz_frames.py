@@ -113,7 +113,7 @@ def test_a_body_is_a_message_or_an_error(data: bytes) -> None:
             assert decode(encode(message)) == message
 
 
-class Nobody:
+class NullClient:
     """What is done with a peer that must not get in."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def test_who_does_not_know_the_secret_does_not_get_in(data: bytes) -> None:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
         channel = Channel(Stream(ours), peer="a stranger", timeout_s=LONG_S)
-        nobody = Nobody()
+        nobody = NullClient()
         link = Link(lambda: channel, "server", IDENTITY, nobody, handshake_s=LONG_S)
         assert nobody.over.wait(LONG_S)
         link.join(LONG_S)

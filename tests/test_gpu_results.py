@@ -37,7 +37,7 @@ def test_of_several_runs_the_later_counts(tmp_path: Path) -> None:
     after = write(
         tmp_path / "2",
         {"step": "moving", "what": "by size", "way": "c"},
-        {"step": "tune", "what": "pack", "config": "a", "us": 2.0, "fate": "measured, not checked"},
+        {"step": "tune", "what": "pack", "config": "a", "us": 2.0, "outcome": "measured, not checked"},
         {"step": "tune", "what": "pack", "state": "tuned", "trials": trials},
     )
     document = merged([before, after])

@@ -46,7 +46,7 @@ def test_records_arrive(node: Node, sender: Sender, slots: Staging, transport: s
         assert sender.count_unneeded(names) == 6
         node.receiver.check_integrity()
         node.receiver.release(transfer.id)
-        assert node.tier.count_leading(names) == 0
+        assert node.tier.match_prefix(names) == 0
         wait_until_free(node)
 
 
@@ -64,7 +64,7 @@ def test_a_lent_record_outlives_its_transfer(
     node.receiver.release("first")
     others = record_names(8, "fedcba9876543210")
     second = sender.open("second", address(node, transport), others, LONG_S)
-    assert node.tier.count_leading(names) == 0
+    assert node.tier.match_prefix(names) == 0
     assert lent.record.tobytes() == record_bytes(names[3]).tobytes()
     assert not second.admitted.done(), "it was given a slot that is lent"
     lent.release()
@@ -147,7 +147,7 @@ def test_what_is_never_put_is_missing(node: Node, sender: Sender, slots: Staging
     send(sender, slots, names[:3])
     sender.finish("t")
     assert transfer.done.result(LONG_S) == 2
-    assert node.tier.count_leading(names) == 3
+    assert node.tier.match_prefix(names) == 3
     assert node.receiver.arena.free == 5
 
 

@@ -12,7 +12,7 @@ from handoff_sides import ended, node, sender, wait_until_free  # noqa: F401 - s
 from waiting import wait_for
 
 from kvkit.handoff.protocol.messages import Admit
-from kvkit.handoff.sender import HandoffError, Loan, Sender, Sending
+from kvkit.handoff.sender import HandoffError, RemoteSlots, Sender, Sending
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.staging import release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, Completions, record_bytes, record_names
@@ -20,7 +20,9 @@ from kvkit.tiers.testing.contract import SLOT_BYTES, Completions, record_bytes, 
 NAMES = record_names(3)
 
 
-def lend(sender: Sender, where: str, names: list[str] = NAMES, transfer: str = "t") -> tuple[Sending, Loan]:
+def lend(
+    sender: Sender, where: str, names: list[str] = NAMES, transfer: str = "t"
+) -> tuple[Sending, RemoteSlots]:
     sending = sender.open(transfer, where, names, LONG_S)
     assert sending.admitted.result(LONG_S) == len(names)
     loan = sender.lend([sending], names)
@@ -28,14 +30,14 @@ def lend(sender: Sender, where: str, names: list[str] = NAMES, transfer: str = "
     return sending, loan
 
 
-def write(loan: Loan, names: list[str]) -> None:
+def write(loan: RemoteSlots, names: list[str]) -> None:
     with loan.writing():
         for name, lease in zip(names, loan.leases, strict=True):
             lease.array[:] = record_bytes(name)
             lease.used = SLOT_BYTES
 
 
-def put(sender: Sender, loan: Loan, names: list[str]) -> None:
+def put(sender: Sender, loan: RemoteSlots, names: list[str]) -> None:
     sent = Completions()
     sender.put(names, loan.leases, sent)
     release_all(loan.leases)
@@ -50,7 +52,7 @@ def test_a_record_is_made_in_its_slot_and_nowhere_else(node: Node, sender: Sende
     write(loan, NAMES)
     places = [lease.slot for lease in loan.leases]
     assert [arena.arrays[place].tobytes() for place in places] == [record_bytes(n).tobytes() for n in NAMES]
-    assert node.tier.count_leading(NAMES) == 0, "nobody has said that they are whole"
+    assert node.tier.match_prefix(NAMES) == 0, "nobody has said that they are whole"
     put(sender, loan, NAMES)
     assert sending.done.result(LONG_S) == 0
     assert_holds(node.tier, NAMES)
@@ -108,8 +110,8 @@ def test_what_was_begun_and_not_put_is_missing(node: Node, sender: Sender) -> No
     assert node.receiver.transfers() == {"t": "receiving"}, "slots are written to"
     release_all(loan.leases)
     assert sending.done.result(LONG_S) == 2
-    assert node.tier.count_leading(NAMES) == 1
-    assert node.tier.count_leading(NAMES[1:]) == 0
+    assert node.tier.match_prefix(NAMES) == 1
+    assert node.tier.match_prefix(NAMES[1:]) == 0
 
 
 @pytest.mark.parametrize("who", ["receiver", "sender", "both"])
@@ -143,7 +145,7 @@ def test_a_record_of_two_transfers_is_made_once_and_copied(tmp_path: Path, sende
     write(loan, NAMES)
     put(sender, loan, NAMES)
     assert first.done.result(LONG_S) == 0
-    assert nodes[1].tier.count_leading(NAMES) == 0
+    assert nodes[1].tier.match_prefix(NAMES) == 0
     assert second.state.unsent == {NAMES[0]}, "who makes it in its slot has it from nowhere else"
     write(own, NAMES[:1])
     put(sender, own, NAMES[:1])
@@ -195,7 +197,7 @@ def test_a_sender_is_killed_while_it_packs(node: Node, sender: Sender, tmp_path:
         assert other.admitted.result(LONG_S) == 5
         process.kill()
         assert ended(node, transfer) == "its sender is gone"
-        assert node.tier.count_leading(NAMES) == 0
+        assert node.tier.match_prefix(NAMES) == 0
         sender.cancel("other")
         ended(node, "other")
     wait_until_free(node)

@@ -22,7 +22,7 @@ from kvkit.format.layout import KVLayout, LayerGroup, Namespace, heads_of
 from kvkit.handoff import ranks as ranks_module
 from kvkit.handoff.prompt import Prompts
 from kvkit.handoff.protocol.messages import MAX_RANKS
-from kvkit.handoff.protocol.states import OfRequest, Phase
+from kvkit.handoff.protocol.states import Phase, RequestRef
 from kvkit.handoff.ranks import RankShare, divided, fits, holders, shares
 from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import identify
@@ -91,7 +91,7 @@ def test_one_of_two_ranks_is_killed(
     names = record_names(8)
     for request in ("whole", "half"):
         ours = sender.open(
-            f"{request}/0", address(node, transport), names[:2], LONG_S, of=OfRequest(request, 2)
+            f"{request}/0", address(node, transport), names[:2], LONG_S, of=RequestRef(request, 2)
         )
         assert not ours.admitted.done()
         assert process.call("open", f"{request}/1", address(node, transport), names[2:4], request, 2) == 2
@@ -121,20 +121,20 @@ def test_one_of_two_ranks_is_killed(
 
 def test_what_comes_after_another_part_failed_is_refused_at_once(node: Node, sender: Sender) -> None:
     names = record_names(4)
-    sender.open("t/0", node.unix, names[:2], LONG_S, of=OfRequest("t", 2))
+    sender.open("t/0", node.unix, names[:2], LONG_S, of=RequestRef("t", 2))
     sender.cancel("t/0")
     assert ended(node, "t") == "cancelled by its sender"
-    late = sender.open("t/1", node.tcp, names[2:], LONG_S, of=OfRequest("t", 2))
+    late = sender.open("t/1", node.tcp, names[2:], LONG_S, of=RequestRef("t", 2))
     with pytest.raises(HandoffError, match="t/1: cancelled by its sender"):
         late.admitted.result(LONG_S)
 
 
 def test_another_s_transfer_of_the_same_name_changes_nothing(node: Node, sender: Sender) -> None:
     names = record_names(4)
-    sender.open("t/0", node.unix, names[:2], LONG_S, of=OfRequest("t", 2))
+    sender.open("t/0", node.unix, names[:2], LONG_S, of=RequestRef("t", 2))
     wait_for(lambda: "t/0" in node.receiver.transfers())
     another = new_sender()
-    refused = another.open("t/0", node.unix, names[2:], LONG_S, of=OfRequest("x"))
+    refused = another.open("t/0", node.unix, names[2:], LONG_S, of=RequestRef("x"))
     with pytest.raises(HandoffError, match="there is a transfer t/0 already"):
         refused.admitted.result(LONG_S)
     another.close(LONG_S)

@@ -33,9 +33,9 @@ from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol.messages import MAX_BODY_BYTES, Proof, Query, encode
 from kvkit.handoff.sender import HandoffError
-from kvkit.handoff.transport import door
+from kvkit.handoff.transport import acceptor
+from kvkit.handoff.transport.acceptor import MAX_STRANGERS
 from kvkit.handoff.transport.channel import HEADER
-from kvkit.handoff.transport.door import MAX_STRANGERS
 from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
@@ -151,7 +151,7 @@ def test_who_takes_too_long_to_prove_itself_is_put_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though every frame of a peer may take an hour here, and bytes come in all the while."""
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.2)
     node = Node(tmp_path, timeout_s=3600.0)
     with raw_socket(node.tcp) as stranger:
         stranger.sendall(HEADER.pack(1024, 0))
@@ -197,9 +197,9 @@ def test_who_has_no_thread_to_connect_hears_so(node: Node, monkeypatch: pytest.M
         with pytest.raises(HandoffError, match="t: no thread for a connection"):
             sender.open("t", node.tcp, record_names(1), LONG_S)
         with pytest.raises(OSError, match="tier 'D': no thread for a connection"):
-            tier.count_leading(record_names(1))
+            tier.match_prefix(record_names(1))
     assert sender.transfers() == {}
-    assert tier.count_leading(record_names(1)) == 0
+    assert tier.match_prefix(record_names(1)) == 0
     sender.close(LONG_S)
     tier.close()
 

@@ -61,7 +61,7 @@ def test_what_nobody_waits_for_is_done_at_once(staging: Staging, sends: bool) ->
     names = record_names(3)
     assert tier.count_unneeded(names) == 3
     assert put(tier, staging, names) == [None] * 3
-    assert tier.count_leading(names) == 0
+    assert tier.match_prefix(names) == 0
     tier.close()
     assert staging.free == staging.slots
     staging.close()

@@ -35,7 +35,7 @@ from kvkit.kernels.pages import host_problems, numba
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.tuning.configs import KernelConfig, host_config
 from kvkit.kernels.tuning.problems import host_problems as every_host_problem
-from kvkit.kernels.tuning.search import Roof, Tools, tune
+from kvkit.kernels.tuning.search import Roofline, Tools, tune
 from kvkit.kernels.tuning.tables import (
     Tuned,
     TunedKey,
@@ -179,7 +179,9 @@ def test_tuning_takes_a_problem_to_this_machines_table(tables: Path) -> None:
 
         return measure
 
-    tools = Tools(host_name(), torch.device("cpu"), lambda *_: {}, timer, Roof(1e18, 1e18), time.monotonic)
+    tools = Tools(
+        host_name(), torch.device("cpu"), lambda *_: {}, timer, Roofline(1e18, 1e18), time.monotonic
+    )
     problem = host_problems.problem_of(SMALL_MOVES[0])
     (step,) = tune([problem], tuned_folder(), tools)
     assert step.state == "tuned", str(step)

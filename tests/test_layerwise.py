@@ -435,7 +435,7 @@ def test_what_was_loaded_by_layers_is_written_back(
         for layer in range(2 * groups):
             assert next(load) == layer
             cache.flush()
-            assert near.count_leading(hit.chunks.names) == 0, "a record whose layers are not all verified"
+            assert near.match_prefix(hit.chunks.names) == 0, "a record whose layers are not all verified"
         assert list(load) == []
         cache.flush()
         engine.assert_loaded(tokens, table, 4)
@@ -508,7 +508,7 @@ def test_a_load_by_layers_writes_back_as_much_as_there_are_slots_for(slots: int,
         assert whole == min(12, slots * (cache.staging.slot_bytes // hit.chunks.formats[0].layer_bytes))
         engine.assert_loaded(tokens, table, whole)
         cache.flush()
-        written = near.count_leading(hit.chunks.names)
+        written = near.match_prefix(hit.chunks.names)
         assert len(list(near.scan())) == written <= slots
         assert written >= slots // 2 - 1
         assert cache.staging.free == slots

@@ -248,7 +248,7 @@ def test_a_store_goes_where_the_call_says(tmp_path: Path) -> None:
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table), to=["b"])
         cache.flush()
-        assert [cache.tiers[name].count_leading(cache.lookup(tokens).chunks.names) for name in "ab"] == [0, 3]
+        assert [cache.tiers[name].match_prefix(cache.lookup(tokens).chunks.names) for name in "ab"] == [0, 3]
         with pytest.raises(ValueError, match="to='c': no such tier; the tiers are a, b"):
             cache.store_async(tokens, engine.places(table), to=["c"])
 

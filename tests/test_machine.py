@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
-from kvkit.moving import puts
+from kvkit.moving import writes
 from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.health import Health
@@ -56,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.harmed = False
         self.cache: Cache | None = None
         # a busy machine can stop for longer: what a tier is given would be left out, which is not modelled
-        self.patience = mock.patch.object(puts, "PATIENCE_S", math.inf)
+        self.patience = mock.patch.object(writes, "PATIENCE_S", math.inf)
         self.patience.start()
 
     @initialize(

@@ -45,7 +45,7 @@ def test_a_failed_move_leaves_nothing(staging: Staging) -> None:
     (error,) = put(tier, staging, record_names(1))
     assert isinstance(error, PermissionError)
     assert [path for path in MemoryFileSystem.store if root in path] == []
-    assert tier.count_leading(record_names(1)) == 0
+    assert tier.match_prefix(record_names(1)) == 0
     tier.close()
     staging.close()
 
@@ -125,13 +125,13 @@ def test_a_put_under_way_is_no_hit_and_keeps_its_room(staging: Staging) -> None:
     tier.put(names[:1], [lease], done)
     lease.release()
     assert Held.writing.wait(DEADLINE_S)
-    assert tier.count_leading(names) == 0
+    assert tier.match_prefix(names) == 0
     assert isinstance(put(tier, staging, names[1:])[0], TierFull)
     Held.go.set()
     assert done.wait(1) == [(names[0], None)]
-    assert tier.count_leading(names) == 1
+    assert tier.match_prefix(names) == 1
     assert put(tier, staging, names[1:]) == [None]
-    assert tier.count_leading(names) == 0, "the first was let go for the second"
+    assert tier.match_prefix(names) == 0, "the first was let go for the second"
     TierContract().finish(tier, staging)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkit.router import openai
-from kvkit.router.openai import Asked, EventParser, parse
+from kvkit.router.openai import EventParser, ParsedRequest, parse
 
 TEXTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)
 
@@ -50,7 +50,7 @@ def test_an_event_that_is_sent_can_be_read(event: dict[str, Any]) -> None:
     assert json.loads(raw) == event
 
 
-def asked(**body: Any) -> Asked:
+def asked(**body: Any) -> ParsedRequest:
     kind: openai.Kind = "chat" if "messages" in body else "completions"
     return parse(kind, json.dumps(body).encode())
 
@@ -70,7 +70,7 @@ def test_whatever_comes_is_a_request_or_refused(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "single", "hands_over"),
+    ("body", "single", "can_disaggregate"),
     [
         ({"prompt": "a"}, True, True),
         ({"prompt": [1, 2]}, True, True),
@@ -85,8 +85,8 @@ def test_whatever_comes_is_a_request_or_refused(raw: bytes) -> None:
         ({"messages": []}, True, True),
     ],
 )
-def test_what_can_be_split(body: dict[str, Any], single: bool, hands_over: bool) -> None:
-    assert (asked(**body).single, asked(**body).hands_over) == (single, hands_over)
+def test_what_can_be_split(body: dict[str, Any], single: bool, can_disaggregate: bool) -> None:
+    assert (asked(**body).single, asked(**body).can_disaggregate) == (single, can_disaggregate)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_the_bodies_for_p_and_d_leave_the_clients_alone() -> None:
 
 def test_token_ids_take_the_place_of_the_prompt() -> None:
     ids = (1, 2, 3)
-    completion = Asked("completions", {"prompt": "a"}, ids)
+    completion = ParsedRequest("completions", {"prompt": "a"}, ids)
     assert openai.decode_body(completion, None) == {"prompt": [1, 2, 3]}
-    chat = Asked("chat", {"messages": []}, ids)
+    chat = ParsedRequest("chat", {"messages": []}, ids)
     assert openai.decode_body(chat, {"z": 0})["kv_transfer_params"] == {
         "z": 0,
         "prompt_token_ids": [1, 2, 3],

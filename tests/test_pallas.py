@@ -91,7 +91,7 @@ def test_compiles_without_spills(
             options={"num_warps": warps, "num_stages": stages},
         )
         made = read_nvidia(done.asm, done.metadata.shared, warps, gpu)
-        assert made.flaw() == "", target
+        assert made.rejection() == "", target
         assert bool(made.mma) == (dtype != "float32")
         assert made.loads_16 > made.loads / 3
         assert made.stores_16

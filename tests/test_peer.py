@@ -101,7 +101,7 @@ def test_what_was_handed_over_can_be_pulled(tmp_path: Path) -> None:
     transfer.done.result(LONG_S)
     sender.close(LONG_S)
     tier = PeerTier("D", node.tcp, IDENTITY, timeout_s=LONG_S)
-    assert tier.count_leading([*names, "0/0/c.9.9.0.0.0.0"]) == 4
+    assert tier.match_prefix([*names, "0/0/c.9.9.0.0.0.0"]) == 4
     for name, found in zip(names, get(tier, staging, names), strict=True):
         assert isinstance(found, np.ndarray)
         assert np.array_equal(found, record_bytes(name))
@@ -126,11 +126,11 @@ def test_a_peer_that_dies_is_an_error_and_one_that_is_back_is_found(
     process = Process("receiver", tmp_path)
     address = process.call("addresses")[["unix", "tcp"].index(transport)]
     tier = PeerTier("D", address, IDENTITY, timeout_s=LONG_S)
-    assert tier.count_leading(record_names(2)) == 0
+    assert tier.match_prefix(record_names(2)) == 0
     process.kill()
     for _ in range(2):
         with pytest.raises(OSError, match="tier 'D'"):
-            tier.count_leading(record_names(2))
+            tier.match_prefix(record_names(2))
     (error,) = get(tier, staging, record_names(1))
     assert isinstance(error, OSError)
     finish(tier, staging)
@@ -140,7 +140,7 @@ def test_a_stranger_is_an_error(tmp_path: Path, staging: Staging) -> None:
     node = Node(tmp_path)
     tier = PeerTier("D", node.tcp, replace(IDENTITY, secret=b"another"), timeout_s=LONG_S)
     with pytest.raises(TierError, match="the secrets differ"):
-        tier.count_leading(record_names(1))
+        tier.match_prefix(record_names(1))
     finish(tier, staging)
     node.close()
 
@@ -155,11 +155,11 @@ def test_a_peer_of_another_size_is_refused_by_name(
     mine = replace(IDENTITY, node="there", ranks=ours, record_ranks=records)
     tier = PeerTier("D", node.tcp, mine, timeout_s=LONG_S)
     if ours == theirs or records == 1:
-        assert tier.count_leading(record_names(1)) == 0
+        assert tier.match_prefix(record_names(1)) == 0
     else:
         says = f"tier 'D': ranks: node 'here' has {theirs}, 'there' has {ours}; want a peer of as many ranks"
         with pytest.raises(TierError, match=says):
-            tier.count_leading(record_names(1))
+            tier.match_prefix(record_names(1))
     finish(tier, staging)
     node.close()
 

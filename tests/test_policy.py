@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvkit.moving.policy import (
-    NO_WISHES,
+    DEFAULT_REQUEST_POLICY,
     Policy,
     PolicyError,
     RequestPolicy,
@@ -60,7 +60,7 @@ def test_decode_looks_first_at_what_it_was_sent_and_sends_nothing_itself() -> No
 
 def test_a_request_names_the_tiers_of_its_own() -> None:
     policy = Policy.default(TIERS)
-    assert for_request(policy, NO_WISHES) is policy
+    assert for_request(policy, DEFAULT_REQUEST_POLICY) is policy
     assert for_request(policy, RequestPolicy(load_from=("nfs",))) == replace(policy, retrieve_from=("nfs",))
     stored = for_request(policy, RequestPolicy(store_to=("disk",)))
     assert stored == Policy(TIERS, ("disk",), ()), "nor is anything written back to the others"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_parts import open_cache
 
 from kvkit.cache import Cache
-from kvkit.moving.promises import Promise, Promises
+from kvkit.moving.pending_stores import PendingStore, PendingStores
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 
@@ -27,10 +27,10 @@ NAMES = "abc"
 def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
     moves: list[tuple[str, str]],
 ) -> None:
-    promises = Promises()
+    promises = PendingStores()
     done: list[None] = []
-    promise = Promise(promises, NAMES, on_done=lambda: done.append(None))
-    other = Promise(promises, "c")
+    promise = PendingStore(promises, NAMES, on_done=lambda: done.append(None))
+    other = PendingStore(promises, "c")
     under_way, kept = dict.fromkeys(NAMES, 0), set[str]()
     for move, name in moves:
         if move == "attempt":
@@ -57,8 +57,8 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
 
 
 def test_what_other_ranks_store_is_promised_until_the_last_attempt_here_ends() -> None:
-    promises = Promises()
-    promise = Promise(promises, NAMES, others="bc")
+    promises = PendingStores()
+    promise = PendingStore(promises, NAMES, others="bc")
     promise.attempt("ab")  # b: in a tier of its own
     promise.close()
     assert promises.among(NAMES) == {*NAMES}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
-from kvkit.moving import puts
-from kvkit.moving.policy import NO_WISHES
-from kvkit.moving.puts import Batch, Outstanding, Put, PutQueue
+from kvkit.moving import writes
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY
+from kvkit.moving.writes import Batch, Outstanding, WriteJob, WriteQueue
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
@@ -76,7 +76,7 @@ def test_loads_have_room_while_the_puts_of_tiers_hang(groups: int, memory: int, 
         # the tiers get on again, and take all
         cache.store(sequence(20), source.places(table), to=["a", "b"])
         cache.flush()
-        assert cache.tiers["a"].count_leading(cache.lookup(sequence(20)).chunks.names) == 20 * groups
+        assert cache.tiers["a"].match_prefix(cache.lookup(sequence(20)).chunks.names) == 20 * groups
         assert staging.free >= 16
 
 
@@ -88,7 +88,7 @@ def test_what_a_tier_that_hangs_does_not_take_is_not_stored(tmp_path: Path) -> N
     with new_cache(engine, new_staging(engine, 8), [tier, ObjectTier(str(tmp_path / "disk"))]) as cache:
         first = cache.store(sequence(2, 1), engine.places(table), to=["hung"])
         assert first.new_tokens == 2 * CHUNK, "its limit is a third of 8 slots"
-        cache._puts._queues["hung"]._progress_s -= 2 * puts.PATIENCE_S  # as if so much time had passed
+        cache._puts._queues["hung"]._progress_s -= 2 * writes.PATIENCE_S  # as if so much time had passed
         assert cache.store(tokens, engine.places(table), to=["hung"]).new_tokens == 0
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens), "the disk takes all"
         assert cache.counts().refused == {"hung": 2 * len(tokens) // CHUNK}
@@ -198,13 +198,13 @@ class Queued:
     """
 
     def __init__(self, limit: int) -> None:
-        self.queue = PutQueue(limit, self._start)
+        self.queue = WriteQueue(limit, self._start)
         self.started: list[str] = []
         self.done: list[str] = []
-        self.under_way: list[Put] = []
+        self.under_way: list[WriteJob] = []
         self.at_once = False
 
-    def _start(self, puts: Sequence[Put]) -> None:
+    def _start(self, puts: Sequence[WriteJob]) -> None:
         assert [put.lease.used for put in puts] == [int(put.name) for put in puts], "another record's slot"
         self.started.extend(put.name for put in puts)
         self.under_way.extend(puts)
@@ -237,10 +237,10 @@ def records() -> Iterator[Callable[[int, int], tuple[list[str], list[Lease]]]]:
 Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 
-def add(queue: PutQueue, make: Make, start: int, stop: int) -> int:
+def add(queue: WriteQueue, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-    batch = Batch("tier", (), None, False, False, NO_WISHES)
-    puts = [Put(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
+    batch = Batch("tier", (), None, False, False, DEFAULT_REQUEST_POLICY)
+    puts = [WriteJob(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
     taken = queue.add(puts)
     queue.go_on()
     release_all(leases)
@@ -275,7 +275,7 @@ def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
     assert add(queue, records, 0, 6) == 6
     assert not queue.stuck
     assert [put.name for put in queue.cancel()] == ["2", "3", "4", "5"]
-    monkeypatch.setattr(puts, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(writes, "PATIENCE_S", -1.0)
     assert queue.stuck
     assert add(queue, records, 6, 8) == 0
     queued.end()

@@ -48,11 +48,11 @@ def test_what_vanishes_without_permission_to_list_is_missing(
     with quirky_s3("no list") as (server, options):
         tier = ObjectTier(TierConfig(url=URL, options=options))
         assert put(tier, staging, names) == [None, None]
-        assert tier.count_leading(names) == 2
+        assert tier.match_prefix(names) == 2
         server.objects.clear()
         assert tier.size(names[0]) is None
         assert all(isinstance(found, FileNotFoundError) for found in get(tier, staging, names))
-        assert tier.count_leading(names) == 0
+        assert tier.match_prefix(names) == 0
         tier.close()
     staging.close()
 
@@ -89,7 +89,7 @@ def test_a_conflict_is_no_record(staging: Staging) -> None:
         (error,) = put(tier, staging, [name])
         assert isinstance(error, TierError)
         assert "another put of it is under way" in str(error)
-        assert tier.count_leading([name]) == 0
+        assert tier.match_prefix([name]) == 0
         assert not server.objects
         tier.close()
     with quirky_s3("409 once") as (server, options):

@@ -98,7 +98,7 @@ def test_layers_in_their_places_are_made_a_record() -> None:
     sealed = seal(MLA)
     buffer = np.full(MLA.record_bytes + 64, 0xA5, np.uint8)
     records.payload(MLA, buffer)[:] = sealed.payload
-    records.surround(MLA, buffer, sealed.record[: MLA.header_bytes + 7])
+    records.write_framing(MLA, buffer, sealed.record[: MLA.header_bytes + 7])
     assert buffer[: MLA.record_bytes].tobytes() == sealed.record.tobytes()
     assert (buffer[MLA.record_bytes :] == 0xA5).all()
 

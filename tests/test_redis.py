@@ -58,7 +58,7 @@ def test_only_its_own_keys(server: RedisServer, staging: Staging) -> None:
     client.set("0123456789abcdef/0/c.0.0.0.0.0.0", b"x")
     tier = RedisTier(server.url)
     names = record_names(2)
-    assert tier.count_leading(names) == 0
+    assert tier.match_prefix(names) == 0
     assert put(tier, staging, names) == [None, None]
     assert sorted(tier.scan()) == [(name, SLOT_BYTES) for name in names]
     assert client.get(PREFIX + names[0]) == record_bytes(names[0]).tobytes()
@@ -85,7 +85,7 @@ def test_a_value_of_another_type_in_a_records_place_is_damage(server: RedisServe
     assert sorted(tier.scan()) == [(names[0], SLOT_BYTES), (names[2], SLOT_BYTES)]
     tier.delete(names[1:2])
     assert put(tier, staging, names[1:2]) == [None]
-    assert tier.count_leading(names) == 3
+    assert tier.match_prefix(names) == 3
     finish(tier, staging)
 
 
@@ -94,10 +94,10 @@ def test_a_long_run_takes_several_round_trips(valkey: RedisServer, staging: Stag
     names = record_names(1500)
     client = redis.Redis(port=valkey.port)
     client.mset({PREFIX + name: b"x" for name in names[:1300]})
-    assert tier.count_leading(names) == 1300
+    assert tier.match_prefix(names) == 1300
     client.delete(PREFIX + names[700])
-    assert tier.count_leading(names) == 700
-    assert tier.count_leading(names[701:1300]) == 599
+    assert tier.match_prefix(names) == 700
+    assert tier.match_prefix(names[701:1300]) == 599
     assert len(list(tier.scan())) == 1299
     tier.delete(names)
     assert client.dbsize() == 0
@@ -129,12 +129,12 @@ def test_a_user_with_no_more_rights_than_needed(tmp_path: Path, staging: Staging
         part = memoryview(bytearray(8))
         tier.get_ranges(names[0], [(8, 8)], [part])
         assert part == record_bytes(names[0])[8:16].tobytes()
-        assert tier.count_leading(names) == 3
+        assert tier.match_prefix(names) == 3
         assert tier.size(names[0]) == SLOT_BYTES
         tier.delete(names[:1])
         assert len(list(tier.scan())) == 2
         guest = RedisTier(TierConfig(url=server.url, username="guest", password="guest"))
-        assert guest.count_leading(names) == 0
+        assert guest.match_prefix(names) == 0
         assert "no permissions" in str(put(guest, staging, names[:1])[0])
         guest.close()
         finish(tier, staging)
@@ -150,7 +150,7 @@ def test_a_wrong_password(
         (name,) = record_names(1)
         errors = [*get(tier, staging, [name]), *put(tier, staging, [name])]
         with pytest.raises(TierError, match="refuses the username or the password"):
-            tier.count_leading([name])
+            tier.match_prefix([name])
         for error in errors:
             assert isinstance(error, TierError)
             assert "refuses the username or the password" in str(error)
@@ -176,7 +176,7 @@ def test_a_full_server_that_lets_nothing_go(tmp_path: Path, staging: Staging) ->
             if full:
                 break
         assert full
-        assert tier.count_leading(full[:1]) == 0
+        assert tier.match_prefix(full[:1]) == 0
         assert same(get(tier, staging, names[:1])[0], names[0]), "what it has, it serves"
         tier.delete([name for name, _ in tier.scan()])
         assert put(tier, staging, full[:1]) == [None]
@@ -191,7 +191,7 @@ def test_a_server_that_lets_go_what_was_used_least(tmp_path: Path, staging: Stag
         for first in range(0, len(names), RECORDS):
             assert put(tier, staging, names[first : first + RECORDS]) == [None] * RECORDS
         held = {name for name, _ in tier.scan()}
-        found = {name for name in names if tier.count_leading([name])}
+        found = {name for name in names if tier.match_prefix([name])}
         left = {name for name, _ in tier.scan()}  # asking takes memory, too, for which more is let go
         assert 0 < len(left) <= len(held) < len(names)
         assert left <= found <= held
@@ -203,9 +203,9 @@ def test_the_server_is_killed_and_restarted_amid_a_load(server: RedisServer, sta
     tier = RedisTier(TierConfig(url=server.url, threads=2, timeout_s=TIMEOUT_S))
     names = kill_amid_a_load(server, tier, staging)
     with pytest.raises(TierError, match="refused"):
-        tier.count_leading(names)
+        tier.match_prefix(names)
     server.start()
-    assert tier.count_leading(names) == 0
+    assert tier.match_prefix(names) == 0
     assert put(tier, staging, names[:2]) == [None, None]
     assert same(get(tier, staging, names[:1])[0], names[0])
     finish(tier, staging)
@@ -233,7 +233,7 @@ def test_a_server_that_answers_badly(how: str, valkey: RedisServer, staging: Sta
             valkey.resume()
         if how != "deaf":
             assert same(get(tier, staging, names[:1])[0], names[0])
-            assert tier.count_leading(names) == 1
+            assert tier.match_prefix(names) == 1
         finish(tier, staging)
 
 
@@ -288,5 +288,5 @@ def test_a_server_of_a_cluster_is_told_by_that_name(moved: bool, tmp_path: Path,
         assert isinstance(error, TierError)
         assert "is part of a Redis Cluster" in str(error)
         with pytest.raises(TierError, match="want a server by itself"):
-            tier.count_leading(record_names(1))
+            tier.match_prefix(record_names(1))
         finish(tier, staging)

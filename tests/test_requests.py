@@ -11,7 +11,7 @@ from caches import CHUNK, make_engine, new_cache, new_staging, sequence
 from engine import Engine
 
 from kvkit.cache import Cache
-from kvkit.moving.policy import NO_WISHES, PolicyError, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, PolicyError, RequestPolicy
 from kvkit.moving.requests import RequestLimits, read
 from kvkit.settings import ConfigError
 from kvkit.tiers.base import Tier
@@ -27,7 +27,7 @@ def test_what_a_request_says_is_what_it_wants() -> None:
     assert read(said, LIMITS, "w", "s") == RequestPolicy(("disk",), (), 7, 60.0, 50)
     assert read({"store": False}, LIMITS, "w", "s") == RequestPolicy(store_to=())
     assert read({"store_to": ["disk", "disk"]}, LIMITS, "w", "s") == RequestPolicy(store_to=("disk",))
-    assert read({}, LIMITS, "w", "s") == NO_WISHES
+    assert read({}, LIMITS, "w", "s") == DEFAULT_REQUEST_POLICY
     anywhere = read({"load_from": ["x"], "store_to": ["y"]}, RequestLimits(), "w", "s")
     assert anywhere == RequestPolicy(("x",), ("y",)), "without limits the tiers are the engine's to check"
 
@@ -71,7 +71,7 @@ class Caches:
         tiers: list[Tier] = [MemoryTier(staging, room * size), ObjectTier(disk)]
         self.cache: Cache = new_cache(self.engine, staging, tiers, write_back_to=("memory",))
 
-    def store(self, tokens: Any, policy: RequestPolicy = NO_WISHES, **more: Any) -> int:
+    def store(self, tokens: Any, policy: RequestPolicy = DEFAULT_REQUEST_POLICY, **more: Any) -> int:
         """New tokens; they are in the tiers."""
         table = self.engine.table(len(tokens))
         self.engine.compute(tokens, table)
@@ -114,7 +114,7 @@ def load_by_layers(caches: Caches, tokens: Any, policy: RequestPolicy) -> dict[s
 def test_it_is_loaded_from_the_tiers_that_it_names(caches: Caches, load: Load) -> None:
     tokens = sequence(3)
     caches.store(tokens)
-    assert load(caches, tokens, NO_WISHES) == {"memory": len(tokens)}
+    assert load(caches, tokens, DEFAULT_REQUEST_POLICY) == {"memory": len(tokens)}
     assert load(caches, tokens, RequestPolicy(load_from=("disk",))) == {"disk": len(tokens)}
     assert load(caches, tokens, RequestPolicy(load_from=())) == {}
     caches.cache.tiers["disk"].delete(caches.cache.chunks(tokens).names[1:])

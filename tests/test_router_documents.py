@@ -38,11 +38,11 @@ from waiting import wait_for
 from kvkit.observe.http import Server
 from kvkit.router.documents import Documents, PostedDocument
 from kvkit.router.engines import Engine, LookupQuery
-from kvkit.router.first_use import MAX_WAITING, FirstUse
 from kvkit.router.metrics import RouterMetrics
-from kvkit.router.openai import Asked
+from kvkit.router.openai import ParsedRequest
 from kvkit.router.spans import tokens_of
 from kvkit.router.tokens import Headers, Tokenizer
+from kvkit.router.warmer import MAX_WAITING, DocumentWarmer
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 FIRST, SECOND = "The first document is about the sea. " * 2, "Another one tells of hills. " * 3
@@ -468,10 +468,10 @@ def test_first_uses_are_few_at_a_time_and_may_fail() -> None:
                 raise OSError("no engine")
 
         documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0, None)
-        uses = FirstUse(compute, documents, metrics)
+        uses = DocumentWarmer(compute, documents, metrics)
         for n in (2**31, *range(1, MAX_WAITING + 3)):
             spans = {"documents": [[10, 30], [30, 50], [50, 51]], "prefix": 5}
-            asked = Asked("completions", {"prompt": [7] * 10 + [n] * 20 + [1000] * 21}, blend=spans)
+            asked = ParsedRequest("completions", {"prompt": [7] * 10 + [n] * 20 + [1000] * 21}, blend=spans)
             uses.offer(asked, None, {})
         workers = [asyncio.create_task(uses.run()) for _ in range(2)]
         while len(began) < 2 or not uses._waiting.empty():
@@ -496,7 +496,7 @@ def test_first_uses_are_few_at_a_time_and_may_fail() -> None:
 def test_prompts_that_wait_for_first_use_have_a_limit_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvkit.router.first_use.MAX_WAITING_TOKENS", 100)
+    monkeypatch.setattr("kvkit.router.warmer.MAX_WAITING_TOKENS", 100)
     began: list[int] = []
 
     async def compute(document: PostedDocument, headers: Headers) -> None:
@@ -504,12 +504,14 @@ def test_prompts_that_wait_for_first_use_have_a_limit_of_tokens(
 
     async def run() -> None:
         documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0, None)
-        uses = FirstUse(compute, documents, RouterMetrics([]))
+        uses = DocumentWarmer(compute, documents, RouterMetrics([]))
         task = asyncio.create_task(uses.run())
         span = {"documents": [[10, 40]], "prefix": 5}
         for first in (1, 11):
             for n in range(first, first + 4):
-                uses.offer(Asked("completions", {"prompt": [7] * 10 + [n] * 30}, blend=span), None, {})
+                uses.offer(
+                    ParsedRequest("completions", {"prompt": [7] * 10 + [n] * 30}, blend=span), None, {}
+                )
             while len(began) < (2 if first == 1 else 4):
                 await asyncio.sleep(0)
         task.cancel()

@@ -40,16 +40,16 @@ from vllm.distributed.kv_events import (
 )
 from waiting import START_S, wait_for
 
-from kvkit.adapters.vllm.events import TiersCleared, TiersTold
+from kvkit.adapters.vllm.events import TiersCleared, TierSync
 from kvkit.router.index import BlockIndex, KVEvent
 from kvkit.router.settings import read_router_config
 
 IDS = tuple(range(40))
 WHERE = {"medium": "CPU", "ownership": "memory"}
 COMPLETE = TiersCleared(complete=True)
-FORGOTTEN = TiersTold(block_hashes=[], medium=None, complete=False)
-AGAIN = TiersTold(block_hashes=[], medium=None, again=True)
-ALL = TiersTold(block_hashes=[], medium=None, complete=True)
+FORGOTTEN = TierSync(block_hashes=[], medium=None, complete=False)
+AGAIN = TierSync(block_hashes=[], medium=None, again=True)
+ALL = TierSync(block_hashes=[], medium=None, complete=True)
 
 
 def stored(first: int, last: int, tokens: tuple[int, ...] = IDS, **more: Any) -> BlockStored:

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvkit.router.marks import Marked
-from kvkit.router.openai import Asked
+from kvkit.router.marks import DelimitedDocuments
+from kvkit.router.openai import ParsedRequest
 from kvkit.router.tokens import BEFORE, NoTokens, Tokenizer
 from kvkit.tiers.testing.contract import DEADLINE_S
 
@@ -40,8 +40,8 @@ TEXTS = tuple(f"document {number}, which is long enough" for number in range(40)
 PROMPT = "behind" + "".join(TEXTS)
 
 
-def many_documents() -> Asked:
-    return Asked("completions", {"prompt": PROMPT}, blend={})
+def many_documents() -> ParsedRequest:
+    return ParsedRequest("completions", {"prompt": PROMPT}, blend={})
 
 
 @pytest.mark.parametrize("behind", [None, "behind"])
@@ -49,7 +49,9 @@ def test_one_requests_documents_leave_room_for_others(behind: str | None) -> Non
     async def run() -> None:
         engine = SlowEngine()
         tokenizer = Tokenizer([engine], DEADLINE_S)  # type: ignore[list-item]
-        placing = asyncio.create_task(tokenizer.place(many_documents(), Marked(TEXTS, behind), {}))
+        placing = asyncio.create_task(
+            tokenizer.place(many_documents(), DelimitedDocuments(TEXTS, behind), {})
+        )
         most = 0
         while not placing.done():
             most = max(most, await engine.settle())
@@ -88,7 +90,7 @@ def test_documents_that_take_too_long_are_not_blended() -> None:
     async def run() -> None:
         engine = SlowEngine()
         tokenizer = Tokenizer([engine], 0.05)  # type: ignore[list-item]
-        asked, ids = await tokenizer.place(many_documents(), Marked(TEXTS), {})
+        asked, ids = await tokenizer.place(many_documents(), DelimitedDocuments(TEXTS), {})
         assert (asked.blend, ids) == (None, None)
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))

@@ -22,13 +22,23 @@ from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket
 from kvkit.kernels.tuning.gate import CompileError
 from kvkit.kernels.tuning.problems import every_problem
-from kvkit.kernels.tuning.search import Late, Look, Measure, Roof, SearchStep, Tools, Trial, search, tune
+from kvkit.kernels.tuning.search import (
+    CompileInfo,
+    Late,
+    Measure,
+    Roofline,
+    SearchStep,
+    Tools,
+    Trial,
+    search,
+    tune,
+)
 from kvkit.kernels.tuning.tables import Build, TableError, Tuned, TunedKey, build_of, read_table, write_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU, FILE = "NVIDIA H200", "nvidia-h200.json"
 DEFAULT, SMALL, MIDDLE, WRONG, LARGE = SPACE
-FREE = Roof(1e30, 1e30)
+FREE = Roofline(1e30, 1e30)
 """Every bound is 0: nothing is left out for it."""
 
 
@@ -49,15 +59,15 @@ class Times:
 def find(
     times: Mapping[KernelConfig, float],
     flaws: Mapping[KernelConfig, str] | None = None,
-    roof: Roof = FREE,
+    roof: Roofline = FREE,
     problem: Problem | None = None,
 ) -> tuple[Tuned | None, dict[KernelConfig, str], Times]:
     problem = problem or scale_problem()
     measure = Times(times)
-    look = {config: Look(flaw) for config, flaw in (flaws or {}).items()}
+    look = {config: CompileInfo(rejection) for config, rejection in (flaws or {}).items()}
     tuned, trials = search(problem, problem.make(DEVICE, True), measure, look, roof)
     assert [trial.config for trial in trials] == list(problem.space)
-    return tuned, {trial.config: trial.fate for trial in trials}, measure
+    return tuned, {trial.config: trial.outcome for trial in trials}, measure
 
 
 def seconds(**known: float) -> dict[KernelConfig, float]:
@@ -66,29 +76,29 @@ def seconds(**known: float) -> dict[KernelConfig, float]:
 
 
 def test_the_fastest_is_taken() -> None:
-    tuned, fate, _ = find(seconds(large=1e-6, default=2e-6, small=1.5e-6))
+    tuned, outcome, _ = find(seconds(large=1e-6, default=2e-6, small=1.5e-6))
     assert tuned is not None
     assert tuned.config == LARGE
     assert tuned.us == pytest.approx(1)
     assert tuned.default_us == pytest.approx(2)
-    assert fate[LARGE] == "best"
-    assert fate[SMALL] == fate[DEFAULT] == "slower"
+    assert outcome[LARGE] == "best"
+    assert outcome[SMALL] == outcome[DEFAULT] == "slower"
 
 
 def test_a_wrong_one_is_never_taken_however_fast() -> None:
-    tuned, fate, _ = find(seconds(wrong=1.0, middle=1.1, default=1.2))
+    tuned, outcome, _ = find(seconds(wrong=1.0, middle=1.1, default=1.2))
     assert tuned is not None
     assert tuned.config == MIDDLE
-    assert fate[WRONG] == "wrong: 1 elements differ"
+    assert outcome[WRONG] == "wrong: 1 elements differ"
 
 
 def test_a_wrong_default_is_reported_and_not_taken() -> None:
     problem = scale_problem(space=(WRONG, SMALL, MIDDLE))
     for far in (1.0, 9.0):  # finalists, and configurations that were given up after their first samples
-        tuned, fate, _ = find(seconds(wrong=1.0, middle=1.2 * far, small=1.1 * far), problem=problem)
+        tuned, outcome, _ = find(seconds(wrong=1.0, middle=1.2 * far, small=1.1 * far), problem=problem)
         assert tuned is not None
         assert tuned.config == SMALL
-        assert fate[WRONG] == "wrong: 1 elements differ"
+        assert outcome[WRONG] == "wrong: 1 elements differ"
 
 
 def test_the_default_stays_where_little_is_gained() -> None:
@@ -103,50 +113,50 @@ def test_the_default_stays_where_little_is_gained() -> None:
 
 def test_flawed_ones_are_not_run_except_the_default() -> None:
     flaws = {SMALL: "spills 8 bytes", DEFAULT: "spills 4 bytes"}
-    tuned, fate, measure = find(seconds(small=1.0, default=3.0, middle=2.0), flaws)
+    tuned, outcome, measure = find(seconds(small=1.0, default=3.0, middle=2.0), flaws)
     assert tuned is not None
     assert tuned.config == MIDDLE
     assert SMALL not in measure.calls
     assert DEFAULT in measure.calls
-    assert fate[SMALL] == "spills 8 bytes"
+    assert outcome[SMALL] == "spills 8 bytes"
 
 
 def test_what_cannot_win_at_the_roof_is_not_run() -> None:
     # the toy's flops are its BLOCK: at 1 flop/s and OPTIMISM 1.25 the bound of 2048 is 1638 s
-    tuned, fate, measure = find(
-        seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1.0), roof=Roof(1e30, 1.0)
+    tuned, outcome, measure = find(
+        seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1.0), roof=Roofline(1e30, 1.0)
     )
     assert tuned is not None
     assert tuned.config == SMALL
     assert LARGE not in measure.calls
-    assert "at the roof" in fate[LARGE]
+    assert "at the roof" in outcome[LARGE]
 
 
 def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> None:
     """As a busy machine measures it: the default beats it here, and so do those left out before and after."""
-    low = Roof(1e30, 1.0)
+    low = Roofline(1e30, 1.0)
     assert low.refuted_by(Work(0, 100), 79.0)
     assert not low.refuted_by(Work(0, 100), 81.0)
     times = seconds(default=1000.0, small=900.0, middle=1.0, wrong=5e3, large=0.5)
-    tuned, fate, measure = find(times, roof=low)
+    tuned, outcome, measure = find(times, roof=low)
     order = list(dict.fromkeys(measure.calls))
     assert order.index(LARGE) > order.index(MIDDLE), "it was left out until the roof was refuted"
     assert tuned is not None
     assert tuned.config == LARGE
-    assert not any("at the roof" in why for why in fate.values())
+    assert not any("at the roof" in why for why in outcome.values())
     slow = seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1700.0)
     timers = iter([Times(slow), Times(times), Times(slow)])
     given = replace(tools(), timer=lambda case: next(timers), roof=low)
     steps = tune(PROBLEMS, tmp_path, given)
-    out = [[t.config for t in step.trials if "at the roof" in t.fate] for step in steps]
+    out = [[t.config for t in step.trials if "at the roof" in t.outcome] for step in steps]
     assert out == [[LARGE], [], []], "of the next problem neither"
 
 
 def test_one_that_does_not_run_is_passed_over() -> None:
-    tuned, fate, _ = find(seconds(small=-1, default=2.0, middle=1.0))
+    tuned, outcome, _ = find(seconds(small=-1, default=2.0, middle=1.0))
     assert tuned is not None
     assert tuned.config == MIDDLE
-    assert fate[SMALL] == "does not run: out of resource"
+    assert outcome[SMALL] == "does not run: out of resource"
 
 
 def test_a_default_that_does_not_run_has_no_time() -> None:
@@ -156,9 +166,9 @@ def test_a_default_that_does_not_run_has_no_time() -> None:
 
 
 def test_nothing_runs() -> None:
-    tuned, fate, _ = find(dict.fromkeys(SPACE, -1.0))
+    tuned, outcome, _ = find(dict.fromkeys(SPACE, -1.0))
     assert tuned is None
-    assert set(fate.values()) == {"does not run: out of resource"}
+    assert set(outcome.values()) == {"does not run: out of resource"}
 
 
 def test_finalists_take_turns() -> None:
@@ -190,10 +200,10 @@ def test_a_lucky_start_does_not_win() -> None:
 def test_the_check_sees_only_what_this_configuration_wrote() -> None:
     """Outputs are poisoned in between: the right results of the one before do not vouch for it."""
     problem = scale_problem(space=(DEFAULT, WRONG))
-    tuned, fate, _ = find({DEFAULT: 2.0, WRONG: 1.9}, problem=problem)
+    tuned, outcome, _ = find({DEFAULT: 2.0, WRONG: 1.9}, problem=problem)
     assert tuned is not None
     assert tuned.config == DEFAULT
-    assert fate[WRONG].startswith("wrong")
+    assert outcome[WRONG].startswith("wrong")
 
 
 class Clock:
@@ -289,7 +299,7 @@ def test_the_budget_ends_the_search_within_a_problem(tmp_path: Path) -> None:
     steps = list(tune(PROBLEMS, tmp_path, timed(Clock(), 100), budget_s=50))
     assert [step.state for step in steps] == ["tuned", "left", "left"]
     assert steps[0].tuned == Tuned(MIDDLE, 1e6, 2e6, 2)
-    fates = [trial.fate for trial in steps[0].trials]
+    fates = [trial.outcome for trial in steps[0].trials]
     assert fates.count("untried: the time was over") == 2
     assert "2 configurations untried" in str(steps[0])
     steps = list(tune(PROBLEMS[:1], tmp_path, timed(Clock(), 1)))
@@ -301,19 +311,19 @@ def test_the_look_takes_half_of_the_time_and_the_nearest_to_the_default_come_fir
     clock = Clock()
     looked: list[KernelConfig] = []
 
-    def look(problem: Problem, late: Late) -> Mapping[KernelConfig, Look]:
+    def look(problem: Problem, late: Late) -> Mapping[KernelConfig, CompileInfo]:
         for config in problem.space:
             clock.now += 10
             looked.append(config)
             if late():
                 break
-        return dict.fromkeys(looked, Look())
+        return dict.fromkeys(looked, CompileInfo())
 
     few = replace(timed(clock, 1), look=look)
     (step,) = tune(PROBLEMS[:1], tmp_path, few, problem_s=40)
     assert looked == [DEFAULT, MIDDLE]
     assert [trial.config for trial in step.trials] == list(SPACE)
-    assert not [trial.fate for trial in step.trials if trial.fate.startswith("untried")]
+    assert not [trial.outcome for trial in step.trials if trial.outcome.startswith("untried")]
 
 
 def test_each_problem_has_its_seconds(tmp_path: Path) -> None:
@@ -338,11 +348,11 @@ def test_equal_binaries_are_measured_once() -> None:
         *(MIDDLE, SMALL._replace(warps=8)),
     )
     problem = scale_problem(space=(DEFAULT, slow, twin, wide, warps))
-    look = {DEFAULT: Look(), **dict.fromkeys((slow, twin, wide, warps), Look(binary="a"))}
+    look = {DEFAULT: CompileInfo(), **dict.fromkeys((slow, twin, wide, warps), CompileInfo(binary="a"))}
     measure = Times({DEFAULT: 2.0, slow: 1.0, wide: 3.0, warps: 3.0})
     tuned, trials = search(problem, problem.make(DEVICE, True), measure, look, FREE)
     assert tuned == Tuned(slow, 1e6, 2e6)
-    assert trials[2] == Trial(twin, None, f"the same binary as {slow}", (), Look(binary="a"))
+    assert trials[2] == Trial(twin, None, f"the same binary as {slow}", (), CompileInfo(binary="a"))
     assert wide in measure.calls
     assert warps in measure.calls
 
@@ -413,7 +423,7 @@ def test_killed_in_the_middle_it_keeps_what_was_done(tmp_path: Path) -> None:
 
 
 def test_the_roof_is_the_larger_of_two_times() -> None:
-    roof = Roof(bytes_per_s=1e9, flops_per_s=1e12)
+    roof = Roofline(bytes_per_s=1e9, flops_per_s=1e12)
     assert roof.seconds(Work(10**9)) == pytest.approx(1)
     assert roof.seconds(Work(10**9, 10**13)) == pytest.approx(10)
     assert roof.bound(Work(10**9)) == pytest.approx(1 / tuning.OPTIMISM)

@@ -99,7 +99,7 @@ def test_what_one_process_stores_the_others_hit_and_a_restart_too(url: str, stag
     def other() -> None:
         slots = Staging(SLOT_BYTES, SLOTS)
         tier = shm(url, slots)
-        assert tier.count_leading(names) == 3
+        assert tier.match_prefix(names) == 3
         for name, found in zip(names[:3], get(tier, slots, names[:3]), strict=True):
             assert np.array_equal(found, record_bytes(name))
         assert put(tier, slots, names[3:]) == [None] * 3
@@ -107,12 +107,12 @@ def test_what_one_process_stores_the_others_hit_and_a_restart_too(url: str, stag
     with closing(shm(url, staging)) as tier:
         put(tier, staging, names[:3])
         assert fork(other) == 0
-        assert tier.count_leading(names) == 6
+        assert tier.match_prefix(names) == 6
         assert all(
             np.array_equal(f, record_bytes(n)) for n, f in zip(names, get(tier, staging, names), strict=True)
         )
     with closing(shm(url, staging)) as tier:
-        assert tier.count_leading(names) == 6
+        assert tier.match_prefix(names) == 6
         assert sorted(name for name, _ in tier.scan()) == names
 
 
@@ -165,16 +165,16 @@ def test_capacity_and_use_are_those_of_the_pool(url: str, staging: Staging) -> N
     first, second = shm(url, staging, 4), shm(url, staging, 4)
     names = record_names(6)
     put(first, staging, names[:4])
-    assert second.count_leading(names[:2]) == 2
+    assert second.match_prefix(names[:2]) == 2
     put(first, staging, names[4:])
     for tier in (first, second):
         assert [tier.size(name) is not None for name in names] == [True, True, False, False, True, True]
     put(second, staging, [names[2]])
-    assert first.count_leading(names[:2]) == 1, "of one run the tail goes first"
+    assert first.match_prefix(names[:2]) == 1, "of one run the tail goes first"
     assert (first.evicted, second.evicted) == (2, 1)
     assert second.pin(names[:1], 3600) == 1
     put(first, staging, [f"aa/0/c.0.{i}.0.0.0.0" for i in range(6)])
-    assert second.count_leading(names[:1]) == 1
+    assert second.match_prefix(names[:1]) == 1
     first.close()
     second.close()
 
@@ -202,10 +202,10 @@ def test_chains_shrink_from_their_ends(url: str) -> None:
         assert (held(1), held(2)) == (4, 1)
         store(3, seed=3)
         assert (held(1), held(2), held(3)) == (2, 0, 3)
-        assert other.count_leading(cache.chunks(sequence(8, 1)).names) == 2
+        assert other.match_prefix(cache.chunks(sequence(8, 1)).names) == 2
         store(8, seed=4)
         assert held(4) == 6, "a run evicts none of its own"
-        assert other.count_leading(cache.chunks(sequence(8, 4)).names) == 6
+        assert other.match_prefix(cache.chunks(sequence(8, 4)).names) == 6
 
 
 def test_an_end_that_came_late_goes_before_what_it_follows(url: str) -> None:
@@ -263,7 +263,7 @@ def test_a_slot_on_loan_is_nobody_elses(url: str, staging: Staging) -> None:
     assert np.array_equal(share.record, record_bytes(names[4])), "the closed tier's loan was not kept"
     share.release()
     assert put(first, staging, names[:2]) == [None, None]
-    assert first.count_leading(names) == 2
+    assert first.match_prefix(names) == 2
     first.close()
 
 
@@ -310,10 +310,10 @@ def test_one_that_is_stopped_with_the_mutex_holds_nobody_up_for_long(
         lent.release()
         assert tier.borrow(names[1]) is None
         with pytest.raises(TierError, match="another process has had it locked"):
-            tier.count_leading(names)
+            tier.match_prefix(names)
         stopped.close()
         assert put(tier, staging, names[1:]) == [None] * 3
-        assert tier.count_leading(names) == 4
+        assert tier.match_prefix(names) == 4
 
 
 # whose it is

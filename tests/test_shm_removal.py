@@ -78,7 +78,7 @@ def test_a_removed_pool_is_left_and_its_memory_freed(
     weakref.finalize(tier._pool, freed.set)
     remove(path)
     calls: list[Callable[[], object]] = [
-        lambda: tier.count_leading(names),
+        lambda: tier.match_prefix(names),
         lambda: tier.pin(names, 1.0),
         lambda: tier.prioritise(names, 1),
         lambda: tier.delete(names),
@@ -111,7 +111,7 @@ def test_who_comes_later_has_a_pool_of_its_own(path: str, staging: Staging) -> N
             assert isinstance(put(tier, staging, names[1:])[0], PoolRemoved)
             assert list(other.scan()) == []
             assert put(other, staging, names) == [None, None]
-            assert other.count_leading(names) == 2
+            assert other.match_prefix(names) == 2
     wait_until_left()
 
 

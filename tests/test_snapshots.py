@@ -137,14 +137,14 @@ def test_prefetches_and_write_backs_bring_the_snapshot_too(tmp_path: Path) -> No
     with open_cache(tmp_path, Policy(("memory", "disk"), ("disk",), ("memory",))) as cache:
         assert cache.prefetch(TOKENS).result(10.0).by_tier == {"memory": 5 * CHUNK}
         chunks, memory = cache.chunks(TOKENS), cache.tiers["memory"]
-        assert memory.count_leading(chunks.snapshot(4).names) == 2
+        assert memory.match_prefix(chunks.snapshot(4).names) == 2
         memory.delete([*chunks.names, *chunks.snapshots])
         engine = HybridEngine(LAYOUT, SPACE)
         hit = cache.lookup(TOKENS)
         assert hit.by_tier == {"disk": 5 * CHUNK}
         assert cache.load(hit, engine.where(engine.table(len(TOKENS)), 5, {4})).tokens == 5 * CHUNK
         cache.flush()
-        assert memory.count_leading(chunks.snapshot(4).names) == 2
+        assert memory.match_prefix(chunks.snapshot(4).names) == 2
 
 
 def test_part_of_a_hit_ends_with_the_same_snapshot() -> None:
@@ -168,7 +168,7 @@ def test_snapshots_are_evicted_alone() -> None:
         other = TOKENS + 1  # 18 records of 40 are there
         cache.store(other, HybridEngine(LAYOUT, SPACE).computed(other, range(MOST)))
         cache.store(other + 1, HybridEngine(LAYOUT, SPACE).computed(other + 1, [0]))
-        held = [i for i in range(MOST) if memory.count_leading(chunks.snapshot(i).names) == 2]
+        held = [i for i in range(MOST) if memory.match_prefix(chunks.snapshot(i).names) == 2]
         assert held == [2, 3, 4, 5]
         assert cache.lookup(TOKENS).tokens == MOST * CHUNK
 

@@ -193,7 +193,7 @@ def test_a_stripe_without_one_part_is_a_miss(part: int, tmp_path: Path) -> None:
     assert isinstance(get(tier, staging, [name])[0], np.ndarray)
     tier.close()
     again = ObjectTier(TierConfig(url=urls, spread="stripe"))
-    assert again.count_leading([other]) == 1
+    assert again.match_prefix([other]) == 1
     again.close()
 
 

@@ -21,8 +21,8 @@ from kvkit.handoff.protocol.states import (
     End,
     Grant,
     Limits,
-    OfRequest,
     Phase,
+    RequestRef,
     Unexpected,
     Verdict,
     check_integrity,
@@ -40,7 +40,7 @@ def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: 
     """Whose name is a letter and a digit brings one of two parts of what the letter stands for."""
     given = {"elsewhere": (), "deadline_s": 100.0} | more
     if transfer[1:]:
-        given.setdefault("of", OfRequest(transfer[0], 2))
+        given.setdefault("of", RequestRef(transfer[0], 2))
     return states.reserve(buffer, transfer, f"peer of {transfer}", names(word), now=now, **given)
 
 
@@ -225,7 +225,7 @@ def test_a_buffer_that_does_not_add_up_is_a_defect() -> None:
         replace(b0, shared=b0.shared | b0.own),
         replace(b0, arrived=frozenset({0, 1})),
         replace(b0, shared=frozenset()),
-        replace(b0, of=OfRequest("B", 3)),
+        replace(b0, of=RequestRef("B", 3)),
         replace(b0, phase=Phase.WAITING, own=frozenset(), shared=frozenset(), arrived=frozenset()),
     ]
     without = {name: found for name, found in buffer.transfers.items() if name != "B1"}
@@ -305,7 +305,7 @@ def test_parts_that_cannot_be_are_refused_at_once() -> None:
         Deny("A0", "peer of A0", f"another part of it: {reason}"),
     )
     assert over == Buffer.empty(3, LIMITS)
-    for of in (OfRequest("A", 3), OfRequest("A", 1)):
+    for of in (RequestRef("A", 3), RequestRef("A", 1)):
         again, actions = reserve(buffer, "A1", "c", of=of)
         assert actions == (Deny("A1", "peer of A1", "request A has 1 of 2 transfers already"),)
         assert again == buffer

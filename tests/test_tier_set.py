@@ -17,7 +17,7 @@ from kvkit.cache import CacheTimeout
 from kvkit.moving import tier_set as access
 from kvkit.moving.tier_set import ASKING_THREADS
 from kvkit.staging import Lease, release_all
-from kvkit.tiers.base import OnComplete, OnHeld, Tier
+from kvkit.tiers.base import HeldListener, OnComplete, Tier
 from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
@@ -108,7 +108,7 @@ class Mute(Wrapper):
         super().__init__(inner)
         self.tells = False
 
-    def watch(self, on_held: OnHeld) -> bool:
+    def watch(self, held_listener: HeldListener) -> bool:
         return False
 
 

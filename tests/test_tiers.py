@@ -115,11 +115,11 @@ def test_memory_lets_the_least_recently_used_go(staging: Staging) -> None:
     tier = MemoryTier(staging, 4 * SLOT_BYTES)
     names = record_names(6)
     put(tier, staging, names[:4])
-    assert tier.count_leading(names[:2]) == 2
+    assert tier.match_prefix(names[:2]) == 2
     put(tier, staging, names[4:])
     assert [tier.size(name) is not None for name in names] == [True, True, False, False, True, True]
     put(tier, staging, [names[2]])
-    assert tier.count_leading(names[:2]) == 1, "of one run the tail goes first: without the head it is no use"
+    assert tier.match_prefix(names[:2]) == 1, "of one run the tail goes first: without the head it is no use"
     tier.close()
     assert staging.free == SLOTS
     staging.close()
@@ -155,13 +155,13 @@ def test_capacity_deletes_the_least_recently_used(kind: str, tmp_path: Path, sta
     tier = ObjectTier(TierConfig(url=url, capacity=4 * SLOT_BYTES + 100))
     names = record_names(6)
     assert put(tier, staging, names[:4]) == [None] * 4
-    assert tier.count_leading(names[:2]) == 2
+    assert tier.match_prefix(names[:2]) == 2
     assert put(tier, staging, names[4:]) == [None, None]
     assert {name for name, _ in tier.scan()} == {*names[:2], *names[4:]}
-    assert tier.count_leading(names) == 2
+    assert tier.match_prefix(names) == 2
     tier.close()
     reopened = ObjectTier(TierConfig(url=url, capacity=2 * SLOT_BYTES))
-    assert reopened.count_leading(names) == 2
+    assert reopened.match_prefix(names) == 2
     assert put(reopened, staging, [names[3]]) == [None]
     assert len(list(reopened.scan())) == 2, "a smaller capacity takes effect with the next put"
     reopened.close()
@@ -177,7 +177,7 @@ def test_a_record_larger_than_the_capacity(tmp_path: Path, staging: Staging) -> 
     (error,) = put(tier, staging, [second])
     assert isinstance(error, TierFull)
     assert "capacity_bytes=16383" in str(error)
-    assert tier.count_leading([first]) == 1, "nothing is let go for a record that does not fit"
+    assert tier.match_prefix([first]) == 1, "nothing is let go for a record that does not fit"
     tier.close()
     staging.close()
 
@@ -188,12 +188,12 @@ def test_another_process_writes_and_deletes(kind: str, tmp_path: Path, staging: 
     ours, theirs = ObjectTier(url), ObjectTier(url)
     names = record_names(4)
     put(theirs, staging, names[:3])
-    assert ours.count_leading(names) == 3
+    assert ours.match_prefix(names) == 3
     theirs.delete([names[1]])
     assert isinstance(get(ours, staging, names[:3])[1], FileNotFoundError)
-    assert ours.count_leading(names) == 1, "what vanished is not a hit twice"
+    assert ours.match_prefix(names) == 1, "what vanished is not a hit twice"
     put(theirs, staging, [names[1]])
-    assert ours.count_leading(names) == 3
+    assert ours.match_prefix(names) == 3
     ours.close()
     theirs.close()
     staging.close()
@@ -207,7 +207,7 @@ def test_a_failed_put_is_not_a_hit(tmp_path: Path, staging: Staging) -> None:
         (error,) = put(tier, staging, [name])
         assert isinstance(error, OSError)
         assert not isinstance(error, TierFull), "the room that the failed put took was not given back"
-    assert tier.count_leading(names) == 0
+    assert tier.match_prefix(names) == 0
     assert tier.size(names[0]) is None
     tier.delete(names)
     assert list(tier.scan()) == []
@@ -276,7 +276,7 @@ def test_no_name_leaves_the_root(kind: str, name: str, tmp_path: Path, staging: 
     for error in (put_error, got):
         assert isinstance(error, OSError)
         assert "name=" in str(error)
-    for ask in (tier.size, lambda n: tier.count_leading([n]), lambda n: tier.delete([n])):
+    for ask in (tier.size, lambda n: tier.match_prefix([n]), lambda n: tier.delete([n])):
         with pytest.raises(OSError, match="name="):
             ask(name)
     with pytest.raises(OSError, match="name="):
@@ -346,7 +346,7 @@ def test_failures(staging: Staging) -> None:
     for operation in ("count", "delete", "size"):
         failing = FaultyTier(inner, one_fault(operation, names[0], Fault.FAIL))
         calls: dict[str, Any] = {
-            "count": lambda t: t.count_leading(names),
+            "count": lambda t: t.match_prefix(names),
             "delete": lambda t: t.delete(names[:1]),
             "size": lambda t: t.size(names[0]),
         }
@@ -354,7 +354,7 @@ def test_failures(staging: Staging) -> None:
             calls[operation](failing)
     failing = FaultyTier(inner, one_fault("put", "ff/0/c.9.9.0.0.0.0", Fault.FAIL))
     assert isinstance(put(failing, staging, ["ff/0/c.9.9.0.0.0.0"])[0], OSError)
-    assert inner.count_leading(names) == 3
+    assert inner.match_prefix(names) == 3
     TierContract().finish(tier, staging)
 
 
@@ -379,7 +379,7 @@ def test_dropped_puts(staging: Staging) -> None:
     names = record_names(3)
     tier = FaultyTier(MemoryTier(staging, RECORDS * SLOT_BYTES), one_fault("put", names[1], Fault.DROP))
     assert put(tier, staging, names) == [None] * 3
-    assert tier.count_leading(names) == 1
+    assert tier.match_prefix(names) == 1
     TierContract().finish(tier, staging)
 
 
@@ -396,7 +396,7 @@ def test_what_hangs_goes_on(end: str, staging: Staging) -> None:
     tier.put(names[2:], leases[2:], done)
     release_all(leases)
     runs: list[int] = []
-    asking = threading.Thread(target=lambda: runs.append(tier.count_leading(names)))
+    asking = threading.Thread(target=lambda: runs.append(tier.match_prefix(names)))
     asking.start()
     assert done.wait(1) == [(names[1], None)]
     assert tier.hanging == 2

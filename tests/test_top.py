@@ -286,7 +286,7 @@ def test_a_wrong_token_is_said_and_not_shown(server: Server) -> None:
     assert "altogether" not in str(caught.value)
 
 
-class _Stranger(BaseHTTPRequestHandler):
+class UnauthenticatedPeer(BaseHTTPRequestHandler):
     """Answers /<n>/... with the n-th of `replies`."""
 
     replies = (
@@ -313,16 +313,16 @@ class _Stranger(BaseHTTPRequestHandler):
 
 
 def test_what_is_no_endpoint_of_ours_is_said() -> None:
-    _Stranger.seen = []
-    with HTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+    UnauthenticatedPeer.seen = []
+    with HTTPServer(("127.0.0.1", 0), UnauthenticatedPeer) as stranger:
         thread = threading.Thread(target=stranger.serve_forever, args=(0.05,))
         thread.start()
-        for number in range(len(_Stranger.replies)):
+        for number in range(len(UnauthenticatedPeer.replies)):
             with pytest.raises(TopError, match=r"answers, but is no endpoint of kvkit's"):
                 fetch(f"http://127.0.0.1:{stranger.server_port}/{number}", TOKEN, DEADLINE_S)
         stranger.shutdown()
         thread.join(DEADLINE_S)
-    assert _Stranger.seen.count("/1/metrics") == 1, (
+    assert UnauthenticatedPeer.seen.count("/1/metrics") == 1, (
         "a redirect is not followed: it would take the token along"
     )
 

@@ -18,16 +18,26 @@ from kvkit.environment import host_name
 from kvkit.kernels.tuning import trials
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import KernelConfig
-from kvkit.kernels.tuning.search import UNCHECKED, Look, Roof, SearchStep, Trial, nearest_first, search
+from kvkit.kernels.tuning.search import (
+    UNCHECKED,
+    CompileInfo,
+    Roofline,
+    SearchStep,
+    Trial,
+    nearest_first,
+    search,
+)
 from kvkit.kernels.tuning.tables import Tuned, build_of
 
 DEFAULT, SMALL, FLAWED, WRONG, TWIN = (tiled(n) for n in (1024, 256, 512, 2048, 128))
 SPACE = DEFAULT, SMALL, FLAWED, WRONG, TWIN
 PROBLEM = scale_problem(space=SPACE)  # moves 32768 bytes; of the flops that are its BLOCK
-ROOF = Roof(bytes_per_s=32768e6, flops_per_s=1e15)  # which is 1 µs
+ROOF = Roofline(bytes_per_s=32768e6, flops_per_s=1e15)  # which is 1 µs
 TRIALS = (
-    Trial(DEFAULT, 4.0, "slower", (4.0, 5.0, 3.5), Look("", "a", {"registers": 40, "blocks_per_sm": 8})),
-    Trial(SMALL, 2.0, "best", (2.0, 1.5), Look("", "b", {"registers": 24, "blocks_per_sm": 8})),
+    Trial(
+        DEFAULT, 4.0, "slower", (4.0, 5.0, 3.5), CompileInfo("", "a", {"registers": 40, "blocks_per_sm": 8})
+    ),
+    Trial(SMALL, 2.0, "best", (2.0, 1.5), CompileInfo("", "b", {"registers": 24, "blocks_per_sm": 8})),
     Trial(FLAWED, None, "spills 8 bytes"),
     Trial(WRONG, 1.0, "wrong: 3 elements differ", (1.0,)),
     Trial(TWIN, None, f"the same binary as {SMALL}"),
@@ -50,7 +60,7 @@ def test_a_line_has_everything() -> None:
         "sizes": (4096,),
         "config": str(SMALL),
         "default": False,
-        "fate": "best",
+        "outcome": "best",
         "us": 2.0,
         "samples_us": (2.0, 1.5),
         "roof_us": pytest.approx(1),
@@ -100,10 +110,10 @@ def test_a_search_that_is_ended_leaves_what_it_measured(tmp_path: Path) -> None:
     found = trials.read(path)
     before = itertools.takewhile(lambda config: config != TWIN, nearest_first(PROBLEM.space))
     assert [line["config"] for line in found] == [str(config) for config in before] != []
-    assert {line["fate"] for line in found} == {UNCHECKED}
+    assert {line["outcome"] for line in found} == {UNCHECKED}
     assert "the search was ended" in trials.explain(found)
     trials.append(path, lines())
-    assert [line["fate"] for line in trials.read(path)] == [trial.fate for trial in TRIALS]
+    assert [line["outcome"] for line in trials.read(path)] == [trial.outcome for trial in TRIALS]
 
 
 def test_csv_has_a_row_for_each_trial(tmp_path: Path) -> None:
@@ -113,7 +123,7 @@ def test_csv_has_a_row_for_each_trial(tmp_path: Path) -> None:
     assert [row["config"] for row in rows] == [str(config) for config in SPACE]
     assert list(rows[0]) == [*trials.COLUMNS, "registers", "blocks_per_sm"]
     assert [rows[1][name] for name in ("us", "least_us", "registers")] == ["2.0", "1.5", "24"]
-    assert [rows[2][name] for name in ("us", "least_us", "fate")] == ["", "", "spills 8 bytes"]
+    assert [rows[2][name] for name in ("us", "least_us", "outcome")] == ["", "", "spills 8 bytes"]
 
 
 @pytest.mark.parametrize(("name", "begins"), [("x.png", b"\x89PNG"), ("x.svg", b"<?xml")])
@@ -142,19 +152,19 @@ def test_a_winner_above_the_roof_voids_it() -> None:
     """It is said that the roof was measured too low, and nothing is said to be impossible by it."""
     left_out = Trial(WRONG, None, "takes 9.0 µs at the roof")
     step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), (*TRIALS[:2], left_out))
-    busy = " ".join(trials.explain(list(trials.lines(step, "H200", Roof(7e9, 1e30)))).split())
+    busy = " ".join(trials.explain(list(trials.lines(step, "H200", Roofline(7e9, 1e30)))).split())
     assert "it is at 234% of that roof, as it was measured. No kernel exceeds a roof by so much" in busy
     assert "run kvkit tune --force on an idle machine" in busy
     assert "1 left out by a roof that does not hold" in busy
     assert "cannot be faster" not in busy
-    idle = " ".join(trials.explain(list(trials.lines(step, "H200", Roof(14e9, 1e30)))).split())
+    idle = " ".join(trials.explain(list(trials.lines(step, "H200", Roofline(14e9, 1e30)))).split())
     assert "it is at 117% of that roof, as it was measured. Unlike" in idle
     assert "The others: 1 slower; 1 cannot be faster by the roof." in idle
 
 
 def test_matrix_products_can_be_the_limit() -> None:
     step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), TRIALS)
-    found = list(trials.lines(step, "H200", Roof(1e15, flops_per_s=256e6)))  # 256 flops take 1 µs
+    found = list(trials.lines(step, "H200", Roofline(1e15, flops_per_s=256e6)))  # 256 flops take 1 µs
     assert "matrix products would limit it; it is at 50%" in trials.explain(found)
 
 

@@ -247,7 +247,7 @@ def test_what_a_library_says_when_nobody_answers_has_no_secret(
         with closing(ObjectTier(config.model_copy(update={"url": url}))) as tier:
             assert "ftp://***@127" in caplog.text
             with pytest.raises(ConnectionRefusedError) as caught:
-                tier.count_leading(record_names(1))
+                tier.match_prefix(record_names(1))
     assert MARK not in "".join(traceback.format_exception(caught.value))
     assert MARK not in caplog.text
 

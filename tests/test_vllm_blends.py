@@ -19,11 +19,11 @@ pytest.importorskip("vllm")
 from vllm_rank import BLOCK, BLOCKS, CHUNK, SPECS, Rank
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import Question
-from kvkit.adapters.engine.question import Sequence as Prompt
+from kvkit.adapters.engine.lookup_request import Question
+from kvkit.adapters.engine.lookup_request import Sequence as Prompt
 from kvkit.adapters.vllm.blending.blender import BlendedPrompt
+from kvkit.adapters.vllm.blending.executor import BlendExecutor
 from kvkit.adapters.vllm.blending.placing import Placing
-from kvkit.adapters.vllm.blending.under_way import BlendsUnderWay
 from kvkit.adapters.vllm.step import Arrival, BlendTask, LoadTask, SaveTask
 from kvkit.blend.plan import Selection, Span
 from kvkit.format.rope import Rope
@@ -76,7 +76,7 @@ class Blending(Rank):
         h, n, d = np.ix_(range(2), range(BLOCK), range(SIZE))
         order = type("Order", (), {"k": torch.from_numpy((h * BLOCK + n) * 2 * SIZE + d)})
         order.v = order.k + SIZE
-        worker._blends = self.blends = BlendsUnderWay(
+        worker._blends = self.blends = BlendExecutor(
             worker.cache,
             self.model,
             Placing(worker._groups, [order], ROPES),

@@ -28,7 +28,7 @@ from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 from vllm_rank import BLOCK as PAGE
 from vllm_rank import BLOCKS, CHUNK, IDS, SAVE, SPECS, Pair, Rank
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.lookup_request import Question, Sequence
 from kvkit.adapters.vllm.checks import check_arrangement
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
@@ -194,7 +194,7 @@ def test_blocks_stay_until_what_is_handed_off_and_saved_last_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Then vLLM is told so, once; so is the log."""
-    caplog.set_level(logging.INFO, "kvkit.adapters.engine.tally")
+    caplog.set_level(logging.INFO, "kvkit.adapters.engine.request_stats")
     with closing(Pair(tmp_path, drafts=True)) as pair:
         pair.prefill.step(sends=[pair.send()])
         last = SaveTask("a", Sequence(IDS), 0, SAVE.blocks, last=True)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, OTHER, TABLE, Pair, Rank, piece
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import LookupAnswer, Lora, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Lora, Question, Sequence
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
 from kvkit.moving.policy import RequestPolicy
@@ -133,15 +133,15 @@ def test_what_has_come_is_known_at_once_where_memory_alone_is_asked(tmp_path: Pa
     ask = Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)
     near = replace(cache.policy, retrieve_from=("handoff", "memory"))
     cache.policy, policy = near, cache.policy
-    assert worker.answer_now(ask) is None, "it has not come"
+    assert worker.lookup_inline(ask) is None, "it has not come"
     pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
     pair.receiver.wait("t", DEADLINE_S)
     cache.policy = policy
-    assert worker.answer_now(ask) is None, "the disk is to be asked, too"
+    assert worker.lookup_inline(ask) is None, "the disk is to be asked, too"
     cache.policy = near
-    assert worker.answer_now(replace(ask, policy=RequestPolicy(load_from=("disk",)))) is None
-    assert worker.answer_now(replace(ask, documents=(Sequence(IDS),))) is None
-    found = worker.answer_now(ask)
+    assert worker.lookup_inline(replace(ask, policy=RequestPolicy(load_from=("disk",)))) is None
+    assert worker.lookup_inline(replace(ask, documents=(Sequence(IDS),))) is None
+    found = worker.lookup_inline(ask)
     assert found == LookupAnswer("a", 1, 0, len(IDS), (("handoff", len(IDS)),))
     assert worker.report() is None, "it is told once"
     assert pair.decode.load(LoadTask("a", 1, 0, len(IDS), (OTHER,)))
@@ -157,7 +157,7 @@ def test_what_nobody_wants_makes_room(tmp_path: Path) -> None:
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
     assert status.phase is Phase.COMMITTED
-    pair.decode.step(unwanted=["t", "unknown"])
+    pair.decode.step(released_transfers=["t", "unknown"])
     assert pair.receiver.transfers() == {}
     assert pair.receiver.arena.free == pair.receiver.arena.slots
     pair.close()

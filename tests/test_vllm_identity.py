@@ -69,7 +69,7 @@ def vllm_config(model: Path | str, chunk_tokens: int = BLOCK, **options: Any) ->
     ).create_engine_config()
 
 
-def space_of(
+def namespace_of(
     config: VllmConfig, block: int = BLOCK, heads: int = 2, layout: KVLayout | None = None
 ) -> Namespace:
     """The namespace that kvkit's connector stores under in an engine of this configuration."""
@@ -115,13 +115,13 @@ def test_any_byte_of_any_file_of_the_weights_counts(model: Path) -> None:
 
 
 def test_keys_of_changed_weights_meet_none_of_the_old(model: Path) -> None:
-    before = space_of(vllm_config(model))
+    before = namespace_of(vllm_config(model))
     path = sorted(model.glob("*.safetensors"))[1]
     flip(path, path.stat().st_size // 2)
-    after = space_of(vllm_config(model))
+    after = namespace_of(vllm_config(model))
     assert not keys(before) & keys(after)
     flip(path, path.stat().st_size // 2)
-    assert space_of(vllm_config(model)) == before
+    assert namespace_of(vllm_config(model)) == before
 
 
 def test_a_merged_adapter_in_a_single_large_file_counts(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ SAME: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("change", SAME)
 def test_where_files_are_and_when_they_were_written_does_not_count(model: Path, change: str) -> None:
-    before = space_of(vllm_config(model))
+    before = namespace_of(vllm_config(model))
     (model.parent / "elsewhere").mkdir()
-    assert space_of(vllm_config(SAME[change](model))) == before
+    assert namespace_of(vllm_config(SAME[change](model))) == before
 
 
 def test_what_vllm_is_told_counts(model: Path) -> None:
@@ -277,29 +277,29 @@ def test_what_vllm_is_told_counts(model: Path) -> None:
     second.parallel_config.world_size, second.parallel_config.rank = 2, 1
     heads = layout_of(heads=1)
     spaces = [
-        space_of(config),
-        space_of(vllm_config(model, hf_overrides=rope)),
-        space_of(vllm_config(model, hf_overrides={"sliding_window": 64, "use_sliding_window": True})),
-        space_of(vllm_config(model, hf_overrides={"rms_norm_eps": 1e-3})),
-        space_of(vllm_config(model, hf_overrides={"architectures": ["Qwen2ForCausalLM", "Other"]})),
-        space_of(vllm_config(model, dtype="bfloat16")),
-        space_of(vllm_config(model, load_format="safetensors")),
-        space_of(vllm_config(model, load_format="dummy")),
-        space_of(vllm_config(model, load_format="dummy", seed=1)),
-        space_of(vllm_config(model, kv_cache_dtype="fp8")),
-        space_of(vllm_config(model, chunk_tokens=2 * BLOCK)),
-        space_of(two),
-        space_of(second),
-        space_of(config, heads=1, layout=heads),
-        space_of(config, layout=opaque(BLOCK)),
-        space_of(config, block=64, layout=opaque(64)),
-        replace(space_of(config), salt="tenant"),
-        replace(space_of(config), lora="adapter"),
+        namespace_of(config),
+        namespace_of(vllm_config(model, hf_overrides=rope)),
+        namespace_of(vllm_config(model, hf_overrides={"sliding_window": 64, "use_sliding_window": True})),
+        namespace_of(vllm_config(model, hf_overrides={"rms_norm_eps": 1e-3})),
+        namespace_of(vllm_config(model, hf_overrides={"architectures": ["Qwen2ForCausalLM", "Other"]})),
+        namespace_of(vllm_config(model, dtype="bfloat16")),
+        namespace_of(vllm_config(model, load_format="safetensors")),
+        namespace_of(vllm_config(model, load_format="dummy")),
+        namespace_of(vllm_config(model, load_format="dummy", seed=1)),
+        namespace_of(vllm_config(model, kv_cache_dtype="fp8")),
+        namespace_of(vllm_config(model, chunk_tokens=2 * BLOCK)),
+        namespace_of(two),
+        namespace_of(second),
+        namespace_of(config, heads=1, layout=heads),
+        namespace_of(config, layout=opaque(BLOCK)),
+        namespace_of(config, block=64, layout=opaque(64)),
+        replace(namespace_of(config), salt="tenant"),
+        replace(namespace_of(config), lora="adapter"),
     ]
     same = [(i, j) for i, one in enumerate(spaces) for j, two in enumerate(spaces) if i < j and one == two]
     assert not same
-    assert space_of(vllm_config(model)) == spaces[0]
-    assert space_of(config, block=64, layout=layout_of(block=64)) == spaces[0], "records have no blocks"
+    assert namespace_of(vllm_config(model)) == spaces[0]
+    assert namespace_of(config, block=64, layout=layout_of(block=64)) == spaces[0], "records have no blocks"
 
 
 def test_what_decides_no_kv_does_not_count(model: Path) -> None:
@@ -362,10 +362,10 @@ def test_values_of_a_config_count(model: Path) -> None:
     ]
     for change in changed:
         path.write_text(json.dumps(told | change))
-        found.add(space_of(vllm_config(model)).to_bytes())
+        found.add(namespace_of(vllm_config(model)).to_bytes())
     assert len(found) == len(changed)
     path.write_text(json.dumps(told | {"transformers_version": "0", "_name_or_path": "there"}))
-    assert space_of(vllm_config(model)).to_bytes() in found
+    assert namespace_of(vllm_config(model)).to_bytes() in found
 
 
 def test_weights_that_nobody_can_tell_are_one_engines_alone(model: Path, tmp_path: Path) -> None:

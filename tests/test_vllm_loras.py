@@ -18,7 +18,7 @@ from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import Lora
+from kvkit.adapters.engine.lookup_request import Lora
 from kvkit.adapters.vllm.contents import Stamp, digests
 from kvkit.adapters.vllm.loras import Loras
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from test_vllm_scheduler import BLOCK, CHUNK, Clock, Request, answer, new_scheduler, request, step, tokens_of
 
-from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import FRESH_S, PATIENCE_S, Scheduler
 from kvkit.adapters.vllm.step import WorkerReport
@@ -35,7 +35,7 @@ def found(scheduler: Scheduler, view: Request, tokens: int, computed: int = 0) -
 
 def test_a_new_scheduler_has_nothing_to_tell() -> None:
     scheduler = new_scheduler()
-    assert not scheduler.has_news
+    assert not scheduler.has_pending_reset
     told = step(scheduler)
     assert (told.epoch, told.heard, told.computed, told.idle) == ("", 0, 0, True)
     assert (told.questions, told.loads, told.saves, told.sends) == ([], [], [], [])

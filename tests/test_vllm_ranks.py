@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm_rank import BLOCK, CHUNK, HEADS, IDS, MODEL, OTHER, TABLE, Ranks
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.lookup_request import Question, Sequence
 from kvkit.adapters.vllm.pages import RankHeads, group_pages, rank_heads
 from kvkit.adapters.vllm.step import LoadTask, StepMetadata
 from kvkit.format.names import coordinates

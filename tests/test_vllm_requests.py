@@ -13,12 +13,12 @@ pytest.importorskip("vllm")
 from test_vllm_scheduler import BLOCK, answer, new_scheduler, request, step
 from vllm_rank import IDS, TABLE, Pair, Rank
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.lookup_request import Question, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.step import RetainTask, SaveTask
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from kvkit.settings import ConfigError
 
 BLOCKS = ([1, 2, 3, 4, 5, 6],)
@@ -42,7 +42,7 @@ def test_no_more_is_asked_for_and_loaded_than_a_request_wants(
     assert scheduler.match(a, computed) == (None, False)
     told = step(scheduler)
     (ask,) = told.questions
-    assert (len(ask.sequence.tokens), ask.policy) == (asked, NO_WISHES)
+    assert (len(ask.sequence.tokens), ask.policy) == (asked, DEFAULT_REQUEST_POLICY)
     answer(scheduler, told, asked)
     assert scheduler.match(a, computed) == (loaded, True)
 

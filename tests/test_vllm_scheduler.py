@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvkit.adapters.engine.question import LookupAnswer, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, Scheduler
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
@@ -323,12 +323,12 @@ def test_a_reset_forgets_answers() -> None:
     scheduler, a = new_scheduler(), request(20)
     scheduler.match(a, 0)
     answer(scheduler, step(scheduler), 16)
-    assert not scheduler.has_news
+    assert not scheduler.has_pending_reset
     scheduler.forget("later")
-    assert scheduler.has_news, "who asks the workers shall not wait for the next request"
+    assert scheduler.has_pending_reset, "who asks the workers shall not wait for the next request"
     assert scheduler.match(a, 0) == (None, False)
     assert step(scheduler).epoch == "later"
-    assert not scheduler.has_news
+    assert not scheduler.has_pending_reset
 
 
 def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
@@ -521,7 +521,7 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
     found = step(scheduler)
     (load,) = found.loads
     assert (load.start, load.stop, load.blocks) == (0, 14, table)
-    assert found.unwanted == []
+    assert found.released_transfers == []
     a.num_computed_tokens = 14
     a.tokens.append(7)
     (save,) = step(scheduler, {"a": 2}, table).saves
@@ -530,7 +530,7 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
 
 def test_what_is_received_is_admitted_at_once_where_a_worker_answers_at_once() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
-    scheduler.answer_now = lambda ask: LookupAnswer(ask.request, ask.number, 0, 15, (("handoff", 15),))
+    scheduler.lookup_inline = lambda ask: LookupAnswer(ask.request, ask.number, 0, 15, (("handoff", 15),))
     scheduler.forget("later")
     assert scheduler.match(a, 0) == (None, False), "the worker does not know of the reset yet"
     (ask,) = step(scheduler).questions
@@ -548,15 +548,15 @@ def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) 
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(tokens)
     assert scheduler.match(a, computed) == (0, False)
     scheduler.admit(a, ([21, 22, 23, 24],), 0)
-    assert step(scheduler).unwanted == ["t"]
-    assert step(scheduler).unwanted == []
+    assert step(scheduler).released_transfers == ["t"]
+    assert step(scheduler).released_transfers == []
 
 
 def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
     assert scheduler.match(a, 0) == (None, False)
     scheduler.finish(a, None)
-    assert step(scheduler).unwanted == ["t"]
+    assert step(scheduler).released_transfers == ["t"]
 
 
 def approximate(*segments: tuple[str, int], **fields: object) -> tuple[Scheduler, list[int], Request]:

@@ -16,7 +16,7 @@ from servers import free_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, TABLE, Ranks
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.lookup_request import Question, Sequence
 from kvkit.adapters.vllm.step import SendTask
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
@@ -132,7 +132,7 @@ def test_a_prompt_of_which_a_rank_is_never_heard_is_not_waited_for_long(
         made.send(0)
         wait_for(lambda: set(made.receivers[0].transfers().values()) == {Phase.WAITING})
         assert made.found() == {0}
-        made.decode.each[0].step(unwanted=["t"])
+        made.decode.each[0].step(released_transfers=["t"])
         assert made.receivers[0].transfers() == {}
         for number in (0, 1):
             made.finish(number, set() if number == 0 else made.send(1))

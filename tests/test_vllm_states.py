@@ -22,7 +22,7 @@ from test_vllm_scheduler import Request, request, step, tokens_of
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_rank import IDS, OTHER, TABLE, Rank
 
-from kvkit.adapters.engine.question import LookupAnswer, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Sequence
 from kvkit.adapters.vllm.pages import (
     add_states,
     check_chunks,

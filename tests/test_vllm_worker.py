@@ -17,7 +17,7 @@ from servers import adjacent_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, SAVE, TABLE, Rank
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import Lora, Question, Sequence, TokenIds
+from kvkit.adapters.engine.lookup_request import Lora, Question, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
 from kvkit.moving.sequence import UnknownModel
@@ -118,7 +118,7 @@ def test_a_query_is_about_what_a_request_would_find_now(tmp_path: Path) -> None:
     cache = rank.worker.cache
 
     def held(model: str | None = None, salt: str = "") -> int:
-        return cache.query(IDS, cache.space_of(model, salt)).tokens
+        return cache.query(IDS, cache.namespace_of(model, salt)).tokens
 
     rank.save()
     adapter = Sequence(IDS, Lora(1, str(files), "adapter"), "tenant")
@@ -160,7 +160,7 @@ def test_each_rank_is_seen_at_a_port_of_its_own(tmp_path: Path) -> None:
 def test_the_log_has_a_line_of_each_request_when_its_last_put_is_over(
     rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvkit.adapters.engine.tally")
+    caplog.set_level(logging.INFO, "kvkit.adapters.engine.request_stats")
     disk = rank.wrap("disk", lambda operation, _: Fault.HANG if operation == "put" else None)
     rank.step(saves=[SAVE])
     rank.step(("a", "b"), ended={"a": 50, "b": 7})
@@ -177,7 +177,7 @@ def test_the_log_has_a_line_of_each_request_when_its_last_put_is_over(
 def test_what_is_loaded_again_after_a_preemption_is_no_second_hit(
     rank: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvkit.adapters.engine.tally")
+    caplog.set_level(logging.INFO, "kvkit.adapters.engine.request_stats")
     rank.save()
     for _ in range(2):
         assert rank.found() == len(IDS)
@@ -189,7 +189,7 @@ def test_what_is_loaded_again_after_a_preemption_is_no_second_hit(
 def test_the_line_waits_for_a_load_that_its_request_calls_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvkit.adapters.engine.tally")
+    caplog.set_level(logging.INFO, "kvkit.adapters.engine.request_stats")
     rank = Rank(tmp_path, "async")
     assert rank.found() == 0
     rank.save()
@@ -224,8 +224,8 @@ def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> 
         assert rank.found() == len(IDS)
     rank.step(prefetches=[PrefetchTask("a", Sequence(IDS), CHUNK)], idle=True)
     names = rank.worker.cache.lookup(IDS, rank.worker._namespace).chunks.names
-    wait_for(lambda: rank.worker.cache.tiers["memory"].count_leading(names[1:]) == 2)
-    assert rank.worker.cache.tiers["memory"].count_leading(names[:1]) == 0
+    wait_for(lambda: rank.worker.cache.tiers["memory"].match_prefix(names[1:]) == 2)
+    assert rank.worker.cache.tiers["memory"].match_prefix(names[:1]) == 0
     if asked == "after":
         assert rank.found() == len(IDS)
     assert rank.load(LoadTask("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), called_off=["a"])

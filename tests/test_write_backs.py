@@ -110,7 +110,7 @@ def test_nothing_is_put_before_the_last_read(
         cache.flush()
         assert [name for what, name in log if what == "put"] == list(names)
         assert log.index(("put", names[0])) > log.index(("got", names[-1]))
-        assert near.count_leading(names) == 6
+        assert near.match_prefix(names) == 6
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -161,7 +161,7 @@ def test_who_waits_for_slots_gets_those_that_are_held(
             wait([loaded], 0.001)
         if first == "the load":
             assert used.wait(DEADLINE_S)
-            assert disk.count_leading(names) == 0
+            assert disk.match_prefix(names) == 0
         other = threads.submit(staging.acquire, 2, DEADLINE_S / 2, at_least=2)
         while first == "the other" and not staging.waiting:
             wait([other], 0.001)
@@ -171,7 +171,7 @@ def test_who_waits_for_slots_gets_those_that_are_held(
         last.release()
         assert loaded.result(DEADLINE_S).tokens == len(tokens)
         cache.flush()
-        assert disk.count_leading(names) == 3
+        assert disk.match_prefix(names) == 3
 
 
 @pytest.mark.parametrize("end", ["called off", "raises"])
@@ -201,7 +201,7 @@ def test_what_was_used_is_written_back_however_the_load_ends(
             faulty.release()
             assert isinstance(loaded.exception(DEADLINE_S), TypeError)
         cache.flush()
-        assert disk.count_leading(hit.chunks.names) == 3
+        assert disk.match_prefix(hit.chunks.names) == 3
         faulty.release()
 
 

@@ -20,8 +20,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm_rank import BLOCK, CHUNK, TABLE, Rank
 from waiting import wait_for
 
-from kvkit.adapters.engine.question import Question, Sequence
-from kvkit.adapters.vllm.events import Events, TiersCleared, TiersTold
+from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.vllm.events import Events, TiersCleared, TierSync
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, WorkerReport
 from kvkit.tiers.settings import TierConfig
 
@@ -68,7 +68,7 @@ class Listener:
                 self.complete = event.complete
             elif isinstance(event, BlockStored):
                 self.held |= {(str(event.ownership), block) for block in event.block_hashes}
-            elif isinstance(event, TiersTold):
+            elif isinstance(event, TierSync):
                 self.complete = self.complete if event.complete is None else event.complete
             elif isinstance(event, BlockRemoved):
                 gone = {(str(event.ownership), block) for block in event.block_hashes}

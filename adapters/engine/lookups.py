@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvkit.adapters.engine.loads import PromptHit, result_of
-from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
 from kvkit.adapters.engine.speed import saved_tokens_per_s
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
@@ -53,7 +53,7 @@ class Lookups:
 
     Args:
         receiver: of what prefill engines send; None where nothing is taken.
-        space_of: what a sequence is looked up in, None: nothing of it is to be; asked again for the answer.
+        namespace_of: a sequence's, None: it is not looked up; called again for the answer.
         block_tokens: what an unfilled chunk comes in.
         timeout_s: how long a lookup may take.
         handoff_timeout_s: how long what is sent may take to come.
@@ -68,7 +68,7 @@ class Lookups:
 
     cache: Cache
     receiver: Receiver | None
-    space_of: Callable[[Sequence], Namespace | None]
+    namespace_of: Callable[[Sequence], Namespace | None]
     _: KW_ONLY
     block_tokens: int
     timeout_s: float
@@ -90,12 +90,12 @@ class Lookups:
         else:
             self._look_up(question)
 
-    def answer_now(self, question: Question) -> LookupAnswer | None:
+    def lookup_inline(self, question: Question) -> LookupAnswer | None:
         """The answer, where what is sent for a question has come, and all tiers to be asked are in memory.
 
         None: it is to be asked; nothing is noted then.
         """
-        cache, space = self.cache, self.space_of(question.sequence)
+        cache, space = self.cache, self.namespace_of(question.sequence)
         status = None if self.receiver is None else self.receiver.status(question.transfer)
         if space is None or status is None or status.phase is not Phase.COMMITTED or question.documents:
             return None
@@ -174,7 +174,7 @@ class Lookups:
         return any(asked.done for asked in self.asked.values())
 
     def _look_up(self, question: Question) -> None:
-        space = self.space_of(question.sequence)
+        space = self.namespace_of(question.sequence)
         if space is None:
             self._answer(question, None)
             return
@@ -207,7 +207,7 @@ class Lookups:
         """Note an answer, with the blocks of an unfilled chunk that came with the whole ones."""
         tail, prompt, found = None, question.sequence, (0,) * len(question.documents)
         segments: tuple[tuple[str, int], ...] = ()
-        if whole is not None and self.space_of(prompt) is not None:
+        if whole is not None and self.namespace_of(prompt) is not None:
             if question.request in self._received and len(whole.chunks) == whole.plan.chunks:
                 rest = tail_of(whole.chunks, prompt.tokens, self.block_tokens, prompt.rest)
                 tail = rest and self.cache.lookup(*rest, retrieve_from=(HANDOFF,))

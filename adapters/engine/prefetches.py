@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import Hit

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.huggingface.cached import CachedModel, OverCache
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.adapters.huggingface.growing import GrowingCache
@@ -33,7 +33,7 @@ from kvkit.format.layout import LayoutError, Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.checks import LaunchError
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 _PROBE_TOKENS = 12
 
@@ -222,7 +222,9 @@ class BlendedModel(OverCache):
             raise
 
     @torch.inference_mode()
-    def precompute(self, document: Any, prefix: Any = (), policy: RequestPolicy = NO_WISHES) -> Stored:
+    def precompute(
+        self, document: Any, prefix: Any = (), policy: RequestPolicy = DEFAULT_REQUEST_POLICY
+    ) -> Stored:
         """Compute a document's KV alone, int32 [T], and store its whole chunks.
 
         With a `prefix` (a system prompt, say) the document is computed after it, where it ends.
@@ -249,7 +251,7 @@ class BlendedModel(OverCache):
         *,
         prefix: Any = (),
         room: int = 0,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> BlendedPrefill:
         """Load what is exact, load and move what is known elsewhere, compute the rest. Stores nothing.
 

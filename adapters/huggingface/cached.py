@@ -24,7 +24,7 @@ from kvkit.cache import Cache, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import KVLayout
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from kvkit.moving.precision import check
 
 
@@ -127,7 +127,7 @@ class CachedModel(OverCache):
         return CachedModel(model, layout, open_cache(config, layout, namespace))
 
     @torch.no_grad()
-    def prefill(self, tokens: Any, room: int = 0, policy: RequestPolicy = NO_WISHES) -> Prefill:
+    def prefill(self, tokens: Any, room: int = 0, policy: RequestPolicy = DEFAULT_REQUEST_POLICY) -> Prefill:
         """Compute or load the KV of a prompt, int32 [T]; the last token is always computed, for its logits.
 
         transformers' `generate` goes on from it, as from any `past_key_values`: it wants a token to begin
@@ -153,7 +153,7 @@ class CachedModel(OverCache):
         tokens: Any,
         max_new_tokens: int,
         stop: Collection[int] | None = None,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Generation:
         """Prefill, decode greedily until a token of `stop` (default: the model's end tokens), store.
 
@@ -183,7 +183,9 @@ class CachedModel(OverCache):
             stored=self.store(np.concatenate([ids, np.array(new, np.int32)]), prefill.kv, policy),
         )
 
-    def store(self, tokens: Any, kv: GrowingCache, policy: RequestPolicy = NO_WISHES) -> Stored | None:
+    def store(
+        self, tokens: Any, kv: GrowingCache, policy: RequestPolicy = DEFAULT_REQUEST_POLICY
+    ) -> Stored | None:
         """Store the whole chunks of the first `kv.exact` of `tokens`; None without a cache.
 
         Where layers have states, what of them was kept at the ends of chunks: in `prefill` and `generate`.

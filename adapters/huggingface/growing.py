@@ -10,12 +10,12 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.huggingface.states import Snapshots, StateTensor, states_of
 from kvkit.cache import Cache, Loaded, SequencePages
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.kernels.pages.api import Pages
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 ROUND_TOKENS = 256
 """Room for KV is made in steps of this many tokens."""
@@ -207,7 +207,7 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         cache: Cache,
         tokens: TokenIds,
         space: Namespace | None = None,
-        policy: RequestPolicy = NO_WISHES,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Loaded:
         """Fill in what is cached of `tokens`, int32 [T], from the first on. Mutates every layer."""
         hit = cache.lookup(tokens, space, policy=policy)

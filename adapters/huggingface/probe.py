@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.huggingface.growing import GrowingCache, GrowingLayer
 from kvkit.adapters.huggingface.states import tensors_of, with_states
 from kvkit.adapters.huggingface.steps import batch_of, forward

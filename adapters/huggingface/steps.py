@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.huggingface.growing import GrowingCache
 
 

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvkit.adapters.engine.question import LookupAnswer, Lora, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Lora, Question, Sequence
 from kvkit.adapters.vllm import compat, pages, shutdown, states
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.blending import requests
@@ -52,7 +52,7 @@ from kvkit.adapters.vllm.worker import Worker
 from kvkit.adapters.vllm.written import check_written
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from kvkit.moving.requests import FIELD, read
 from kvkit.settings import ConfigError
 
@@ -160,7 +160,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             on_chunks=self._on_chunks,
             wants=self._wants,
             approximate=frozenset(n for n, t in self._config.tiers.items() if t.precision is not None),
-            answer_now=self._answer_now,
+            lookup_inline=self._lookup_inline,
         )
         self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         if self._tells_stores:
@@ -422,7 +422,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to take a step although it has no request: the workers hear of a reset in steps."""
-        return self._scheduler.has_news
+        return self._scheduler.has_pending_reset
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -467,21 +467,21 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """What a request wants of the cache. What is wrong costs it all of that, but for `store = false`."""
         said = (request.kv_transfer_params or {}).get(FIELD)
         if said is None:
-            return NO_WISHES
+            return DEFAULT_REQUEST_POLICY
         where, limits = f"{parameters.WHERE}.{FIELD}", f"{WHERE}.requests"
         try:
             return read(said, self._settings.requests, where, limits)
         except ConfigError as error:
             unstored = isinstance(said, dict) and said.get("store") is False
             log.warning("%s has no wishes of the cache: %s", request.request_id, error)
-            return RequestPolicy(store_to=()) if unstored else NO_WISHES
+            return RequestPolicy(store_to=()) if unstored else DEFAULT_REQUEST_POLICY
 
-    def _answer_now(self, question: Question) -> LookupAnswer | None:
+    def _lookup_inline(self, question: Question) -> LookupAnswer | None:
         """Ask the worker where it is the only one and in this process, so in the thread that schedules."""
         engine = self._kv_transfer_config.engine_id
         for connector in compat.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
             if isinstance(connector, KVKitConnector) and connector._kv_transfer_config.engine_id == engine:
-                return connector._worker.answer_now(question)
+                return connector._worker.lookup_inline(question)
         return None
 
     def _encode(self, text: str) -> list[int]:

@@ -53,7 +53,7 @@ class TiersCleared(AllBlocksCleared, tag="AllBlocksCleared"):  # type: ignore[mi
     complete: bool
 
 
-class TiersTold(BlockRemoved, tag="BlockRemoved", kw_only=True):  # type: ignore[misc,call-arg]
+class TierSync(BlockRemoved, tag="BlockRemoved", kw_only=True):  # type: ignore[misc,call-arg]
     """What is known of the tiers from this on. It removes no block.
 
     Attributes:
@@ -67,7 +67,7 @@ class TiersTold(BlockRemoved, tag="BlockRemoved", kw_only=True):  # type: ignore
 
 
 @dataclass(eq=False)
-class ToldChunk:
+class AnnouncedChunk:
     """A chunk of tokens behind a prefix.
 
     Attributes:
@@ -107,13 +107,15 @@ class Events:
     def __post_init__(self) -> None:
         self._epoch, self._complete, self._lost = "", False, False
         self._steps, self._at_once = 0, AGAIN
-        self._round: list[ToldChunk] | None = None
-        self._listed: dict[tuple[int, bytes], tuple[ToldChunk, bytes]] = {}  # and its last block's hash
+        self._round: list[AnnouncedChunk] | None = None
+        self._listed: dict[tuple[int, bytes], tuple[AnnouncedChunk, bytes]] = {}  # and its last block's hash
         self._all_listed: set[int] = set()  # ranks
-        self._known: WeakValueDictionary[bytes, ToldChunk] = WeakValueDictionary()  # by its last block's hash
+        self._known: WeakValueDictionary[bytes, AnnouncedChunk] = (
+            WeakValueDictionary()
+        )  # by its last block's hash
         # a plain dict takes the longer to find its oldest, the more have gone before that
-        self._expected: OrderedDict[tuple[str, int], ToldChunk] = OrderedDict()
-        self._chunks: OrderedDict[OfRank, ToldChunk] = OrderedDict()
+        self._expected: OrderedDict[tuple[str, int], AnnouncedChunk] = OrderedDict()
+        self._chunks: OrderedDict[OfRank, AnnouncedChunk] = OrderedDict()
         # by tier; where it is common, of a host's first rank
         self._held: OrderedDict[tuple[str, OfRank], None] = OrderedDict()
         self._ready: list[KVCacheEvent] = []
@@ -173,14 +175,14 @@ class Events:
             told = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
             self._steps, self._round = 0, [*told.values()]
             self._at_once = max(AGAIN, 6 * len(told) // self.buffer_steps + 1)
-            self._ready.append(TiersTold(block_hashes=[], medium=None, again=True))
+            self._ready.append(TierSync(block_hashes=[], medium=None, again=True))
         if self._round is not None:
             part, self._round = self._round[-self._at_once :], self._round[: -self._at_once]
             self._ready += [self._stored(chunk, tier) for chunk in part for tier in chunk.tiers]
             if not self._round:
                 self._round = None
                 if self._complete:
-                    self._ready.append(TiersTold(block_hashes=[], medium=None, complete=True))
+                    self._ready.append(TierSync(block_hashes=[], medium=None, complete=True))
         ready, self._ready = self._ready, []
         return ready
 
@@ -201,7 +203,7 @@ class Events:
             self._listed.clear()
             self._complete, self._steps = not self._lost, self.buffer_steps  # a round tells so
 
-    def _listed_chunk(self, before: bytes | None, tokens: list[int]) -> tuple[ToldChunk, bytes]:
+    def _listed_chunk(self, before: bytes | None, tokens: list[int]) -> tuple[AnnouncedChunk, bytes]:
         """The chunk of these tokens behind a block of that hash (None: there is none), and its last hash."""
         assert self.hash_block is not None
         hashes, last = [], before
@@ -211,7 +213,7 @@ class Events:
         chunk = self._known.get(hashes[-1])
         if chunk is None:
             said = self._said(hashes, before) | {"lora_id": None, "lora_name": None, "extra_keys": None}
-            chunk = self._known[hashes[-1]] = ToldChunk(said, array("i", tokens))
+            chunk = self._known[hashes[-1]] = AnnouncedChunk(said, array("i", tokens))
         return chunk, hashes[-1]
 
     def _said(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
@@ -222,7 +224,7 @@ class Events:
             "block_size": self.hash_tokens,
         }
 
-    def _chunk(self, request: Any, number: int) -> ToldChunk:
+    def _chunk(self, request: Any, number: int) -> AnnouncedChunk:
         lora, size = request.lora_request, self.hash_tokens
         begin, end = number * self.chunk_tokens, (number + 1) * self.chunk_tokens
         hashes, first = request.block_hashes, begin // size
@@ -232,7 +234,7 @@ class Events:
             "lora_name": None if lora is None else lora.lora_name,
             "extra_keys": extra,
         }
-        return ToldChunk(said, array("i", request.all_token_ids[begin:end]))
+        return AnnouncedChunk(said, array("i", request.all_token_ids[begin:end]))
 
     def _name(self, named: NamedChunks) -> None:
         for number, names in enumerate(named.names, named.first):
@@ -252,7 +254,7 @@ class Events:
             self._forget_some()
             self._unname(next(iter(self._chunks.values())))
 
-    def _rename(self, chunk: ToldChunk, rank: int, names: tuple[str, ...]) -> None:
+    def _rename(self, chunk: AnnouncedChunk, rank: int, names: tuple[str, ...]) -> None:
         """Note what a rank's records of a chunk are called from now on."""
         self._unname(chunk, rank)
         for name in names:
@@ -262,7 +264,7 @@ class Events:
         chunk.names[rank] = names
         self._update(chunk)
 
-    def _unname(self, chunk: ToldChunk, rank: int | None = None) -> None:
+    def _unname(self, chunk: AnnouncedChunk, rank: int | None = None) -> None:
         """Forget what the records of a chunk are, of a rank, or of all."""
         for of_rank in list(chunk.names) if rank is None else [rank]:
             for name in chunk.names.pop(of_rank, ()):
@@ -295,9 +297,9 @@ class Events:
         self._lost = True
         if self._complete:
             self._complete = False
-            self._ready.append(TiersTold(block_hashes=[], medium=None, complete=False))
+            self._ready.append(TierSync(block_hashes=[], medium=None, complete=False))
 
-    def _update(self, chunk: ToldChunk) -> None:
+    def _update(self, chunk: AnnouncedChunk) -> None:
         """Tell where a chunk is held now, if that is new."""
         whole = len(chunk.names) == self.ranks
         records = [(rank, name) for rank, names in chunk.names.items() for name in names]
@@ -312,7 +314,7 @@ class Events:
                 chunk.tiers.remove(tier)
                 self._ready.append(BlockRemoved(block_hashes=chunk.said["block_hashes"], **self._where(tier)))
 
-    def _stored(self, chunk: ToldChunk, tier: str) -> KVCacheEvent:
+    def _stored(self, chunk: AnnouncedChunk, tier: str) -> KVCacheEvent:
         return BlockStored(**chunk.said, token_ids=chunk.tokens.tolist(), **self._where(tier))
 
     def _where(self, tier: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkit.adapters.engine.question import LookupAnswer, Question
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 
 
@@ -26,7 +26,7 @@ class IdleWorker:
 
     wait_for_layer = computed
 
-    def answer_now(self, question: Question) -> LookupAnswer | None:
+    def lookup_inline(self, question: Question) -> LookupAnswer | None:
         """Answer nothing."""
 
     def finish(self, requests: set[str]) -> tuple[set[str], set[str], set[str]]:

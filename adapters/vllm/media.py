@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.vllm import compat
 from kvkit.format.keys import as_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from kvkit.adapters.engine.question import Sequence
+from kvkit.adapters.engine.lookup_request import Sequence
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.format.layout import Namespace
 from kvkit.moving.sequence import UnknownModel

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkit.adapters.engine.question import LookupAnswer
+from kvkit.adapters.engine.lookup_request import LookupAnswer
 from kvkit.adapters.vllm.blending.scheduling import Blend
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.moving.policy import RequestPolicy

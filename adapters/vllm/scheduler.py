@@ -21,13 +21,13 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import count, islice, takewhile
 from typing import Any
 
-from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
 from kvkit.adapters.vllm import params as parameters
+from kvkit.adapters.vllm.allocations import PendingAllocations
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.scheduling import Blend, Blends
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.request_state import PendingLookup, RequestState
-from kvkit.adapters.vllm.standing import Standing
 from kvkit.adapters.vllm.states import spread
 from kvkit.adapters.vllm.step import (
     LoadTask,
@@ -41,7 +41,7 @@ from kvkit.adapters.vllm.step import (
     cut,
 )
 from kvkit.moving.plan import is_snapshot_kept
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Scheduler:
         private: keeps blocks of approximate KV to their request; None: there is none.
         blends: what blending takes; None: nothing is blended.
         wants: what a request wants of the cache.
-        answer_now: answers a question about what is handed off, where it can; None: the workers are asked.
+        lookup_inline: answers a question about what is handed off, where it can; None: the workers are asked.
     """
 
     chunk_tokens: int
@@ -104,8 +104,8 @@ class Scheduler:
     approximate: frozenset[str] = frozenset()
     private: PrivateBlocks | None = None
     blends: Blends | None = None
-    wants: Callable[[Any], RequestPolicy] = lambda view: NO_WISHES
-    answer_now: Callable[[Question], LookupAnswer | None] = lambda question: None
+    wants: Callable[[Any], RequestPolicy] = lambda view: DEFAULT_REQUEST_POLICY
+    lookup_inline: Callable[[Question], LookupAnswer | None] = lambda question: None
 
     def __post_init__(self) -> None:
         self._loses = self.windows or bool(self.states)  # windows, and former states
@@ -114,7 +114,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._queue: dict[str, None] = {}  # in the order in which they came
         self._ahead: set[str] = set()
-        self._standing = Standing(self.block_tokens, self.states, self.free)
+        self._pending_allocations = PendingAllocations(self.block_tokens, self.states, self.free)
         self._numbers, self._steps = count(1), count(1)
         self._next = StepMetadata()
         self._heard = 0
@@ -135,8 +135,8 @@ class Scheduler:
         request.epoch, request.computed = self.epoch, computed
         if not request.passed_over:
             self._queue.setdefault(view.request_id)  # a preempted one is queued again
-        self._standing.leave(view.request_id)  # vLLM asks about those alone that have no blocks
-        if request.barred and not self._standing.fits(view):
+        self._pending_allocations.leave(view.request_id)  # vLLM asks about those alone that have no blocks
+        if request.barred and not self._pending_allocations.fits(view):
             return None, False  # vLLM would have those wait behind it that hold some
         receiving = request.handoff if isinstance(request.handoff, RemotePrefill) else None
         asked, most = self._asked(request, computed)
@@ -162,8 +162,8 @@ class Scheduler:
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
             policy = replace(request.policy, max_load_tokens=None)  # the sequence ends there
             told = Question(view.request_id, question.number, sequence, computed, *transfer, policy=policy)
-            ask_now = blend is None and receiving is not None and not self.has_news
-            answer = self.answer_now(told) if ask_now else None
+            ask_now = blend is None and receiving is not None and not self.has_pending_reset
+            answer = self.lookup_inline(told) if ask_now else None
             if answer is None:
                 self._next.questions.append(told if blend is None else blend.ask(told, self._whole(view)))
                 return None, False
@@ -182,7 +182,7 @@ class Scheduler:
         if found and computed + found > exact:  # before vLLM gives it blocks, which it may name at once
             self._keep_private(request, max(computed, exact))
         blends = blend is not None and blend.promise(view.num_tokens, computed + found, least.documents)
-        if (found or blends) and self._loses and not self.waits and not self._standing.fits(view):
+        if (found or blends) and self._loses and not self.waits and not self._pending_allocations.fits(view):
             return None, False
         if blend is not None and blends:
             return self._promise_blend(request, blend, question)
@@ -197,16 +197,16 @@ class Scheduler:
         question, request.question = request.question, None
         blend = request.blend
         if blend is not None and question is not None and blend.plan is not None and tokens:
-            self._standing.add(view)
+            self._pending_allocations.add(view)
             self._admit_blend(request, blend, question, blocks)
             return
         if blend is not None and blend.private is None:
             request.blend = None  # what it has from now on is exact, and stays so
         if tokens:
-            self._standing.add(view)
+            self._pending_allocations.add(view)
             self._next.loads.append(self._load(request, question, request.computed, tokens, blocks))
         elif isinstance(request.handoff, RemotePrefill):
-            self._next.unwanted.append(request.handoff.transfer)
+            self._next.released_transfers.append(request.handoff.transfer)
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Which tiers the last `tokens` tokens of what was admitted come from."""
@@ -224,7 +224,7 @@ class Scheduler:
         """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
         if self.blends is not None:
             self.blends.scratch.unpin()
-        self._standing.go(scheduled)
+        self._pending_allocations.go(scheduled)
         step, self._next = self._next, StepMetadata()
         step.number = next(self._steps)
         step.prefetches += self._prefetches()
@@ -263,14 +263,14 @@ class Scheduler:
         """
         request = self._requests.pop(view.request_id, None)
         self._leave(view.request_id)
-        self._standing.leave(view.request_id)
+        self._pending_allocations.leave(view.request_id)
         if request is None:
             return False
         self._next.ended[view.request_id] = view.num_prompt_tokens
         if self.private is not None:
             self.private.end(view)
         if isinstance(request.handoff, RemotePrefill):
-            self._next.unwanted.append(request.handoff.transfer)
+            self._next.released_transfers.append(request.handoff.transfer)
         sends = request.sent is not None
         if request.saved is None or blocks is None or self._is_void(request):
             return sends
@@ -333,7 +333,7 @@ class Scheduler:
             )
 
     @property
-    def has_news(self) -> bool:
+    def has_pending_reset(self) -> bool:
         """Whether the workers are to hear at once that everything is forgotten: others may ask them."""
         return self.epoch != self._told_epoch
 

@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvkit.adapters.engine.changes import Change
 from kvkit.adapters.engine.listing import ListedChunk
-from kvkit.adapters.engine.question import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
 from kvkit.blend.plan import Selection, Span
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 Tables = tuple[list[int], ...]
 """Block ids of a request per KV cache group of vLLM; -1: the block is not there, or not to be touched."""
@@ -137,7 +137,7 @@ class SaveTask:
     sequence: Sequence
     first: int
     blocks: Tables
-    policy: RequestPolicy = NO_WISHES
+    policy: RequestPolicy = DEFAULT_REQUEST_POLICY
     last: bool = False
 
 
@@ -181,7 +181,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
         idle: nothing is computed, so that there is time to wait for lookups and loads.
         arrivals: blends that every rank can go on with, in this order.
         called_off: requests whose prefetch is to end: they wait no more.
-        unwanted: transfers from prefill engines that nobody waits for any more.
+        released_transfers: transfers from prefill engines that nobody waits for any more.
         heard: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
         ended: requests that are over, and the tokens of their prompts.
@@ -200,7 +200,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     computed: int = 0
     preempted: bool = False
     idle: bool = False
-    unwanted: list[str] = field(default_factory=list)
+    released_transfers: list[str] = field(default_factory=list)
     heard: int = 0
     epoch: str = ""
     ended: dict[str, int] = field(default_factory=dict)

@@ -16,16 +16,16 @@ import torch
 from kvkit.adapters.engine.changes import Changes
 from kvkit.adapters.engine.listing import Listing
 from kvkit.adapters.engine.loads import PromptLoad, result_of
+from kvkit.adapters.engine.lookup_request import LookupAnswer, Question
 from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.engine.prefetches import Prefetches
-from kvkit.adapters.engine.question import LookupAnswer, Question
+from kvkit.adapters.engine.request_stats import RequestStats
 from kvkit.adapters.engine.speed import Speed
-from kvkit.adapters.engine.tally import Tally
 from kvkit.adapters.vllm.blending.blender import Blender
 from kvkit.adapters.vllm.blending.check import open_rows
 from kvkit.adapters.vllm.blending.choosing import PagesOfLayers
+from kvkit.adapters.vllm.blending.executor import BlendExecutor
 from kvkit.adapters.vllm.blending.placing import Placing
-from kvkit.adapters.vllm.blending.under_way import BlendsUnderWay
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.namespaces import Namespaces
 from kvkit.adapters.vllm.pages import GroupPages, complete_tokens, has_windows
@@ -99,7 +99,7 @@ class Worker:
         config = config.model_copy(update={"server": config.server.of_rank(namespace.rank)})
         self.cache: Cache = open_cache(config, layout, namespace, self.namespaces.named)
         self.stats = Recorder(self.cache)
-        self._tally = Tally(tells=namespace.rank == 0)
+        self._request_stats = RequestStats(tells=namespace.rank == 0)
         self._prefetches = Prefetches(self.cache)
         self._speed = Speed(namespace.chunk_tokens)
         tiers, policy = self.cache.tiers, self.cache.policy
@@ -120,7 +120,7 @@ class Worker:
                 allocation_s=settings.handoff_timeout_s,
                 wake=self._wake,
             )
-        self._blends: BlendsUnderWay | None = None
+        self._blends: BlendExecutor | None = None
         self._lookups = Lookups(
             self.cache,
             self._receiver,
@@ -171,7 +171,7 @@ class Worker:
         pages = PagesOfLayers(rows)
         placing = Placing.of(self._groups, pages, ropes)
         placing.warm_up(formats_of(self.cache.layout, self._namespace))
-        self._blends = BlendsUnderWay(
+        self._blends = BlendExecutor(
             self.cache,
             Blender(rows, pages),
             placing,
@@ -258,7 +258,7 @@ class Worker:
         # with drafts, vLLM asks what is finished before it has anything saved
         self._kept.update(save.request for save in step.saves if save.last)
         if self._receiver is not None:
-            for transfer in step.unwanted:
+            for transfer in step.released_transfers:
                 self._receiver.release(transfer, "not wanted")
         for question in step.questions:
             self._lookups.ask(question)
@@ -286,9 +286,9 @@ class Worker:
             self._prompts.compute({} if self._cuda else self._pieces(step))
         self._began = time.monotonic()
 
-    def answer_now(self, question: Question) -> LookupAnswer | None:
-        """As `Lookups.answer_now`, between steps."""
-        answer = self._lookups.answer_now(question)
+    def lookup_inline(self, question: Question) -> LookupAnswer | None:
+        """As `Lookups.lookup_inline`, between steps."""
+        answer = self._lookups.lookup_inline(question)
         if answer is not None:
             self._name(self._report, answer.request, 0, self._lookups.found(answer.request))
         return answer
@@ -296,7 +296,7 @@ class Worker:
     def start_loads(self, step: StepMetadata) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
         for task in step.loads:
-            self._tally.begin(task.request)
+            self._request_stats.begin(task.request)
             hit = self._lookups.claim(task.request, task.number)
             base = task.start - task.start % self._namespace.chunk_tokens
             where = partial(self._pages, task.blocks, base)
@@ -305,7 +305,7 @@ class Worker:
             self._loading[task.request] = task, load
         if self._blends is not None:
             for blend in step.blends:
-                self._tally.begin(blend.request)
+                self._request_stats.begin(blend.request)
                 self._blends.begin(blend, self._lookups.claim(blend.request, blend.number))
         if self._settings.load == "sync":
             self._finish_all()
@@ -376,7 +376,7 @@ class Worker:
         failed = {name for name in done if not self._finish(*self._loading.pop(name))}
         blended = set() if self._blends is None else self._blends.step()
         for name in blended:
-            self._tally.done(name)
+            self._request_stats.done(name)
         return done | blended, failed, sent
 
     def invalid_blocks(self) -> set[int]:
@@ -436,9 +436,9 @@ class Worker:
             return
 
         def on_stored(tier: str, _: int) -> None:
-            self._tally.stored(save.request, tier, self._namespace.chunk_tokens)
+            self._request_stats.stored(save.request, tier, self._namespace.chunk_tokens)
 
-        self._tally.begin(save.request)
+        self._request_stats.begin(save.request)
         chunks = self.cache.chunks(sequence.tokens[: first + tokens], space, save.policy)
         chunks = chunks.part(save.first, len(chunks))
         self._name(self._report, save.request, save.first, chunks)
@@ -448,7 +448,7 @@ class Worker:
             to=to,
             ready=ready,
             on_stored=on_stored,
-            on_done=lambda: self._tally.done(save.request),
+            on_done=lambda: self._request_stats.done(save.request),
             copy_first=True,
         )
         transfer.add_done_callback(lambda done: self.stats.stored(result_of(done), time.monotonic() - began))
@@ -501,7 +501,7 @@ class Worker:
     def _over(self, name: str) -> None:
         """A request that has ended has nothing begun for it any more."""
         if name in self._lengths:
-            self._tally.over(name, self._lengths.pop(name))
+            self._request_stats.over(name, self._lengths.pop(name))
 
     def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
         """Note how a load ended; whether it kept its promise."""
@@ -509,8 +509,8 @@ class Worker:
         self._lookups.release(task.request)
         kept = end == task.stop
         self.stats.loaded(loaded, time.monotonic() - load.began, kept)
-        self._tally.hit(task.request, loaded.by_tier)
-        self._tally.done(task.request)
+        self._request_stats.hit(task.request, loaded.by_tier)
+        self._request_stats.done(task.request)
         if not kept:
             end = max(end, task.start)
             log.warning("%s: loaded up to token %d of %d", task.request, end, task.stop)
@@ -525,7 +525,7 @@ class Worker:
         """Note what was loaded for a blend."""
         self._lookups.release(request)
         self.stats.loaded(loaded, seconds, kept)
-        self._tally.hit(request, loaded.by_tier)
+        self._request_stats.hit(request, loaded.by_tier)
 
     def _blended(self, done: BlendDone) -> None:
         """Note a blend; the scheduler hears of it from one rank."""

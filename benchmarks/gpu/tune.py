@@ -11,7 +11,7 @@ from kvkit.kernels.tuning import search
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import KernelConfig
 from kvkit.kernels.tuning.devices import tools_here
-from kvkit.kernels.tuning.search import Look, Roof, Tools, Trial
+from kvkit.kernels.tuning.search import CompileInfo, Roofline, Tools, Trial
 from kvkit.kernels.tuning.tables import tuned_folder
 
 BUDGET_S, PROBLEM_S = 95, 5
@@ -21,7 +21,7 @@ def run(bench: Bench) -> None:
     """Records each trial, then what each problem's bucket has now; tables are in $KVKIT_TUNED."""
 
     def keep(problem: Problem, trial: Trial) -> None:
-        bench.results.record(problem.name, config=str(trial.config), us=trial.us, fate=trial.fate)
+        bench.results.record(problem.name, config=str(trial.config), us=trial.us, outcome=trial.outcome)
 
     with _tools(bench) as tools:
         for step in search.tune(
@@ -29,7 +29,8 @@ def run(bench: Bench) -> None:
         ):
             found = {} if step.tuned is None else step.tuned._asdict() | {"config": str(step.tuned.config)}
             trials = [
-                {"config": str(trial.config), "us": trial.us, "fate": trial.fate} for trial in step.trials
+                {"config": str(trial.config), "us": trial.us, "outcome": trial.outcome}
+                for trial in step.trials
             ]
             bench.results.record(step.problem.name, state=step.state, **found, trials=trials)
 
@@ -40,5 +41,5 @@ def _tools(bench: Bench) -> Iterator[Tools]:
         with tools_here() as tools:
             yield tools
     else:
-        roof, look = Roof(1e30, 1e30), dict[KernelConfig, Look]()
+        roof, look = Roofline(1e30, 1e30), dict[KernelConfig, CompileInfo]()
         yield Tools(bench.results.gpu, bench.device, lambda *_: look, bench.timer, roof, time.monotonic)

@@ -32,7 +32,7 @@ class Compiled:
     digest: str = ""  # equal where all instructions are
     hazard: str = ""  # how it may compute what nobody asked for, see `overwritten`
 
-    def flaw(self) -> str:
+    def rejection(self) -> str:
         """Why this cannot or should not run, "" if nothing speaks against it."""
         if self.spill_bytes:
             return f"spills {self.spill_bytes} bytes"

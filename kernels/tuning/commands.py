@@ -297,7 +297,7 @@ def _compile_all(choice: TuneChoice, target: str, json_path: Path | None, wide: 
         work = compiled.survey(pool, factory, jobs)
         reports = list(counted(work, "configurations compiled", len(jobs), timed(Console())))
     show(compiled.shown(reports, wide))
-    flawed = {(report.problem, report.config) for report in reports if report.flaw()}
+    flawed = {(report.problem, report.config) for report in reports if report.rejection()}
     print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
     if json_path:
         json_path.write_text(json.dumps(compiled.as_json(reports), indent=1) + "\n")

@@ -19,7 +19,7 @@ from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
 from kvkit.kernels.tuning.gate import CompileError, CompilePool, ProblemFactory, compile_pool, survey, warm
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
-from kvkit.kernels.tuning.search import Late, Look, Measure, Roof, Tools, TuningError
+from kvkit.kernels.tuning.search import CompileInfo, Late, Measure, Roofline, Tools, TuningError
 
 
 @contextmanager
@@ -60,19 +60,19 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
 
 def look_at(
     pool: CompilePool, factory: ProblemFactory, target: str, problem: Problem, late: Late
-) -> Mapping[KernelConfig, Look]:
+) -> Mapping[KernelConfig, CompileInfo]:
     """What compiling for `target` says of a problem's configurations, as far as there is time."""
-    found: dict[KernelConfig, Look] = {}
+    found: dict[KernelConfig, CompileInfo] = {}
     jobs = [(problem.name, config, target) for config in problem.space]
     for report in survey(pool, factory, jobs, late=late):
-        before, made = found.get(report.config, Look()), report.compiled
+        before, made = found.get(report.config, CompileInfo()), report.compiled
         # how much shared memory it gets is beside the code
         binary = f"{made.digest} {made.shared_bytes} " if made and made.digest else ""
         numbers = before.numbers
         if made and report.kernel == problem.kernel.__name__:
             numbers = {name: value for name, value in asdict(made).items() if isinstance(value, int)}
         both = f"{before.binary}{binary}" if binary and (before.binary or report.config not in found) else ""
-        found[report.config] = Look(before.flaw or report.flaw(), both, numbers)
+        found[report.config] = CompileInfo(before.rejection or report.rejection(), both, numbers)
     return found
 
 
@@ -137,7 +137,7 @@ def _run(launches: tuple[Runnable, ...]) -> None:
         launch.run()
 
 
-def measured_roof(device: torch.device) -> Roof:
+def measured_roof(device: torch.device) -> Roofline:
     """Rates of a copy of 1 GiB and of a product of bfloat16 matrices of 8192 x 8192: the best of ten each."""
     return _roof(device, 1 << 30, 8192, torch.bfloat16, _seconds)
 
@@ -148,7 +148,7 @@ def _roof(
     side: int,
     dtype: torch.dtype,
     seconds: Callable[[Callable[[], object]], float],
-) -> Roof:
+) -> Roofline:
     """Over random numbers: ones take less power, so that a GPU multiplies more of them in a second."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     a = torch.empty(side, side, dtype=dtype, device=device)
@@ -157,7 +157,7 @@ def _roof(
     fill(a)
     copy_s = min(seconds(lambda: target.copy_(source)) for _ in range(10))
     product_s = min(seconds(lambda: torch.mm(a, a, out=product)) for _ in range(10))
-    return Roof(bytes_per_s=2 * size / copy_s, flops_per_s=2 * side**3 / product_s)
+    return Roofline(bytes_per_s=2 * size / copy_s, flops_per_s=2 * side**3 / product_s)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -198,7 +198,7 @@ def host_timer() -> Callable[[Case], Measure]:
     return timer
 
 
-def host_roof() -> Roof:
+def host_roof() -> Roofline:
     """Rates of torch's copy of 256 MiB and product of float32 matrices of 1024 x 1024, by all its threads."""
     return _roof(torch.device("cpu"), 256 << 20, 1024, torch.float32, _host_seconds)
 

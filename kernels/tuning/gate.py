@@ -191,9 +191,9 @@ class CompileReport:
     prediction: Prediction | None = None  # for the kernel of the problem's bucket, on a target of `RATES`
     key: str = ""  # its `compile_key`
 
-    def flaw(self) -> str:
+    def rejection(self) -> str:
         """Why the configuration should not be run, "" if nothing speaks against it."""
-        return self.compiled.flaw() if self.compiled else self.error
+        return self.compiled.rejection() if self.compiled else self.error
 
 
 CompileJob = tuple[str, KernelConfig, str]
@@ -316,19 +316,19 @@ def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> lis
     wide = {problem.name: problem.wide for problem in problems}
     found = []
     for report in reports:
-        flaw, done = report.flaw(), report.compiled
-        if done and not flaw:
+        rejection, done = report.rejection(), report.compiled
+        if done and not rejection:
             loads, stores = wide[report.problem].get(report.kernel, (0, 0))
             if done.loads_16 < loads or done.stores_16 < stores:
-                flaw = (
+                rejection = (
                     f"{done.loads_16} of {done.loads} loads and {done.stores_16} of {done.stores} stores "
                     f"take 16 bytes; the layout allows {loads} and {stores}"
                 )
         pipelined = report.config.stages > 2 and GPUS[report.target].backend == "cuda"
-        if done and not flaw and done.mma and pipelined and not done.in_flight:
-            flaw = f"{report.config.stages} stages, but no copy is under way while a tile is computed"
-        if flaw:
-            found.append(f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {flaw}")
+        if done and not rejection and done.mma and pipelined and not done.in_flight:
+            rejection = f"{report.config.stages} stages, but no copy is under way while a tile is computed"
+        if rejection:
+            found.append(f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {rejection}")
     return found
 
 
@@ -340,7 +340,7 @@ def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
     table = Table(
         *(Column(name, overflow="fold") for name in words),
         *(Column(name, justify="right") for name in numbers),
-        Column("flaw", overflow="fold"),
+        Column("rejection", overflow="fold"),
     )
     for report in reports:
         c = report.compiled
@@ -350,7 +350,7 @@ def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
             rest = (c.spill_bytes, c.shared_bytes, *accesses, c.mma) if wide else ()
             made = c.registers, *rest, c.blocks_per_sm
         names = report.problem, report.kernel, *([report.target] if wide else []), report.config
-        table.add_row(*(escape(str(word)) for word in (*names, *made, report.flaw())))
+        table.add_row(*(escape(str(word)) for word in (*names, *made, report.rejection())))
     return table
 
 

@@ -38,7 +38,7 @@ class TuningError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Roof:
+class Roofline:
     """What the device does at best, measured: bytes of memory and flops of matrix products, a second."""
 
     bytes_per_s: float
@@ -57,15 +57,15 @@ class Roof:
         return seconds < self.bound(work)
 
 
-NO_ROOF = Roof(math.inf, math.inf)
+NO_ROOF = Roofline(math.inf, math.inf)
 """What is known where the measured one was refuted: every bound is 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CompileInfo:
     """What the compiler made of a configuration, before it is run."""
 
-    flaw: str = ""  # why it should not be run
+    rejection: str = ""  # why it should not be run
     binary: str = ""  # of equal machine code equal, "" where it is not known
     numbers: Mapping[str, int] = field(
         default_factory=dict
@@ -78,9 +78,9 @@ class Trial:
 
     config: KernelConfig
     us: float | None  # its median time in microseconds, None if it was not run
-    fate: str  # "best", "slower", or why it was not run or not taken
+    outcome: str  # "best", "slower", or why it was not run or not taken
     samples: tuple[float, ...] = ()  # microseconds, in the order of the runs that count
-    look: Look = Look()
+    look: CompileInfo = CompileInfo()
 
 
 UNCHECKED = "measured, not checked"
@@ -113,7 +113,7 @@ class SearchStep:
                 words.append(f"the default takes {self.tuned.default_us:.1f} µs")
             if self.tuned.untried:
                 words.append(f"{self.tuned.untried} configurations untried")
-        words += [f"{t.config}: {t.fate}" for t in self.trials if t.fate.startswith("wrong")]
+        words += [f"{t.config}: {t.outcome}" for t in self.trials if t.outcome.startswith("wrong")]
         return "; ".join(words)
 
 
@@ -123,9 +123,11 @@ class Tools:
 
     name: str  # of the device, as `tables.device_name` says it
     device: torch.device  # where the problems' tensors go
-    look: Callable[[Problem, Late], Mapping[KernelConfig, Look]]  # at what the compiler makes of its space
+    look: Callable[
+        [Problem, Late], Mapping[KernelConfig, CompileInfo]
+    ]  # at what the compiler makes of its space
     timer: Callable[[Case], Measure]  # makes a case measurable
-    roof: Roof  # of this device
+    roof: Roofline  # of this device
     clock: Callable[[], float]  # seconds, from any beginning
     target: str = ""  # what is compiled for, as `gpus.GPUS` names it
 
@@ -222,8 +224,8 @@ def search(
     problem: Problem,
     case: Case,
     measure: Measure,
-    look: Mapping[KernelConfig, Look],
-    roof: Roof,
+    look: Mapping[KernelConfig, CompileInfo],
+    roof: Roofline,
     late: Late = lambda: False,
     on_trial: OnTrial = lambda problem, trial: None,
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
@@ -244,35 +246,35 @@ def search(
     Returns:
         what to keep, None if none is right; and every configuration's fate.
     """
-    default, looks = problem.space[0], {config: look.get(config, Look()) for config in problem.space}
+    default, looks = problem.space[0], {config: look.get(config, CompileInfo()) for config in problem.space}
 
-    def trial(config: KernelConfig, seconds: float | None, fate: str, times: Sequence[float]) -> Trial:
+    def trial(config: KernelConfig, seconds: float | None, outcome: str, times: Sequence[float]) -> Trial:
         us = None if seconds is None else seconds * 1e6
-        return Trial(config, us, fate, tuple(time * 1e6 for time in times), looks[config])
+        return Trial(config, us, outcome, tuple(time * 1e6 for time in times), looks[config])
 
-    fate = {config: looks[config].flaw for config in problem.space}
+    outcome = {config: looks[config].rejection for config in problem.space}
     first: dict[KernelConfig, list[float]] = {}
     median: dict[KernelConfig, float] = {}
     compiled: dict[object, KernelConfig] = {}
     untried = 0
     pending: Sequence[KernelConfig] = nearest_first(problem.space)
-    assumed: Roof | None = None
+    assumed: Roofline | None = None
     while roof is not assumed:  # again, where it was refuted
         assumed, left = roof, []
         for config in pending:
             fastest = min(median.values(), default=float("inf"))
-            if fate[config] and config != default:
+            if outcome[config] and config != default:
                 continue
             binary = config._replace(stages=0), looks[config].binary or config
             if (twin := compiled.setdefault(binary, config)) != config:
-                fate[config] = f"the same binary as {twin}"
+                outcome[config] = f"the same binary as {twin}"
                 continue
             work = problem.work(config)
             if roof.bound(work) > fastest:
                 left.append(config)
                 continue
             if config != default and late():
-                fate[config] = "untried: the time was over"
+                outcome[config] = "untried: the time was over"
                 untried += 1
                 continue
             try:
@@ -280,12 +282,12 @@ def search(
                 median[config] = statistics.median(first[config])
                 on_trial(problem, trial(config, median[config], UNCHECKED, first[config]))
             except CompileError as error:
-                fate[config] = f"does not run: {error}"
+                outcome[config] = f"does not run: {error}"
                 continue
             if roof.refuted_by(work, median[config]):
                 roof = NO_ROOF
         pending = left
-    fate |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roof" for c in pending}
+    outcome |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roof" for c in pending}
     samples: dict[KernelConfig, list[float]] = {config: [] for config in _finalists(median, default)}
     names = list(samples)
     for turn in range(FINAL_SAMPLES):
@@ -296,7 +298,7 @@ def search(
             samples[config].append(measure(config))
     final = {config: statistics.median(times) for config, times in samples.items()}
     if default in final and (fault := _fault(case, default)):
-        fate[default] = f"wrong: {fault}"
+        outcome[default] = f"wrong: {fault}"
     best = min(samples[default]) if default in final else float("inf")
     winner = None
     order = sorted(
@@ -305,13 +307,13 @@ def search(
     rest = [config for config in median if config not in final]
     for config in order + sorted(rest, key=lambda c: median[c]):
         if config != default and (fault := _fault(case, config)):
-            fate[config] = f"wrong: {fault}"
-        if not fate[config].startswith("wrong"):
+            outcome[config] = f"wrong: {fault}"
+        if not outcome[config].startswith("wrong"):
             winner = config
             break
     seconds, times = median | final, first | samples
     trials = tuple(
-        trial(c, seconds.get(c), "best" if c == winner else fate[c] or "slower", times.get(c, ()))
+        trial(c, seconds.get(c), "best" if c == winner else outcome[c] or "slower", times.get(c, ()))
         for c in problem.space
     )
     if winner is None:

@@ -12,19 +12,19 @@ from typing import Any
 
 from kvkit.environment import PACKAGES, version_of
 from kvkit.kernels.tuning.cases import Problem
-from kvkit.kernels.tuning.search import OPTIMISM, UNCHECKED, Roof, SearchStep, Trial
+from kvkit.kernels.tuning.search import OPTIMISM, UNCHECKED, Roofline, SearchStep, Trial
 from kvkit.kernels.tuning.tables import build_of
 
 Line = Mapping[str, Any]
 """What `lines` makes of a trial, as JSON has it."""
 
 
-def lines(step: SearchStep, device: str, roof: Roof) -> Iterator[Line]:
+def lines(step: SearchStep, device: str, roof: Roofline) -> Iterator[Line]:
     """A line for each configuration that a search tried or passed over; see `line`."""
     return (line(step.problem, trial, device, roof) for trial in step.trials)
 
 
-def line(problem: Problem, trial: Trial, device: str, roof: Roof) -> Line:
+def line(problem: Problem, trial: Trial, device: str, roof: Roofline) -> Line:
     """What is kept of a trial.
 
     Args:
@@ -41,7 +41,7 @@ def line(problem: Problem, trial: Trial, device: str, roof: Roof) -> Line:
         **problem.bucket._asdict(),
         "config": str(trial.config),
         "default": trial.config == problem.space[0],
-        "fate": trial.fate,
+        "outcome": trial.outcome,
         "us": trial.us,
         "samples_us": trial.samples,
         "roof_us": roof.seconds(work) * 1e6,
@@ -84,7 +84,7 @@ def read(path: Path) -> list[Line]:
 
 
 COLUMNS = (
-    *("device", "problem", "operation", "form", "config", "default", "fate", "us", "least_us", "roof_us"),
+    *("device", "problem", "operation", "form", "config", "default", "outcome", "us", "least_us", "roof_us"),
     *("moved_bytes", "flops", "source", "compiler", "driver"),
 )
 
@@ -114,7 +114,7 @@ def plot(path: Path, found: Sequence[Line]) -> None:
     kinds = (
         ("others", "o", "0.7", lambda line: True),
         ("default", "s", "tab:blue", lambda line: line["default"]),
-        ("best", "*", "tab:red", lambda line: line["fate"] == "best"),
+        ("best", "*", "tab:red", lambda line: line["outcome"] == "best"),
     )
     for label, marker, colour, wanted in kinds:
         chosen = [line for line in found if line["us"] and wanted(line)]
@@ -139,12 +139,12 @@ def explain(found: Sequence[Line]) -> str:
 
 
 def _explained(name: str, trials: Sequence[Line]) -> str:
-    best = next((line for line in trials if line["fate"] == "best"), None)
+    best = next((line for line in trials if line["outcome"] == "best"), None)
     share = best["roof_us"] / best["us"] if best else 0.0
     void = share > OPTIMISM
-    fates = Counter(_kind(line["fate"], void) for line in trials if line is not best)
-    others = "; ".join(f"{count} {fate}" for fate, count in fates.most_common())
-    if best is None and any(line["fate"] == UNCHECKED for line in trials):
+    fates = Counter(_kind(line["outcome"], void) for line in trials if line is not best)
+    others = "; ".join(f"{count} {outcome}" for outcome, count in fates.most_common())
+    if best is None and any(line["outcome"] == UNCHECKED for line in trials):
         return f"{name}: the search was ended: {others}."
     if best is None:
         return f"{name}: no configuration is right: {others}."
@@ -181,7 +181,7 @@ def _gain(best: Line, trials: Sequence[Line]) -> str:
     if best is default:
         return ", and is the default"
     if default["us"] is None:
-        return f"; the default does not count: {default['fate']}"
+        return f"; the default does not count: {default['outcome']}"
     return f", {1 - best['us'] / default['us']:.0%} less than the default"
 
 
@@ -194,11 +194,11 @@ def _unlike(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
     )
 
 
-def _kind(fate: str, void: bool) -> str:
+def _kind(outcome: str, void: bool) -> str:
     """A fate without its numbers, so that equal ones can be counted."""
     for kind in ("spills", "wrong", "does not run", "untried", "the same binary as another"):
-        if fate.startswith(kind.removesuffix(" another")):
+        if outcome.startswith(kind.removesuffix(" another")):
             return kind
-    if "at the roof" in fate:
+    if "at the roof" in outcome:
         return "left out by a roof that does not hold" if void else "cannot be faster by the roof"
-    return fate
+    return outcome

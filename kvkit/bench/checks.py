@@ -160,7 +160,7 @@ def _take_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limi
         opened.callback(_close, tier, limit_s)
         tier.limit(staging.slot_bytes)
         if not stored:
-            steps.take("lookup", lambda: tier.count_leading(names), limit_s)
+            steps.take("lookup", lambda: tier.match_prefix(names), limit_s)
             return
         steps.take("put", lambda: _put(tier, staging, names, wanted), limit_s)
         try:

@@ -100,8 +100,8 @@ class EngineJudge:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        from kvkit.adapters.vllm.followed import FollowedText
         from kvkit.adapters.vllm.gate import verdict_name
+        from kvkit.adapters.vllm.teacher_forcing import TeacherForcedText
 
         share = memory.share(model, tiers=2 * TIER_BYTES, most=TIER_BYTES)
         kvkit = {
@@ -130,7 +130,7 @@ class EngineJudge:
                 max_model_len=tokens + MORE_TOKENS,
                 enable_prefix_caching=False,
                 disable_log_stats=False,  # they have the time to the first token
-                logits_processors=[FollowedText],
+                logits_processors=[TeacherForcedText],
                 kv_transfer_config=transfer,
                 **({"kv_cache_memory_bytes": share.block_bytes} if share.block_bytes else {}),
             )
@@ -167,7 +167,7 @@ class EngineJudge:
 
         Of the prompt seconds and, where it is blended, rows; of the answer, if there is one, f1.
         """
-        from kvkit.adapters.vllm.followed import FOLLOW
+        from kvkit.adapters.vllm.teacher_forcing import FOLLOW
 
         prompt: dict[str, Any] = {"prompt_token_ids": sample.prompt.tolist()}
         extra: dict[str, Any] = {}

@@ -305,7 +305,7 @@ def seal(
     struct.pack_into("<Q", view, _HEADER_SUM, _header_sum(view, form.header_bytes))
 
 
-def surround(form: RecordFormat, record: Buffer, header: Buffer) -> None:
+def write_framing(form: RecordFormat, record: Buffer, header: Buffer) -> None:
     """Make a record of verified layers that lie in their places in `record`. Mutates `record`.
 
     Args:

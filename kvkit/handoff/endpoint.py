@@ -13,8 +13,8 @@ from kvkit.handoff.protocol.messages import AnyMessage, Data, Found, TierRun
 from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.transport import addresses
+from kvkit.handoff.transport.acceptor import HANDSHAKE_S, Acceptor
 from kvkit.handoff.transport.channel import Channel
-from kvkit.handoff.transport.door import HANDSHAKE_S, Door
 from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import Tier
@@ -67,12 +67,12 @@ class Endpoint(Handler):
         self._links = Links()
         self._peers: set[int] = set()
         self._pulls: dict[tuple[int, str], messages.Pull] = {}
-        self._doors: list[Door] = []
+        self._doors: list[Acceptor] = []
         try:
             for address in listen:
                 addresses.check_secret(address, bool(identity.secret))
                 listener = addresses.listen(address, timeout_s=timeout_s, tls=tls)
-                self._doors.append(Door(listener, self._welcome))
+                self._doors.append(Acceptor(listener, self._welcome))
         except BaseException:
             self.close(timeout_s)
             raise
@@ -103,7 +103,7 @@ class Endpoint(Handler):
     def received(self, link: Link, message: AnyMessage) -> None:
         match message:
             case messages.Query(number, names):
-                runs = (TierRun(held.name, held.scope, held.count_leading(names)) for held in self._held)
+                runs = (TierRun(held.name, held.scope, held.match_prefix(names)) for held in self._held)
                 link.say(Found(number, tuple(runs)))
             case messages.Pull():
                 self._send(link, message)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvkit.handoff.sender import HandoffError, Loan
+from kvkit.handoff.sender import HandoffError, RemoteSlots
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.moving.layerwise import LayerStore, Lend
 from kvkit.moving.store import Stored
@@ -37,14 +37,14 @@ class Packing:
         self,
         admitted: Callable[[], bool],
         store: Callable[[Lend], LayerStore],
-        lend: Callable[[Sequence[str]], Loan | None],
+        lend: Callable[[Sequence[str]], RemoteSlots | None],
     ) -> None:
         self._admitted = admitted
         self.stored: Transfer[Stored] = Transfer()
         self.stored.set_running_or_notify_cancel()
         self._store = store(self._take)
         self._lend = lend
-        self._loan: Loan | None = None
+        self._remote_slots: RemoteSlots | None = None
         self._refused = self._opened = self._closed = False
         self._lock = threading.Lock()
 
@@ -83,16 +83,16 @@ class Packing:
         self._done()
 
     def _take(self, names: Sequence[str]) -> Sequence[Lease]:
-        self._loan = self._lend(names)
-        self._refused = self._loan is None
-        return () if self._loan is None else self._loan.leases
+        self._remote_slots = self._lend(names)
+        self._refused = self._remote_slots is None
+        return () if self._remote_slots is None else self._remote_slots.leases
 
     def _write(self, work: Callable[[], object]) -> bool:
         """Have `work` write into the slots; whether it may, and did."""
-        if self._loan is None:  # nothing of it is wanted
+        if self._remote_slots is None:  # nothing of it is wanted
             return True
         try:
-            with self.stored.pages, self._loan.writing():
+            with self.stored.pages, self._remote_slots.writing():
                 if not self.stored.stopped:
                     work()
                 return not self.stored.stopped

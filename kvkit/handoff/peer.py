@@ -74,7 +74,7 @@ class PeerTier(Tier, Handler):
         self._lock = threading.Lock()
         self._deadlines = Deadlines(f"kvkit-{name}-deadlines", self._expire)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         """As in `Tier`: the longest run of any near tier of the peer.
 
         Raises:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.packing import Packing
 from kvkit.handoff.protocol.messages import HANDOFF, Hello
-from kvkit.handoff.protocol.states import OfRequest
+from kvkit.handoff.protocol.states import RequestRef
 from kvkit.handoff.ranks import RankShare, divided, fits, shares
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.transport.addresses import RANK, of_rank
@@ -431,7 +431,7 @@ class Prompts:
             left,
             self._allocation_s,
             self._changed,
-            OfRequest(prompt.transfer, share.parts),
+            RequestRef(prompt.transfer, share.parts),
         )
 
     def _go_on(self, prompt: _Prompt) -> None:

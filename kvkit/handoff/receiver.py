@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.protocol import messages, states
 from kvkit.handoff.protocol.messages import HANDOFF, Data, OfTransfer
-from kvkit.handoff.protocol.states import Buffer, Limits, OfRequest, Outcome, Phase, Unexpected
+from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, RequestRef, Unexpected
 from kvkit.handoff.transport.link import Link
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Scope
@@ -95,7 +95,7 @@ class Receiver:
         with self._changed:
             match message:
                 case messages.Reserve(transfer, names, wait_s, request, parts):
-                    of = OfRequest(request or transfer, parts)
+                    of = RequestRef(request or transfer, parts)
                     if transfer not in self._buffer.transfers:  # or it is another's, and refused
                         self._requests[transfer] = of.id
                     if parts > 1 and of.id in self._ended:  # its other parts are gone
@@ -170,7 +170,7 @@ class Receiver:
             self._changed.wait_for(settled, timeout_s)
             return self.status(request)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, are available."""
         with self._changed:
             return next((i for i, name in enumerate(names) if name not in self._records), len(names))

@@ -19,7 +19,7 @@ from kvkit.handoff.links import Connections
 from kvkit.handoff.protocol import messages, outgoing
 from kvkit.handoff.protocol.messages import MAX_DEADLINE_S, MAX_NAMES, Hello, check_id
 from kvkit.handoff.protocol.outgoing import Instruction, Outgoing, Send, Sent, Stage
-from kvkit.handoff.protocol.states import OfRequest, Outcome, Unexpected
+from kvkit.handoff.protocol.states import Outcome, RequestRef, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.handoff.transport.link import Handler, Identity, Link
@@ -71,7 +71,7 @@ class Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class RemoteSlots:
     """Slots of receivers, lent for records that are made there: put, or released, each once."""
 
     leases: Sequence[Lease]
@@ -147,7 +147,7 @@ class Sender(Handler):
         names: Sequence[str],
         deadline_s: float,
         on_change: Callable[[Any], object] = lambda _: None,
-        of: OfRequest | None = None,
+        of: RequestRef | None = None,
     ) -> Sending:
         """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
 
@@ -181,7 +181,7 @@ class Sender(Handler):
             for future in (sending.admitted, sending.done):
                 future.add_done_callback(on_change)
             self._open[transfer] = sending
-            of = of or OfRequest(transfer)
+            of = of or RequestRef(transfer)
             link.say(messages.Reserve(transfer, tuple(names), deadline_s, of.id, of.parts))
             self._deadlines.changed()
             return sending
@@ -214,7 +214,7 @@ class Sender(Handler):
             wanted = [entry.state.unsent for entry in self._open.values() if entry.state.unsent]
         return next((i for i, name in enumerate(names) if any(name in w for w in wanted)), len(names))
 
-    def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> Loan | None:
+    def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
         """Slots of receivers in which `names` are to be made, for the first of `sendings` that lacks each.
 
         None, where one of them lacks a record no more, or its slots are out of this process's reach. What is
@@ -233,7 +233,7 @@ class Sender(Handler):
                     return None
                 leases.append(lease)
                 lenders.add(entry)
-        return Loan(leases, lenders)
+        return RemoteSlots(leases, lenders)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         """Send records to every transfer that waits for them; as `Tier.put`.

@@ -39,8 +39,8 @@ class HandoffTier(Tier):
         self.endpoint = endpoint
         self._shutdown_s = shutdown_s
 
-    def count_leading(self, names: Sequence[str]) -> int:
-        return 0 if self.receiver is None else self.receiver.count_leading(names)
+    def match_prefix(self, names: Sequence[str]) -> int:
+        return 0 if self.receiver is None else self.receiver.match_prefix(names)
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         return len(names) if self.sender is None else self.sender.count_unneeded(names)

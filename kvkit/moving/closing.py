@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvkit.moving.puts import Puts
+from kvkit.moving.writes import WritePipeline
 from kvkit.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ TIERS_S = 1.0
 """Seconds of the time for all, but no more than a quarter of it, that tiers have to close in."""
 
 
-def close(puts: Puts, background: Sequence[Workers], timeout_s: float) -> None:
+def close(puts: WritePipeline, background: Sequence[Workers], timeout_s: float) -> None:
     """Save what was begun, end the threads, close the tiers: all of it within `timeout_s` seconds.
 
     A line says what there is to save before anything is waited for: a process that is killed meanwhile has

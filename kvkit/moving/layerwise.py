@@ -32,9 +32,9 @@ from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.streams import marks
 from kvkit.moving.plan import StorePlan, clip
 from kvkit.moving.policy import for_request
-from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import CacheError, Chunks, Hit, Loaded, SequencePages, clear_gaps
 from kvkit.moving.store import Stored, seal
+from kvkit.moving.writes import WritePipeline
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject, copy_ranges
 from kvkit.workers import Closed, Workers
@@ -113,7 +113,7 @@ class LayerLoad:
     """
 
     def __init__(
-        self, puts: Puts, readers: Mapping[str, Workers], hit: Hit, pages: Sequence[SequencePages]
+        self, puts: WritePipeline, readers: Mapping[str, Workers], hit: Hit, pages: Sequence[SequencePages]
     ) -> None:
         self._puts = puts
         self._tier_set = puts.tiers
@@ -379,7 +379,7 @@ class LayerLoad:
                     return
                 for entry, form, lease in zip(entries, self._chunks.formats, leases, strict=True):
                     assert entry.header is not None
-                    record.surround(form, lease.buffer, entry.header)
+                    record.write_framing(form, lease.buffer, entry.header)
                     lease.used = form.record_bytes
                 self._puts.write_back(tier, self._chunks, chunk, leases, targets)
             finally:
@@ -411,7 +411,7 @@ class LayerStore:
 
     def __init__(
         self,
-        puts: Puts,
+        puts: WritePipeline,
         chunks: Chunks,
         pages: Sequence[SequencePages],
         targets: Sequence[str],

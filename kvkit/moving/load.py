@@ -13,10 +13,10 @@ from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.moving import plan as planning
 from kvkit.moving.plan import RetrievePlan, Segment
 from kvkit.moving.policy import for_request
-from kvkit.moving.puts import Puts
 from kvkit.moving.reads import PlanReads
 from kvkit.moving.sequence import Chunks, Hit, Loaded, SequencePages, at_place, snapshot_places
 from kvkit.moving.write_backs import WriteBacks
+from kvkit.moving.writes import WritePipeline
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
@@ -35,12 +35,12 @@ class Load:
         after: on a GPU, what must be done before the pages may change; None: see `unpack`.
     """
 
-    puts: Puts
+    puts: WritePipeline
     hit: Hit
     pages: Sequence[SequencePages]
     rotate: Rotation | None = None
     after: CudaEvents | None = None
-    modest: ClassVar[bool] = False
+    throttled: ClassVar[bool] = False
     """Whether reads leave room for others': see `PlanReads`."""
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Load:
                 segments = self._usable_segments()
                 if not segments:
                     continue
-                reads = PlanReads(self.tiers, self._chunks, segments, self.modest)
+                reads = PlanReads(self.tiers, self._chunks, segments, self.throttled)
                 transfer.when_stopped(reads.cancel)
                 try:
                     while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:
@@ -144,25 +144,25 @@ class Load:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Nearer(Load):
-    """A load that ends in slots, which `shelve` has kept; without, it is only written back.
+class PrefetchLoad(Load):
+    """A load that ends in slots, which `keep_in_staging` has kept; without, it is only written back.
 
     What is approximate is kept in any case, for nothing is written back of it.
     """
 
-    shelve: bool
-    modest = True
+    keep_in_staging: bool
+    throttled = True
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
-        shelve = self.shelve or tier in self.tiers.approximate
-        if shelve and not self.tiers.tiers[tier].near:
+        keep_in_staging = self.keep_in_staging or tier in self.tiers.approximate
+        if keep_in_staging and not self.tiers.tiers[tier].near:
             names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
-                self.tiers.prefetched.keep(self.tiers.kept_as(tier, name), lease, self)
+                self.tiers.prefetched.keep(self.tiers.storage_name(tier, name), lease, self)
 
 
 @dataclass(eq=False, kw_only=True)
-class _Lent(Load):
+class BorrowLoad(Load):
     """A load that ends in `leases`, which it adds to. It is written back where a tier has `before`."""
 
     before: Sequence[str]
@@ -179,7 +179,7 @@ class _Lent(Load):
         self.leases += [lease.share() for lease in leases]
 
 
-def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def prefetch(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """Bring what tiers further away hold of `chunks` into the tiers in memory that are written back to.
 
     Without any, it is left in slots (`Prefetched`). What lies near before that, or after it, stays as it is.
@@ -192,7 +192,7 @@ def prefetch(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     return Hit(chunks, plan)
 
 
-def _bring_near(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def _bring_near(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """`prefetch` of the records of chunks themselves, or of a snapshot."""
     tiers = puts.tiers
     # 1. what lies far away
@@ -202,23 +202,23 @@ def _bring_near(puts: Puts, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     if not far:
         return Hit(chunks, found)
     first, stop = far[0].start, far[-1].stop
-    shelve = not set(near) & set(tiers.policy.write_back_to)
+    keep_in_staging = not set(near) & set(tiers.policy.write_back_to)
     # of what is not written back, more than the slots hold would be read for nothing
     kept = tiers.prefetched.slots // chunks.groups
-    unwritten = first if shelve and not tiers.policy.write_back_to else max(first, found.exact)
+    unwritten = first if keep_in_staging and not tiers.policy.write_back_to else max(first, found.exact)
     stop = min(stop, unwritten + kept)
     # 2. is read as for a load
     wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
-    loaded = _Nearer(puts, wanted, (), shelve=shelve).run(transfer)
+    loaded = PrefetchLoad(puts, wanted, (), keep_in_staging=keep_in_staging).run(transfer)
     # 3. what of it came ends the hit
     if loaded.tokens < wanted.tokens:
         found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
-    if shelve:  # a lookup does not see the slots: the hit stays where the records are
+    if keep_in_staging:  # a lookup does not see the slots: the hit stays where the records are
         return Hit(chunks, found)
     return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks)))
 
 
-def read_chunk(puts: Puts, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
+def read_chunk(puts: WritePipeline, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
     """The verified records of one chunk, a lease per layer group, to be released; empty if no tier has them
     exactly.
 
@@ -228,7 +228,7 @@ def read_chunk(puts: Puts, chunks: Chunks, chunk: int, transfer: Transfer[Any]) 
     hit = Hit(part, puts.tiers.find(part, RetrievePlan(1), exact=1))
     before = chunks.records(chunk - 1, chunk) if chunk else []
     try:
-        _Lent(puts, hit, (), before=before, leases=leases).run(transfer)
+        BorrowLoad(puts, hit, (), before=before, leases=leases).run(transfer)
     except BaseException:
         release_all(leases)
         raise

@@ -75,7 +75,7 @@ class RequestPolicy:
         return self.keep_s > 0 or self.priority != NORMAL
 
 
-NO_WISHES = RequestPolicy()
+DEFAULT_REQUEST_POLICY = RequestPolicy()
 
 
 def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str]) -> Policy:

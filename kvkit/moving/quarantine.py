@@ -6,10 +6,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-SHUNNED_S = 600.0
+QUARANTINE_S = 600.0
 """For so long, in seconds: then it is tried again whether they can be read, or removed."""
 
-MAX_SHUNNED = 4096
+MAX_QUARANTINED = 4096
 """Of every tier together; beyond that the oldest are forgotten, which costs a load that ends early."""
 
 
@@ -23,9 +23,9 @@ class Quarantine:
     def add(self, tier: str, name: str, now: float) -> None:
         """Shun a record. Mutates."""
         with self._lock:
-            self._until[tier, name] = now + SHUNNED_S
+            self._until[tier, name] = now + QUARANTINE_S
             self._until.move_to_end((tier, name))
-            if len(self._until) > MAX_SHUNNED:
+            if len(self._until) > MAX_QUARANTINED:
                 self._until.popitem(last=False)
 
     def forget(self, tier: str, but: Collection[str] = ()) -> None:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 32
 """Chunks of one segment that are read ahead at a time, where there are slots for them."""
 
-MODEST = 4
+THROTTLED_READS = 4
 """Times what a tier reads at once: with less, a prefetch from two tiers loses what reading them side by side
 gains (benchmarks/bench_engine.py)."""
 
@@ -43,15 +43,15 @@ class PlanReads:
 
     Args:
         segments: of `chunks`, consecutive.
-        modest: whether a tier is asked for no more than `MODEST` times what it reads at once, so that its
-            threads have something to go on with: what others want of it meanwhile does not wait for more.
+        throttled: whether a tier is asked for at most `THROTTLED_READS` times what it reads at once: threads
+            have work, and what others want of it meanwhile does not wait for more.
     """
 
     def __init__(
-        self, tiers: TierSet, chunks: Chunks, segments: Sequence[Segment], modest: bool = False
+        self, tiers: TierSet, chunks: Chunks, segments: Sequence[Segment], throttled: bool = False
     ) -> None:
         self._tiers = tiers
-        self._modest = modest
+        self._throttled = throttled
         self._groups = chunks.groups
         self._reads = deque(SegmentReads(tiers, chunks, segment) for segment in segments)
 
@@ -118,8 +118,8 @@ class PlanReads:
                 room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
         # 2. what its threads go on with, so that they need not wait for this one
         for reads in self._reads:
-            ahead = room[reads.tier] + (MODEST - 1) * self._tiers.tiers[reads.tier].reads_at_once
-            most = -(-ahead // self._groups) if self._modest else MAX_IN_FLIGHT
+            ahead = room[reads.tier] + (THROTTLED_READS - 1) * self._tiers.tiers[reads.tier].reads_at_once
+            most = -(-ahead // self._groups) if self._throttled else MAX_IN_FLIGHT
             if most > 0 and self._tiers.staging.free >= self._groups:  # for these nobody gives up a slot
                 room[reads.tier] -= reads.fill(most)
 
@@ -151,7 +151,7 @@ class SegmentReads:
 
     The thread that reads a record verifies it, so that a load has little left to do when its last read is in.
 
-    Ranks with equal KV share the reads, where they have a `TierSet.meeting_place`: each reads every nth chunk
+    Ranks with equal KV share the reads, where they have a `TierSet.exchange_tier`: each reads every nth chunk
     and leaves it there for the others. What they do not bring in time this rank reads itself, as all that
     follows.
 
@@ -172,7 +172,7 @@ class SegmentReads:
         self.failed: str | None = None
         self._tiers = tiers
         self._chunks = chunks
-        self._meeting = tiers.meeting_place(segment.tier, chunks)
+        self._meeting = tiers.exchange_tier(segment.tier, chunks)
         self._slowest_s = 0.0  # of the reads
         self._cancelled = False
         self._changed = threading.Condition()
@@ -212,7 +212,7 @@ class SegmentReads:
         self.in_flight.extend(reads)
         self.next += len(leases) // groups
         for read in reads:
-            mine = self._tiers.is_mine(self.tier, self._chunks, read.number // groups)
+            mine = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // groups)
             read.awaited = self._meeting is not None and not mine
         return self._start([read for read in reads if not read.awaited])
 
@@ -257,8 +257,8 @@ class SegmentReads:
         groups, tier = self._chunks.groups, self._tiers.tiers[self.tier]
         leases: list[Lease] = []
         for name in names:
-            kept_as = self._tiers.kept_as(self.tier, name)
-            lease = self._tiers.prefetched.take(kept_as) or tier.borrow(name)
+            storage_name = self._tiers.storage_name(self.tier, name)
+            lease = self._tiers.prefetched.take(storage_name) or tier.borrow(name)
             if lease is None:
                 break
             leases.append(lease)
@@ -306,7 +306,7 @@ class SegmentReads:
         """Take what other ranks left of `awaited`; those that were damaged there."""
         names, tier, damaged = self._chunks.names, self._tiers.tiers[meeting], list[RecordRead]()
         try:
-            left = tier.count_leading([names[read.number] for read in awaited])
+            left = tier.match_prefix([names[read.number] for read in awaited])
         except OSError:  # nobody leaves anything there: patience ends
             return []
         for read in awaited[:left]:

@@ -34,7 +34,7 @@ class RequestLimits(BaseModel):
     )
 
 
-class _Said(BaseModel):
+class RequestFields(BaseModel):
     """The fields of `kv_cache`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -57,12 +57,12 @@ def read(given: Any, limits: RequestLimits, where: str, setting: str) -> Request
         ConfigError: it is unknown, impossible, or more than `limits` allow.
     """
     if not isinstance(given, dict):
-        choices = ", ".join(_Said.model_fields)
+        choices = ", ".join(RequestFields.model_fields)
         raise ConfigError(f"{where} = {reprlib.repr(given)}: want an object of {choices}")
     try:
-        said = _Said.model_validate(given)
+        said = RequestFields.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(explain(error, _Said, f"{where}.")) from error
+        raise ConfigError(explain(error, RequestFields, f"{where}.")) from error
     if said.store_to and not said.store:
         raise ConfigError(f"{where}.store_to = {reprlib.repr(said.store_to)}: want none with store = false")
     for name in ("load_from", "store_to"):

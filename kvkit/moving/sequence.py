@@ -17,7 +17,7 @@ from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, unpack
 from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.moving.plan import RetrievePlan, cut
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 TableIds = npt.NDArray[np.int64]
 
@@ -118,12 +118,14 @@ class Chunks:
     names: list[str]
     formats: tuple[RecordFormat, ...]
     parent: bytes
-    policy: RequestPolicy = NO_WISHES
+    policy: RequestPolicy = DEFAULT_REQUEST_POLICY
     first: int = 0
     states: tuple[RecordFormat, ...] = ()
 
     @staticmethod
-    def of(tokens: Any, layout: KVLayout, namespace: Namespace, policy: RequestPolicy = NO_WISHES) -> Chunks:
+    def of(
+        tokens: Any, layout: KVLayout, namespace: Namespace, policy: RequestPolicy = DEFAULT_REQUEST_POLICY
+    ) -> Chunks:
         """The whole chunks of `tokens` (int32 [T]; numpy, torch or list)."""
         every, count = formats_of(layout, namespace), layout.token_groups
         formats, states = every[:count], every[count:]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from kvkit.format import record
 from kvkit.kernels.pages.api import pack
 from kvkit.kernels.pages.streams import CudaEvents
+from kvkit.moving.pending_stores import PendingStore
 from kvkit.moving.plan import Segment
-from kvkit.moving.promises import Promise
-from kvkit.moving.puts import Puts
 from kvkit.moving.reads import MAX_IN_FLIGHT
 from kvkit.moving.sequence import Chunks, SequencePages, at_place, clear_gaps, snapshot_places
+from kvkit.moving.writes import WritePipeline
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.workers import Stopped, Transfer
 
@@ -36,11 +36,11 @@ class Store:
         pages: a layer group each, states after the others.
         ready: returns when the pages hold what is to be stored.
         after: on a GPU, what must be done as well; None: see `pack`.
-        on_stored, on_done: see `Promise`.
+        on_stored, on_done: see `PendingStore`.
         copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
     """
 
-    puts: Puts
+    puts: WritePipeline
     chunks: Chunks
     pages: Sequence[SequencePages]
     targets: Sequence[str]
@@ -52,11 +52,11 @@ class Store:
 
     def __post_init__(self) -> None:
         self.tiers = self.puts.tiers
-        chunks, mine = self.chunks, self.tiers.is_mine
+        chunks, mine = self.chunks, self.tiers.owned_by_rank
         of_others = [i for i in range(len(chunks)) if not all(mine(t, chunks, i) for t in self.targets)]
         others = [name for i in of_others for name in chunks.records(i, i + 1)]
         promises = self.puts.promises
-        self.promise = Promise(
+        self.promise = PendingStore(
             promises, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
         )
         states = self.pages[chunks.groups :]
@@ -72,11 +72,11 @@ class Store:
             for i in snapshot_places(states, len(chunks))
         ]
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Have nobody wait for it. Only for one that is not run."""
         self.promise.close()
         for snapshot in self._snapshots:
-            snapshot.give_up()
+            snapshot.abort()
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
         """Copy what a target lacks and start putting it, until that is all or `transfer` is stopped."""
@@ -88,7 +88,7 @@ class Store:
                 self._snapshots.pop(0).run(transfer)
         finally:
             for snapshot in self._snapshots:
-                snapshot.give_up()
+                snapshot.abort()
         if transfer.stopped and not chunks.of_states:
             with self.tiers.counting() as counts:
                 counts.cancelled += 1

@@ -23,7 +23,7 @@ from kvkit.moving.prefetched import Prefetched
 from kvkit.moving.quarantine import Quarantine
 from kvkit.moving.sequence import Chunks, Loaded
 from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.tiers.base import DamagedObject, OnComplete, OnHeld, Tier, TierError, UnreadableObject
+from kvkit.tiers.base import DamagedObject, HeldListener, OnComplete, Tier, TierError, UnreadableObject
 from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.tiers.health import Health, HealthState
 from kvkit.workers import Closed, Stopped, Workers
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OnTierHeld = Callable[[str, Sequence[str], bool], None]
-"""Called with a tier and what `kvkit.tiers.base.OnHeld` is called with."""
+TierHeldListener = Callable[[str, Sequence[str], bool], None]
+"""Called with a tier and what `kvkit.tiers.base.HeldListener` is called with."""
 
 ASKING_THREADS = 4
 """Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
@@ -78,26 +78,26 @@ class TierSet:
         self.health = {name: Health() for name in tiers}
         self.prefetched = Prefetched(staging)
         self._lock = threading.Lock()
-        self._watched: dict[str, OnHeld] = {}
+        self._watched: dict[str, HeldListener] = {}
         self._counts = Counts()
         self._quarantine = Quarantine()
         self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # when those under way began
         far = [name for name, tier in tiers.items() if not tier.near]
         self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
 
-    def watch(self, tiers: Sequence[str], on_held: OnTierHeld) -> bool:
+    def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
         """`Tier.watch` of `tiers`. Of one that does not tell by itself, what its answers say is told."""
-        self._watched = {name: partial(on_held, name) for name in tiers}
+        self._watched = {name: partial(held_listener, name) for name in tiers}
         return all([self.tiers[name].watch(told) for name, told in self._watched.items()])  # noqa: C419
 
-    def is_mine(self, tier: str, chunks: Chunks, number: int) -> bool:
+    def owned_by_rank(self, tier: str, chunks: Chunks, number: int) -> bool:
         """Whether it is this rank that puts chunk `number` of `chunks` into a tier, or reads it from there.
 
         Of a tier that is common to ranks with equal KV each does every nth.
         """
         return not self.tiers[tier].common or (chunks.first + number) % self.copies == self.copy
 
-    def meeting_place(self, tier: str, chunks: Chunks) -> str | None:
+    def exchange_tier(self, tier: str, chunks: Chunks) -> str | None:
         """Where ranks with equal KV leave each other what they read from a tier; None: each reads all of it.
 
         That is a tier in this host's memory, common to them, to which what is loaded is written back anyway:
@@ -153,12 +153,12 @@ class TierSet:
                 found = planning.extend(found, tier, 1)
         return found
 
-    def kept_as(self, tier: str, name: str) -> str:
+    def storage_name(self, tier: str, name: str) -> str:
         """What a record of a tier is called where records of all tiers are kept."""
         precision = self.tiers[tier].precision
         return name if precision is None else narrowed_name(name, precision)
 
-    def worth_loading(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
+    def trim_by_cost(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
         """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
 
         The engine has `first` chunks, and takes `compute_s` seconds for one, of `groups` records. A tier of
@@ -180,7 +180,7 @@ class TierSet:
             self.health[tier].answered(time.monotonic())
             return 0
         run = self._number(
-            tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.count_leading(sound)
+            tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.match_prefix(sound)
         )
         self._answered(tier, sound[:run], True)
         self._answered(tier, sound[run : run + 1], False)

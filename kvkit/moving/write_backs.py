@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kvkit.moving.puts import Puts
 from kvkit.moving.sequence import Chunks
+from kvkit.moving.writes import WritePipeline
 from kvkit.staging import Lease, release_all
 
 
@@ -18,7 +18,7 @@ class WriteBacks:
     puts start earlier where anybody waits for one.
     """
 
-    def __init__(self, puts: Puts, chunks: Chunks, targets: Sequence[str]) -> None:
+    def __init__(self, puts: WritePipeline, chunks: Chunks, targets: Sequence[str]) -> None:
         self._staging = puts.tiers.staging
         self._puts = puts
         self._chunks = chunks

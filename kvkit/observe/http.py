@@ -215,7 +215,7 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
 
     def space(body: _TokensBody) -> Namespace:
         try:
-            return cache.space_of(body.model, body.cache_salt)
+            return cache.namespace_of(body.model, body.cache_salt)
         except UnknownModel as error:
             raise HTTPException(404, str(error)) from None
 

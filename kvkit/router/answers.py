@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvkit.router.openai import Asked, Body
+from kvkit.router.openai import Body, ParsedRequest
 
 _MADE_ANEW = (
     *("stop", "echo", "seed", "tools", "logprobs", "presence_penalty", "frequency_penalty"),
@@ -37,7 +37,7 @@ class Answer:
         prompt_tokens: of the client's request; None until an engine has said so.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ParsedRequest) -> None:
         self.finished = False
         self.took_over = False
         self.prompt_tokens: int | None = None
@@ -92,7 +92,7 @@ class Answer:
             self.finished = new = True
         return shown if new else None
 
-    def resume(self) -> Asked:
+    def resume(self) -> ParsedRequest:
         """What to ask another engine for when the one at work has failed; `take` gets its events then.
         Raises CannotContinue: the answer has several choices or tool calls."""
         if not self._begun:

@@ -27,18 +27,18 @@ from prometheus_client.exposition import choose_encoder
 from kvkit.environment import is_loopback
 from kvkit.observe.access import listen
 from kvkit.router import openai
-from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientLeft, Nobody
+from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientDisconnected, NullClient
 from kvkit.router.connections import IDLE_S, BoundedSite, BusyConnections, raise_limit
 from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
 from kvkit.router.documents import Documents, PostedDocument
 from kvkit.router.engines import PLAIN, CacheLookup, EngineFailed, Lookup, Refused, engines_of
-from kvkit.router.events import Follower, FollowingLookup
-from kvkit.router.first_use import FirstUse
-from kvkit.router.marks import Marked, take_marks
+from kvkit.router.events import EventLookup, EventSubscriber
+from kvkit.router.marks import DelimitedDocuments, take_marks
 from kvkit.router.metrics import RouterMetrics
-from kvkit.router.openai import Asked, Kind
+from kvkit.router.openai import Kind, ParsedRequest
 from kvkit.router.settings import RouterConfig
 from kvkit.router.tokens import Headers, NoTokens, Tokenizer
+from kvkit.router.warmer import DocumentWarmer
 from kvkit.settings import ConfigError
 
 log = logging.getLogger(__name__)
@@ -117,9 +117,9 @@ class Router:
             if lookup is None and caches is not None:
                 lookup = caches
                 checks = [caches.check(engine, config.health_timeout_s) for engine in engines]
-            followers = {e.name: Follower(e, config) for e in engines if e.config.events is not None}
+            followers = {e.name: EventSubscriber(e, config) for e in engines if e.config.events is not None}
             if followers and self._lookup is None:
-                lookup = FollowingLookup(followers, caches)
+                lookup = EventLookup(followers, caches)
             self._tokenizer = Tokenizer(decodes, config.prefill_timeout_s)
             limit_s = config.lookup_timeout_s
             self._documents = Documents(self._tokenizer, decodes, lookup, caches, limit_s, config.requests)
@@ -127,7 +127,7 @@ class Router:
             for doubt in config.doubts:
                 log.warning(doubt)
             await asyncio.gather(*(engine.probe() for engine in engines), *checks)
-            self._first_use = FirstUse(self._compute_later, self._documents, self._metrics)
+            self._first_use = DocumentWarmer(self._compute_later, self._documents, self._metrics)
             watches = [asyncio.create_task(engine.watch()) for engine in engines]
             watches += [asyncio.create_task(follower.run()) for follower in followers.values()]
             watches += [asyncio.create_task(self._first_use.run()) for _ in range(self._first_uses)]
@@ -140,7 +140,7 @@ class Router:
         """A completion, from its request to its last byte."""
 
         async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
-            asked = openai.take_wishes(openai.parse(kind, data), self._config.requests)
+            asked = openai.take_request_policy(openai.parse(kind, data), self._config.requests)
             asked, marked = self._take_marks(asked)
             asked, ids = await self._tokenizer.place(asked, marked, headers)
             session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
@@ -159,7 +159,7 @@ class Router:
         finally:
             self._metrics.answers.labels(str(status)).inc()
 
-    def _take_marks(self, asked: Asked) -> tuple[Asked, Marked]:
+    def _take_marks(self, asked: ParsedRequest) -> tuple[ParsedRequest, DelimitedDocuments]:
         return take_marks(asked, self._config.blend, lambda name: self._documents.text_of(name, asked))
 
     async def _post_document(self, request: web.Request) -> web.StreamResponse:
@@ -179,7 +179,7 @@ class Router:
     async def _compute_later(self, document: PostedDocument, headers: Headers) -> None:
         """Of an answered prompt's headers, the engines are to know who may ask them."""
         passed = {name: headers[name] for name in ("Authorization",) if name in headers}
-        await self._compute(Nobody(), document, passed | {_REQUEST_HEADER: document.id})
+        await self._compute(NullClient(), document, passed | {_REQUEST_HEADER: document.id})
 
     async def _get_document(self, request: web.Request) -> web.StreamResponse:
         async def tell(*_: object) -> web.StreamResponse:
@@ -231,12 +231,12 @@ class Router:
                 return await client.fail(503, str(error))
             except TimeoutError:
                 return await client.fail(504, f"no answer within {limit_s:g} s")
-            except ClientLeft:
+            except ClientDisconnected:
                 raise
             except Exception:
                 log.exception("a mistake of the router's own")
                 return await client.fail(500, "the router made a mistake; its log has it")
-        except ClientLeft:
+        except ClientDisconnected:
             return web.Response(status=_CLIENT_LEFT)
 
     async def _health(self, _: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ MAX_BODY_BYTES = 64 << 20
 _ENCODINGS = ("identity", "gzip", "deflate")
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """The client has gone, or takes nothing."""
 
 
@@ -38,7 +38,7 @@ class Client:
 
         Raises:
             BadRequest: it is too long, or not packed as it says.
-            ClientLeft: it does not come.
+            ClientDisconnected: it does not come.
         """
         encoding = self._request.headers.get("Content-Encoding", "identity").lower()
         if encoding not in _ENCODINGS:
@@ -81,10 +81,10 @@ class Client:
             async with asyncio.timeout(self._patience_s):
                 yield
         except (TimeoutError, ConnectionError) as error:
-            raise ClientLeft from error
+            raise ClientDisconnected from error
 
 
-class Nobody(Client):
+class NullClient(Client):
     """Of a request that the router makes itself, for no stream."""
 
     def __init__(self) -> None:

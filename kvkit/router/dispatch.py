@@ -20,17 +20,17 @@ from kvkit.router.clients import Client
 from kvkit.router.engines import (
     RETRIED,
     Engine,
+    EngineAnswer,
     EngineFailed,
     EngineRole,
     EngineShare,
     Lookup,
     Refused,
-    Said,
     ask_each,
     held_tokens,
 )
 from kvkit.router.metrics import RouterMetrics
-from kvkit.router.openai import Asked, Body
+from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.routing import Candidate, Decision, decide, measured
 from kvkit.router.settings import RouterConfig
 from kvkit.router.tokens import NoTokens, Tokenizer
@@ -48,7 +48,7 @@ class Failed(Exception):
         answer: the last engine's own error, if it had one.
     """
 
-    def __init__(self, status: int, message: str, answer: Said | None = None) -> None:
+    def __init__(self, status: int, message: str, answer: EngineAnswer | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.answer = answer
@@ -69,11 +69,11 @@ class RoutedRequest:
         answer: what there is of a stream.
         rest: what engines are asked for: `asked`, or what is missing of its answer.
         prompt_tokens: of `asked`; about, until an engine was asked.
-        hands_over: whether P may compute its prompt.
+        can_disaggregate: whether P may compute its prompt.
     """
 
     client: Client
-    asked: Asked
+    asked: ParsedRequest
     id: str
     session: str
     headers: Mapping[str, str]
@@ -81,13 +81,13 @@ class RoutedRequest:
     held: dict[str, int | None] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     answer: Answer = field(init=False)
-    rest: Asked = field(init=False)
+    rest: ParsedRequest = field(init=False)
     prompt_tokens: int = field(init=False)
-    hands_over: bool = field(init=False)
+    can_disaggregate: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_tokens = openai.estimated_tokens(self.asked)
-        self.hands_over = self.asked.hands_over
+        self.can_disaggregate = self.asked.can_disaggregate
         self.begin()
 
     def begin(self) -> None:
@@ -132,7 +132,7 @@ class Dispatcher:
         Raises:
             Failed: no engine can.
             Refused: an engine says that the request is wrong.
-            ClientLeft: there is nobody to answer.
+            ClientDisconnected: there is nobody to answer.
         """
         await self._look_up(routed)
         try:
@@ -157,7 +157,9 @@ class Dispatcher:
             log.warning("%s: %s", routed.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
             if decision.prefill and failure.cause == "error" and self._left(routed) == [failure.engine]:
-                routed.hands_over = False  # what it was handed may be the trouble: it is asked again, without
+                routed.can_disaggregate = (
+                    False  # what it was handed may be the trouble: it is asked again, without
+                )
             else:
                 routed.failed.add(failure.engine.name)
             if not routed.client.began:
@@ -179,7 +181,7 @@ class Dispatcher:
 
     async def _look_up(self, routed: RoutedRequest) -> None:
         """Ask the engines what they hold of the prompt. Mutates `routed`: nothing is known of who is late."""
-        if self._lookup is None or not (routed.hands_over or routed.asked.blends):
+        if self._lookup is None or not (routed.can_disaggregate or routed.asked.blends):
             return
         limit_s = self._config.lookup_timeout_s
         with self._metrics.seconds.labels("lookup").time():
@@ -217,7 +219,7 @@ class Dispatcher:
             [routed.candidate(engine) for engine in decodes],
             session=routed.session,
             last=self._sessions.get(routed.session),
-            suitable=routed.hands_over,
+            suitable=routed.can_disaggregate,
             limits=self._config,
         )
         way = f"{decision.prefill} -> {decision.decode}" if decision.prefill else decision.decode
@@ -240,7 +242,7 @@ class Dispatcher:
                     params = await self._prefill(routed, prefill, decode, decision.new_tokens)
                 except Refused as refusal:  # whether the client hears of it is for D to say
                     log.warning("prefill engine %s refuses: %s", prefill.name, refusal)
-                    routed.hands_over = False
+                    routed.can_disaggregate = False
                 if params is None:
                     share.tokens = routed.candidate(decode).new_tokens(routed.tokens)
             if routed.rest.streams:
@@ -310,7 +312,7 @@ class Dispatcher:
                     self._remember(routed, decode)
                     self._learn(routed, decode, params is not None, _now() - start)
                 deadline.reschedule(None)  # how long the client takes is not the engine's doing
-                await _hand_on(routed, decode, event)
+                await _forward_event(routed, decode, event)
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
         if not routed.answer.finished:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
@@ -334,7 +336,7 @@ class Dispatcher:
             self._sessions.popitem(last=False)
 
 
-async def _hand_on(routed: RoutedRequest, decode: Engine, event: Body) -> None:
+async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> None:
     """Give the client what it is to have of an event.
 
     Raises:
@@ -357,7 +359,9 @@ async def _hand_on(routed: RoutedRequest, decode: Engine, event: Body) -> None:
         await routed.client.send(openai.event_bytes(shown))
 
 
-async def _events(engine: Engine, asked: Asked, response: aiohttp.ClientResponse) -> AsyncIterator[Body]:
+async def _events(
+    engine: Engine, asked: ParsedRequest, response: aiohttp.ClientResponse
+) -> AsyncIterator[Body]:
     """The events of a stream, to its end. Raises EngineFailed: it breaks off, or is no stream."""
     parser = openai.EventParser()
     try:

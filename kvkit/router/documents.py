@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.moving.requests import RequestLimits
 from kvkit.router.engines import CacheLookup, Engine, Lookup, LookupQuery, ask_each
-from kvkit.router.openai import Asked, BadRequest, Body, read_body, shown
+from kvkit.router.openai import BadRequest, Body, ParsedRequest, read_body, shown
 from kvkit.router.spans import LEAST_TOKENS, TokenArray, tokens_of
 from kvkit.router.tokens import Headers, Recent, Tokenizer
 from kvkit.settings import explain
@@ -82,11 +82,11 @@ class PostedDocument:
         return LookupQuery((*self.prefix, *self.tokens), self.model, self.salt, wait_s)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> ParsedRequest:
         """The request that has an engine compute it."""
         named = {"model": self.model, "cache_salt": self.salt}
         body = {"prompt": [*self.prefix, *self.tokens], "max_tokens": 1}
-        return Asked("completions", body | {name: value for name, value in named.items() if value})
+        return ParsedRequest("completions", body | {name: value for name, value in named.items() if value})
 
 
 class Documents:
@@ -159,7 +159,7 @@ class Documents:
         if self._pins is None:
             raise BadRequest("seconds: no engine of this router has a cache that could be asked to hold on")
 
-    def text_of(self, name: str, asked: Asked) -> str | None:
+    def text_of(self, name: str, asked: ParsedRequest) -> str | None:
         """The text of a document for a request of the same model and salt; None: there is none."""
         found = self._known.get(name)
         same = found is not None and (found.model, found.salt) == (asked.model, asked.salt)

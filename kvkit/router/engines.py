@@ -14,7 +14,7 @@ import aiohttp
 
 from kvkit.observe.top import TopError, token_for
 from kvkit.router import openai
-from kvkit.router.openai import Asked, Body
+from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.routing import Candidate
 from kvkit.router.settings import EngineConfig, RouterConfig
 from kvkit.settings import ConfigError
@@ -42,7 +42,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 _RANK_HEADER = "X-data-parallel-rank"
 _UNKNOWN = "%s: what engine %s holds is not known"
 _NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, TopError, ValueError)
-Said = tuple[int, bytes]
+EngineAnswer = tuple[int, bytes]
 """An error that an engine answered: its HTTP status, 400 to 599, and its JSON object."""
 
 
@@ -53,7 +53,9 @@ class EngineFailed(RuntimeError):
         answer: where it answered with an error of its own.
     """
 
-    def __init__(self, engine: Engine, cause: Cause, message: str, answer: Said | None = None) -> None:
+    def __init__(
+        self, engine: Engine, cause: Cause, message: str, answer: EngineAnswer | None = None
+    ) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message[:MAX_MESSAGE_CHARS]}")
         self.engine = engine
         self.cause = cause
@@ -317,7 +319,7 @@ async def ask_each(
     return dict(zip((e.name for e in up), await asyncio.gather(*map(answer, up)), strict=True))
 
 
-async def held_tokens(lookup: Lookup, engine: Engine, asked: Asked, ids: Sequence[int]) -> int | None:
+async def held_tokens(lookup: Lookup, engine: Engine, asked: ParsedRequest, ids: Sequence[int]) -> int | None:
     """How many tokens of a request's prompt an engine can have without computing: from its beginning, and of
     documents that it is told of. None: not known."""
     documents = list(openai.documents_of(asked, ids))

@@ -57,7 +57,7 @@ _batches = msgspec.msgpack.Decoder(KVEventBatch[msgspec.Raw])
 _events = msgspec.msgpack.Decoder(KVEvent)
 
 
-class Follower:
+class EventSubscriber:
     """Keeps the index of one engine. Lives in one event loop.
 
     Args:
@@ -218,7 +218,7 @@ def _monitored(socket: zmq.asyncio.Socket) -> Iterator[zmq.asyncio.Socket]:
         breaks.close()
 
 
-class FollowingLookup:
+class EventLookup:
     """A `Lookup` that knows of engines by their KV events, and asks those of which these do not say it all.
 
     Args:
@@ -226,7 +226,7 @@ class FollowingLookup:
         ask: None: nobody can be asked.
     """
 
-    def __init__(self, followers: Mapping[str, Follower], ask: Lookup | None) -> None:
+    def __init__(self, followers: Mapping[str, EventSubscriber], ask: Lookup | None) -> None:
         self._followers = followers
         self._ask = ask
 

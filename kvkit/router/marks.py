@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkit.router.openai import Asked, BadRequest, Body, shown
+from kvkit.router.openai import BadRequest, Body, ParsedRequest, shown
 from kvkit.router.settings import BlendLimits
 
 MAX_DOCUMENTS = 256
@@ -22,13 +22,13 @@ _SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class DelimitedDocuments:
     """The documents of a prompt.
 
     Attributes:
         texts: as they stand in it, one after the other; none is empty.
         behind: what they were computed behind: the first messages of a chat, or the beginning of a text.
-            None: nothing, or so many token ids as `Asked.blend` says.
+            None: nothing, or so many token ids as `ParsedRequest.blend` says.
     """
 
     texts: tuple[str, ...] = ()
@@ -36,9 +36,9 @@ class Marked:
 
 
 def take_marks(
-    asked: Asked, limits: BlendLimits | None, text_of: Callable[[str], str | None]
-) -> tuple[Asked, Marked]:
-    """`asked` as an engine takes it, and what was marked in it. `Asked.blend` is what the client says itself.
+    asked: ParsedRequest, limits: BlendLimits | None, text_of: Callable[[str], str | None]
+) -> tuple[ParsedRequest, DelimitedDocuments]:
+    """`asked` as an engine takes it, and what was marked in it. `ParsedRequest.blend` is the client's own.
 
     Args:
         limits: None: nothing is blended.
@@ -62,9 +62,9 @@ def take_marks(
     asked = replace(asked, body=body)
     found = tuple(text for text in texts if text)
     if given is False:
-        return replace(asked, blend=False), Marked()
+        return replace(asked, blend=False), DelimitedDocuments()
     if given is None and not found:
-        return asked, Marked()
+        return asked, DelimitedDocuments()
     if limits is None:
         raise BadRequest("blend: this router blends nothing; its settings have no table [blend]")
     wish = {} if given in (None, True) else given
@@ -72,7 +72,7 @@ def take_marks(
         raise BadRequest(f"blend = {shown(given)}: want true, false, or an object of {', '.join(_FIELDS)}")
     if isinstance(body.get("prompt"), list) and asked.prompt_ids is None:
         raise BadRequest("blend: want one prompt")
-    return replace(asked, blend=_told(wish, asked, limits)), Marked(found, _behind(wish, asked))
+    return replace(asked, blend=_told(wish, asked, limits)), DelimitedDocuments(found, _behind(wish, asked))
 
 
 def _take_of_message(
@@ -146,7 +146,7 @@ def _take_out(text: str, marks: tuple[str, str], where: str, texts: list[str]) -
     return "".join(pieces[::2])
 
 
-def _told(wish: Body, asked: Asked, limits: BlendLimits) -> Body:
+def _told(wish: Body, asked: ParsedRequest, limits: BlendLimits) -> Body:
     """What an engine is told of a client's wish, but for documents that are marked."""
     for name in wish:
         if name not in _FIELDS:
@@ -184,7 +184,7 @@ def _are_spans(spans: Any, tokens: int) -> bool:
     return all(a <= b for a, b in itertools.pairwise(edges)) and all(a < b for a, b in spans)
 
 
-def _behind(wish: Body, asked: Asked) -> list[Body] | str | None:
+def _behind(wish: Body, asked: ParsedRequest) -> list[Body] | str | None:
     """What the documents of a text were computed behind."""
     prefix = wish.get("prefix")
     if prefix is None or asked.prompt_ids is not None:

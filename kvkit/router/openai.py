@@ -64,7 +64,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A client's request.
 
     Attributes:
@@ -121,7 +121,7 @@ class Asked:
         return max(1, prompts) * max(1, self.body.get("n") or 1)
 
     @property
-    def hands_over(self) -> bool:
+    def can_disaggregate(self) -> bool:
         """Whether P can compute the prompt for a D: one answer, and nothing of the prompt's own is wanted.
         What is blended is D's alone."""
         own = ("echo", "use_beam_search", "prompt_logprobs", "prompt_embeds")
@@ -172,7 +172,7 @@ def read_body(raw: bytes) -> Body:
     return body
 
 
-def parse(kind: Kind, raw: bytes) -> Asked:
+def parse(kind: Kind, raw: bytes) -> ParsedRequest:
     """The request in `raw`. What routing depends on is checked; the rest is the engine's to judge.
     Raises BadRequest: it is no JSON object, of too many values, or a field has the wrong type."""
     body = read_body(raw)
@@ -194,10 +194,10 @@ def parse(kind: Kind, raw: bytes) -> Asked:
             raise BadRequest(f"messages = {shown(messages)}: want a list of objects")
     elif body.get("prompt_embeds") is None and not isinstance(body.get("prompt"), str | list):
         raise BadRequest(f"prompt = {shown(body.get('prompt'))}: want a string or a list")
-    return Asked(kind, body)
+    return ParsedRequest(kind, body)
 
 
-def take_wishes(asked: Asked, limits: RequestLimits | None) -> Asked:
+def take_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> ParsedRequest:
     """`asked` with what it wants of the cache as engines are told of it. `limits`: None: it may want nothing.
     Raises BadRequest: that is wrong, or not allowed."""
     said = asked.body.get(requests.FIELD)
@@ -214,7 +214,7 @@ def take_wishes(asked: Asked, limits: RequestLimits | None) -> Asked:
     return replace(asked, body=body, kv_cache=said)
 
 
-def session_of(asked: Asked, header: str | None) -> str:
+def session_of(asked: ParsedRequest, header: str | None) -> str:
     """The conversation that a request belongs to: by its header, `session_id` or `user`, else by how it
     begins. 32 hex digits, however long a name the client gave it."""
     named = (header, asked.body.get("session_id"), asked.body.get("user"))
@@ -223,7 +223,7 @@ def session_of(asked: Asked, header: str | None) -> str:
     return hashlib.blake2b(said.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
-def estimated_tokens(asked: Asked) -> int:
+def estimated_tokens(asked: ParsedRequest) -> int:
     """About how many tokens its prompt has; exact where these are known."""
     if asked.prompt_ids is not None:
         return len(asked.prompt_ids)
@@ -235,12 +235,12 @@ def estimated_tokens(asked: Asked) -> int:
     return texts // _CHARS_PER_TOKEN + sum(len(part) for part in parts if isinstance(part, list))
 
 
-def tokenize_body(asked: Asked) -> Body:
+def tokenize_body(asked: ParsedRequest) -> Body:
     """What `/tokenize` is to be asked for the prompt's tokens."""
     return {name: asked.body[name] for name in _RENDERING[asked.kind] if name in asked.body}
 
 
-def documents_of(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
+def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
     """What each of a prompt's documents was computed behind, in tokens, and where it stands: start, stop."""
     told = asked.blend or {}
     prefix, spans = ids[: told.get("prefix", 0)], told.get("documents", ())
@@ -249,7 +249,7 @@ def documents_of(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[Sequence[in
         yield (*prefix, *joint), start, stop
 
 
-def prefill_body(asked: Asked, params: Mapping[str, Any]) -> Body:
+def prefill_body(asked: ParsedRequest, params: Mapping[str, Any]) -> Body:
     """What P is sent: the same prompt, one token, no stream."""
     body = {name: value for name, value in asked.body.items() if name not in _ONLY_FOR_ANSWERS}
     body |= {"stream": False, "max_tokens": 1}
@@ -258,7 +258,7 @@ def prefill_body(asked: Asked, params: Mapping[str, Any]) -> Body:
     return _with_prompt(asked, body, params)
 
 
-def decode_body(asked: Asked, params: Mapping[str, Any] | None) -> Body:
+def decode_body(asked: ParsedRequest, params: Mapping[str, Any] | None) -> Body:
     """What D is sent: the request, with what P said of the prompt's KV (None: there was no P).
 
     Of a stream with one answer it is asked for token ids, by which another D can go on with it. (Not with
@@ -270,7 +270,7 @@ def decode_body(asked: Asked, params: Mapping[str, Any] | None) -> Body:
     return _with_prompt(asked, body, params)
 
 
-def _with_prompt(asked: Asked, body: Body, params: Mapping[str, Any] | None) -> Body:
+def _with_prompt(asked: ParsedRequest, body: Body, params: Mapping[str, Any] | None) -> Body:
     given = dict(params or {})
     if asked.blend is not None:
         given["blend"] = asked.blend
@@ -337,7 +337,7 @@ def read_object(raw: bytes) -> Body:
     return found
 
 
-def read_answer(asked: Asked, raw: bytes) -> Body:
+def read_answer(asked: ParsedRequest, raw: bytes) -> Body:
     """An answer that is no stream. Raises ValueError: it is none: an error in its place is none, either."""
     answer = read_object(raw)
     if answer.get("error") is not None:
@@ -348,7 +348,7 @@ def read_answer(asked: Asked, raw: bytes) -> Body:
     return answer
 
 
-def read_event(asked: Asked, data: bytes) -> Body:
+def read_event(asked: ParsedRequest, data: bytes) -> Body:
     """An event of a stream, or the error in its place: that has the field `error`.
     Raises ValueError: it is neither."""
     event = read_object(data)
@@ -413,7 +413,7 @@ def error_body(status: int, message: str) -> Body:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _check_choices(asked: Asked, answer: Body, part: str) -> None:
+def _check_choices(asked: ParsedRequest, answer: Body, part: str) -> None:
     """Check what is read of an answer, or of an event of one, here and in `answers`.
 
     Args:
@@ -484,7 +484,7 @@ def _are_token_ids(prompt: list[Any]) -> bool:
     return bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _opening(asked: Asked) -> str:
+def _opening(asked: ParsedRequest) -> str:
     """What stays the same from turn to turn: the first messages, or how the prompt begins."""
     model = asked.body.get("model")
     if asked.kind == "chat":

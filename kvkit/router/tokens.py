@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from kvkit.router import openai
 from kvkit.router.engines import Engine, EngineFailed, Refused
-from kvkit.router.marks import Marked
-from kvkit.router.openai import Asked, Body
+from kvkit.router.marks import DelimitedDocuments
+from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.spans import BEFORE, TokenArray, common_end, common_start, find_spans, tokens_of
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,8 @@ class Tokenizer:
         return await self._shared(["joint", body, text], between, [body], headers)
 
     async def place(
-        self, asked: Asked, marked: Marked, headers: Headers
-    ) -> tuple[Asked, tuple[int, ...] | None]:
+        self, asked: ParsedRequest, marked: DelimitedDocuments, headers: Headers
+    ) -> tuple[ParsedRequest, tuple[int, ...] | None]:
         """`asked` with its documents' spans, and its prompt's tokens where an engine was asked for them.
         It is not blended where none of the documents is found."""
         blend = asked.blend
@@ -168,7 +168,7 @@ class Tokenizer:
         return replace(asked, blend={**blend, **told, "prefix": first}), ids
 
     async def _tokens_of(
-        self, asked: Asked, marked: Marked, headers: Headers
+        self, asked: ParsedRequest, marked: DelimitedDocuments, headers: Headers
     ) -> tuple[tuple[int, ...], list[TokenArray], TokenArray, list[TokenArray]]:
         """The tokens of a prompt, of its documents, of what these stand behind, and of their joints there."""
         model, texts, behind = asked.model, marked.texts, marked.behind

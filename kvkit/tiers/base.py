@@ -28,7 +28,7 @@ OnComplete = Callable[[str, BaseException | None], None]
 Move = Callable[[Sequence[str], Sequence[Lease]], Sequence[BaseException | None]]
 """Moves records; what went wrong with each. What it raises went wrong with all."""
 Scope = Literal["node", "shared"]
-OnHeld = Callable[[Sequence[str], bool], None]
+HeldListener = Callable[[Sequence[str], bool], None]
 """Called with (names, whether a tier holds them from now on), in the order in which that changes. Often under
 the tier's lock: it neither waits nor asks the tier. What is told twice counts once."""
 Ranges = Sequence[tuple[int, int]]
@@ -113,19 +113,19 @@ class Tier(ABC):
     largest: int = LARGEST_BYTES
     tells: bool = False
     evicted: int = 0
-    _on_held: OnHeld = staticmethod(_nobody)
+    _held_listener: HeldListener = staticmethod(_nobody)
 
     def limit(self, slot_bytes: int) -> None:
         """Be told how large a slot is, which no record outgrows, by the cache that uses it. Mutates."""
         self.largest = slot_bytes
 
     @abstractmethod
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, are held without a gap. Reads no payload."""
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, need not be put: as many as it holds, by default."""
-        return self.count_leading(names)
+        return self.match_prefix(names)
 
     @abstractmethod
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -164,13 +164,13 @@ class Tier(ABC):
         """Reads and writes that were started and that no thread has taken up."""
         return 0
 
-    def watch(self, on_held: OnHeld) -> bool:
+    def watch(self, held_listener: HeldListener) -> bool:
         """Have what is put, found by a lookup, or let go of told from now on, and what is there. Mutates.
 
         Whether that is all that is ever held here: no other host puts anything. If not, what is there may be
         left out.
         """
-        self._on_held = on_held
+        self._held_listener = held_listener
         return False
 
     def pin(self, names: Sequence[str], seconds: float) -> int:

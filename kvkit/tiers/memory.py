@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from kvkit.format.record import parent_name
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import (
+    HeldListener,
     OnComplete,
-    OnHeld,
     Tier,
     TierError,
     TierFull,
@@ -78,16 +78,16 @@ class MemoryTier(Tier):
             keep_s=config.keep_s,
         )
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         with self._lock:
             run = eviction.use_run(self._state, names)
-            self._on_held(names[:run], True)
+            self._held_listener(names[:run], True)
             return run
 
-    def watch(self, on_held: OnHeld) -> bool:
-        super().watch(on_held)
+    def watch(self, held_listener: HeldListener) -> bool:
+        super().watch(held_listener)
         with self._lock:
-            on_held(list(self._leases), True)
+            held_listener(list(self._leases), True)
         return True
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
@@ -113,7 +113,7 @@ class MemoryTier(Tier):
     def delete(self, names: Sequence[str]) -> None:
         with self._lock:
             held = [self._leases.pop(name) for name in names if eviction.remove(self._state, name)]
-            self._on_held(names, False)
+            self._held_listener(names, False)
         release_all(held)
 
     def size(self, name: str) -> int | None:
@@ -154,7 +154,7 @@ class MemoryTier(Tier):
             self.evicted += len(released)
             if name not in self._leases:
                 self._leases[name] = lease.share()
-            self._on_held(victims, False)
-            self._on_held((name,), True)
+            self._held_listener(victims, False)
+            self._held_listener((name,), True)
         release_all(released)
         return None

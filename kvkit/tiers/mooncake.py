@@ -153,7 +153,7 @@ class MooncakeTier(Tier):
     def open(cls, name: str, config: TierConfig, staging: Staging) -> MooncakeTier:
         return cls(config, staging, name)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _NAMES):
             with self._client() as store:
                 found = store.batch_is_exist([_key(name) for name in names[first : first + _NAMES]])

@@ -28,8 +28,8 @@ from kvkit.format.urls import shown
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import (
     DamagedObject,
+    HeldListener,
     ObjectStore,
-    OnHeld,
     Ranges,
     ThreadedTier,
     TierError,
@@ -105,7 +105,7 @@ class ObjectTier(ThreadedTier):
     def open(cls, name: str, config: TierConfig, staging: Staging) -> ObjectTier:
         return cls(config, name)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         count, looks = 0, 1
         while True:
             with self._lock:
@@ -125,15 +125,15 @@ class ObjectTier(ThreadedTier):
             looks = self._looks
         with self._lock:
             run = eviction.use_run(self._index, names[:count])
-            self._on_held(names[:run], True)
+            self._held_listener(names[:run], True)
             return run
 
-    def watch(self, on_held: OnHeld) -> bool:
-        super().watch(on_held)
+    def watch(self, held_listener: HeldListener) -> bool:
+        super().watch(held_listener)
         if self.scope != "node":
             return False
         with self._lock:
-            on_held(list(self._index.entries), True)
+            held_listener(list(self._index.entries), True)
         return True
 
     def _sizes(self, names: Sequence[str], first: bool) -> list[int | None]:
@@ -357,7 +357,7 @@ class ObjectTier(ThreadedTier):
                 )
             self._leaving.update(victims)
             self._leaving.discard(name)
-            self._on_held(victims, False)
+            self._held_listener(victims, False)
             self._writing[name] += 1
         written = False
         try:
@@ -396,7 +396,7 @@ class ObjectTier(ThreadedTier):
             if victim in self._leaving:  # it is held only if a lookup found it before it was deleted
                 self._leaving.remove(victim)
                 eviction.remove(self._index, victim)
-                self._on_held((victim,), False)
+                self._held_listener((victim,), False)
 
     def _note(self, name: str, size: int, parent: str | None = None) -> None:
         """Note, under the lock, what the store holds, be it beyond the capacity: the next put makes room."""
@@ -407,7 +407,7 @@ class ObjectTier(ThreadedTier):
         """Tell, under the lock, that the store holds a record."""
         for missing in self._doubted:
             missing.discard(name)
-        self._on_held((name,), True)
+        self._held_listener((name,), True)
 
     @contextmanager
     def _doubting(self, names: Iterable[str]) -> Iterator[set[str]]:
@@ -440,7 +440,7 @@ class ObjectTier(ThreadedTier):
                     self._written.discard(name)
                 else:
                     eviction.remove(self._index, name)
-            self._on_held(list(missing), False)
+            self._held_listener(list(missing), False)
 
 
 def _packed_bytes(size: int) -> int:

@@ -93,7 +93,7 @@ class RedisTier(ThreadedTier):
     def open(cls, name: str, config: TierConfig, staging: Staging) -> RedisTier:
         return cls(config, name)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         for first in range(0, len(names), _BATCH):
             with self._failing(f"{len(names)} records", "cannot be looked up"):
                 pipe = self._client.pipeline(transaction=False)

@@ -16,7 +16,15 @@ from operator import methodcaller
 from typing import TypeVar
 
 from kvkit.staging import Lease
-from kvkit.tiers.base import DamagedObject, OnComplete, OnHeld, Ranges, Tier, TierError, UnreadableObject
+from kvkit.tiers.base import (
+    DamagedObject,
+    HeldListener,
+    OnComplete,
+    Ranges,
+    Tier,
+    TierError,
+    UnreadableObject,
+)
 from kvkit.tiers.health import Health
 
 log = logging.getLogger(__name__)
@@ -50,18 +58,18 @@ class SpreadTier(Tier):
         """Whether every path does."""
         return all(path.tells for path in self._paths)
 
-    def watch(self, on_held: OnHeld) -> bool:
-        return all([path.watch(on_held) for path in self._paths])  # noqa: C419 - each is watched
+    def watch(self, held_listener: HeldListener) -> bool:
+        return all([path.watch(held_listener) for path in self._paths])  # noqa: C419 - each is watched
 
     def limit(self, slot_bytes: int) -> None:
         super().limit(slot_bytes)
         for path in self._paths:
             path.limit(slot_bytes)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         held = len(names)
         for path, mine in self._shares(names).items():
-            answer = self._try(path, methodcaller("count_leading", [names[i] for i in mine]), 0)
+            answer = self._try(path, methodcaller("match_prefix", [names[i] for i in mine]), 0)
             if answer < len(mine):
                 held = min(held, mine[answer])
         return held

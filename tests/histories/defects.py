@@ -78,10 +78,10 @@ def _shown_first() -> None:
 def _over_gaps() -> None:
     """A lookup counts what lies after a gap."""
 
-    def count_leading(self: ObjectTier, names: Sequence[str]) -> int:
+    def match_prefix(self: ObjectTier, names: Sequence[str]) -> int:
         return max((i + 1 for i, name in enumerate(names) if self.size(name) is not None), default=0)
 
-    ObjectTier.count_leading = count_leading  # type: ignore[method-assign]
+    ObjectTier.match_prefix = match_prefix  # type: ignore[method-assign]
 
 
 def _forgets_memory() -> None:
@@ -124,16 +124,16 @@ def _same_after_reset() -> None:
 
 def _remembers() -> None:
     """A lookup on a server answers what it has answered before."""
-    count_leading = RedisTier.count_leading
+    match_prefix = RedisTier.match_prefix
     held: set[str] = set()
 
     def remembering(self: RedisTier, names: Sequence[str]) -> int:
         known = next((i for i, name in enumerate(names) if name not in held), len(names))
-        count = known + count_leading(self, names[known:])
+        count = known + match_prefix(self, names[known:])
         held.update(names[:count])
         return count
 
-    RedisTier.count_leading = remembering  # type: ignore[method-assign]
+    RedisTier.match_prefix = remembering  # type: ignore[method-assign]
 
 
 def _loses() -> None:
@@ -168,7 +168,7 @@ def _shows_parts() -> None:
             early = arriving(self).get(name)
             return borrow(self, name) if early is None else early.share()
 
-    Receiver.count_leading = count  # type: ignore[method-assign]
+    Receiver.match_prefix = count  # type: ignore[method-assign]
     Receiver.borrow = lend  # type: ignore[method-assign]
 
 

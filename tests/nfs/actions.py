@@ -123,7 +123,7 @@ def watch_tier(root: str, names: list[str], stream: TextIO) -> list[int]:
     say(stream, "ready")
     runs = []
     while json.loads(stream.readline()) != "stop":
-        runs.append(tier.count_leading(names))
+        runs.append(tier.match_prefix(names))
         say(stream, "seen")
     tier.close()
     return runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulation.mutant import Mutant
 
 STAGING, WORKERS = "kvkit/staging.py", "kvkit/workers.py"
-PUTS, PROMISES, READS = "kvkit/moving/puts.py", "kvkit/moving/promises.py", "kvkit/moving/reads.py"
+PUTS, PROMISES, READS = "kvkit/moving/writes.py", "kvkit/moving/pending_stores.py", "kvkit/moving/reads.py"
 TIERS, STORE, LOAD = "kvkit/moving/tier_set.py", "kvkit/moving/store.py", "kvkit/moving/load.py"
 PREFETCHED, BACK = "kvkit/moving/prefetched.py", "kvkit/moving/write_backs.py"
 MEMORY, OBJECTS, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/objects.py", "kvkit/tiers/base.py"

@@ -11,7 +11,7 @@ ENDPOINT, PEER = "kvkit/handoff/endpoint.py", "kvkit/handoff/peer.py"
 DEADLINES, LINKS = "kvkit/handoff/deadlines.py", "kvkit/handoff/links.py"
 LINK, CHANNEL = "kvkit/handoff/transport/link.py", "kvkit/handoff/transport/channel.py"
 STREAM, UNIX = "kvkit/handoff/transport/stream.py", "kvkit/handoff/transport/unix.py"
-DOOR, OUTGOING = "kvkit/handoff/transport/door.py", "kvkit/handoff/protocol/outgoing.py"
+DOOR, OUTGOING = "kvkit/handoff/transport/acceptor.py", "kvkit/handoff/protocol/outgoing.py"
 
 planted = partial(Mutant, scenario="handoff")
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol import messages, states
-from kvkit.handoff.protocol.states import Limits, OfRequest, Phase
+from kvkit.handoff.protocol.states import Limits, Phase, RequestRef
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.transport.channel import ChannelError
@@ -198,7 +198,7 @@ class Node:
 
     def load(self, request: Request) -> None:
         receiver, calm, r = self.receiver, self.life.plan.calm, self.random
-        leading = receiver.count_leading(request.names)
+        leading = receiver.match_prefix(request.names)
         self.check(leading == len(request.names) or not calm, "{} of {} are there", leading, request.id)
         if r.random() < 0.1 and not calm:
             return  # nobody uses it in time
@@ -273,7 +273,7 @@ class Side:
         names, began = request.parts[part], self.scheduler.now
         if not calm and r.random() < 0.3:
             self.scheduler.sleep(r.choice((0.001, 1.0, 6.0)))
-        of = OfRequest(request.id, len(request.parts))
+        of = RequestRef(request.id, len(request.parts))
         try:
             handle = self.at_once(
                 self.sender.open, transfer, self.life.address, names, ALLOCATION_S, self.hear, of
@@ -283,8 +283,8 @@ class Side:
             return
         self.handles.append(handle)
         began = self.scheduler.now
-        fate = "sent" if calm else r.choices(("sent", "cancelled", "finished", "left"), (6, 2, 1, 1))[0]
-        stop = r.randrange(-1, len(names)) if fate != "sent" else len(names)
+        outcome = "sent" if calm else r.choices(("sent", "cancelled", "finished", "left"), (6, 2, 1, 1))[0]
+        stop = r.randrange(-1, len(names)) if outcome != "sent" else len(names)
         if stop >= 0:
             try:
                 handle.admitted.result(ALLOCATION_S + SLACK_S)
@@ -294,16 +294,16 @@ class Side:
                 self.life.on_time(began, ALLOCATION_S, f"room for {transfer}")
         for name in names[: max(0, stop)]:
             self.bring(handle, name)
-        self.end(handle, fate)
+        self.end(handle, outcome)
 
-    def end(self, handle: Sending, fate: str) -> None:
+    def end(self, handle: Sending, outcome: str) -> None:
         calm, r, transfer = self.life.plan.calm, self.random, handle.id
-        if fate == "cancelled":
+        if outcome == "cancelled":
             self.life.say("cancels {}", transfer)
             self.at_once(self.sender.cancel, transfer)
             if r.random() < 0.3:  # said twice
                 handle.link.say(messages.Cancel(transfer))
-        elif fate != "left":
+        elif outcome != "left":
             self.at_once(self.sender.finish, transfer)
         began = self.scheduler.now
         try:
@@ -408,7 +408,7 @@ class Side:
             names = NAMES[start : start + self.life.plan.slots]
             began = self.scheduler.now
             try:
-                count = self.peer.count_leading(names)
+                count = self.peer.match_prefix(names)
                 self.life.say("D has {} of {}", count, len(names))
             except OSError as error:
                 self.check(not calm, "{} is not told: {!r}", short(names[0]), error)

@@ -93,7 +93,7 @@ class SimulatedRLock(SimulatedLock):
                 self.wake_waiters()
             self._scheduler.pause()
 
-    def give_up(self) -> int:
+    def abort(self) -> int:
         """Release it wholly, without a pause; how often it was held."""
         count, self._count, self._owner = self._count, 0, None
         self.wake_waiters()
@@ -138,7 +138,7 @@ class SimulatedCondition:
         if self._lock._owner is not me:
             raise RuntimeError("cannot wait on un-acquired lock")
         self._waiters.append(me)
-        count = self._lock.give_up()
+        count = self._lock.abort()
         try:
             woken = scheduler.block(self, timeout)
             if not woken and me in self._waiters:

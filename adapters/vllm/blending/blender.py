@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.lora.request import LoRARequest
 
-from kvkit.adapters.engine.question import TokenIds
+from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
 from kvkit.adapters.vllm.blending.rows import RowRunner, RowsOf
 from kvkit.adapters.vllm.step import Tables

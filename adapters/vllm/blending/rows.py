@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.lora.request import LoRARequest
 
-from kvkit.adapters.engine.question import Lora
+from kvkit.adapters.engine.lookup_request import Lora
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.order import NULL_BLOCK
 from kvkit.adapters.vllm.pages import layer_order

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.adapters.engine.question import Question, Sequence
+from kvkit.adapters.engine.lookup_request import Question, Sequence
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.requests import BlendRequest
 from kvkit.adapters.vllm.blending.scratch import Scratch

@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class OfRequest:
+class RequestRef:
     """What a transfer is of: the request of that name, which so many transfers bring to this node."""
 
     id: str
@@ -79,7 +79,7 @@ class Incoming:
     id: str
     peer: Hashable
     names: tuple[str, ...]
-    of: OfRequest
+    of: RequestRef
     phase: Phase
     deadline: float
     elsewhere: frozenset[int] = frozenset()
@@ -186,14 +186,14 @@ def reserve(
     elsewhere: Collection[str],
     deadline_s: float,
     now: float,
-    of: OfRequest | None = None,
+    of: RequestRef | None = None,
 ) -> Next:
     """A sender asks for slots for distinct `names`, but for those that this node has `elsewhere`.
 
     `of`: None where the transfer is all of a request, of its name.
     """
     outside = frozenset(i for i, name in enumerate(names) if name in elsewhere)
-    of = of or OfRequest(transfer)
+    of = of or RequestRef(transfer)
     others = [] if of.id == transfer else parts_of(buffer, of.id)
     wanted = len(names) - len(outside) + sum(len(part.names) - len(part.elsewhere) for part in others)
     reason = None

@@ -77,7 +77,7 @@ class PeerArena(Arena):
             np.copyto(target, source)
 
     def _release(self, lease: Lease) -> None:
-        self._opener.check()
+        self._fork_guard.check()
         with self._changed:
             on_return = self._on_return.pop(lease.slot) if self._drop(lease) else None
         if on_return is not None:

@@ -86,7 +86,7 @@ class Pool(Arena):
 
     def lend(self, name: str) -> Lease | None:
         """The slot with that record, if it is held. Nobody writes to it until the lease was released."""
-        self._opener.check()
+        self._fork_guard.check()
         with self._lock:  # not the mutex: who has the slot sees whether it still is the record's
             lease = self._lend(name)
         if lease is not None:
@@ -207,7 +207,7 @@ class Pool(Arena):
             self._file.close()
 
     def _release(self, lease: Lease) -> None:
-        self._opener.check()
+        self._fork_guard.check()
         with self._changed:
             if self._drop(lease):
                 if not self._file.held[lease.slot]:  # nobody published it
@@ -219,7 +219,7 @@ class Pool(Arena):
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """With the mutex, and an index that knows all changes."""
-        self._opener.check()
+        self._fork_guard.check()
         with self._lock:
             if self._closed:
                 raise TierError(f"{self._file.path} is closed")

@@ -62,7 +62,7 @@ class ShmTier(Tier):
             pool_path(config.urls[0]), staging, config.capacities[0] or 0, name, config.threads or _THREADS
         )
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         return self._call(lambda pool: pool.use_run(names))
 
     def pin(self, names: Sequence[str], seconds: float) -> int:

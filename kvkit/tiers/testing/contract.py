@@ -145,8 +145,8 @@ class TierContract:
 
     def test_starts_empty(self, tier: Tier, staging: Staging) -> None:
         names = record_names(2)
-        assert tier.count_leading(names) == 0
-        assert tier.count_leading([]) == 0
+        assert tier.match_prefix(names) == 0
+        assert tier.match_prefix([]) == 0
         assert tier.size(names[0]) is None
         assert tier.borrow(names[0]) is None
         assert list(tier.scan()) == []
@@ -168,12 +168,12 @@ class TierContract:
     def test_the_leading_count_ends_at_the_first_gap(self, tier: Tier, staging: Staging) -> None:
         names = record_names(RECORDS)
         put(tier, staging, names[:3] + names[4:6])
-        assert tier.count_leading(names) == 3
-        assert tier.count_leading(names[3:]) == 0
-        assert tier.count_leading(names[4:]) == 2
+        assert tier.match_prefix(names) == 3
+        assert tier.match_prefix(names[3:]) == 0
+        assert tier.match_prefix(names[4:]) == 2
         put(tier, staging, [names[3]])
-        assert tier.count_leading(names) == 6
-        assert tier.count_leading(names[:2]) == 2
+        assert tier.match_prefix(names) == 6
+        assert tier.match_prefix(names[:2]) == 2
 
     def test_a_missing_object_completes_with_an_error(self, tier: Tier, staging: Staging) -> None:
         names = record_names(3)
@@ -207,13 +207,13 @@ class TierContract:
         put(tier, staging, names)
         tier.delete([names[1], record_names(9)[8]])
         tier.delete([names[1]])
-        assert tier.count_leading(names) == 1
+        assert tier.match_prefix(names) == 1
         assert tier.size(names[1]) is None
         assert tier.borrow(names[1]) is None
         assert isinstance(get(tier, staging, [names[1]])[0], FileNotFoundError)
         assert sorted(name for name, _ in tier.scan()) == [names[0], names[2]]
         assert put(tier, staging, [names[1]]) == [None]
-        assert tier.count_leading(names) == 3
+        assert tier.match_prefix(names) == 3
 
     def test_who_watches_hears_what_is_held(self, tier: Tier, staging: Staging) -> None:
         """Of a tier that tells."""
@@ -221,7 +221,7 @@ class TierContract:
         tier.watch(lambda told, now: held.update(dict.fromkeys(told, now)))
         put(tier, staging, names)
         tier.delete(names[6:])
-        tier.count_leading(names)
+        tier.match_prefix(names)
         expected = {name: name in dict(tier.scan()) for name in names}
         assert held == (expected if tier.tells else {})
 
@@ -287,7 +287,7 @@ class TierContract:
         tier.get(names, leases, on_complete)
         assert len(done.wait(8)) == 8
         release_all(leases)
-        assert tier.count_leading(names) == 4
+        assert tier.match_prefix(names) == 4
 
     def test_threads_put_the_same_names(self, tier: Tier, staging: Staging) -> None:
         names = record_names(5)

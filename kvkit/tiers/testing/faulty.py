@@ -37,7 +37,7 @@ class Wrapper(Tier):
         super().limit(slot_bytes)
         self.inner.limit(slot_bytes)
 
-    count_leading = _passed_on("count_leading")
+    match_prefix = _passed_on("match_prefix")
     count_unneeded = _passed_on("count_unneeded")
     get = _passed_on("get")
     put = _passed_on("put")
@@ -67,9 +67,9 @@ class LatencyTier(Wrapper):
         self._lock = threading.Lock()
         self._delayed: set[threading.Thread] = set()
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         self._closing.wait(self._run_s)
-        return self.inner.count_leading(names)
+        return self.inner.match_prefix(names)
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         self._closing.wait(self._run_s)
@@ -171,10 +171,10 @@ class FaultyTier(Wrapper):
         with self._lock:
             return len(self._hanging)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def match_prefix(self, names: Sequence[str]) -> int:
         if names:
             self._meet("count", names[0])
-        return self.inner.count_leading(names)
+        return self.inner.match_prefix(names)
 
     def count_unneeded(self, names: Sequence[str]) -> int:
         if names:

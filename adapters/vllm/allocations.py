@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 
-class Standing:
+class PendingAllocations:
     """Those requests. What they lack together is reckoned once a step, however many are asked about in it.
 
     Args:

@@ -2,7 +2,7 @@
 
     Puts.put -> PutQueue.go_on -> Tier.put ... -> Puts._end: counts, promises, a flush
 
-A tier that hangs keeps a bounded part of the slots. A record and a tier are one `Put`, which ends once.
+A tier that hangs keeps a bounded part of the slots. A record and a tier are one `WriteJob`, which ends once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from itertools import islice, takewhile
 from kvkit.format import arrays
 from kvkit.format.record import RecordFormat
 from kvkit.moving import plan as planning
+from kvkit.moving.pending_stores import PendingStore, PendingStores
 from kvkit.moving.plan import RetrievePlan, Segment, StorePlan
 from kvkit.moving.policy import Policy, RequestPolicy
-from kvkit.moving.promises import Promise, Promises
 from kvkit.moving.sequence import Chunks
 from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease, release_all
@@ -50,14 +50,14 @@ class Batch:
 
     tier: str
     formats: tuple[RecordFormat, ...]
-    promise: Promise | None
+    promise: PendingStore | None
     written_back: bool
     asks: bool
     policy: RequestPolicy
 
 
 @dataclass(eq=False, slots=True)
-class Put:
+class WriteJob:
     """One record on its way into one tier; `lease` is good until the put was started."""
 
     batch: Batch
@@ -95,7 +95,7 @@ class Unsaved:
         return ", ".join(told)
 
 
-class PutQueue:
+class WriteQueue:
     """The puts of one tier, of which `limit` are under way at a time. Thread-safe.
 
     The others wait, and keep their slots, until they are given up. A tier that is stuck takes none that would
@@ -105,16 +105,16 @@ class PutQueue:
         start: starts some of one call; of each that ends `ended` and then `go_on` is called.
     """
 
-    def __init__(self, limit: int, start: Callable[[Sequence[Put]], None]) -> None:
+    def __init__(self, limit: int, start: Callable[[Sequence[WriteJob]], None]) -> None:
         self.limit = limit
         self._start = start
         self._under_way = 0
         self._progress_s = 0.0  # when one ended, or the first was started
-        self._waiting: deque[Put] = deque()
+        self._waiting: deque[WriteJob] = deque()
         self._starting = False
         self._lock = threading.Lock()
 
-    def add(self, puts: Sequence[Put]) -> int:
+    def add(self, puts: Sequence[WriteJob]) -> int:
         """Have puts of one call wait for `go_on`; how many, from the first on, were taken."""
         with self._lock:
             taken = puts[: max(0, self.limit - self._under_way)] if self.stuck else puts
@@ -156,7 +156,7 @@ class PutQueue:
         """Whether puts are under way, and none has ended for a while."""
         return self._under_way > 0 and time.monotonic() - self._progress_s > PATIENCE_S
 
-    def cancel(self) -> list[Put]:
+    def cancel(self) -> list[WriteJob]:
         """Release the slots of what waits; the puts that were not started."""
         with self._lock:
             gone = list(self._waiting)
@@ -165,7 +165,7 @@ class PutQueue:
         return gone
 
 
-class Puts:
+class WritePipeline:
     """Everything between a sealed record and the report that tiers have it. Thread-safe.
 
     Args:
@@ -180,7 +180,7 @@ class Puts:
     def __init__(self, tiers: TierSet, groups: int) -> None:
         self.tiers = tiers
         self.outstanding = Outstanding()
-        self.promises = Promises()
+        self.promises = PendingStores()
         self._described: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         near = [name for name, tier in tiers.tiers.items() if tier.near]
@@ -188,7 +188,7 @@ class Puts:
         spare = tiers.staging.slots - sum(tier.slots for tier in tiers.tiers.values())
         limit = planning.put_limit(spare, len(far), groups)
         self._near = near
-        self._queues = {name: PutQueue(limit, self._write) for name in far}
+        self._queues = {name: WriteQueue(limit, self._write) for name in far}
         self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in far}
         tiers.staging.on_shortage(self._reclaim)
 
@@ -198,7 +198,7 @@ class Puts:
         chunks: Chunks,
         numbers: Sequence[int],
         leases: Sequence[Lease],
-        promise: Promise | None = None,
+        promise: PendingStore | None = None,
         *,
         written_back: bool = False,
         asks: bool = False,
@@ -226,7 +226,7 @@ class Puts:
             batch = Batch(segment.tier, chunks.formats, promise, written_back, asks, chunks.policy)
             self.outstanding.add(batch, len(given) * groups)
             puts = [
-                Put(batch, name, lease, lease.used)
+                WriteJob(batch, name, lease, lease.used)
                 for number in given
                 for name, lease in zip(chunks.records(number, number + 1), held[number], strict=True)
             ]
@@ -245,7 +245,7 @@ class Puts:
 
     def wanted(self, segments: Sequence[Segment], chunks: Chunks, numbers: Sequence[int]) -> list[int]:
         """Those of `numbers` that this rank puts into the tier of any segment."""
-        mine = self.tiers.is_mine
+        mine = self.tiers.owned_by_rank
         return [
             number
             for number in numbers
@@ -282,7 +282,7 @@ class Puts:
             self._describe(segment.tier, chunks.formats)
         return plan
 
-    def find_promised(
+    def find_with_pending(
         self, chunks: Chunks, wait_s: float, tiers: Sequence[str] | None = None
     ) -> RetrievePlan:
         """What the tiers hold of `chunks`, as a load needs it: where the model has states, up to a snapshot.
@@ -312,7 +312,7 @@ class Puts:
         until = time.monotonic() + wait_s
         for stop in planning.snapshots_sought(plan.chunks):
             snapshot = chunks.snapshot(stop - 1)
-            if self.find_promised(snapshot, until - time.monotonic(), tiers).complete:
+            if self.find_with_pending(snapshot, until - time.monotonic(), tiers).complete:
                 return planning.clip(plan, stop)
         return planning.clip(plan, 0)
 
@@ -337,7 +337,7 @@ class Puts:
             sizes[put.batch.tier] += put.size
         return Unsaved(Counter(put.batch.tier for put in given_up), sizes)
 
-    def _write(self, puts: Sequence[Put], asked: bool = False) -> None:
+    def _write(self, puts: Sequence[WriteJob], asked: bool = False) -> None:
         """Have a tier write records of one call. Each put ends once, whatever the tier does."""
         batch, by_name = puts[0].batch, {put.name: put for put in puts}
         if batch.asks and not asked:
@@ -350,7 +350,7 @@ class Puts:
             lambda name, error: self._end(by_name[name], error),
         )
 
-    def _write_lacking(self, puts: Sequence[Put]) -> None:
+    def _write_lacking(self, puts: Sequence[WriteJob]) -> None:
         """Ask the tier in the background which records it has, and have it write the others."""
         tier, formats = puts[0].batch.tier, puts[0].batch.formats
         held = [put.lease.share() for put in puts]
@@ -380,13 +380,13 @@ class Puts:
             for put in puts:
                 self._end(put, error)
 
-    def _refuse(self, puts: Sequence[Put], why: str = "earlier puts hang") -> None:
+    def _refuse(self, puts: Sequence[WriteJob], why: str = "earlier puts hang") -> None:
         """End puts that were not started."""
         for put in puts:
             tier = put.batch.tier
             self._report(put, TierFull(f"tier {tier!r}: {put.name} is left out, for {why}"))
 
-    def _end(self, put: Put, error: BaseException | None) -> None:
+    def _end(self, put: WriteJob, error: BaseException | None) -> None:
         """The one end of a put that was started."""
         queue = self._queues.get(put.batch.tier)
         if queue is not None:
@@ -395,7 +395,7 @@ class Puts:
         if queue is not None:
             queue.go_on()
 
-    def _report(self, put: Put, error: BaseException | None) -> None:
+    def _report(self, put: WriteJob, error: BaseException | None) -> None:
         """Count how a put ended, and tell who waits for it."""
         tier = put.batch.tier
         with self.tiers.counting() as counts:

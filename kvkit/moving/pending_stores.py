@@ -10,21 +10,21 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 log = logging.getLogger(__name__)
 
 
-class Promises:
+class PendingStores:
     """Names of records that are being made. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._makers: Counter[str] = Counter()
-        self._open: set[Promise] = set()
+        self._open: set[PendingStore] = set()
 
-    def begin(self, promise: Promise, names: Iterable[str]) -> None:
+    def begin(self, promise: PendingStore, names: Iterable[str]) -> None:
         """One maker more for each."""
         with self._changed:
             self._makers.update(names)
             self._open.add(promise)
 
-    def closed(self, promise: Promise) -> None:
+    def closed(self, promise: PendingStore) -> None:
         """The store of a promise has begun all that it will."""
         with self._changed:
             self._open.discard(promise)
@@ -55,7 +55,7 @@ class Promises:
             self._changed.notify_all()
 
 
-class Promise:
+class PendingStore:
     """One store's: each record's ends when a tier has it, or when the last attempt failed. Thread-safe.
 
     The store itself counts as one attempt at each, until it is closed: when it has begun all that it will.
@@ -71,7 +71,7 @@ class Promise:
 
     def __init__(
         self,
-        promises: Promises,
+        promises: PendingStores,
         names: Sequence[str],
         groups: int = 1,
         on_stored: Callable[[str, int], object] | None = None,

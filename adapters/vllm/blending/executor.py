@@ -36,7 +36,7 @@ KNOWN_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
-class _BlendUnderWay:
+class ActiveBlend:
     """One request's.
 
     Attributes:
@@ -83,7 +83,7 @@ class _BlendUnderWay:
 
 
 @dataclass(eq=False, slots=True)
-class BlendsUnderWay:
+class BlendExecutor:
     """What is blended by one rank. For the thread that runs steps.
 
     Args:
@@ -110,8 +110,8 @@ class BlendsUnderWay:
     on_done: Callable[[BlendDone], object]
     speed: Speed = field(default_factory=lambda: Speed(1, KNOWN_S), init=False)
     last: BlendDone | None = field(default=None, init=False)
-    _blends: dict[str, _BlendUnderWay] = field(default_factory=dict, init=False)
-    _ready: dict[str, _BlendUnderWay] = field(default_factory=dict, init=False)  # in the order of all ranks
+    _blends: dict[str, ActiveBlend] = field(default_factory=dict, init=False)
+    _ready: dict[str, ActiveBlend] = field(default_factory=dict, init=False)  # in the order of all ranks
     _arrived: list[Arrival] = field(default_factory=list, init=False)
 
     def begin(self, task: BlendTask, found: PromptHit | None) -> None:
@@ -122,7 +122,7 @@ class BlendsUnderWay:
             base = prefix.start - prefix.start % chunk
             where = partial(self.pages, prefix.blocks, base)
             load = PromptLoad(self.cache, found, prefix.start, prefix.stop, where, "async", self.wake)
-        blend = self._blends[task.request] = _BlendUnderWay(task, time.monotonic(), load)
+        blend = self._blends[task.request] = ActiveBlend(task, time.monotonic(), load)
         hits = () if found is None else found.documents
         for number, span in enumerate(task.spans):
             hit = hits[number] if number < len(hits) else None
@@ -195,7 +195,7 @@ class BlendsUnderWay:
         waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.told)
         return bool(self._ready) or any(blend.loaded for blend in waiting)
 
-    def _load(self, blend: _BlendUnderWay, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
+    def _load(self, blend: ActiveBlend, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
         """Start the load of what the prompt lacks of a document; where in its record that begins."""
         task, chunk = blend.task, self.cache.namespace.chunk_tokens
         start, stop = span.start, min(span.stop, len(task.sequence.tokens) - 1)
@@ -210,7 +210,7 @@ class BlendsUnderWay:
         load.add_done_callback(self.wake)
         return first * chunk, load
 
-    def _arrival(self, blend: _BlendUnderWay) -> Arrival:
+    def _arrival(self, blend: ActiveBlend) -> Arrival:
         """What the loads of a blend brought."""
         task, by_tier, kept = blend.task, Counter[str](), True
         exact = task.exact
@@ -232,7 +232,7 @@ class BlendsUnderWay:
             log.warning("%s: not all of its documents could be loaded; the rest is computed", task.request)
         return Arrival(task.request, task.number, self.cache.namespace.rank, exact, tuple(documents))
 
-    def _done(self, blend: _BlendUnderWay) -> None:
+    def _done(self, blend: ActiveBlend) -> None:
         """Count a blend that is over."""
         completion = blend.completion
         if blend.cancelled or completion is None or completion.selected is None:

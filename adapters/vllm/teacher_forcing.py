@@ -15,7 +15,7 @@ FOLLOW = "kvkit_follow"
 _Follow = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
-class FollowedText(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed for mypy
+class TeacherForcedText(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed for mypy
     """Has a request say given tokens, and writes the log probabilities [tokens, V] before each to a file."""
 
     def is_argmax_invariant(self) -> bool:

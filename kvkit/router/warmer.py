@@ -15,7 +15,7 @@ from dataclasses import replace
 from kvkit.router import openai
 from kvkit.router.documents import STORED_S, Documents, PostedDocument
 from kvkit.router.metrics import RouterMetrics
-from kvkit.router.openai import Asked
+from kvkit.router.openai import ParsedRequest
 from kvkit.router.spans import LEAST_TOKENS, tokens_of
 from kvkit.router.tokens import Headers, Recent
 
@@ -28,7 +28,7 @@ MAX_WAITING_TOKENS = 16 << 20
 _MAX_KNOWN_BYTES = 32 << 20
 
 
-class FirstUse:
+class DocumentWarmer:
     """The documents of answered prompts. Lives in one event loop.
 
     Args:
@@ -45,14 +45,14 @@ class FirstUse:
         self._compute = compute
         self._documents = documents
         self._outcomes = metrics.first_uses
-        self._waiting = asyncio.Queue[tuple[Asked, Sequence[int], Headers]](MAX_WAITING)
+        self._waiting = asyncio.Queue[tuple[ParsedRequest, Sequence[int], Headers]](MAX_WAITING)
         self._waiting_tokens = 0
         self._under_way = set[str]()
         self._known = Recent[int](
             _MAX_KNOWN_BYTES, sys.getsizeof
         )  # tokens that were held once it was computed
 
-    def offer(self, asked: Asked, ids: Sequence[int] | None, headers: Headers) -> None:
+    def offer(self, asked: ParsedRequest, ids: Sequence[int] | None, headers: Headers) -> None:
         """Note an answered prompt. `ids`: its tokens, unless it was made of these. Does not wait."""
         ids = asked.prompt_ids if ids is None else ids
         if not asked.blends or ids is None:
@@ -104,7 +104,7 @@ class FirstUse:
         return held is None or held >= known
 
 
-def _carried(asked: Asked, ids: Sequence[int]) -> Iterator[PostedDocument]:
+def _carried(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[PostedDocument]:
     """The documents of a prompt that it had stored in no tier itself, but for short ones."""
     for before, start, stop in openai.documents_of(asked, ids):
         if stop - start >= LEAST_TOKENS and tuple(ids[:start]) != tuple(before):

@@ -28,13 +28,13 @@ _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Stranger:
+class UnauthenticatedPeer:
     link: Link
     source: str
     since: float
 
 
-class Door:
+class Acceptor:
     """Lets peers in, by a thread of its own.
 
     Who comes when there are `MAX_STRANGERS` takes the place of the one that came first from where most of
@@ -53,7 +53,7 @@ class Door:
         self.address = listener.address
         self._listener = listener
         self._welcome = welcome
-        self._strangers: list[_Stranger] = []
+        self._strangers: list[UnauthenticatedPeer] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkit-handoff-accept", daemon=True)
         try:
@@ -95,7 +95,7 @@ class Door:
                 log.warning("handoff: %s: %s is not let in: %s", self.address, channel.peer, error)
                 self._closed.wait(_PAUSE_S)
             return
-        self._strangers.append(_Stranger(link, channel.peer.rpartition(":")[0], time.monotonic()))
+        self._strangers.append(UnauthenticatedPeer(link, channel.peer.rpartition(":")[0], time.monotonic()))
 
     def _make_room(self) -> None:
         """Wait until one more may come in."""
@@ -120,7 +120,7 @@ class Door:
                 stranger.link.abort()
         return wait_s
 
-    def _left(self) -> list[_Stranger]:
+    def _left(self) -> list[UnauthenticatedPeer]:
         """Who has neither proved itself nor left altogether, in the order in which they came."""
         self._strangers = [s for s in self._strangers if s.link.peer is None and s.link.running]
         return self._strangers

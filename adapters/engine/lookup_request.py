@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvkit.moving.policy import NO_WISHES, RequestPolicy
+from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -69,7 +69,7 @@ class Question:
     computed_there: bool = False
     documents: tuple[Sequence, ...] = ()
     recomputed: float = 0.0
-    policy: RequestPolicy = NO_WISHES
+    policy: RequestPolicy = DEFAULT_REQUEST_POLICY
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class _Tallied:
     prompt_tokens: int | None = None
 
 
-class Tally:
+class RequestStats:
     """The requests of one engine, as its first rank sees them. Thread-safe: puts end in threads of tiers.
 
     Args:
