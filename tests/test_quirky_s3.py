@@ -34,7 +34,7 @@ def test_unknown_prompts_cost_no_known_one_its_hit(caplog: pytest.LogCaptureFixt
             table = engine.table(64)
             assert cache.load(hit, engine.places(table)).tokens == 64
             engine.assert_loaded(tokens, table, 8)
-        assert caplog.text.count("as without s3:ListBucket") == 1
+        assert caplog.text.count("without s3:ListBucket") == 1
         assert server.asked["HEAD"] == 1, "it is asked in a way that says why"
 
 
@@ -88,7 +88,7 @@ def test_a_conflict_is_no_record(staging: Staging) -> None:
         tier = ObjectTier(TierConfig(url=URL, options=options))
         (error,) = put(tier, staging, [name])
         assert isinstance(error, TierError)
-        assert "another put of it is under way" in str(error)
+        assert "another put of it in flight" in str(error)
         assert tier.match_prefix([name]) == 0
         assert not server.objects
         tier.close()

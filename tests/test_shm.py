@@ -349,7 +349,7 @@ def test_what_is_not_ours_alone_is_refused(url: str, staging: Staging, spoil: Ca
     shm(url, staging).close()
     spoil(pool_path(url))
     try:
-        with pytest.raises(OSError, match=r"want a file of user 0 that nobody else|symbolic links"):
+        with pytest.raises(OSError, match=r"want a file of user 0 that no other user|symbolic links"):
             shm(url, staging)
     finally:
         with suppress(FileNotFoundError):
@@ -391,7 +391,7 @@ def test_a_pool_is_as_large_as_its_maker_said(url: str, staging: Staging) -> Non
         with open(pool_path(url), "r+b") as file:
             file.write(magic)
             file.truncate(size or os.stat(pool_path(url)).st_size)
-        with pytest.raises(OSError, match="no whole pool of this version; remove it"):
+        with pytest.raises(OSError, match="not a complete pool of this version; remove it"):
             shm(url, staging, 4)
 
 

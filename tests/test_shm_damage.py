@@ -222,7 +222,7 @@ def test_holes_in_a_full_file_system_end_no_process(pool_disk: Path, offset: int
     take_all_memory(pool_disk)
 
     def other() -> None:
-        with pytest.raises(OSError, match=f"{SLOT_BYTES} bytes of the pool have no memory any more"):
+        with pytest.raises(OSError, match=f"{SLOT_BYTES} bytes of the pool have lost their memory"):
             touch(path)
 
     assert fork(other) == 0
@@ -253,7 +253,7 @@ def test_a_truncated_file_is_no_pool(path: str, size: int) -> None:
     if not size:
         open_pool(path).close()
     else:
-        with pytest.raises(OSError, match="no whole pool of this version; remove it"):
+        with pytest.raises(OSError, match="not a complete pool of this version; remove it"):
             open_pool(path)
 
 
@@ -266,7 +266,7 @@ def test_a_pool_in_use_whose_head_is_damaged_is_not_made_anew(path: str, damaged
             write_chain(pool, NAMES)
             with open(path, "r+b") as file:
                 file.write(damaged)
-            with pytest.raises(OSError, match="no whole pool of this version; remove it"):
+            with pytest.raises(OSError, match="not a complete pool of this version; remove it"):
                 open_pool(path)
             look(pool)
         with closing(open_pool(path)) as pool:
@@ -281,7 +281,7 @@ def test_slots_of_no_whole_pages_are_no_pool(path: str, slot_bytes: int) -> None
     with open(path, "r+b") as file:
         file.seek(8)
         file.write(slot_bytes.to_bytes(8, "little"))
-    with pytest.raises(OSError, match="no whole pool of this version; remove it"):
+    with pytest.raises(OSError, match="not a complete pool of this version; remove it"):
         open_pool(path)
 
 

@@ -272,7 +272,7 @@ def test_damaged_metadata_of_a_store_is_written_anew(
     with closing(ObjectTier(f"file://{tmp_path}")) as tier:
         tier.describe(form.array, arrays.metadata(form))
     assert path.read_bytes() == arrays.metadata(form)
-    assert "is written anew, as it is damaged" in caplog.text
+    assert "is damaged, replacing it" in caplog.text
 
 
 def test_metadata_of_other_settings_stays_and_is_warned_of(

@@ -1,4 +1,4 @@
-"""Finds the credentials of S3 buckets: obstore knows keys and servers that give them, but no profiles.
+"""Credentials of S3 buckets, with AWS profiles: obstore only knows keys and credential servers.
 
 The order is that of AWS's own tools: keys, web identity, profiles, containers, the metadata service of EC2.
 """
@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from typing import Any
 
 Credentials = Mapping[str, Any]
-"""As obstore takes them: access_key_id, secret_access_key, token, expires_at."""
+"""Credentials in obstore's form: access_key_id, secret_access_key, token, expires_at."""
 _KEEP = timedelta(minutes=10)
-"""For so long are a profile's credentials good at least: botocore renews them earlier."""
+"""Minimum validity of a profile's credentials: botocore renews them before they expire."""
 _METADATA = re.compile(r"/latest/(?:api/token|meta-data)")
 """Paths of EC2's metadata service, in the text of an error."""
 _DISABLED = "AWS_EC2_METADATA_DISABLED"
@@ -24,15 +24,17 @@ _DISABLED = "AWS_EC2_METADATA_DISABLED"
 def s3_settings(
     options: Mapping[str, Any], timeout_s: float
 ) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
-    """Return a bucket's options with what a profile adds, and its credentials; None: obstore finds them.
+    """Return a bucket's options, completed from a profile, and a credential provider.
+
+    The provider is None if obstore finds the credentials itself.
 
     Args:
-        options: of obstore; they win over the environment, and that over a profile.
-        timeout_s: longest request to a server that gives a profile's credentials, in seconds.
+        options: options of obstore; they override the environment, which overrides a profile.
+        timeout_s: longest request to a server that supplies a profile's credentials, in seconds.
 
     Raises:
-        ValueError: the profile does not exist or cannot be read; or there are no credentials, and the
-            metadata service is not to be asked. The message names the places that were looked at.
+        ValueError: the profile does not exist or cannot be read; or there are no credentials and the metadata
+            service is disabled. The message names the places that were searched.
     """
     if _is_given(options, "access_key_id", "skip_signature", "web_identity_token_file"):
         return dict(options), None
@@ -45,7 +47,7 @@ def s3_settings(
 
 
 def missing_credentials() -> str:
-    """Say where there are no credentials."""
+    """Return the error message that lists every place searched for credentials."""
     asked = f"is not asked ({_DISABLED})" if _metadata_is_disabled() else "gives none"
     profiles = f"the profile {_profile() or 'default'!r} of {' and '.join(_files())}"
     if find_spec("botocore") is None:
@@ -58,12 +60,12 @@ def missing_credentials() -> str:
 
 
 def asks_for_credentials(text: str) -> bool:
-    """Tell whether an error is that of a request for credentials to EC2's metadata service."""
+    """Return whether an error comes from requesting credentials from EC2's metadata service."""
     return _METADATA.search(text.partition("\n")[0]) is not None
 
 
 def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
-    """Return options of the chosen profile, else the default one, and its credentials; None: it has none."""
+    """Return options of the chosen or default profile, and a provider of its credentials or None."""
     name = _profile()
     if find_spec("botocore") is None:
         if name:
@@ -85,7 +87,7 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
         resolver = session.get_component("credential_provider")
         for provider in list(resolver.providers):
             if provider.METHOD in ("env", "assume-role-with-web-identity", "container-role", "iam-role"):
-                resolver.remove(provider.METHOD)  # those that obstore asks
+                resolver.remove(provider.METHOD)  # obstore asks these itself
         credentials = resolver.load_credentials()
     except BotoCoreError as error:
         raise ValueError(f"AWS_PROFILE={name!r}: {error}; looked at {' and '.join(_files())}") from None
@@ -107,7 +109,7 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
 
 
 def _is_given(options: Mapping[str, Any], *names: str) -> bool:
-    """Tell whether one of these settings is among the options or in the environment, and not off."""
+    """Return whether one of these settings is among the options or in the environment, and not "false"."""
     known = {name.lower().removeprefix("aws_"): value for name, value in options.items()}
     for name in names:
         forms = {"region": ("REGION", "DEFAULT_REGION"), "endpoint": ("ENDPOINT", "ENDPOINT_URL")}
@@ -119,12 +121,12 @@ def _is_given(options: Mapping[str, Any], *names: str) -> bool:
 
 
 def _profile() -> str | None:
-    """The name of the profile that the environment asks for."""
+    """Return the name of the profile that the environment selects."""
     return os.environ.get("AWS_DEFAULT_PROFILE") or os.environ.get("AWS_PROFILE")
 
 
 def _files() -> tuple[str, str]:
-    """Where profiles are."""
+    """Return the paths of the files with profiles."""
     return (
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"),

@@ -2,8 +2,8 @@
 
 A tier knows nothing of tokens or layouts: it moves bytes between objects and leased slots. Names look like
 "<namespace digest>/<group>/c.<16 bits>.<46 bits>.<layers>.<heads>.0.0" (`kvkit.format.names`). An object is
-written once, never changed; equal names hold equal bytes. `kvkit.tiers.testing.contract.TierContract` checks
-a tier.
+written once and never changed; equal names hold equal bytes. `kvkit.tiers.testing.contract.TierContract`
+tests whether a tier keeps this contract.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from kvkit.workers import Closed, Workers
 log = logging.getLogger(__name__)
 
 OnComplete = Callable[[str, BaseException | None], None]
-"""Called with (name, None) or (name, what went wrong), exactly once per name, from any thread."""
+"""Called with (name, None) or (name, error), exactly once per name, from any thread."""
 Move = Callable[[Sequence[str], Sequence[Lease]], Sequence[BaseException | None]]
-"""Moves records; what went wrong with each. What it raises went wrong with all."""
+"""Moves records and returns an error or None for each. An exception counts for all of them."""
 Scope = Literal["node", "shared"]
 HeldListener = Callable[[Sequence[str], bool], None]
-"""Called with (names, whether a tier holds them from now on), in the order in which that changes. Often under
-the tier's lock: it neither waits nor asks the tier. What is told twice counts once."""
+"""Called with (names, held) in the order of changes; held: whether the tier holds them from now on.
+
+Often called under the tier's lock: it must neither block nor call the tier. Repeated reports are harmless."""
 Ranges = Sequence[tuple[int, int]]
-"""(offset, bytes) of parts of one record, as it is without compression."""
+"""(offset, bytes) of parts of one record in its uncompressed form."""
 
 LARGEST_BYTES = 1 << 32
-"""No record is larger, where a tier was not told how large the slots are."""
+"""Limit on the bytes of a record until `Tier.limit` sets the slot size."""
 
 
 class TierError(OSError):
@@ -43,7 +44,7 @@ class TierError(OSError):
 
 
 class DamagedObject(TierError):
-    """An object is to blame, not its tier: too large for its slot, not what its codec makes, or no file."""
+    """An object is at fault, not its tier: too large for the slot, not of its codec, or not a file."""
 
     def __init__(self, message: str, damage: Damage) -> None:
         super().__init__(message)
@@ -51,9 +52,9 @@ class DamagedObject(TierError):
 
 
 class UnreadableObject(DamagedObject):
-    """An object cannot be read, and it or its tier is to blame: that shows in whether others can be.
+    """An object cannot be read, and either it or its tier is at fault: reads of other objects show which.
 
-    Such as EIO: of one file it is a bad sector, of every file a disk that dies.
+    An example is EIO: on one file it means a bad sector, on every file a dying disk.
     """
 
     def __init__(self, message: str, name: str) -> None:
@@ -62,42 +63,42 @@ class UnreadableObject(DamagedObject):
 
 
 def too_large(name: str, size: int, room: int) -> DamagedObject:
-    """The error of an object of `size` bytes that does not fit a slot's `room`."""
+    """Return the error for an object of `size` bytes that does not fit a slot of `room` bytes."""
     return DamagedObject(f"{name}: {size} bytes do not fit the slot's {room}", Damage.OVERSIZE)
 
 
 def cut_short(name: str, count: int, offset: int, size: int) -> DamagedObject:
-    """The error of an object that has only `count` of the `size` bytes from `offset` on."""
-    return DamagedObject(f"{name}: {count} of the {size} bytes from {offset} on are there", Damage.TRUNCATED)
+    """Return the error for an object that has only `count` of the `size` bytes from `offset` on."""
+    return DamagedObject(f"{name} has only {count} of {size} bytes at offset {offset}", Damage.TRUNCATED)
 
 
 class TierFull(TierError):
-    """A record does not fit the tier's capacity, whatever is evicted."""
+    """A record does not fit the tier's capacity, even after every permitted eviction."""
 
 
 def _nobody(names: Sequence[str], held: bool) -> None:
-    """Who watches a tier that nobody watches."""
+    """Ignore the change: the listener of a tier that nobody watches."""
 
 
 class Tier(ABC):
     """A named place for records. Every method is thread-safe.
 
     Attributes:
-        name: as the policy names it.
-        scope: "node", this host alone, or "shared" with other hosts.
-        codec: how its records are compressed, one of `kvkit.format.record.CODECS`.
-        precision: how few bits it keeps KV with, one of `kvkit.format.layout.Precision`; None: all of them.
-            What comes from it is approximate.
-        near: whether its records are in this host's memory already, so that nothing is gained by
-            copying them into another tier.
-        common: whether all ranks of an engine on this host find there what one of them puts.
-        transient: whether its records are only on their way, so that `staging_only` does not concern it.
-        reads_at_once: records that it reads at the same time; what else it is asked for waits.
-        reads_parts: whether `get_ranges` moves no more than what it is asked for.
-        slots: of staging that its records may keep.
-        largest: bytes of the largest record, without compression; what is larger is damaged, and not read.
-        tells: whether `watch` hears of what it lets go of.
-        evicted: records that were evicted so far.
+        name: the tier's name in the policy.
+        scope: "node" (this host alone) or "shared" (with other hosts).
+        codec: compression of its records, one of `kvkit.format.record.CODECS`.
+        precision: precision of the quantised KV that it keeps, one of `kvkit.format.layout.Precision`; loads
+            from it are approximate. None: exact KV.
+        near: True if its records are in this host's memory already, so that a copy in another tier gains
+            nothing.
+        common: True if each rank of an engine on this host finds the records that any other rank puts.
+        transient: True if it holds only records in transfer, so that `staging_only` does not apply to it.
+        reads_at_once: number of records that it reads in parallel; further reads wait.
+        reads_parts: True if `get_ranges` moves only the requested bytes.
+        slots: number of staging slots that its records may occupy.
+        largest: bytes of the largest record, uncompressed; a larger one is damaged and is not read.
+        tells: True if listeners of `watch` are called for evicted and deleted records too.
+        evicted: number of records evicted so far.
     """
 
     name: str
@@ -116,87 +117,89 @@ class Tier(ABC):
     _held_listener: HeldListener = staticmethod(_nobody)
 
     def limit(self, slot_bytes: int) -> None:
-        """Be told how large a slot is, which no record outgrows, by the cache that uses it. Mutates."""
+        """Set the size of a slot, which limits the size of a record. Called by the cache. Mutates."""
         self.largest = slot_bytes
 
     @abstractmethod
     def match_prefix(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, are held without a gap. Reads no payload."""
+        """Return the length of the leading run of `names` that is held. Reads no payload."""
 
     def count_unneeded(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, need not be put: as many as it holds, by default."""
+        """Return the length of the leading run of `names` that need not be put; by default `match_prefix`."""
         return self.match_prefix(names)
 
     @abstractmethod
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Start reading each object into its slot and set `lease.used`; returns at once.
+        """Start reading each object into its slot, setting `lease.used`; return at once.
 
-        The tier keeps a share of each lease until `on_complete` was called for it: a caller that stops
-        waiting may release its own. A missing object completes with FileNotFoundError, one larger than the
-        slot with DamagedObject.
+        The tier keeps a share of each lease until `on_complete` was called for it, so a caller that stops
+        waiting may release its own. A missing object completes with FileNotFoundError, an object larger than
+        the slot with DamagedObject.
         """
 
     @abstractmethod
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Start writing `lease.record` to each object; returns at once, keeping a share as `get` does.
+        """Start writing `lease.record` to each object; return at once, keeping a share as `get` does.
 
-        An object becomes visible when it is complete, or never. One that exists completes without being
-        written again. `on_complete` comes after that, or after the failure.
+        An object becomes visible only when it is complete. An object that exists is not written again.
+        `on_complete` is called once the object is visible, or the write failed.
         """
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; one that is missing is passed over.
+        """Remove objects, skipping missing ones.
 
         Raises:
-            OSError: one could not be removed.
+            OSError: an object could not be removed.
         """
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of an object, None if it is missing."""
+        """Return the bytes of an object, None if it is missing."""
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of every record, without reading payloads. What a restart finds."""
+        """Yield (name, bytes) of every record, without reading payloads. A restart finds these records."""
 
     def waiting(self) -> int:
-        """Reads and writes that were started and that no thread has taken up."""
+        """Return the number of reads and writes that were started and that no thread has taken yet."""
         return 0
 
     def watch(self, held_listener: HeldListener) -> bool:
-        """Have what is put, found by a lookup, or let go of told from now on, and what is there. Mutates.
+        """Report held records, and from now on those put, found by a lookup, evicted or deleted. Mutates.
 
-        Whether that is all that is ever held here: no other host puts anything. If not, what is there may be
-        left out.
+        Returns:
+            True if the reports cover all records ever held here, as no other host puts any. If False, the
+            records held at the time of the call may be left out.
         """
         self._held_listener = held_listener
         return False
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        """Evict none of `names` within so many seconds, whatever else needs room; how many are held.
+        """Protect `names` from eviction for `seconds`; return how many of them are held.
 
-        Returns at once: engines' steps wait for it.
+        It must return at once: engine steps wait for it.
         """
         return 0
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:  # noqa: B027 - optional
-        """Evict none of `names` that are held while others of a lower priority, 0 to 100, can go.
+        """Set the eviction priority, 0 to 100, of those of `names` that are held.
 
-        A record has 35 until it is given one; of several, the highest counts. Returns at once.
+        Records of lower priority are evicted first. The default is 35; of several calls the highest priority
+        counts. It must return at once.
         """
 
     def borrow(self, name: str) -> Lease | None:
-        """A share of the slot that holds the record, where the tier keeps records in slots; else None."""
+        """Return a share of the slot that holds the record; None if it is missing or not kept in a slot."""
         return None
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        """Read parts of one record, each to the front of its buffer. Returns when they are there.
+        """Read parts of one record, each to the front of its buffer; return when all are read.
 
         Raises:
             FileNotFoundError: the record is missing.
-            DamagedObject: it ends before a range does.
-            TierError: it could not be read, or the tier has no way to read a part.
+            DamagedObject: the record ends before a range does.
+            TierError: the record could not be read, or the tier cannot read parts.
         """
         lent = self.borrow(name)
         if lent is None:
@@ -207,53 +210,54 @@ class Tier(ABC):
             copy_ranges(name, lent.buffer[: lent.used], ranges, buffers)
 
     def describe(self, array: str, metadata: bytes) -> None:  # noqa: B027 - optional
-        """Keep `metadata` as the zarr.json of `array`, where the tier is a store that Zarr can open."""
+        """Store `metadata` as the zarr.json of `array`, if the tier is a store that Zarr can open."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was started, then release what the tier holds. Only another close may follow."""
+        """Finish all started reads and writes, then release the tier's resources. May be repeated."""
 
 
 class ObjectStore(Protocol):
-    """Where the objects of an `ObjectTier` lie. Blocking, and thread-safe.
+    """Storage for the objects of an `ObjectTier`. Blocking and thread-safe.
 
-    Whatever goes wrong is an OSError; DamagedObject where one object is to blame.
+    Every error is an OSError; it is DamagedObject if one object is at fault.
     """
 
     def size(self, name: str) -> int | None:
-        """Bytes of the object; None if it is missing, or is no object.
+        """Return the bytes of the object; None if it is missing or not an object.
 
         Raises:
-            DamagedObject: it cannot be looked at.
+            DamagedObject: the object cannot be inspected.
         """
 
     def read(self, name: str, buffer: memoryview) -> int:
-        """Read the object into `buffer`; returns its bytes. Mutates `buffer`.
+        """Read the object into `buffer`; return its number of bytes. Mutates `buffer`.
 
         Raises:
-            FileNotFoundError: it is missing.
-            DamagedObject: it is larger than the buffer, no object, or cannot be read.
+            FileNotFoundError: the object is missing.
+            DamagedObject: it is larger than the buffer, not an object, or cannot be read.
         """
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """Read parts of the object, each to the front of its buffer. Mutates `buffers`.
 
         Raises:
-            FileNotFoundError, DamagedObject: as `read` does, or it ends before a range does.
+            FileNotFoundError: the object is missing.
+            DamagedObject: as for `read`, or the object ends before a range does.
         """
 
     def write(self, name: str, data: memoryview) -> None:
-        """Make the object, complete at once; done already if it exists. Nothing is left of one that fails."""
+        """Create the object atomically, unless it exists. A failed write leaves nothing behind."""
 
     def delete(self, name: str) -> None:
-        """Remove the object, or what lies in its place; missing is fine."""
+        """Remove the object, or anything else under its name; a missing object is no error."""
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of every record, oldest first where that is known."""
+        """Yield (name, bytes) of every record, oldest first where the age is known."""
 
 
 class ThreadedTier(Tier):
-    """A tier of blocking reads and writes, made asynchronous by `threads` threads of its own."""
+    """A tier with blocking reads and writes, which run on `threads` threads of its own."""
 
     def __init__(self, name: str, threads: int) -> None:
         if threads < 1:
@@ -264,19 +268,19 @@ class ThreadedTier(Tier):
 
     @abstractmethod
     def read(self, name: str, buffer: memoryview) -> int:
-        """Read the object into `buffer`; returns its bytes.
+        """Read the object into `buffer`; return its number of bytes. Mutates `buffer`.
 
         Raises:
-            FileNotFoundError: it is missing.
+            FileNotFoundError: the object is missing.
             OSError: it could not be read, or is larger than the buffer.
         """
 
     @abstractmethod
     def write(self, name: str, record: memoryview) -> None:
-        """Make the object, visible only when complete; done already if it exists.
+        """Create the object, unless it exists; it becomes visible only when complete.
 
         Raises:
-            OSError: it could not be written. Nothing is left of it.
+            OSError: the object could not be written; nothing is left of it.
         """
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -286,7 +290,7 @@ class ThreadedTier(Tier):
         start_moves(self, self._workers, self._put_each, names, leases, on_complete, urgent=False)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        """As in `Tier`, by reading the whole record. For tiers that can do no better."""
+        """Read parts of one record, as in `Tier`, by reading the whole record: for tiers that cannot seek."""
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
@@ -325,12 +329,12 @@ def start_moves(
     urgent: bool,
     batch: int = 1,
 ) -> None:
-    """Have `workers` move records, `batch` of them in a job. Each completes once, whatever goes wrong.
+    """Start jobs on `workers` that move `batch` records each. Each record completes once, even on errors.
 
-    With one record in a job a get waits for no more than the puts that are being written.
+    With one record per job, an urgent get waits at most for the puts that are being written.
 
     Raises:
-        ValueError: names and leases are not as many.
+        ValueError: the numbers of names and leases differ.
     """
     if len(names) != len(leases):
         raise ValueError(f"tier {tier.name!r}: {len(names)} names, {len(leases)} leases")
@@ -350,7 +354,7 @@ def _move(move: Move, names: Sequence[str], leases: Sequence[Lease], on_complete
     errors: Sequence[BaseException | None]
     try:
         errors = move(names, leases)
-    except BaseException as caught:  # a tier's thread must outlive whatever a store throws
+    except BaseException as caught:  # a tier's thread must survive any error of a store
         errors = [caught] * len(names)
     for name, lease, error in zip(names, leases, errors, strict=True):
         complete(on_complete, name, lease, error)
@@ -369,7 +373,7 @@ def copy_ranges(name: str, record: memoryview, ranges: Ranges, buffers: Sequence
 
 
 def get_by_copy(tier: Tier, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-    """`Tier.get` for one that keeps records in slots: copy what it lends."""
+    """Implement `Tier.get` for a tier that keeps records in slots: copy each from its borrowed slot."""
     for name, lease in zip(names, leases, strict=True):
         target = lease.share()
         error: OSError | None = None
@@ -396,10 +400,10 @@ def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseExcept
 
 
 def owner_of(name: str) -> str:
-    """Whose quota a record counts against: its namespace, and so its model and its cache salt."""
+    """Return the owner of the quota for a record: its namespace, thus its model and cache salt."""
     return sys.intern(name.partition("/")[0])
 
 
 def default_threads() -> int:
-    """Threads that keep one disk busy: 4 to 8."""
+    """Return the number of threads that keep one disk busy, 4 to 8."""
     return max(4, min(8, os.cpu_count() or 4))

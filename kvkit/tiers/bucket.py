@@ -1,10 +1,10 @@
 """Objects in a bucket of S3, Google Cloud Storage or Azure, through obstore.
 
-A put is a single request, so an object is there when it is complete, or never. A read is streamed into its
-slot: for large records that takes 0.6 of the time of collecting the body first (benchmarks/bench_s3.py).
+A put is a single request, so an object is visible only when it is complete. A read is streamed into its slot:
+for large records this takes 0.6 of the time of collecting the body first (benchmarks/bench_s3.py).
 
-What a store's answers mean is found out when they first come: a store that lets nobody list it denies what is
-missing, and some know no conditional puts.
+The tier detects a store's peculiarities from its first answers: a store that forbids listing denies access to
+missing objects, and some stores do not support conditional puts.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject,
 from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import check_name
 
-_PIECE_BYTES = 256 << 10  # of a body, handed on at a time: stays in the processor's cache
+_PIECE_BYTES = 256 << 10  # of a body, copied at a time: fits the processor's cache
 _RETRIES = 3
 _PUTS = 2
-"""Tries of a put that another's of the same object comes between, as the store says."""
+"""Attempts of a put that the store rejects because of a concurrent put of the same object."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
-"""What S3 says of an object that may be denied to these credentials alone, or is archived: not of all."""
+"""Error codes of S3 that may concern a single object: access is denied, or the object is archived."""
 _UNCONDITIONAL = re.compile(r" (400|501) |NotImplemented|NotSupported")
-"""How errors of stores, and of obstore, begin that may not know `If-None-Match`."""
+"""Matches errors, of stores and of obstore, that may mean that `If-None-Match` is not supported."""
 log = logging.getLogger(__name__)
 
 
 class Bucket:
-    """Objects below the prefix that `url` names, as `kvkit.tiers.base.ObjectStore` says. Thread-safe.
+    """A `kvkit.tiers.base.ObjectStore` of the objects below a URL's prefix. Thread-safe.
 
     Args:
         url: s3://<bucket>/<prefix>, gs://<bucket>/<prefix>, az://<container>/<prefix>.
-        options: settings by obstore's names; what is left out comes from the usual environment. Of S3:
-            endpoint, region, access_key_id, secret_access_key, session_token; of GCS: service_account; of
-            Azure: account_name, account_key or sas_key.
-        timeout_s: how long one request may take, in seconds, with its retries.
+        options: settings by obstore's names; others come from the usual environment variables. S3 has
+            endpoint, region, access_key_id, secret_access_key, session_token; GCS has service_account; Azure
+            has account_name, account_key or sas_key.
+        timeout_s: longest request, including its retries, in seconds.
 
     Raises:
-        ValueError: obstore does not know the URL or an option; or as `kvkit.tiers.aws.s3_settings`. The
+        ValueError: obstore does not know the URL or an option; or as for `kvkit.tiers.aws.s3_settings`. The
             message shows no option's value.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
-        # a request and then one retry, each with its own limit, and the pause between them, make timeout_s
+        # a request and one retry, each with its own timeout, and the backoff between them add up to timeout_s
         once, pause = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
         scheme, _, rest = url.partition("://")
         config, provider = dict(options), None
@@ -67,7 +67,7 @@ class Bucket:
                 f"{'gs' if scheme == 'gcs' else scheme}://{rest}",
                 config={name: _text(value) for name, value in config.items()},
                 **({} if provider is None else {"credential_provider": provider}),
-                # an endpoint with http:// is what the user asked for
+                # the user chooses http:// by the endpoint
                 client_options={"allow_http": True, "timeout": once, "connect_timeout": once},
                 retry_config={
                     "max_retries": _RETRIES,
@@ -76,7 +76,7 @@ class Bucket:
                 },
             )
         except (BaseError, ValueError) as error:
-            # what it quotes may be a secret; the names of options are not
+            # the error may quote secrets; names of options are none
             reason = hide(_first_line(error), url, options=options)
             raise ValueError(f"{shown(url)}: {reason}") from None
         self._timeout_s = timeout_s
@@ -99,11 +99,11 @@ class Bucket:
             except BaseError as error:
                 if " 403 " not in str(error) or not self._denials.learn():
                     raise
-        # the answer to GET says why it is denied
+        # unlike HEAD, the answer to GET has the reason of a denial
         return int(obstore.get(self._store, name, options={"range": (0, 1)}).meta["size"])
 
     def _look(self, name: str) -> None:
-        """Look at an object as `Denials` asks."""
+        """Inspect an object, raising the errors that `Denials` expects."""
         try:
             obstore.get(self._store, name, options={"range": (0, 1)})
         except FileNotFoundError:
@@ -146,12 +146,12 @@ class Bucket:
             raise TierError(f"{name} cannot be written: the bucket does not exist") from error
 
     def _put(self, name: str, data: memoryview) -> None:
-        """Put an object unless it is there; where the store knows no such condition, put it in any case."""
+        """Put an object unless it exists; overwrite it if the store does not support conditional puts."""
         for _ in range(_PUTS if self._conditional else 0):
             try:
                 obstore.put(self._store, name, data, mode="create", use_multipart=False)
                 return
-            except AlreadyExistsError:  # or another's put of it is under way, and may fail
+            except AlreadyExistsError:  # or another put of it is in flight, and may fail
                 if self.size(name) is not None:
                     return
             except (BaseError, NotImplementedError) as error:
@@ -159,10 +159,10 @@ class Bucket:
                     raise
                 obstore.put(self._store, name, data, mode="overwrite", use_multipart=False)
                 self._conditional = False
-                log.info("%s: it takes no conditional puts: records are put without", self._url)
+                log.info("%s: the store has no conditional puts; kvkit uses unconditional ones", self._url)
                 return
         if self._conditional:
-            raise TierError(f"{name} cannot be written: the store says that another put of it is under way")
+            raise TierError(f"{name} cannot be written: the store reports another put of it in flight")
         obstore.put(self._store, name, data, mode="overwrite", use_multipart=False)
 
     def delete(self, name: str) -> None:
@@ -187,7 +187,7 @@ class Bucket:
 
     @contextmanager
     def _failing(self, what: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
-        """Turn obstore's errors into short ones, but for those that mean missing."""
+        """Turn obstore's errors into short tier errors, passing on those that mean a missing object."""
         try:
             yield
         except BaseError as error:
@@ -202,22 +202,26 @@ class Bucket:
                 reason = f"no answer within timeout_s={self._timeout_s}"
             elif " 403 " in text or " 401 " in text:
                 reason = f"the store refuses these credentials; {_first_line(error)}"
-                code = _CODE.search(text)  # the answer to HEAD has none
+                code = _CODE.search(text)  # absent in an answer to HEAD
                 if reading and " 403 " in text and (code is None or code[1] in _OF_ONE_OBJECT):
                     raise UnreadableObject(f"{name} {what}: {reason}", name) from None
             else:
                 reason = _first_line(error)
-            raise TierError(f"{name} {what}: {reason}") from None  # what is left out is pages long
+            raise TierError(f"{name} {what}: {reason}") from None  # obstore's own text is pages long
 
 
 def _is_denied(error: Exception) -> bool:
-    """Whether an answer says that the credentials are known, and may not do this."""
+    """Return whether an answer means that the credentials are valid, but lack the permission."""
     code = _CODE.search(str(error))
     return " 403 " in str(error) and code is not None and code[1] == "AccessDenied"
 
 
 def _stream(result: Any, buffer: memoryview) -> int:
-    """The body of a reply into `buffer`, piece by piece; returns its bytes, never more than fit."""
+    """Copy the body of a reply into `buffer`, piece by piece; return its number of bytes.
+
+    Raises:
+        TierError: the body does not fit `buffer`.
+    """
     done = 0
     for piece in result.stream(_PIECE_BYTES):
         end = done + len(piece)
@@ -233,7 +237,7 @@ def _text(value: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What obstore says before it dumps its structures, with the code of S3's own explanation."""
+    """Return the first line of obstore's error, without its dumped structures but with S3's error code."""
     text = str(error)
     line = text.partition("\n")[0].partition(": <?xml")[0].rstrip(": ")
     code = _CODE.search(text)

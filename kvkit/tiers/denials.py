@@ -1,4 +1,4 @@
-"""Finds out whether a store denies objects that are missing, as S3 does to users who may not list."""
+"""Detection of stores that deny access to missing objects, as S3 does to users who may not list."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ log = logging.getLogger(__name__)
 
 
 class Denials:
-    """Knows whether one store denies what is missing. Thread-safe.
+    """Detector of whether one store denies access to missing objects. Thread-safe.
 
     Args:
-        shown: the store's URL, without secrets.
-        look: looks at the object of a name. FileNotFoundError: it is missing; PermissionError: denied; any
-            other OSError says nothing.
+        shown: URL of the store, without secrets.
+        look: function that inspects the object of a name. It raises FileNotFoundError if the object is
+            missing, PermissionError if it is denied; any other OSError is inconclusive.
     """
 
     def __init__(self, shown: str, look: Callable[[str], object]) -> None:
@@ -25,11 +25,14 @@ class Denials:
 
     @property
     def known(self) -> bool:
-        """Say, without a request, whether the store is known to."""
+        """True if the store is known to deny access to missing objects. Makes no request."""
         return bool(self._known)
 
     def learn(self) -> bool:
-        """Say whether the store does. Requests an object that nobody has, until there is an answer."""
+        """Return whether the store denies access to missing objects.
+
+        Requests an object that cannot exist, at each call until the answer is conclusive.
+        """
         if self._known is None:
             try:
                 self._look(f"missing-{secrets.token_hex(16)}")
@@ -38,8 +41,8 @@ class Denials:
             except PermissionError:
                 self._known = True
                 log.warning(
-                    "%s: what is missing is denied (HTTP 403), as without s3:ListBucket: a record that is "
-                    "denied is taken for a missing one",
+                    "%s: the store denies access to missing objects (HTTP 403), as S3 does without "
+                    "s3:ListBucket: kvkit treats a denied record as missing",
                     self._shown,
                 )
             except OSError:

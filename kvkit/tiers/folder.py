@@ -1,21 +1,21 @@
-"""Objects as files below a local or network folder, with bare system calls: written once, renamed into place.
+"""Objects as files below a local or network folder, written once and renamed into place.
 
-A file is written under a temporary name in its own folder, under a lock that its writer's death lifts, and
-renamed when it is complete. So a record is whole or not there, and `Folder.clean` can tell what a killed
-writer left from what another process is just writing.
+A file is written under a temporary name in its final folder and renamed when it is complete, so a record is
+either complete or missing. The writer holds a lock that its death releases, so `Folder.clean` can distinguish
+files left by killed writers from those still being written.
 
-Writes go past the page cache where the file system lets them (O_DIRECT): they take a fraction of the time and
-of the processor, and leave the cache to others. Reads go through it: warm ones are much faster, cold ones no
-slower. benchmarks/bench_files.py measures both choices.
+Writes bypass the page cache if the file system permits O_DIRECT: this takes a fraction of the time and CPU,
+and leaves the cache to others. Reads use the cache: warm reads are much faster, cold ones no slower.
+benchmarks/bench_files.py measures both choices.
 
-KV tells what was said: files and folders are for their owner alone, whatever the umask, unless `Access` says
-that others share the store.
+KV reveals its prompts: only the owner may access files and folders, whatever the umask, unless `Access` lets
+others share the store.
 
-Whoever can write to a store can put anything in a record's place. What is no regular file is not read, nor
-waited for, and makes way for the record: a symbolic link, a pipe, a socket, a folder.
+Anyone with write access to a store can put anything under a record's name. Symbolic links, pipes, sockets and
+folders are neither read nor waited for, and the next write of the record replaces them.
 
-An NFS client remembers for up to a minute that a name is not there, whatever other clients create; `Folder`
-asks the server before it believes that. tests/nfs proves it on a real mount.
+An NFS client caches for up to a minute that a name is missing, whatever other clients create; `Folder` asks
+the server before it reports a name as missing. tests/nfs proves it on a real mount.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Access = Literal["user", "group", "all"]
-"""Which users of the host, or of an NFS server, may read and write a store."""
+"""Users of the host, or of an NFS server, who may read and write a store."""
 
 TEMPORARY = ".tmp-"
 ASIDE = ".aside-"
-"""What a folder that lay in a record's place, and is not empty, is called from then on."""
+"""Prefix of the new name of a non-empty folder that had a record's name."""
 _LEFT = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _FILE_MODES: dict[Access, int] = {"user": 0o600, "group": 0o660, "all": 0o666}
 _FOLDER_MODES: dict[Access, int] = {"user": 0o700, "group": 0o2770, "all": 0o777}
-"""Of a group with setgid, so that what any member makes is the group's."""
+"""Setgid for "group", so that all files that a member creates belong to the group."""
 _SPACE, _GROUP = re.compile(SPACE), re.compile(GROUP)
 _LEVELS = (_SPACE, _GROUP)
 """Names of the folders above those with records."""
 _OBJECT = re.compile(rf"{RECORD}|{SPACE}/{GROUP}/{re.escape(METADATA)}")
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""A file is not there, or not any more: ESTALE, another NFS client removed it."""
+"""Errors for a missing file; ESTALE: another NFS client removed it."""
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _DENIED = (errno.EACCES, errno.EPERM)
 _BAD_SECTORS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
-"""What a disk says of what it cannot read: in the last two, that checksums of the file system differ."""
+"""Errors for unreadable disk sectors; the last two are checksum mismatches in the file system."""
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
-"""Without O_NONBLOCK a pipe is opened when somebody opens its other end, and so never."""
+"""O_NONBLOCK, as opening a pipe without it blocks until another process opens the other end."""
 _ESCAPE = re.compile(r"\\([0-7]{3})")
-"""How /proc writes a blank in a path."""
+"""Octal escapes in paths of /proc, such as that of a blank."""
 _TRIES = 4
-"""How often a write starts over when a cleaner takes its file for a dead writer's, which is rare already."""
+"""Attempts of a write: a cleaner may, rarely, remove its temporary file as a dead writer's."""
 
 
 def check_name(name: str) -> None:
-    """Refuse whatever is neither a record nor an array's metadata, and so every name that leaves the root.
+    """Check that a name is that of a record or of an array's metadata, so that it stays below the root.
 
     Raises:
         TierError: it is neither.
@@ -82,15 +82,13 @@ def check_name(name: str) -> None:
 
 
 class Folder:
-    """Files below `root`, which need not exist before the first write, as an `ObjectStore`.
-
-    Thread-safe and process-safe.
+    """An `ObjectStore` of files below `root`. Thread-safe and process-safe.
 
     Args:
-        root: a folder, absolute or relative to the current one.
-        fsync: whether a write returns only when the file and its name would survive a power failure.
-        access: who may read and write what this makes: the root, if it is missing, and all below it. What is
-            there already keeps its mode.
+        root: folder, absolute or relative to the current one; the first write creates it if it is missing.
+        fsync: True to return from a write only when the file and its name would survive a power failure.
+        access: users who may read and write the files and folders that this creates, the root included.
+            Existing ones keep their modes.
     """
 
     def __init__(self, root: str, fsync: bool = False, access: Access = "user") -> None:
@@ -114,7 +112,7 @@ class Folder:
             size = os.fstat(file).st_size
             if size > len(buffer):
                 raise too_large(name, size, len(buffer))
-            return _read_at(file, buffer[:size], 0)  # cut short meanwhile: the record's own checks find that
+            return _read_at(file, buffer[:size], 0)  # if truncated meanwhile, the record's checksums show it
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         with self._opened(name) as file:
@@ -125,7 +123,7 @@ class Folder:
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
-        with suppress(DamagedObject):  # what cannot be looked at may be replaced all the same
+        with suppress(DamagedObject):  # a file that cannot be inspected may still be replaced
             if self.size(name) is not None:
                 return
         for attempt in range(_TRIES):
@@ -146,8 +144,8 @@ class Folder:
                 if self._fsync:
                     os.fsync(file)
                 else:
-                    # NFS sends what it buffered, and tells of a full disk, when a descriptor is closed: close
-                    # one before the name is there for all to see, and keep the lock through the other
+                    # NFS flushes its buffer, and reports a full disk, when a descriptor is closed: close one
+                    # before the rename makes the file visible, and keep the lock through the other
                     os.close(os.dup(file))
                 try:
                     os.rename(temporary, path)
@@ -168,13 +166,13 @@ class Folder:
                 self._synced.add(folder)
 
     def _sync_names(self, folder: str) -> None:
-        """Sync the name of `folder`, and those of all above it on its file system, whoever made them."""
+        """Sync the name of `folder` and of every folder above it on its file system."""
         while folder != self.root:
             folder = os.path.dirname(folder)
             _sync_folder(folder)
         device, above = os.stat(folder).st_dev, os.path.dirname(folder)
         while above != folder and os.stat(above).st_dev == device:
-            with suppress(PermissionError):  # what lies above the root may be nobody's to read
+            with suppress(PermissionError):  # folders above the root may be unreadable
                 _sync_folder(above)
             folder, above = above, os.path.dirname(above)
 
@@ -208,9 +206,9 @@ class Folder:
             yield name, size
 
     def clean(self) -> None:
-        """Remove the temporary files of writers that were killed. Those of live writers stay.
+        """Remove the temporary files of killed writers, keeping those of live ones.
 
-        It goes down by descriptors, never through a symbolic link: nothing outside the root is touched.
+        The walk uses descriptors and follows no symbolic link, so nothing outside the root is removed.
         """
         root = os.path.realpath(self.root)
         try:
@@ -226,7 +224,7 @@ class Folder:
             _unlisted(error)
 
     def opened_wider(self) -> list[str]:
-        """Names of the namespaces here that more users can get into than `access` says: others made them."""
+        """Return the names of namespaces that are open to more users than `access` permits."""
         wide = 0o777 & ~_FOLDER_MODES[self._access]
         if not wide & _mode(self.root, os.stat):
             return []
@@ -238,10 +236,10 @@ class Folder:
         ]
 
     def _create(self, folder: str) -> tuple[int, str]:
-        """A new temporary file in `folder`, open for writing and locked, and its path.
+        """Create a temporary file in `folder`; return its descriptor, locked and writable, and its path.
 
         Raises:
-            FileNotFoundError: a cleaner came between opening and locking, and took it for a dead writer's.
+            FileNotFoundError: a cleaner took the file for a dead writer's before it was locked.
         """
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
         flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODES[self._access]
@@ -251,12 +249,12 @@ class Folder:
             self._make(folder)
             file = os.open(temporary, flags, mode)
         try:
-            if stat.S_IMODE(os.fstat(file).st_mode) != mode:  # the umask took from it
-                with suppress(PermissionError):  # a file system with modes of its own
+            if stat.S_IMODE(os.fstat(file).st_mode) != mode:  # the umask removed permissions
+                with suppress(PermissionError):  # the file system imposes its own modes
                     os.fchmod(file, mode)
             if _is_mine(file):
                 return file, temporary
-            raise FileNotFoundError(errno.ENOENT, "taken for a dead writer's", temporary)
+            raise FileNotFoundError(errno.ENOENT, "a cleaner took it for a dead writer's file", temporary)
         except BaseException:
             os.close(file)
             with suppress(OSError):
@@ -264,7 +262,7 @@ class Folder:
             raise
 
     def _make(self, folder: str) -> None:
-        """Make `folder`, which is in the root or is it, and what is missing above it."""
+        """Create `folder`, which is the root or below it, and its missing parents."""
         if folder == self.root:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
         elif not os.path.isdir(os.path.dirname(folder)):
@@ -285,11 +283,11 @@ class Folder:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """A descriptor to read the file.
+        """Open the file and yield a descriptor to read it.
 
         Raises:
-            FileNotFoundError: it is missing.
-            DamagedObject: it is no regular file, or cannot be read.
+            FileNotFoundError: the file is missing.
+            DamagedObject: it is not a regular file, or cannot be read.
         """
         path = self._path(name)
         with self._blaming(name), _naming(name):
@@ -303,10 +301,11 @@ class Folder:
 
     @contextmanager
     def _blaming(self, name: str) -> Iterator[None]:
-        """Tell the errors of what lies in the place of a record from those of the whole folder.
+        """Raise DamagedObject for errors of one record, and leave those of the whole folder as they are.
 
         Raises:
-            DamagedObject: the record is to blame; or it alone may be, in its subclass.
+            DamagedObject: the record is at fault.
+            UnreadableObject: the record or the folder is at fault.
         """
         try:
             yield
@@ -316,17 +315,17 @@ class Folder:
             what = f"{error.strerror}: {name!r}"
             if error.errno in _BAD_SECTORS:
                 raise UnreadableObject(what, name) from error
-            if error.errno in _DENIED and _mode(f"{self.root}/."):  # what lies below may be reached
+            if error.errno in _DENIED and _mode(f"{self.root}/."):  # the root itself is accessible
                 raise DamagedObject(what, Damage.UNREADABLE) from error
             if (mode := _mode(f"{self.root}/{name}")) and not stat.S_ISREG(mode):
                 raise _foreign(name) from error
             raise
 
     def _find(self, path: str, call: Callable[[str], T]) -> T:
-        """call(path), on NFS once more with fresh eyes if the file seems missing.
+        """Return call(path); on NFS, call again after asking the server if the file seems missing.
 
         Raises:
-            FileNotFoundError: it is missing, or became so.
+            FileNotFoundError: the file is missing, or was removed meanwhile.
         """
         if self._nfs:
             try:
@@ -344,8 +343,8 @@ class Folder:
 
 
 def file_system(path: str) -> str:
-    """The type of the file system that `path` is on, or would be, as in /proc/mounts; "" if unknown."""
-    os.path.exists(path)  # mounts what is mounted on demand
+    """Return the type of the file system of `path`, existing or not, as in /proc/mounts; "" if unknown."""
+    os.path.exists(path)  # triggers automounts
     path = os.path.realpath(path)
     found, kind = "", ""
     try:
@@ -357,15 +356,15 @@ def file_system(path: str) -> str:
                 if inside and len(point) >= len(found):
                     found, kind = point, fields[fields.index("-") + 1]
     except OSError as error:
-        log.warning("%s: its file system is not known, taken for a local one: %s", path, error)
+        log.warning("%s: cannot determine its file system, assuming a local one: %s", path, error)
     return kind
 
 
 def _look_again(folder: str) -> None:
-    """Make the NFS client ask the server whether `folder` changed, so that it forgets names it holds missing.
+    """Make the NFS client ask the server for changes of `folder`, dropping cached missing names.
 
-    Opening a folder does that, for one request to the server: close-to-open consistency. A folder that is
-    missing itself may be so in the client's memory alone: then it is up to the one above.
+    Opening a folder does that with one request (close-to-open consistency). If the folder itself seems
+    missing, that may be cached too, so its parents are opened.
     """
     while True:
         try:
@@ -379,7 +378,7 @@ def _look_again(folder: str) -> None:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Give errors the name of the file, which calls on descriptors do not tell.
+    """Add the file's name to errors of calls on descriptors, which lack it.
 
     Raises:
         FileNotFoundError: another NFS client removed the file while this one held it.
@@ -417,11 +416,11 @@ def _unlisted(error: OSError, folder: str | None = None) -> None:
 
 
 def _foreign(name: str) -> DamagedObject:
-    return DamagedObject(f"{name}: something else than a file lies in its place", Damage.FOREIGN)
+    return DamagedObject(f"{name}: something other than a regular file has its name", Damage.FOREIGN)
 
 
 def _clear_away(path: str) -> None:
-    """Remove the folder in a record's place; one that is not empty gets another name: it is somebody's."""
+    """Remove a folder that has a record's name; rename it if it is not empty, to keep its files."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -429,11 +428,11 @@ def _clear_away(path: str) -> None:
             raise
         aside = f"{os.path.dirname(path)}/{ASIDE}{secrets.token_hex(8)}"
         os.rename(path, aside)
-        log.warning("%s: a folder lay in a record's place; it is %s now", path, aside)
+        log.warning("%s: a folder had a record's name; renamed it to %s", path, aside)
 
 
 def _mode(path: str, look: Callable[[str], os.stat_result] = os.lstat) -> int:
-    """The type and permissions of what is at `path`; 0 where that cannot be told."""
+    """Return the mode (type and permissions) of `path`; 0 if it is missing or cannot be inspected."""
     try:
         return look(path).st_mode
     except OSError:
@@ -441,31 +440,31 @@ def _mode(path: str, look: Callable[[str], os.stat_result] = os.lstat) -> int:
 
 
 def _is_mine(file: int) -> bool:
-    """Lock a new file; False if a cleaner has it, or removed it already. Never waits."""
+    """Lock a new file without waiting; return False if a cleaner has locked or removed it."""
     try:
         _lock(file)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # without locks the writer is safe all the same: cleaners cannot lock the file, and leave it
+        pass  # the file system has no locks: cleaners cannot lock the file either, and leave it
     return os.fstat(file).st_nlink > 0
 
 
 def _lock(file: int) -> None:
-    """Lock the file until it is closed.
+    """Lock the file until it is closed, without waiting.
 
-    With a lock of the open file description, not flock: NFS servers turn both into record locks, and only the
-    former conflicts with those when processes on the server's own machine use the folder as well.
+    The lock is one of the open file description, not flock: NFS servers turn both into record locks, and only
+    the former also conflicts with locks of processes on the server's own machine.
 
     Raises:
-        BlockingIOError: another has it.
-        OSError: there are no locks here, or the file is gone.
+        BlockingIOError: another process has the lock.
+        OSError: the file system has no locks, or the file is gone.
     """
     fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
 
 
 def _read_at(file: int, buffer: memoryview, offset: int) -> int:
-    """Read from `offset` on until the buffer is full, or the file ends; returns the bytes."""
+    """Read from `offset` until the buffer is full or the file ends; return the number of bytes."""
     done = 0
     while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], offset + done)):
         done += count
@@ -473,10 +472,10 @@ def _read_at(file: int, buffer: memoryview, offset: int) -> int:
 
 
 def _write_all(file: int, data: memoryview) -> None:
-    """Write `data`: whole pages past the page cache if file system and memory allow it, else through."""
+    """Write `data`, whole pages with O_DIRECT if the file system and the memory permit it."""
     pages = len(data) - len(data) % ALIGN
     for part, flags in ((data[:pages], os.O_DIRECT), (data[pages:], 0)):
-        # not given to open: a file system that refuses it there makes the file all the same
+        # not given to open: a file system that refuses O_DIRECT there creates the file nonetheless
         with suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETFL, flags)
         while part:
@@ -490,8 +489,8 @@ def _write_all(file: int, data: memoryview) -> None:
 
 
 def _remove_if_dead(name: str, folder: int) -> None:
-    """Remove the file `name` of the folder with that descriptor, unless a writer has it locked."""
-    with suppress(OSError):  # locked, gone by itself, no file, read-only, or on a file system without locks
+    """Remove the file `name` in the folder with descriptor `folder`, unless a writer has it locked."""
+    with suppress(OSError):  # locked, removed meanwhile, not a file, read-only, or no locks there
         file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -499,8 +498,8 @@ def _remove_if_dead(name: str, folder: int) -> None:
             _lock(file)
         finally:
             os.close(file)
-        # only now: an NFS client renames what is still open, and removes it some time after the close; a
-        # writer that locks the file in between starts over
+        # after the close: an NFS client renames a file that is still open and removes it later; a writer that
+        # locks the file in between starts over
         os.unlink(name, dir_fd=folder)
 
 

@@ -1,4 +1,4 @@
-"""Objects of any file system that fsspec knows. Each read and write is one call, and one copy."""
+"""Objects in any file system of fsspec. Each read and write is one call and one copy."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from kvkit.tiers.folder import TEMPORARY, check_name
 from kvkit.workers import submit, within
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
-"""Protocols whose `find` is one flat listing, of as many pages as there are thousands of objects."""
+"""Protocols with a flat listing: `find` takes one page per thousand objects."""
 _ATOMIC = {"memory"} | _BUCKETS
-"""Protocols whose single put is visible when complete, or never."""
+"""Protocols with atomic puts: an object is visible only when complete."""
 _PAGES = 60
-"""A bucket's listing may take so many timeouts."""
+"""Timeout of a bucket's listing, as a multiple of `timeout_s`."""
 FsspecRoot = tuple[Any, str]
 """A file system of fsspec, and a path in it."""
 _LOST = (TimeoutError, ConnectionError, EOFError)
-"""Errors after which a connection is of no more use."""
+"""Errors after which a connection cannot be used again."""
 _ABSENT = (404, 410)
-"""Statuses of HTTP that mean not found."""
+"""HTTP statuses that mean not found."""
 _THREADS = "kvkit-fsspec"
-"""The name of threads that wait for a file system."""
+"""Name of the threads that wait for a file system."""
 
 
 class FsspecStore:
-    """Objects of an fsspec file system, below a root in it. Thread-safe as that is.
+    """Objects below a root in an fsspec file system. As thread-safe as that file system.
 
-    It connects when it is first used, and anew after a call that got no answer or lost its connection.
+    It connects on first use, and again after a call that timed out or lost its connection.
 
     Args:
-        connect: returns the file system and the root in it.
-        url: of the root, as it may be shown.
-        hide: takes the secrets out of the text of an error.
+        connect: function that returns the file system and the root in it.
+        url: URL of the root, without secrets.
+        hide: function that removes secrets from the text of an error.
         timeout_s: longest call to the file system, in seconds.
-        found: what `connect` returned already; None: not yet.
+        found: result of an earlier `connect`; None if not connected yet.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FsspecStore:
         return None if found.get("type") == "directory" else int(found["size"])
 
     def read(self, name: str, buffer: memoryview) -> int:
-        with self._blaming(name):  # no more than one byte that does not fit, whatever lies there
+        with self._blaming(name):  # one byte more than fits shows that an object is too large
             data = self._files.cat_file(self._path(name), start=0, end=len(buffer) + 1)
         if len(data) > len(buffer):
             raise DamagedObject(f"{name}: it does not fit the slot's {len(buffer)} bytes", Damage.OVERSIZE)
@@ -122,7 +122,7 @@ class FsspecStore:
                 yield name, int(info["size"])
 
     def _walk(self, folder: str) -> Iterator[tuple[str, int]]:
-        """The records in a folder and those in it: one call for each, as fsspec's `find` hides errors."""
+        """Yield the records below a folder, with one `ls` per folder: fsspec's `find` hides errors."""
         try:
             entries = self._files.ls(f"{self._files.root}/{folder}".rstrip("/"), detail=True)
         except FileNotFoundError:
@@ -143,18 +143,19 @@ class FsspecStore:
 
     @contextmanager
     def _blaming(self, name: str) -> Iterator[None]:
-        """Tell the errors of one object from those of its store, as far as fsspec's libraries do.
+        """Turn errors of one object into DamagedObject, as far as fsspec's libraries distinguish them.
 
         Raises:
-            DamagedObject: it ends before a range does, or is no file; or it is unreadable, if it alone is so.
-            FileNotFoundError: it is missing, or denied by a store that denies what is missing.
+            DamagedObject: the object ends before a range does, or is not a file.
+            UnreadableObject: the object cannot be read, or no object can.
+            FileNotFoundError: it is missing, or denied by a store that denies access to missing objects.
         """
         try:
             yield
         except IsADirectoryError as error:
             raise DamagedObject(f"{name}: {error}", Damage.FOREIGN) from error
         except OSError as error:
-            if error.errno == errno.EINVAL:  # what fsspec makes of "416 Range Not Satisfiable"
+            if error.errno == errno.EINVAL:  # fsspec's form of "416 Range Not Satisfiable"
                 raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
             if isinstance(error, PermissionError) and self._denials.learn():
                 raise FileNotFoundError(f"{name} is missing, or denied") from error
@@ -164,10 +165,10 @@ class FsspecStore:
 
 
 class _Calls:
-    """Calls to an fsspec file system: within `timeout_s`, raising only OSErrors, without secrets in them.
+    """Calls to an fsspec file system, limited to `timeout_s` and raising only OSErrors without secrets.
 
-    Many libraries behind fsspec wait for minutes or for ever, so each call has a thread of its own. Each has
-    errors of its own, too, which may quote the URL, as may what caused them: they are raised anew, alone.
+    Many libraries behind fsspec wait for minutes or for ever, so each call runs in a thread of its own. Their
+    errors and the causes of these may quote the URL, so each call raises a new error without a cause.
     """
 
     def __init__(
@@ -188,17 +189,17 @@ class _Calls:
 
     @property
     def root(self) -> str:
-        """The root's path. Connects."""
+        """Path of the root. Connects if necessary."""
         return self._connected()[1].rstrip("/")
 
     @property
     def protocols(self) -> set[str]:
-        """Names of the file system's protocol. Connects."""
+        """Names of the file system's protocol. Connects if necessary."""
         protocol = self._connected()[0].protocol
         return {protocol} if isinstance(protocol, str) else set(protocol)
 
     def find(self, path: str) -> dict[str, Any]:
-        """All objects below `path`, with their details."""
+        """Return all objects below `path`, with their details."""
         found: dict[str, Any] = self._call("find", _PAGES * self._timeout_s, path, detail=True)
         return found
 
@@ -216,7 +217,7 @@ class _Calls:
         raise told
 
     def _connected(self) -> FsspecRoot:
-        """The file system and the root in it. Connects, once for all who ask meanwhile."""
+        """Return the file system and the root in it; concurrent callers share one attempt to connect."""
         found = None
         try:
             with self._lock:
@@ -230,17 +231,17 @@ class _Calls:
         raise told
 
     def _disconnect(self, files: Any) -> None:
-        """Have the next call connect anew, unless another did."""
+        """Make the next call connect again, unless another thread has done so."""
         with self._lock:
             found = self._found
             if found is not None and found.done() and not found.exception() and found.result()[0] is files:
                 self._found = None
 
     def _told(self, method: str, error: Exception) -> OSError:
-        """What to raise for an error of `method`."""
+        """Return the error to raise for an error of `method`."""
         if isinstance(error, TimeoutError):
             return TimeoutError(f"{method}: no answer within timeout_s={self._timeout_s}")
-        if type(error).__name__ == "NoCredentialsError":  # of botocore, which need not be there
+        if type(error).__name__ == "NoCredentialsError":  # of botocore, which may not be installed
             return TierError(f"{method}: {missing_credentials()}")
         if not isinstance(error, OSError):
             return TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
@@ -251,20 +252,20 @@ class _Calls:
 
 
 def _plain(error: Exception) -> Exception:
-    """What fsspec's http means by "not found", which it says of every error."""
+    """Return the actual error behind a FileNotFoundError: fsspec's http raises that for every error."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
-    status = getattr(cause, "status", None)  # of an answer
+    status = getattr(cause, "status", None)  # of an HTTP response
     of_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, OSError)
     return cause if of_http and status not in _ABSENT and not isinstance(cause, FileNotFoundError) else error
 
 
 def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> FsspecRoot:
-    """fsspec's file system for `url`, and the path in it. What it caches is for its user alone.
+    """Return fsspec's file system for `url`, not shared with other callers, and the path in it.
 
     Raises:
-        Exception: fsspec, or the library behind it, refuses; the message may show a secret.
+        Exception: an error of fsspec or the library behind it; the message may show a secret.
     """
     settings: Mapping[str, Any] = options
     protocol = url.partition("://")[0]
@@ -281,20 +282,20 @@ def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> Fs
 
 
 def make_cache_folders(options: Mapping[str, Any]) -> None:
-    """Make the folders in which fsspec is told to keep copies of records, for their user alone.
+    """Create the folders for fsspec's cached copies of records, with access for their owner alone.
 
     Raises:
-        OSError: one cannot be made.
+        OSError: a folder cannot be created.
     """
     for copies in _cache_folders(options):
         os.makedirs(copies, mode=0o700, exist_ok=True)
 
 
 def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """What s3fs calls the options of an S3 bucket, with one try per request and a limit to each wait.
+    """Return the options of an S3 bucket under s3fs's names, with timeouts and without retries.
 
     Raises:
-        ValueError: s3fs has none of a name.
+        ValueError: s3fs does not have an option.
     """
     names = {
         "endpoint": "endpoint_url",
@@ -319,7 +320,7 @@ def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any
 
 
 def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:
-    """The folders in which fsspec is told to keep copies of records (simplecache::, filecache::)."""
+    """Yield the folders in which the options make fsspec cache records (simplecache::, filecache::)."""
     for value in options.values():
         if isinstance(value, Mapping):
             yield from _cache_folders(value)

@@ -1,12 +1,13 @@
-"""A circuit breaker per tier: one that fails is passed over for a while, then tried by one caller.
+"""A circuit breaker per tier: a failing tier is skipped for a while, then tried by one caller.
 
-    ok -- failures in a row, or a timeout --> open -- the pause is over --> half-open -- a trial works --> ok
-                                                ^------- a trial fails: a longer pause ---------'
+    ok -- failures in a row, or a timeout --> open -- the backoff ends --> half-open -- a trial works --> ok
+                                                ^------- a trial fails: a longer backoff -------'
 
-A record that cannot be read says little of its tier: in a row of failures it counts once, however often it is
-tried. Others that cannot be read either say more.
+One unreadable record is weak evidence against its tier: in a row of failures it counts once, however often it
+is tried. Several unreadable records count separately.
 
-A tier that is ok is called slow while it takes several times as long as it used to; that only informs.
+A tier that is ok is reported as slow while its latency is several times the earlier one; this is only
+informative.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ FAILURES_TO_PAUSE = 3
 """Failures in a row that open the circuit. One timeout does: it costs a request its whole deadline."""
 
 PAUSES_S = (5.0, 10.0, 20.0, 40.0, 80.0, 120.0)
-"""How long a tier is passed over, in seconds: the first time, after one failed trial, after two, ..."""
+"""Backoff, in seconds: the first time, after one failed trial, after two, ..."""
 
 TRIAL_S = 30.0
-"""A trial of which nothing was heard for so long, in seconds, is lost, and another caller may try."""
+"""Timeout of a trial that reports no result, in seconds; then another caller may try."""
 
 SLOW_FACTOR, RECENT, REMEMBERED = 4.0, 8, 64
-"""Slow: the median of the RECENT last latencies is SLOW_FACTOR times that of those before."""
+"""A tier is slow if the median of its RECENT last latencies is SLOW_FACTOR times that of earlier ones."""
 
 CURRENT_S = 60.0
-"""For so long, in seconds, a latency says how fast the tier is now."""
+"""Age in seconds up to which a latency describes the tier's current speed."""
 
 
 class Health:
-    """The circuit of one tier. Thread-safe; `now` is the caller's clock, in seconds."""
+    """The circuit breaker of one tier. Thread-safe; `now` is the caller's clock, in seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._failures = 0  # in a row, while it is closed
-        self._unreadable: set[str] = set()  # the records among them
-        self._pauses = 0  # in a row; 0 while it is closed
-        self._until = 0.0  # when the pause, or the trial that is under way, is over
-        self._trial = False  # whether one is under way
-        self._latencies: deque[float] = deque(maxlen=REMEMBERED)  # seconds a record
-        self._measured = 0.0  # when the last of them was
+        self._failures = 0  # in a row, while the circuit is closed
+        self._unreadable: set[str] = set()  # unreadable records among these failures
+        self._pauses = 0  # backoffs in a row; 0 while the circuit is closed
+        self._until = 0.0  # end of the backoff or of the pending trial
+        self._trial = False  # True while a trial is pending
+        self._latencies: deque[float] = deque(maxlen=REMEMBERED)  # seconds per record
+        self._measured = 0.0  # time of the last latency
 
     def usable(self, now: float) -> bool:
-        """Whether to use the tier now. In a half-open circuit one caller gets yes, and must report."""
+        """Return whether to use the tier now. If half-open, one caller gets True and must report a result."""
         with self._lock:
             if self._pauses:
                 if now < self._until:
@@ -57,9 +58,12 @@ class Health:
             return True
 
     def worked(self, now: float, seconds: float | None = None) -> None:
-        """Records were moved: closed, unless it is open. What was begun before the pause proves nothing.
+        """Record a success and close the circuit, unless it is open.
 
-        `seconds` is the time per record, where it is known.
+        While it is open, results come from operations started before the backoff and prove nothing.
+
+        Args:
+            seconds: time per record, if known.
         """
         with self._lock:
             if not self._may_decide(now):
@@ -71,19 +75,21 @@ class Health:
                 self._measured = now
 
     def answered(self, now: float) -> None:
-        """An answer moved no record, or the caller had nothing to move after all: a trial ends undecided.
+        """Record that the tier answered, or was not used after all, and no record was moved.
 
-        The next caller may try. An index can answer for a disk that is gone, so this does not interrupt a row
-        of failures.
+        A trial ends undecided, and the next caller may try. An index can answer for a disk that is gone, so
+        this does not interrupt a row of failures.
         """
         with self._lock:
             if self._trial:
                 self._trial, self._until = False, now
 
     def failed(self, now: float, timed_out: bool = False, unreadable: str | None = None) -> None:
-        """The tier reported an error, or (`timed_out`) missed a deadline.
+        """Record that the tier reported an error.
 
-        `unreadable` names a record that may be why: it counts once.
+        Args:
+            timed_out: True if the tier missed a deadline.
+            unreadable: name of a record that may be the cause; it counts once in a row of failures.
         """
         with self._lock:
             if not self._may_decide(now) or unreadable in self._unreadable:
@@ -98,14 +104,14 @@ class Health:
                 self._unreadable.clear()
 
     def record_s(self, now: float) -> float | None:
-        """Seconds that a record takes of late; None: not known, and only known by reading one."""
+        """Return the recent seconds per record; None if unknown until another record is read."""
         with self._lock:
             if not self._latencies or now - self._measured > CURRENT_S:
                 return None
             return median(list(self._latencies)[-RECENT:])
 
     def state(self, now: float) -> HealthState:
-        """For metrics and people. Changes nothing."""
+        """Return the state for metrics and reports. Does not mutate."""
         with self._lock:
             if self._pauses:
                 return "half-open" if self._may_decide(now) else "open"
@@ -115,5 +121,5 @@ class Health:
         return "slow" if slow else "ok"
 
     def _may_decide(self, now: float) -> bool:
-        """Whether a result counts: not while the pause lasts."""
+        """Return whether a result counts: not during the backoff."""
         return not self._pauses or self._trial or now >= self._until

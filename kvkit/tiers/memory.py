@@ -1,4 +1,4 @@
-"""The memory tier: records stay in the staging slots they were packed or read into; nothing is copied."""
+"""The memory tier: it keeps records in the staging slots that they were packed or read into, uncopied."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvkit.tiers.settings import TierConfig
 
 
 class MemoryTier(Tier):
-    """Records in slots of `staging`; what is evicted for others, `eviction` decides.
+    """Records in slots of `staging`, evicted as `kvkit.tiers.eviction` decides.
 
-    A put keeps a share of the slot, `borrow` lends it out. A record counts as a whole slot. Slots that are on
-    loan may be evicted: their memory returns when the last share does, so the arena must have more slots than
-    this tier (`capacity_bytes` below the arena's), or nothing is left to read into.
+    A put keeps a share of the slot, and `borrow` returns another. A record counts as a whole slot. Borrowed
+    slots may be evicted, but become free only when the last share is released. So the arena must have more
+    slots than this tier (`capacity_bytes` below the arena's), or none may be left to read into.
 
     Args:
-        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
-        quota_bytes: what one namespace may hold; None for no limit.
-        keep_s: for so many seconds after a record was put it is pinned: newcomers find no room instead.
+        policy: name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
+        quota_bytes: limit for one namespace; None for no limit.
+        keep_s: seconds for which a new record is pinned; puts that find no room meanwhile fail.
 
     Raises:
         ValueError: the capacity is below one slot, or leaves no slot for staging.
@@ -68,7 +68,7 @@ class MemoryTier(Tier):
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> MemoryTier:
-        """One in slots of `staging`."""
+        """Open a tier in slots of `staging`."""
         return cls(
             staging,
             config.capacities[0] or 0,

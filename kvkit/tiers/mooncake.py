@@ -1,9 +1,8 @@
-"""Records in a Mooncake Store: memory that machines pool, over TCP or RDMA, straight from and into slots.
+"""Records in a Mooncake Store: memory pooled by machines, reached over TCP or RDMA without a copy.
 
-A master knows what lies where; every client may give memory to the pool. What is held is asked of the master
-each time, in one round trip per `_NAMES` records. The master decides what is evicted. A machine that dies
-takes its records with it: until the master notices (`client_ttl`, 10 s) they are still said to be there, and
-reading them fails.
+A master tracks where records are and decides what is evicted; every client may contribute memory to the pool.
+A lookup asks the master, in one round trip per `_NAMES` records. A machine that dies takes its records with
+it: until the master notices (`client_ttl`, 10 s), it still reports them as held, and reading them fails.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ from kvkit.workers import Workers
 log = logging.getLogger(__name__)
 
 PREFIX = "kvkit:"
-"""Of every key, so that a pool can be shared with others."""
+"""Prefix of every key, so that other programs can use the same pool."""
 
 THREADS = 4
 
 _PORT = 50051
 _NAMES = 512
-_BATCH = 8  # records of one transfer: enough to hide the master's answer, few enough to report early
-_MIN_SEGMENT = 16 << 20  # Mooncake takes no smaller one
+_BATCH = 8  # records per transfer: enough to hide the master's latency, few enough to report early
+_MIN_SEGMENT = 16 << 20  # Mooncake's minimum
 
-# what a client returns; other codes are errors of the transfer (-800) or of the master (-900 and below)
+# return codes of a client; others are errors of the transfer (-800) or of the master (-900 and below)
 _FULL, _WRONG = -200, -600
 _EXISTS = -705
-_MISSING = (-703, -704, -710, -712)  # not there, not complete yet, or on a machine that is gone
+_MISSING = (-703, -704, -710, -712)  # missing, incomplete, or on a machine that is gone
 _REASONS = {
     -707: "it took longer than the master's lease",
     -800: "the machine that holds it cannot be reached",
@@ -68,23 +67,23 @@ _REASONS = {
 }
 
 _GIVES_UP_S = 60.0
-"""After so long, in seconds, Mooncake returns from a transfer that may go on."""
+"""Time in seconds after which Mooncake returns from a transfer, which may still be in flight."""
 
 
 class MooncakeOptions(BaseModel):
-    """What `options` of a tier on Mooncake may have, by the names of Mooncake's own settings."""
+    """The `options` of a tier on Mooncake, under the names of Mooncake's own settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-    protocol: Literal["tcp", "rdma"] = Field("tcp", description="how records travel")
-    rdma_devices: str = Field("", description="such as mlx5_0,mlx5_1; empty: what Mooncake finds")
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="transport of records")
+    rdma_devices: str = Field("", description="such as mlx5_0,mlx5_1; empty: those that Mooncake finds")
     global_segment_size: ByteSize = Field(
-        ByteSize(0), description="memory that this process gives to the pool; 0: it is only a client"
+        ByteSize(0), description="memory that this process contributes to the pool; 0: it is only a client"
     )
     local_hostname: str | None = Field(
-        None, description="this host's address for other clients; none: that of the way to the master"
+        None, description="this host's address for other clients; none: that of its route to the master"
     )
-    metadata_server: str = Field("P2PHANDSHAKE", description="as all clients of the pool have it")
-    metrics_port: int = Field(9003, description="the master's, which lists keys", ge=1, le=65535)
+    metadata_server: str = Field("P2PHANDSHAKE", description="metadata server of all clients of the pool")
+    metrics_port: int = Field(9003, description="the master's metrics port, which lists keys", ge=1, le=65535)
 
     @field_validator("global_segment_size")
     @classmethod
@@ -97,23 +96,23 @@ class MooncakeOptions(BaseModel):
 class MooncakeTier(Tier):
     """Records as objects of a Mooncake Store, under `PREFIX` and their names.
 
-    The tier opens without the master: until it is there, each get and put fails. What the environment does
-    not say of Mooncake's own limits (MC_RPC_TIMEOUT_MS, ...), `timeout_s` does, for the whole process.
+    The tier opens without the master: until the master answers, each get and put fails. `timeout_s` sets
+    Mooncake's own timeouts (MC_RPC_TIMEOUT_MS, ...) for the whole process, unless the environment does.
 
-    Slots are read into and written from without a copy. Neither Mooncake's master nor its clients ask who
-    reads or writes what is registered with them: their ports are for networks of one's own. So slots are
-    registered only where they have to be, for RDMA: those of `staging` until `close`, others for each move.
+    Records move without a copy. Neither Mooncake's master nor its clients authenticate who reads or writes
+    registered memory, so their ports belong in private networks. Slots are registered only for RDMA, which
+    needs it: those of `staging` until `close`, others for each move.
 
     Args:
-        config: its settings, or its URL alone: mooncake://<master's host>:<port>. Each of `threads` transfers
-            up to 8 records at a time. `timeout_s` is how long an answer of the master may take, and how long
-            a transfer may stand still, in seconds; beyond 30 it counts as 30.
-        staging: where the slots are.
+        config: settings, or the URL alone: mooncake://<master's host>:<port>. Each of `threads` transfers up
+            to 8 records at a time. `timeout_s` limits, in seconds, an answer of the master and the time for
+            which a transfer may stall; values above 30 count as 30.
+        staging: arena of the slots.
 
     Raises:
-        ValueError: a setting is not what it may be, and the message names the choices; or what the package
-            mooncake needs of the system is missing.
-        ModuleNotFoundError: that package is missing.
+        ValueError: a setting is invalid, and the message names the choices; or a system library that the
+            package mooncake needs is missing.
+        ModuleNotFoundError: the package mooncake is missing.
     """
 
     reads_parts = True
@@ -146,7 +145,7 @@ class MooncakeTier(Tier):
         self._leaving = 0
         self._closed = False
         self._workers = Workers(threads, f"kvkit-{name}")
-        if self._options.global_segment_size:  # others wait for it; a client can wait for its first record
+        if self._options.global_segment_size:  # others need its memory; a mere client connects on first use
             self._workers.start(self._join)
 
     @classmethod
@@ -171,7 +170,7 @@ class MooncakeTier(Tier):
         start_moves(self, self._workers, self._write, names, leases, on_complete, urgent=False, batch=_BATCH)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        """As in `Tier`, in one transfer and one copy."""
+        """Read parts of one record, as in `Tier`, with one transfer and one copy."""
         sizes = [size for _, size in ranges]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         parts = np.empty(sum(sizes), np.uint8)
@@ -182,7 +181,7 @@ class MooncakeTier(Tier):
             )
         for code, (offset, size), start, buffer in zip(codes, ranges, starts, buffers, strict=True):
             if code == _WRONG:
-                raise DamagedObject(f"{name}: {size} bytes from {offset} on are not there", Damage.TRUNCATED)
+                raise DamagedObject(f"{name}: it ends before offset {offset + size}", Damage.TRUNCATED)
             if code < 0:
                 raise self._read_error(name, code)
             buffer[:size] = parts.data[start : start + size]
@@ -190,7 +189,7 @@ class MooncakeTier(Tier):
     def delete(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), _NAMES):
             part = names[first : first + _NAMES]
-            with self._client() as store:  # by force: what was read of late has a lease
+            with self._client() as store:  # by force: records that were read recently have a lease
                 codes = store.batch_remove([_key(name) for name in part], True)
             for name, code in zip(part, codes, strict=True):
                 if code < 0 and code not in _MISSING:
@@ -206,7 +205,7 @@ class MooncakeTier(Tier):
         return size
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        """As in `Tier`, from the list of all keys that the master has on its metrics port."""
+        """Yield (name, bytes) of every record, from the master's list of keys on its metrics port."""
         host = self._master.rpartition(":")[0]
         url = f"http://{host}:{self._options.metrics_port}/get_all_keys"
         try:
@@ -237,7 +236,7 @@ class MooncakeTier(Tier):
             counts = store.batch_get_into(keys, [slot.ctypes.data for slot in slots], [len(s) for s in slots])
         if min(counts) < 0 and time.monotonic() - began >= _GIVES_UP_S:
             with self._changed:
-                self._leave()  # only then nothing is written to these slots any more
+                self._leave()  # closing the client ends transfers that still write to these slots
         errors: list[OSError | None] = []
         for name, lease, count in zip(names, leases, counts, strict=True):
             if count < 0:
@@ -260,7 +259,7 @@ class MooncakeTier(Tier):
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
-        """The client, for one call. Using one that is closed would end the process."""
+        """Yield the client for one call, kept open meanwhile: using a closed one would crash the process."""
         with self._changed:
             if self._closed or self._leaving:
                 raise TierError(f"tier {self.name!r} is closed")
@@ -276,7 +275,7 @@ class MooncakeTier(Tier):
                 self._changed.notify_all()
 
     def _connected(self) -> Any:
-        """A client that the master knows, with the arena registered.
+        """Return a new client, connected to the master; for RDMA, with the arena registered.
 
         Raises:
             TierError: the master does not answer, or Mooncake refuses.
@@ -296,7 +295,7 @@ class MooncakeTier(Tier):
             "protocol": self._options.protocol,
             "rdma_devices": self._options.rdma_devices,
             "global_segment_size": str(int(self._options.global_segment_size)),
-            "local_buffer_size": "0",  # of Mooncake's own, for calls that copy
+            "local_buffer_size": "0",  # Mooncake's own buffer, used only by calls that copy
         }
         store = self._new_store()
         code = store.setup(settings)
@@ -304,7 +303,7 @@ class MooncakeTier(Tier):
             code = store.register_buffer(*self._arena)
         if code != 0:
             store.close()
-            raise self._error("there is no client", code)
+            raise self._error("the client cannot be set up", code)
         return store
 
     def _join(self) -> None:
@@ -315,7 +314,7 @@ class MooncakeTier(Tier):
             log.warning("%s", error)
 
     def _leave(self) -> None:
-        """Close the client when no call uses it; a later call opens another. Call with the lock held."""
+        """Close the client once no call uses it; a later call opens another. The caller holds the lock."""
         self._leaving += 1
         self._changed.wait_for(lambda: not self._calls)
         if self._store is not None:
@@ -327,7 +326,7 @@ class MooncakeTier(Tier):
 
     @contextmanager
     def _registered(self, store: Any, arrays: Sequence[npt.NDArray[np.uint8]]) -> Iterator[None]:
-        """Register memory for the time of one call, unless the arena has it."""
+        """Register memory for one call, except memory in the arena if that is registered."""
         start, size = self._arena
         held = range(start, start + size) if self._registers else range(0)
         others = [array for array in arrays if array.ctypes.data not in held]
@@ -366,10 +365,10 @@ def _key(name: str) -> str:
 
 
 def _parse(tier: str, url: str) -> str:
-    """The master's host:port.
+    """Return the master's host:port.
 
     Raises:
-        ValueError: `url` has none.
+        ValueError: `url` is not mooncake://<host>:<port>.
     """
     try:
         parts = urlsplit(url)
@@ -384,10 +383,10 @@ def _parse(tier: str, url: str) -> str:
 
 
 def _options(tier: str, given: dict[str, Any]) -> MooncakeOptions:
-    """`given`, checked.
+    """Return the validated options.
 
     Raises:
-        ValueError: one is unknown or impossible.
+        ValueError: an option is unknown or invalid.
     """
     try:
         return MooncakeOptions(**given)
@@ -396,9 +395,9 @@ def _options(tier: str, given: dict[str, Any]) -> MooncakeOptions:
 
 
 def _bound_waits(timeout_s: float) -> None:
-    """Have Mooncake wait no longer, where the environment does not say how long.
+    """Set Mooncake's timeouts in the environment, unless they are set there.
 
-    Beyond `_GIVES_UP_S` a transfer would go on after its call returned: it has to be ended before.
+    Transfers must end well before `_GIVES_UP_S`: then calls return although a transfer may go on.
     """
     limit_s = min(timeout_s, _GIVES_UP_S / 2)
     for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):

@@ -1,4 +1,7 @@
-"""Exact records to narrowed ones and back (`kvkit.format.narrowed`), where they enter and leave a tier."""
+"""Quantisation of records that enter a tier, and dequantisation of those that leave it.
+
+`kvkit.format.narrowed` describes quantised records.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +36,19 @@ if TYPE_CHECKING:
     from kvkit.kernels.pages.api import Pages
 
 _BLOCK = np.zeros((1, 1), np.int64)
-"""A record's floats are pages of one block."""
+"""Block table of a record's floats, which are pages of one block."""
 
 
 def narrow(record: Buffer, precision: Precision, out: Buffer) -> int:
-    """Write the sealed, exact, uncompressed `record` into `out` with fewer bits; returns its bytes there.
+    """Quantise the sealed, exact, uncompressed `record` into `out`; return the number of bytes written.
 
-    Mutates `out`. The same bytes give the same bytes: nothing depends on the machine.
+    Mutates `out`. The result is the same on every machine.
 
     Raises:
-        RecordError: no such record, or the result does not fit `out`.
-        LayoutError: it cannot be narrowed, see `kvkit.format.narrowed.check_narrows`.
+        RecordError: `record` is not such a record, or the result does not fit `out`.
+        LayoutError: the record cannot be quantised, see `kvkit.format.narrowed.check_narrows`.
     """
-    from kvkit.kernels.pages.api import pack  # PyTorch takes a second, and most stores narrow nothing
+    from kvkit.kernels.pages.api import pack  # importing PyTorch takes a second; most stores do not quantise
 
     view, target = memoryview(record), memoryview(out)
     header = read_header(view)
@@ -60,13 +63,13 @@ def narrow(record: Buffer, precision: Precision, out: Buffer) -> int:
 
 
 def widen(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
-    """Restore into `out` a record of the form of the one that `narrow` made `record` of, uncompressed.
+    """Dequantise the uncompressed `record`, made by `narrow`, into `out` in its original form.
 
-    Mutates `out`, once `record` agreed with its checksums. What comes is approximate; it names the same chunk
-    and still has to pass `kvkit.format.record.verify`.
+    Mutates `out`, but only after the checksums of `record` were verified. The values are approximate. The
+    result names the same chunk and must still pass `kvkit.format.record.verify`.
 
     Returns:
-        Its bytes, or what is damaged; FORMAT: it is intact, and no record of this precision.
+        number of bytes written, or the damage; `Damage.FORMAT` for an intact record of another precision.
     """
     from kvkit.kernels.pages.api import unpack
 
@@ -93,17 +96,17 @@ def widen(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
 
 
 def exact_bytes(header: Header) -> int:
-    """Bytes of the record that a narrowed one is restored to. As large as any number, see `plain_bytes`.
+    """Return the bytes of a quantised record once dequantised. Unbounded, as `Header.plain_bytes` is.
 
     Raises:
-        LayoutError: it is no narrowed record.
+        LayoutError: it is not a quantised record.
     """
     layers = header.shape[0]
     return total_bytes(header.header_bytes + layers * float_rows(header).block_bytes, layers)
 
 
 def _pages(group: LayerGroup, record: memoryview, header: Header) -> Pages:
-    """The floats of an exact record as pages of one block."""
+    """Return the floats of an exact record as pages of one block."""
     import torch
 
     from kvkit.kernels.pages.api import Pages
@@ -121,7 +124,11 @@ def _layers(record: memoryview, header: Header, layer_bytes: int) -> Bytes:
 def _seal(
     record: memoryview, target: memoryview, header: Header, shape: Shape, dtype: str, layer_bytes: int
 ) -> int:
-    """Give the layers in `target` the header of `record` with another form; the record's bytes."""
+    """Complete the record in `target` with the header of `record`, changed to the new form, and checksums.
+
+    Returns:
+        number of bytes of the record.
+    """
     target[: header.header_bytes] = record[: header.header_bytes]
     fields = np.frombuffer(target, HEADER, 1)[0]
     fields["channels"], fields["dtype"] = shape[3], dtype.encode("ascii")
@@ -131,10 +138,10 @@ def _seal(
 
 
 class NarrowedStore:
-    """A store whose objects of exact names are those that `store` has of narrowed ones, and vice versa.
+    """A store that swaps the names of exact and quantised objects in `store`.
 
-    So a tier takes nothing exact for narrowed, and still counts and evicts what the store has from a time
-    when the tier had another setting.
+    So a tier never takes an exact object for a quantised one, but still counts and evicts objects stored
+    under another setting.
     """
 
     def __init__(self, store: ObjectStore, precision: Precision) -> None:

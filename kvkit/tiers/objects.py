@@ -1,4 +1,4 @@
-"""The tier of objects in stores: a folder, a bucket, or what else `kvkit.tiers.stores` opens."""
+"""The tier of objects in stores: folders, buckets, or other stores that `kvkit.tiers.stores` opens."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from kvkit.workers import Closed
 
 log = logging.getLogger(__name__)
 
-_REQUESTS = 16  # at a time: they wait for the network, not for a disk
+_REQUESTS = 16  # in parallel: they wait for the network, not for a disk
 
 
 class ObjectTier(ThreadedTier):
     """Records in a folder or an object store, which other processes may use at the same time.
 
-    What the store holds is known from one scan at the start, and by a look at the store for each lookup's
-    first unknown name. A store that cannot be listed or written opens all the same: reads are tried, puts
-    complete with the error.
+    An index of the records is built by one scan at the start. Each lookup then asks the store for its first
+    unknown name. A store that cannot be listed or written still opens: reads are tried, and puts complete
+    with the error.
 
     Args:
-        config: its settings, or its URL alone. Of several URLs each record is striped over all
-            (`kvkit.tiers.striped`), and the least capacity limits each.
+        config: settings, or the URL alone. With several URLs, each record is striped over all of them
+            (`kvkit.tiers.striped`), and the smallest capacity applies to each.
 
     Raises:
-        ValueError: a setting is not what it may be; the message names the choices.
+        ValueError: a setting is invalid; the message names the choices.
     """
 
     tells = True
@@ -84,14 +84,14 @@ class ObjectTier(ThreadedTier):
         super().__init__(name, threads)
         self.scope = config.scope
         self.codec, self.precision = config.codec, config.precision
-        self.reads_parts = self.codec == "none" and self.precision is None  # slots and objects are alike
-        self._compressed: set[str] = set()  # those found in a tier without a codec
+        self.reads_parts = self.codec == "none" and self.precision is None  # objects equal their slots
+        self._compressed: set[str] = set()  # compressed records found in a tier without a codec
         self._local = threading.local()
         self._lock = threading.Lock()
         self._writing: Counter[str] = Counter()
-        self._written: set[str] = set()  # those of them that one of several writers is done with
+        self._written: set[str] = set()  # names in `_writing` that another writer has completed
         self._leaving: set[str] = set()  # evicted, not put again, and not deleted yet
-        self._doubted: list[set[str]] = []  # of each doubt, the names that nobody has found since
+        self._doubted: list[set[str]] = []  # per `_doubting` block, the names not found since it began
         limits = [capacity for capacity in config.capacities if capacity is not None]
         capacity = min(limits) * len(stores) if limits else None
         self._index = eviction.EvictionState(capacity, config.eviction, config.quota)
@@ -112,7 +112,7 @@ class ObjectTier(ThreadedTier):
                 known, writing = self._index.entries, self._writing
                 while count < len(names) and names[count] in known and names[count] not in writing:
                     count += 1
-            # one look costs a store far away a round trip: after a find, several at a time
+            # a look costs a round trip to a remote store: after the first find, several in parallel
             asked = names[count : count + looks]
             sizes = self._sizes(asked, first=count == 0)
             found = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
@@ -137,10 +137,13 @@ class ObjectTier(ThreadedTier):
         return True
 
     def _sizes(self, names: Sequence[str], first: bool) -> list[int | None]:
-        """Bytes of each object, None if it is missing or damaged, asked at the same time.
+        """Return the bytes of each object, None if it is missing or damaged, with parallel requests.
+
+        Args:
+            first: True if the names begin a lookup, so that its result depends on them alone.
 
         Raises:
-            UnreadableObject: there is none before them (`first`) that would be held all the same.
+            UnreadableObject: with `first`, an object cannot be read.
         """
         look = partial(self._size_held, first)
         if len(names) < 2:
@@ -152,7 +155,11 @@ class ObjectTier(ThreadedTier):
         return [one.result() for one in looks]
 
     def _size_held(self, first: bool, name: str) -> int | None:
-        """Bytes of an object; None if there is none, or one that cannot be looked at and may be replaced."""
+        """Return the bytes of an object; None if it is missing, or damaged and so may be replaced.
+
+        Raises:
+            UnreadableObject: with `first`, the object cannot be read.
+        """
         try:
             return self._store.size(name)
         except DamagedObject as error:
@@ -177,13 +184,13 @@ class ObjectTier(ThreadedTier):
                 heads = [b[:size] for (offset, size), b in zip(ranges, buffers, strict=True) if offset == 0]
                 if not any(is_compressed(head) for head in heads):
                     return
-            self._compressed.add(name)  # written when the tier had a codec
+            self._compressed.add(name)  # the tier had a codec when it was written
         with self._forgetting(name):
             size = self._store.size(name)
             if size is None:
                 raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         if size > _packed_bytes(self.largest):
-            raise DamagedObject(f"{name}: {size} bytes are no record of {self.largest}", Damage.OVERSIZE)
+            raise DamagedObject(f"{name}: {size} bytes exceed a record of {self.largest}", Damage.OVERSIZE)
         packed = self._scratch(size)[:size]
         packed = packed[: self.read(name, packed)]
         copy_ranges(name, self._restored(name, packed), ranges, buffers)
@@ -197,10 +204,10 @@ class ObjectTier(ThreadedTier):
         return is_compressed(head)
 
     def _restored(self, name: str, packed: memoryview) -> memoryview:
-        """The record that `packed` was made of.
+        """Return the record that `packed` was compressed or quantised from.
 
         Raises:
-            DamagedObject: it is damaged.
+            DamagedObject: `packed` is damaged.
         """
         try:
             header = read_header(packed)
@@ -212,10 +219,10 @@ class ObjectTier(ThreadedTier):
         return record
 
     def _unpack(self, name: str, packed: memoryview, target: memoryview) -> int:
-        """Restore into `target` the record that `packed` was made of; its bytes.
+        """Decompress and dequantise `packed` into `target`; return the record's bytes. Mutates `target`.
 
         Raises:
-            DamagedObject: it is damaged.
+            DamagedObject: `packed` is damaged.
         """
         restored: Damage | int = Damage.FORMAT
         if self.precision is None:
@@ -241,7 +248,7 @@ class ObjectTier(ThreadedTier):
             self._store.write(name, record)
 
     def delete(self, names: Sequence[str]) -> None:
-        with ExitStack() as others:  # one that fails does not keep the others from it
+        with ExitStack() as others:  # an error does not stop the other deletions
             for name in reversed(names):
                 others.callback(self._delete, name)
 
@@ -268,7 +275,7 @@ class ObjectTier(ThreadedTier):
             super()._get_one(name, lease)
             if not is_compressed(lease.buffer[: lease.used]):
                 return
-            packed = self._scratch(lease.used)[: lease.used]  # written when the tier had a codec
+            packed = self._scratch(lease.used)[: lease.used]  # the tier had a codec when it was written
             packed[:] = lease.buffer[: lease.used]
         else:
             scratch = self._scratch(len(lease.buffer))
@@ -276,7 +283,7 @@ class ObjectTier(ThreadedTier):
         lease.used = self._unpack(name, packed, lease.buffer)
 
     def _scratch(self, size: int, form: str = "packed") -> memoryview:
-        """This thread's own memory for a record in another form, which may be longer than the record."""
+        """Return a buffer of this thread for a record in another form, which may be longer."""
         want = _packed_bytes(size)
         held: memoryview | None = getattr(self._local, form, None)
         if held is None or len(held) < want:
@@ -288,7 +295,7 @@ class ObjectTier(ThreadedTier):
         return self._store.size(name)
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        """As in `Tier`; what was known and is not listed, as others deleted it, is forgotten in the end."""
+        """Yield (name, bytes) of every record; at the end, forget records that other processes deleted."""
         with self._lock:
             known = tuple(self._index.entries)
         with self._doubting(known) as missing:
@@ -298,8 +305,10 @@ class ObjectTier(ThreadedTier):
             self._forget(missing)
 
     def describe(self, array: str, metadata: bytes) -> None:
-        """As in `Tier`. What is there stays, with a warning where it says something else; but what is no
-        zarr.json is written anew."""
+        """Store `metadata` as the zarr.json of `array`, unless there is a valid one.
+
+        A valid one stays, with a warning if it differs; a damaged one is replaced.
+        """
         name = f"{array}/{METADATA}"
         try:
             found = self._metadata(name)
@@ -310,14 +319,14 @@ class ObjectTier(ThreadedTier):
                     *(self.name, name, ", ".join(differing)),
                 )
         except (DamagedObject, arrays.MetadataError) as error:
-            log.warning("tier %r: %s is written anew, as it is damaged: %s", self.name, name, error)
+            log.warning("tier %r: %s is damaged, replacing it: %s", self.name, name, error)
             self._store.delete(name)
             found = None
         if found is None:
             self._store.write(name, memoryview(metadata))
 
     def _metadata(self, name: str) -> bytes | None:
-        """The zarr.json of that name; None if there is none."""
+        """Return the zarr.json at `name`; None if it is missing."""
         size = self._store.size(name)
         if size is None:
             return None
@@ -334,10 +343,10 @@ class ObjectTier(ThreadedTier):
 
     @contextmanager
     def _reserved(self, name: str, size: int, parent: str | None) -> Iterator[None]:
-        """Make room for a record that is written meanwhile, and is no hit until then.
+        """Make room for a record while the block writes it; until then lookups do not count it as held.
 
         Raises:
-            TierFull: it does not fit.
+            TierFull: the record does not fit.
             OSError: a victim could not be deleted.
         """
         with self._lock:
@@ -379,11 +388,11 @@ class ObjectTier(ThreadedTier):
                     self._written.discard(name)
 
     def _evict(self, victim: str) -> None:
-        """Delete what the index has evicted; if that fails, it is held again, and still takes room."""
+        """Delete a record that the index evicted; if that fails, put it back into the index."""
         try:
             self._store.delete(victim)
         except OSError:
-            size: int | None = self.largest  # unless it can be told
+            size: int | None = self.largest  # unless the store reports its size
             with suppress(OSError):
                 size = self._store.size(victim)
             with self._lock:
@@ -393,25 +402,28 @@ class ObjectTier(ThreadedTier):
             raise
         with self._lock:
             self.evicted += 1
-            if victim in self._leaving:  # it is held only if a lookup found it before it was deleted
+            if victim in self._leaving:  # the index has it only if a lookup found it before the deletion
                 self._leaving.remove(victim)
                 eviction.remove(self._index, victim)
                 self._held_listener((victim,), False)
 
     def _note(self, name: str, size: int, parent: str | None = None) -> None:
-        """Note, under the lock, what the store holds, be it beyond the capacity: the next put makes room."""
+        """Add a record of the store to the index, even beyond the capacity: the next put makes room.
+
+        The caller holds the lock.
+        """
         eviction.note(self._index, name, size, parent=parent, owner=owner_of(name))
         self._found(name)
 
     def _found(self, name: str) -> None:
-        """Tell, under the lock, that the store holds a record."""
+        """Report that the store holds a record. The caller holds the lock."""
         for missing in self._doubted:
             missing.discard(name)
         self._held_listener((name,), True)
 
     @contextmanager
     def _doubting(self, names: Iterable[str]) -> Iterator[set[str]]:
-        """Those of `names` that nobody has put or looked up since the block began."""
+        """Yield a set that keeps those of `names` that nobody has put or found since the block began."""
         missing = set(names)
         with self._lock:
             self._doubted.append(missing)
@@ -423,7 +435,7 @@ class ObjectTier(ThreadedTier):
 
     @contextmanager
     def _forgetting(self, name: str) -> Iterator[None]:
-        """Forget a record that turns out to be missing, unless it was put meanwhile."""
+        """Forget a record if the block finds it missing, unless it was put meanwhile."""
         with self._doubting((name,)) as missing:
             try:
                 yield
@@ -432,7 +444,7 @@ class ObjectTier(ThreadedTier):
                 raise
 
     def _forget(self, missing: set[str]) -> None:
-        """Forget names of `_doubting`; the room of those that are being written stays taken."""
+        """Forget names from `_doubting`; those that are being written keep their room."""
         with self._lock:
             self._compressed -= missing
             for name in missing:
@@ -444,17 +456,17 @@ class ObjectTier(ThreadedTier):
 
 
 def _packed_bytes(size: int) -> int:
-    """Bytes that a record of `size` may take compressed: what does not compress grows a little."""
+    """Return the most bytes of a compressed record of `size`: incompressible data grows a little."""
     return size + size // 8 + (1 << 20)
 
 
 def _tidy(tier: str, folder: Folder, access: Access) -> None:
-    """Remove what killed writers left in a folder, and warn where it is open to too many."""
+    """Remove files that killed writers left in a folder, and warn if it is open to too many users."""
     folder.clean()
     wide = folder.opened_wider()
     if wide:
         log.warning(
-            "tier %r: %s: %d of its namespaces, such as %s, are open to others than access=%r says; "
+            "tier %r: %s: %d of its namespaces, such as %s, are open to more users than access=%r permits; "
             "to close them: chmod -R %s= %s",
             *(tier, folder.root, len(wide), wide[0], access),
             *("go" if access == "user" else "o", shlex.quote(folder.root)),

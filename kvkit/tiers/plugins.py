@@ -1,6 +1,6 @@
 """Tiers of other packages, found by the entry-point group `kvkit.tiers`.
 
-A package names a factory there, under the kind that a configuration asks for. docs/tiers.md shows one.
+A package registers a factory there under a `kind`, which configurations name. docs/tiers.md has an example.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ GROUP = "kvkit.tiers"
 Factory = Callable[[str, Staging, Mapping[str, Any]], Tier]
 """(name, staging, settings) -> the tier, with that name.
 
-`staging` is where the cache's slots are; `settings` is what the configuration says besides `kind`: a capacity
-in bytes, any others as TOML has them, or strings where they come from the environment. It raises ValueError,
-naming the setting and the choices, for what it cannot take, and OSError for what cannot be opened.
+`staging` is the cache's arena of slots. `settings` are those of the configuration besides `kind`: a capacity
+in bytes, others with their TOML types, or as strings if they come from the environment. The factory raises
+ValueError for an invalid setting, naming it and the choices, and OSError if the tier cannot be opened.
 """
 
 
 def kinds() -> list[str]:
-    """The kinds that the installed packages have."""
+    """Return the kinds of tier that installed packages register."""
     return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a kind that no installed package has.
+    """Check that an installed package registers a kind.
 
     Raises:
-        ValueError: it is one. The message lists those that are there.
+        ValueError: none does. The message lists the registered kinds.
     """
     if kind not in kinds():
         raise ValueError(
@@ -42,10 +42,11 @@ def check_kind(kind: str) -> None:
 
 
 def open_plugin(kind: str, name: str, staging: Staging, settings: Mapping[str, Any]) -> Tier:
-    """The tier that the factory of `kind` makes.
+    """Return the tier that the factory of `kind` makes.
 
     Raises:
-        ValueError: no package has the kind, or its factory fails or makes something else than a tier `name`.
+        ValueError: not exactly one package has the kind, or its factory fails, or its result is not a tier
+            called `name`.
     """
     check_kind(kind)
     (entry, *others) = entry_points(group=GROUP, name=kind)

@@ -1,7 +1,7 @@
-"""Records in a Redis or Valkey server: an index and small-record tier that hosts share.
+"""Records in a Redis or Valkey server: a tier for an index and small records, shared by hosts.
 
-The server's own `maxmemory` and `maxmemory-policy` decide what is evicted. What is held is asked of the
-server each time, in one round trip per `_BATCH` records.
+The server's own `maxmemory` and `maxmemory-policy` control eviction. A lookup asks the server, in one round
+trip per `_BATCH` records.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ if TYPE_CHECKING:
     from redis import Connection
 
 PREFIX = "kvkit:"
-"""Of every key, so that a server can be shared: what it needs of an ACL is
-~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select."""
+"""Prefix of every key, so that other programs can use the same server.
+
+The tier needs these ACL permissions: ~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select."""
 
 _BATCH = 512
 _LINE_BYTES = 1 << 16
-_COPIED_BYTES = 1 << 12  # parts of commands up to this are sent as one
-_AHEAD_BYTES = 64  # what is read ahead of a payload has to be copied
+_COPIED_BYTES = 1 << 12  # up to this size, parts of commands are copied into one buffer
+_AHEAD_BYTES = 64  # small, as bytes read ahead of a payload must be copied
 _DATABASE = re.compile("/?[0-9]*")
 
 
 class RedisTier(ThreadedTier):
     """Records as string values of a Redis or Valkey server, under `PREFIX` and their names.
 
-    Nothing is tried twice, and no wait for the server is longer than `timeout_s`. The tier opens without the
-    server: what fails is each get and put.
+    There are no retries, and no wait for the server exceeds `timeout_s`. The tier opens without the server;
+    until the server answers, each get and put fails.
 
     Args:
-        config: its settings, or its URL alone: redis://<host>:<port>/<database>, or rediss://... for TLS.
-            `threads` reads and writes at a time have a connection each.
+        config: settings, or the URL alone: redis://<host>:<port>/<database>, or rediss://... for TLS. Up to
+            `threads` reads and writes run in parallel, with a connection each.
 
     Raises:
-        ValueError: a setting is not what it may be, and the message names the choices.
+        ValueError: a setting is invalid; the message names the choices.
         ModuleNotFoundError: the package redis is missing.
     """
 
@@ -83,8 +84,8 @@ class RedisTier(ThreadedTier):
             socket_timeout=config.timeout_s,
             socket_connect_timeout=config.timeout_s,
             retry=Retry(NoBackoff(), 0),
-            protocol=2,  # no messages between replies: payloads are read from the socket
-            # sends a payload from its slot; that of hiredis, the default where it is installed, copies it
+            protocol=2,  # no push messages between replies: payloads are read from the socket
+            # sends a payload from its slot; hiredis, the default if it is installed, copies it
             command_packer=PythonRespSerializer(_COPIED_BYTES, Encoder("utf-8", "strict", False).encode),
         )
         self._client = Redis(connection_pool=self._pool)
@@ -111,7 +112,7 @@ class RedisTier(ThreadedTier):
         return size
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        """As in `Tier`, in one round trip."""
+        """Read parts of one record, as in `Tier`, in one round trip."""
         commands = [("GETRANGE", _key(name), offset, offset + size - 1) for offset, size in ranges]
         parts = [buffer[:size] for (_, size), buffer in zip(ranges, buffers, strict=True)]
         for count, (offset, size) in zip(self._replies(name, commands, parts), ranges, strict=True):
@@ -131,7 +132,7 @@ class RedisTier(ThreadedTier):
                 self._client.unlink(*[_key(name) for name in names[first : first + _BATCH]])
 
     def size(self, name: str) -> int | None:
-        """As in `Tier`; None where a value of another type has the record's name."""
+        """Return the bytes of a record; None if it is missing, or a value of another type has its key."""
         try:
             with self._failing(name, "cannot be looked up"):
                 return int(self._client.strlen(_key(name))) or None
@@ -162,10 +163,10 @@ class RedisTier(ThreadedTier):
     def _replies(
         self, name: str, commands: Sequence[tuple[Any, ...]], buffers: Sequence[memoryview]
     ) -> list[int | None]:
-        """The payload of the reply to each command, into its buffer: its bytes, None for nil.
+        """Send commands and read each reply's payload into its buffer; return the bytes, None for nil.
 
-        Past redis-py, which copies a payload two or three times: that takes almost twice as long
-        (benchmarks/bench_s3.py).
+        This bypasses redis-py, which copies a payload two or three times and takes almost twice as long
+        (benchmarks/bench_s3.py). Mutates `buffers`.
         """
         with self._failing(name, "cannot be read"):
             deadline = time.monotonic() + self._timeout_s
@@ -177,7 +178,7 @@ class RedisTier(ThreadedTier):
                 sizes = [_receive(connection, reader, name, buffer) for buffer in buffers]
                 connection._sock.settimeout(self._timeout_s)
             except BaseException:
-                connection.disconnect()  # replies may still be on the way
+                connection.disconnect()  # replies may still arrive
                 raise
             finally:
                 self._pool.release(connection)
@@ -185,7 +186,7 @@ class RedisTier(ThreadedTier):
 
     @contextmanager
     def _failing(self, what: str, how: str) -> Iterator[None]:
-        """Turn the client's errors into those of tiers. None of them shows a password."""
+        """Turn the client's errors into tier errors, which show no password."""
         from redis import exceptions
 
         try:
@@ -198,12 +199,12 @@ class RedisTier(ThreadedTier):
             reason = f"{self._where} refuses the username or the password: {error}"
         except (exceptions.AskError, exceptions.ClusterDownError, exceptions.ClusterCrossSlotError):
             reason = (
-                f"{self._where} is part of a Redis Cluster, whose servers each hold some of the keys: kvkit "
-                "speaks to one that holds all; want a server by itself, or a proxy of the cluster"
+                f"{self._where} is part of a Redis Cluster, where each server holds some of the keys: kvkit "
+                "needs a server that holds all; want a standalone server, or a proxy of the cluster"
             )
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
-                reason = f"{what}: a value of another type lies in its place"
+                reason = f"{what}: a value of another type has its key"
                 raise DamagedObject(reason, Damage.FOREIGN) from None
             reason = f"{self._where}: {error}"
         except exceptions.RedisError as error:
@@ -218,7 +219,7 @@ class RedisTier(ThreadedTier):
 
 
 class _Incoming(RawIOBase):
-    """What a socket receives until a deadline: one that trickles never meets a limit to single reads."""
+    """Data that a socket receives before a deadline; timeouts of single reads would not end a trickle."""
 
     def __init__(self, socket: Any, deadline: float) -> None:
         self._socket, self._deadline = socket, deadline
@@ -237,12 +238,12 @@ class _Incoming(RawIOBase):
 def _receive(
     connection: Connection, reader: BufferedReader[Any], name: str, buffer: memoryview
 ) -> int | None:
-    """One reply: its payload, into `buffer`, and its bytes; None for nil.
+    """Receive the payload of one reply into `buffer`; return its bytes, None for nil. Mutates `buffer`.
 
     Raises:
-        DamagedObject: it is larger than the buffer.
-        RedisError: the server says that something is wrong.
-        ConnectionError: it says no more, or what it says has no end.
+        DamagedObject: the payload is larger than the buffer.
+        RedisError: the server reports an error.
+        ConnectionError: the server closed the connection, or sent a line without an end.
     """
     line = reader.readline(_LINE_BYTES)
     if not line.endswith(b"\r\n"):
@@ -265,10 +266,10 @@ def _key(name: str) -> str:
 
 
 def _parse(tier: str, url: str) -> dict[str, Any]:
-    """Host, port and database of `url`.
+    """Return host, port and database of `url`.
 
     Raises:
-        ValueError: it has none, or has a password. The message does not show the URL, for the same reason.
+        ValueError: the URL is invalid or has a username. The message omits the URL: it may have a password.
     """
     try:
         parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""What opens each kind of tier, and which settings it has. A new kind is a class and a row of `TIERS`."""
+"""The kinds of tier, their classes and their settings. A new kind needs a class and a row of `TIERS`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class TierKind:
     """A row of `TIERS`.
 
     Attributes:
-        where: such tiers are, as errors say it: "in a folder", "on Redis".
-        opens: module:class. It is imported when such a tier is opened, by `open(name, config, staging)` of
-            that class, which returns a `Tier` and raises ValueError or OSError.
-        schemes: of its URLs; what no kind has is fsspec's.
-        settings: those of `TierConfig` that it has. One that no row names, every tier has.
-        defaults: settings that have another default here.
-        sized: whether it must have a capacity.
-        limit: what limits it, where it has no capacity.
-        install: how to install a package that is missing.
+        where: place of such tiers in error messages: "in a folder", "on Redis".
+        opens: class as "module:Class", imported when such a tier is opened. Its method
+            `open(name, config, staging)` returns a `Tier` and raises ValueError or OSError.
+        schemes: URL schemes of the kind; fsspec gets all other schemes.
+        settings: fields of `TierConfig` that apply to it. Fields in no row of `TIERS` apply to every tier.
+        defaults: defaults of settings that differ from those of `TierConfig`.
+        sized: True if a capacity is required.
+        limit: what limits the tier's size, for kinds without a capacity.
+        install: command that installs a missing package.
     """
 
     where: str
@@ -88,7 +88,7 @@ TIERS: Mapping[str, TierKind] = {
 
 
 def kind_of(url: str | None) -> TierKind:
-    """The kind of the tier at `url`; without one it is in memory, and a plain path is a folder."""
+    """Return the kind of the tier at `url`: memory for None, a folder for a plain path."""
     if url is None:
         return TIERS["memory"]
     scheme, separator, _ = url.partition("://")
@@ -98,10 +98,11 @@ def kind_of(url: str | None) -> TierKind:
 
 
 def check_settings(kinds: tuple[TierKind, ...], given: Mapping[str, Any]) -> None:
-    """Refuse settings that a tier of these kinds, one for each of its URLs, does not have.
+    """Check that settings apply to a tier of these kinds, one for each of its URLs.
 
     Raises:
-        ValueError: one is `given`. The message names it, and its value unless that may be a secret.
+        ValueError: a setting applies to none of them. The message names it, and its value unless that may be
+            a secret.
     """
     for name, value in given.items():
         having = [kind for kind in TIERS.values() if name in kind.settings]

@@ -1,4 +1,4 @@
-"""Tiers by what a configuration says of them."""
+"""Settings of tiers, and opening tiers from a configuration."""
 
 from __future__ import annotations
 
@@ -41,42 +41,41 @@ PositiveBytes = Annotated[ByteSize, Field(gt=0)]
 
 
 class TierConfig(BaseModel):
-    """One tier. See `kvkit.config`. Its repr and its JSON show URLs without their secrets."""
+    """Settings of one tier. See `kvkit.config`. Its repr and its JSON show URLs without their secrets."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     url: str | tuple[str, ...] | None = Field(
         None,
         description="a folder, shm://, s3://, redis://, mooncake://, any fsspec URL; none: in memory",
     )
-    kind: str | None = Field(None, description="a tier of another package, which the other settings are for")
+    kind: str | None = Field(None, description="a tier of another package, which gets the other settings")
     spread: Literal["by_key", "by_rank", "stripe"] = Field(
-        "by_key", description="of several urls: records over them, one for each rank, or parts of each record"
+        "by_key",
+        description="use of several urls: spread records by key, use one per rank, or stripe each record",
     )
-    eviction: PolicyName = Field(
-        "lru", description=f"which records are evicted beyond the capacity: {CHOICES}"
-    )
+    eviction: PolicyName = Field("lru", description=f"eviction policy beyond the capacity: {CHOICES}")
     quota: ByteSize | None = Field(
-        None, description="bytes that one model and cache salt may have, none: no limit", gt=0
+        None, description="limit in bytes for each pair of model and cache salt; none: no limit", gt=0
     )
     keep_s: float = Field(
-        0.0, description="memory evicts nothing that came in so few seconds ago", ge=0, le=86400
+        0.0, description="seconds before a memory tier may evict a new record", ge=0, le=86400
     )
     capacity: PositiveBytes | tuple[PositiveBytes, ...] | None = Field(
-        None, description="bytes kept, or a value per url; none: no limit"
+        None, description="size in bytes, or one value per url; none: no limit"
     )
     codec: CodecName = Field("none", description="compression of records")
     precision: Precision | None = Field(
-        None, description="KV in fewer bits, which makes what comes from here approximate; none: all of them"
+        None, description="quantisation of KV, which makes loads from this tier approximate; none: exact KV"
     )
     threads: int | None = Field(None, description="parallel reads and writes", ge=1, le=256)
-    fsync: bool = Field(False, description="a put completes only when it would survive a power cut")
+    fsync: bool = Field(False, description="complete a put only when it would survive a power failure")
     access: Access = Field(
-        "user", description="of a folder: which users of the host may read and write what is made in it"
+        "user", description="users of the host who may read and write the files of a folder tier"
     )
-    scope: Scope = Field("node", description="whether other hosts use it too")
+    scope: Scope = Field("node", description="whether this host alone uses the tier, or other hosts do too")
     timeout_s: float = Field(10.0, description="longest request to a server, in seconds", gt=0, le=3600)
-    username: str | None = Field(None, description="of a Redis server's user")
-    password: SecretStr | None = Field(None, description="of that user, or of the server")
+    username: str | None = Field(None, description="user of a Redis server")
+    password: SecretStr | None = Field(None, description="password of that user or of the server")
     options: dict[str, Secret[Any]] = Field(
         default_factory=dict, description="settings of a store's client, such as endpoint and access_key_id"
     )
@@ -84,7 +83,7 @@ class TierConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_its_kind_has_them(cls, values: Any) -> Any:
-        """With the defaults of what is at the URL; what a kind of another package needs is its own."""
+        """Add the defaults of the URL's kind; move unknown settings of another package's kind to options."""
         if not isinstance(values, dict):
             return values
         if isinstance(values.get("url"), str):
@@ -118,7 +117,7 @@ class TierConfig(BaseModel):
         return self
 
     def _check_places(self) -> None:
-        """Refuse a folder without a name, which would be the current one, and one place under two names."""
+        """Check that no folder's name is empty (the current folder), and that no two URLs are one place."""
         places: dict[str, str] = {}
         for url in self.urls:
             folder = url.partition("://")[2] if "://" in url else url
@@ -126,16 +125,16 @@ class TierConfig(BaseModel):
                 place = url
             elif not folder.strip():
                 raise ValueError(
-                    f"url = {url!r}: it names nothing, as where a variable is not set; want a folder or "
-                    "<protocol>://..., or no url at all for memory"
+                    f"url = {url!r}: it names nothing, perhaps because a variable is not set; want a folder "
+                    "or <protocol>://..., or no url at all for memory"
                 )
             elif len(self.urls) < 2:
-                return  # nothing to compare with; in a mount that is dead, realpath waits for ever
+                return  # nothing to compare with, and realpath would block for ever in a dead mount
             else:
                 place = os.path.realpath(os.path.expanduser(folder))
             other = places.setdefault(place, url)
             if other != url or self.urls.count(url) > 1:
-                raise ValueError(f"url: {shown(other)} and {shown(url)} are one place; want another for each")
+                raise ValueError(f"url: {shown(other)} and {shown(url)} are one place; want different places")
 
     @field_serializer("url", when_used="json")
     def _shown(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -151,12 +150,12 @@ class TierConfig(BaseModel):
 
     @property
     def common(self) -> bool:
-        """Whether all ranks of an engine on one host find there what one of them puts."""
+        """True if each rank of an engine on one host finds the records that any other rank puts."""
         return self.kind is None and not self.in_memory and (len(self.urls) < 2 or self.spread != "by_rank")
 
     @property
     def in_stores(self) -> bool:
-        """Whether each URL is that of a `kvkit.tiers.base.ObjectStore`."""
+        """True if each URL is that of a `kvkit.tiers.base.ObjectStore`."""
         return self.kind is None and all("spread" in kind.settings for kind in self.kinds)
 
     @property
@@ -165,24 +164,24 @@ class TierConfig(BaseModel):
 
     @property
     def kinds(self) -> tuple[TierKind, ...]:
-        """Of each url; of the memory, where there is none."""
+        """Kinds of tier, one for each URL; the memory's if there is none."""
         return tuple(map(kind_of, self.urls or (None,)))
 
     @property
     def capacities(self) -> tuple[int | None, ...]:
-        """Of each url; of the memory, where there is none."""
+        """Capacities in bytes, one for each URL; the memory's if there is none."""
         if isinstance(self.capacity, tuple):
             return tuple(int(size) for size in self.capacity)
         return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))
 
     def path(self, index: int) -> TierConfig:
-        """The tier at one of several URLs."""
+        """Return the settings of the tier at one of several URLs."""
         capacity = self.capacities[index]
         size = None if capacity is None else ByteSize(capacity)
         return self.model_copy(update={"url": self.urls[index], "capacity": size})
 
     def all_set(self) -> dict[str, Any]:
-        """What was given, for the factory of another package's tier. Secrets are plain."""
+        """Return the settings given, for another package's factory, with secrets in plain text."""
         given = self.model_dump(exclude_unset=True, exclude={"kind", "password", "options"})
         if self.password is not None:
             given["password"] = self.plain_password()
@@ -196,10 +195,10 @@ class TierConfig(BaseModel):
 
 
 def tier_at(url: str) -> TierConfig:
-    """The tier at `url`, with no other setting.
+    """Return the settings of a tier at `url`, all others at their defaults.
 
     Raises:
-        ConfigError: a tier cannot be there, such as for a password in the URL.
+        ConfigError: the URL is invalid for a tier, for example because it has a password.
     """
     try:
         return TierConfig.model_validate({"url": url})
@@ -208,11 +207,11 @@ def tier_at(url: str) -> TierConfig:
 
 
 def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) -> Tier:
-    """One tier of a configuration.
+    """Open one tier of a configuration.
 
     Raises:
-        ValueError: a setting is not what it may be, or a package is missing.
-        OSError: it cannot be opened.
+        ValueError: a setting is invalid, or a package is missing.
+        OSError: the tier cannot be opened.
     """
     tier = _open_any(name, config, staging, rank)
     tier.common = config.common

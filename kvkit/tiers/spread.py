@@ -1,6 +1,6 @@
-"""Several disks as one tier, records spread over them by key.
+"""Several disks as one tier, with records spread over them by key.
 
-A path that fails is a miss for the records on it, and no more: the others go on, and it is tried again later.
+If a path fails, its records are misses; the other paths stay in use, and the failed one is tried again later.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class SpreadTier(Tier):
-    """Records over `paths` by their name: equal names lie on equal paths in every process.
+    """Records spread over `paths` by name: a record is on the same path in every process.
 
     Args:
-        paths: tiers of their own, with capacities of their own. Closing this closes them.
+        paths: independent tiers, with their own capacities. Closing this tier closes them.
     """
 
     def __init__(self, name: str, paths: Sequence[Tier]) -> None:
@@ -50,12 +50,12 @@ class SpreadTier(Tier):
 
     @property
     def evicted(self) -> int:  # type: ignore[override]
-        """Records that any path evicted."""
+        """Number of records evicted so far by all paths."""
         return sum(path.evicted for path in self._paths)
 
     @property
     def tells(self) -> bool:  # type: ignore[override]
-        """Whether every path does."""
+        """True if every path reports evicted and deleted records."""
         return all(path.tells for path in self._paths)
 
     def watch(self, held_listener: HeldListener) -> bool:
@@ -81,7 +81,7 @@ class SpreadTier(Tier):
         self._move(names, leases, on_complete, reading=False)
 
     def delete(self, names: Sequence[str]) -> None:
-        with ExitStack() as others:  # one that fails does not keep the others from it
+        with ExitStack() as others:  # an error does not stop the other deletions
             for path, mine in self._shares(names).items():
                 others.callback(self._paths[path].delete, [names[i] for i in mine])
 
@@ -125,7 +125,7 @@ class SpreadTier(Tier):
                 others.callback(path.close)
 
     def _shares(self, names: Sequence[str]) -> dict[int, list[int]]:
-        """Which of `names`, by index, lie on each path."""
+        """Return, for each path, the indices of those of `names` that are on it."""
         shares: dict[int, list[int]] = {}
         for i, name in enumerate(names):
             shares.setdefault(path_of(name, len(self._paths)), []).append(i)
@@ -149,7 +149,7 @@ class SpreadTier(Tier):
     def _report(
         self, path: int, on_complete: OnComplete, reading: bool, name: str, error: BaseException | None
     ) -> None:
-        """What the path said, but that its failure to read is a miss, so that the others are not blamed."""
+        """Report a path's result, with its failure to read as a miss, so that other paths stay usable."""
         if not reading:
             self._health[path].answered(time.monotonic())
         elif error is None:
@@ -159,18 +159,18 @@ class SpreadTier(Tier):
         on_complete(name, error)
 
     def _blamed(self, name: str, path: int, error: BaseException) -> BaseException:
-        """What to say of a read that failed, so that the other paths are not blamed."""
+        """Return the error to report for a failed read: a path's failure becomes a miss of the record."""
         given_up = self._health[path].state(time.monotonic()) == "open"
         self._note(path, error)
         if isinstance(error, UnreadableObject):
-            # what it says of its path is noted
+            # its evidence against the path is recorded already
             return self._missing(name, path, error) if given_up else DamagedObject(str(error), error.damage)
         if isinstance(error, FileNotFoundError | DamagedObject):
             return error
         return self._missing(name, path, error)
 
     def _note(self, path: int, error: BaseException | None) -> None:
-        """What a read, or an answer that failed, says of its path."""
+        """Record the result of a read, or the error of another call, in the health of its path."""
         now = time.monotonic()
         if error is None:
             self._health[path].worked(now)
@@ -192,7 +192,7 @@ class SpreadTier(Tier):
         return FileNotFoundError(f"tier {self.name!r}: path {path} does not deliver {name}: {why}")
 
     def _try(self, path: int, ask: Callable[[Tier], T], otherwise: T) -> T:
-        """What `ask` says of a path; `otherwise` if that fails, or did a moment ago."""
+        """Return the result of `ask` for a path; `otherwise` if that fails or the path's circuit is open."""
         health = self._health[path]
         if not health.usable(time.monotonic()):
             return otherwise
@@ -207,6 +207,6 @@ class SpreadTier(Tier):
 
 
 def path_of(name: str, paths: int) -> int:
-    """The path of an object: its name's BLAKE2b-64 as a big-endian number, modulo `paths`."""
+    """Return the path of an object: the BLAKE2b-64 of its name, as a big-endian number, modulo `paths`."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % paths

@@ -1,4 +1,4 @@
-"""The store at a URL: a folder, a bucket, or any other that fsspec knows."""
+"""Opening the store at a URL: a folder, a bucket, or any other store of fsspec."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvkit.workers import within
 
 
 def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
-    """The store at `url`, which is one of those of `config`; this changes nothing in it.
+    """Open the store at `url`, one of the URLs of `config`, without changing the store.
 
     Raises:
-        ValueError: it is not a URL that obstore or fsspec opens here, or an option is unknown.
+        ValueError: obstore or fsspec cannot open the URL here, or an option is unknown.
     """
     options = config.plain_options()
     try:
@@ -56,7 +56,7 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
 
 
 def _reached(connect: Callable[[], FsspecRoot], timeout_s: float) -> FsspecRoot | None:
-    """What `connect` returns; None if the server cannot be reached now, and may be later."""
+    """Return the result of `connect`; None if the server cannot be reached at present."""
     try:
         return within(timeout_s, connect, "kvkit-connect")
     except (OSError, EOFError):

@@ -1,4 +1,4 @@
-"""Several disks as one store, each object striped over all of them."""
+"""Several disks as one store, with each object striped over all of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges, too_large
 
 
 class StripedStore:
-    """Objects cut into equal parts, whole pages each, one per store; a store for `ObjectTier`. Thread-safe.
+    """A store for `ObjectTier` that cuts objects into equal parts of whole pages, one per store.
 
-    The first part is written last: an object is there when that one is. A part that cannot be read makes the
-    object a miss, and one that is missing makes it damaged. One thread moves the parts of an object in turn,
-    so a tier needs threads for every store. Zarr readers see parts, not records.
+    Thread-safe. The first part is written last: an object exists if its first part does. An unreadable part
+    makes the object a miss, a missing one makes it damaged. One thread moves the parts of an object one after
+    another, so a tier needs threads for every store. Zarr readers see parts, not records.
     """
 
     def __init__(self, stores: Sequence[ObjectStore]) -> None:
@@ -63,7 +63,7 @@ class StripedStore:
             raise
 
     def delete(self, name: str) -> None:
-        with ExitStack() as others:  # one that fails does not keep the others from it
+        with ExitStack() as others:  # an error does not stop the other deletions
             for store in reversed(self._stores):
                 others.callback(store.delete, name)
 
@@ -74,10 +74,11 @@ class StripedStore:
 
     @contextmanager
     def _blaming(self, name: str) -> Iterator[None]:
-        """Tell an object that lacks a part, which would be held for good, from one that is gone.
+        """Raise DamagedObject for an object that lacks a part: as merely missing, it would stay for ever.
 
         Raises:
-            DamagedObject: it lacks a part.
+            DamagedObject: the object lacks a part.
+            FileNotFoundError: the whole object is missing.
         """
         try:
             yield
@@ -94,6 +95,6 @@ class StripedStore:
 
 
 def parts(size: int, count: int) -> list[tuple[int, int]]:
-    """Where each part of an object begins and ends: equal ones, whole pages but for the last."""
+    """Return (start, end) of each part of an object: equal parts of whole pages, except the last ones."""
     step = -(-size // (count * ALIGN)) * ALIGN
     return [(min(i * step, size), min((i + 1) * step, size)) for i in range(count)]

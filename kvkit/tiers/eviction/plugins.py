@@ -17,10 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def policy_named(name: str) -> EvictionPolicy:
-    """Make a policy of this name; a class of another package is imported, and guarded.
+    """Make the policy called `name`; one of another package is imported and wrapped in `GuardedPolicy`.
 
     Raises:
-        ValueError: there is none, or it is no policy. The message says why and names the choices.
+        ValueError: there is no such policy, or the name is that of something else. The message gives the
+            reason.
     """
     if name in POLICIES:
         return POLICIES[name]()
@@ -41,23 +42,23 @@ def policy_named(name: str) -> EvictionPolicy:
 
 
 def check_policy(name: str) -> str:
-    """Return `name` where a policy has it.
+    """Return `name` if it names a policy.
 
     Raises:
-        ValueError: as `policy_named`.
+        ValueError: as for `policy_named`.
     """
     policy_named(name)
     return name
 
 
 PolicyName = Annotated[str, AfterValidator(check_policy)]
-"""The type of a setting that names a policy."""
+"""Type of a setting that names a policy."""
 
 
 class GuardedPolicy(EvictionPolicy):
-    """A policy of another package. Once a method of it fails, the least recently used record goes first.
+    """A policy of another package, replaced by LRU once one of its methods fails.
 
-    A cache goes on so; the failure is logged once, and the simulator raises it.
+    A cache keeps working with LRU. The failure is logged once; the simulator raises it.
     """
 
     def __init__(self, name: str, policy: EvictionPolicy) -> None:

@@ -1,7 +1,7 @@
-"""Eviction policies: which of the records that may go, goes first. A new one is a class above `POLICIES`, or
-of another package (`kvkit.tiers.eviction.plugins`).
+"""Eviction policies: they choose which evictable record is evicted first.
 
-A policy sees the records of one `EvictionState`, which keeps them in one queue, or in two.
+A policy sees the records of one `EvictionState`, which keeps them in one or two queues. To add one, define a
+class above `POLICIES`, or in another package (`kvkit.tiers.eviction.plugins`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 SMALL, MAIN = 0, 1
-"""The queues: without `EvictionPolicy.queued` all is in the first."""
+"""The queues: unless `EvictionPolicy.queued`, all records are in the first."""
 NORMAL, HIGHEST = 35, 100
-"""Priorities: of what nobody has given one, and the most; 0 is the least. TensorRT-LLM has the same ones."""
+"""The default and the highest priority; the lowest is 0. TensorRT-LLM has the same ones."""
 
 
 def prevails(given: int, before: int) -> bool:
-    """Tell whether a priority replaces that of a record: the highest counts, but for `NORMAL`."""
+    """Return whether a new priority replaces a record's: if that is `NORMAL`, or lower than the new one."""
     return given != before and (before == NORMAL or given > before)
 
 
-_MOST_USES = 3  # what s3fifo counts up to
-_USE = 1 << 48  # a use weighs more than any number of events
+_MOST_USES = 3  # maximum that s3fifo counts
+_USE = 1 << 48  # weight of a use: more than any number of events
 
 
 @dataclass(slots=True)
@@ -32,16 +32,16 @@ class Entry:
     """A held record.
 
     Attributes:
-        name: as `EvictionState.entries` has it.
-        size: its bytes.
-        parent: the record that it follows; None if it begins a chain, or nobody has said.
-        owner: whose quota it counts against.
-        ticket: the event that brought it.
-        last: the event that used it last.
-        uses: how often it was used since it came, or since its queue let it pass.
+        name: name of the record, its key in `EvictionState.entries`.
+        size: bytes of the record.
+        parent: name of the record that it follows; None if it begins a chain or its parent is unknown.
+        owner: owner of the quota that it counts against.
+        ticket: number of the event that added it.
+        last: number of the event that used it last.
+        uses: number of uses since it was added, or since the policy last spared it.
         queue: `SMALL` or `MAIN`.
-        priority: what has a lower one goes first, whatever the policy.
-        followers: held records whose parent it is.
+        priority: eviction priority; records of lower priority are evicted first, whatever the policy.
+        followers: number of held records that follow it.
     """
 
     name: str
@@ -57,13 +57,15 @@ class Entry:
 
 
 class EvictionPolicy(ABC):
-    """One for each state. What is not abstract is for policies with two queues, and is called for them alone.
+    """An eviction policy, one instance per `EvictionState`.
+
+    Only policies with two queues need the methods besides `rank`; for others they are not called.
 
     Attributes:
-        name: as settings call one of kvkit's own.
-        queued: whether there are two queues.
-        promotes: whether a second use moves a record from `SMALL` to `MAIN`.
-        failure: what went wrong in a policy of another package; empty: nothing.
+        name: name in settings, for kvkit's own policies.
+        queued: True if there are two queues.
+        promotes: True if a second use moves a record from `SMALL` to `MAIN`.
+        failure: error of a policy of another package; empty if there was none.
     """
 
     name: ClassVar[str]
@@ -73,27 +75,36 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def rank(self, entry: Entry) -> int:
-        """Within a queue the lowest goes first. It depends on the entry alone, and never falls while held."""
+        """Return the entry's rank; the lowest rank in a queue is evicted first.
+
+        It must depend on the entry alone, and must not fall while the record is held.
+        """
 
     def queue_of(self, name: str, size: int, room: int) -> int:
-        """The queue of a newcomer; `room` is the bytes that may be held. Mutates."""
+        """Return the queue for a new record; `room` is the capacity in bytes. Mutates."""
         return SMALL
 
     def is_long(self, held: int, limit: int, room: int) -> bool:
-        """Tell whether `SMALL`, with `held` bytes of what may have `limit`, is the one to shrink."""
+        """Return whether to evict from `SMALL`, which has `held` bytes, rather than from `MAIN`.
+
+        Args:
+            held: bytes of the owner, or of all records, in `SMALL`.
+            limit: quota of that owner, or the capacity, in bytes.
+            room: capacity in bytes, or the quota if there is no capacity.
+        """
         return True
 
     def spares(self, entry: Entry) -> bool:
-        """Tell whether a record whose turn it is goes to the end of `MAIN` instead. Mutates `entry.uses`."""
+        """Return whether to move the next victim to the end of `MAIN` instead. Mutates `entry.uses`."""
         return False
 
     def evicted(self, name: str, entry: Entry, room: int) -> None:  # noqa: B027 - optional
-        """Note that a record went. Mutates."""
+        """Record that a record was evicted. Mutates."""
 
 
 @dataclass(slots=True)
 class _Ghosts:
-    """Names that left a queue, the oldest first, with their bytes: as many as may be held."""
+    """Names and bytes of records evicted from a queue, oldest first, up to the capacity in bytes."""
 
     sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
     bytes: int = 0
@@ -109,7 +120,7 @@ class _Ghosts:
 
 
 class LRU(EvictionPolicy):
-    """The least recently used."""
+    """Evicts the least recently used record."""
 
     name = "lru"
 
@@ -118,7 +129,7 @@ class LRU(EvictionPolicy):
 
 
 class FIFO(EvictionPolicy):
-    """The one held longest."""
+    """Evicts the record held longest."""
 
     name = "fifo"
 
@@ -127,7 +138,7 @@ class FIFO(EvictionPolicy):
 
 
 class LFU(EvictionPolicy):
-    """The least often used, of these the least recently used."""
+    """Evicts the least often used record, and among equals the least recently used."""
 
     name = "lfu"
 
@@ -136,11 +147,11 @@ class LFU(EvictionPolicy):
 
 
 class S3FIFO(EvictionPolicy):
-    """Two queues (https://doi.org/10.1145/3600006.3613147).
+    """S3-FIFO, with two queues (https://doi.org/10.1145/3600006.3613147).
 
-    Newcomers pass through a small one, a tenth of the capacity, and leave unless they were used again
-    meanwhile; names that left so are remembered, and enter the main queue at once when they return. What is
-    used there passes again, and is worth less each time.
+    New records enter a small queue, a tenth of the capacity. At its head they move to the main queue if they
+    were used more than once; otherwise they are evicted. Names evicted there are remembered, and enter the
+    main queue if they return. A record used in the main queue goes back to its end and loses one use.
     """
 
     name = "s3fifo"
@@ -176,10 +187,10 @@ class S3FIFO(EvictionPolicy):
 
 
 class ARC(EvictionPolicy):
-    """Two queues (Megiddo and Modha, FAST 2003), of records that were used again and of those that were not.
+    """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
-    The least recently used of either goes first. Names that left are remembered, and when one returns, its
-    queue had been too short: it gets more of the room.
+    One queue is for records used once, the other for records used again. Each evicts the least recently used
+    record. Evicted names are remembered: if one returns, its queue was too short and gets more room.
     """
 
     name = "arc"
@@ -188,7 +199,7 @@ class ARC(EvictionPolicy):
 
     def __init__(self) -> None:
         self._ghosts = _Ghosts(), _Ghosts()
-        self._small_bytes = 0  # the room of the first queue
+        self._small_bytes = 0  # target size of the first queue
 
     def rank(self, entry: Entry) -> int:
         return entry.last
@@ -213,4 +224,4 @@ class ARC(EvictionPolicy):
 POLICIES: Mapping[str, type[EvictionPolicy]] = {
     policy.name: policy for policy in EvictionPolicy.__subclasses__()
 }
-"""By name."""
+"""kvkit's eviction policies by name."""

@@ -1,10 +1,11 @@
-"""Which records to evict: pure functions (state, event) -> victims; each mutates only the given state.
+"""The choice of records to evict: functions (state, event) -> victims that mutate only their state.
 
-Records form chains: a chunk is of no use without its parent. So only a record that no held record follows is
-evicted, and a chain shrinks from its end, whatever the policy. Among those of the lowest priority the policy
+Records form chains: a chunk is useless without its parent. So only leaves, records that no held record
+follows, are evicted, and a chain shrinks from its end. Among the leaves of the lowest priority, the policy
 chooses (`kvkit.tiers.eviction.policies`).
 
-A lookup uses what it finds, and so does the store that ends the same request: one use makes nothing old.
+A lookup counts as a use of the records that it finds, and so does the store that ends the same request. So
+policies treat a record as used again only from its second use.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from kvkit.tiers.eviction.policies import MAIN, SMALL, Entry, prevails
 
 _MOST_REFUSED, _MOST_FRESH = 1024, 1024  # names
 _Leaf = tuple[int, int, int, str]
-"""(priority, rank, ticket, name) of a record that was a leaf: lower goes sooner"""
+"""(priority, rank, ticket, name) of a record that was a leaf; the lowest is evicted first."""
 
 
 class EvictionState:
-    """Records of one place.
+    """The records held by one store, and the policy that evicts them.
 
     Args:
-        capacity_bytes: what may be held; None for no limit.
-        policy: a name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
-        quota_bytes: what one owner may hold; None for no limit.
+        capacity_bytes: limit for all records; None for no limit.
+        policy: name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
+        quota_bytes: limit for one owner; None for no limit.
 
     Attributes:
-        policy: that of this place.
-        used_bytes: sum over `entries`.
-        entries: by record name.
+        policy: eviction policy.
+        used_bytes: bytes of all `entries`.
+        entries: held records by name.
 
     Raises:
-        ValueError: there is no such policy, or it is none. The message names the choices.
+        ValueError: `policy` does not name a policy. The message gives the reason.
     """
 
     __slots__ = (
@@ -54,25 +55,22 @@ class EvictionState:
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.entries: dict[str, Entry] = {}
-        self._awaited: dict[str, int] = {}  # held records by parent, of parents that are not held
+        self._awaited: dict[str, int] = {}  # number of held followers, by parents that are not held
         self._bytes: Counter[tuple[str, int]] = Counter()  # by owner ("": all) and queue
-        self._fresh: dict[str, None] = {}  # leaves that are in no heap yet: most are followed before that
-        self._leaves: defaultdict[tuple[str, int], list[_Leaf]] = defaultdict(list)  # heaps, some out of date
+        self._fresh: dict[str, None] = {}  # leaves in no heap yet: most get a follower before they need one
+        self._leaves: defaultdict[tuple[str, int], list[_Leaf]] = defaultdict(list)  # heaps with stale items
         self._pins: dict[str, float] = {}
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
         self._events = 0
 
     @property
     def limited(self) -> bool:
-        """Whether anything is ever evicted."""
+        """True if there is a capacity or a quota, so that records may be evicted."""
         return self.capacity_bytes is not None or self.quota_bytes is not None
 
 
 def touch(state: EvictionState, names: Iterable[str]) -> None:
-    """Note that `names` were used: records of a chain, each following the one before it. Mutates `state`.
-
-    Names that are not held are passed over.
-    """
+    """Mark `names`, a chain of records, as used, skipping those not held. Mutates `state`."""
     state._events += 1
     entries, now, promotes = state.entries, state._events, state.policy.promotes
     before: str | None = None
@@ -89,7 +87,7 @@ def touch(state: EvictionState, names: Iterable[str]) -> None:
 
 
 def use_run(state: EvictionState, names: Sequence[str]) -> int:
-    """How many of `names`, a chain, are held from the first on; these were used. Mutates `state`."""
+    """Return the length of the leading run of `names` (a chain) held; mark it as used. Mutates `state`."""
     entries = state.entries
     run = 0
     for name in names:
@@ -110,12 +108,15 @@ def add_run(
     now: float = 0.0,
     may_evict: Callable[[str], bool] | None = None,
 ) -> tuple[int, list[str]]:
-    """Note that `names` are held, a chain of records of `size` bytes after `parent`, until one has no room.
+    """Add `names`, a chain of records of `size` bytes after `parent`, until one has no room.
 
-    Returns how many are held now, and the victims to evict first. A name that is held already is touched.
-    Victims are gone from `state` when this returns; none is pinned at the time `now`, precedes a name, or is
-    one that `may_evict` (None: all may go) denies. What follows a name that had no room has none; for a name
-    without room nothing is evicted. Mutates `state`.
+    Mutates `state`. A name that is held already is touched. Victims are removed from `state`; the caller must
+    evict them before it adds the records. A victim is never pinned at the time `now`, an ancestor of a name,
+    or refused by `may_evict` (None: permits all). For a name without room nothing is evicted, and the names
+    that follow it have no room either.
+
+    Returns:
+        number of leading names that are held now, and the victims.
     """
     entries, pins = state.entries, state._pins
 
@@ -130,7 +131,7 @@ def add_run(
             touch(state, (name,))
         else:
             if parent is not None:
-                parent = _follow(state, parent)  # neither it nor what it follows is evicted
+                parent = _follow(state, parent)  # protects it and its ancestors from eviction
             if limited or state._refused:
                 gone: list[Entry] = []
                 if parent in state._refused or not _make_room(state, owner, size, barred, gone):
@@ -138,7 +139,7 @@ def add_run(
                         _release(state, parent)
                     for entry in reversed(gone):
                         _hold(state, entry)
-                    state._refused[name] = None  # what follows it is of no use until it is held
+                    state._refused[name] = None  # records that follow it are useless until it is held
                     if len(state._refused) > _MOST_REFUSED:
                         del state._refused[next(iter(state._refused))]
                     break
@@ -152,13 +153,13 @@ def add_run(
             _count(state, last, size)
         parent = name
         added += 1
-    if last is not None:  # of those before it, each is followed
+    if last is not None:  # the others have followers
         _offer(state, last)
     return added, victims
 
 
 def remove(state: EvictionState, name: str) -> bool:
-    """Note that `name` is gone; whether it was held. Mutates `state`."""
+    """Remove `name`; return whether it was held. Mutates `state`."""
     if name not in state.entries:
         return False
     _forget(state, name)
@@ -167,7 +168,7 @@ def remove(state: EvictionState, name: str) -> bool:
 
 
 def pin(state: EvictionState, names: Iterable[str], until: float) -> int:
-    """Evict none of `names` before the time `until`; returns how many are held. Mutates `state`."""
+    """Protect `names` from eviction until the time `until`; return how many are held. Mutates `state`."""
     held = [name for name in names if name in state.entries]
     for name in held:
         state._pins[name] = max(until, state._pins.get(name, until))
@@ -175,21 +176,21 @@ def pin(state: EvictionState, names: Iterable[str], until: float) -> int:
 
 
 def prioritise(state: EvictionState, names: Iterable[str], priority: int) -> None:
-    """Have those of `names` that are held go after all of a lower priority. Mutates `state`.
+    """Set the priority of those of `names` that are held. Mutates `state`.
 
-    Of several priorities that a record was given, the highest counts.
+    Records of lower priority are evicted first. Of several priorities given to a record, the highest counts.
     """
     for name in names:
         entry = state.entries.get(name)
         if entry is None or not prevails(priority, entry.priority):
             continue
         lowered, entry.priority = priority < entry.priority, priority
-        if lowered:  # its place among the leaves is too high
+        if lowered:  # its item in the heap has the old, higher priority
             _offer(state, entry)
 
 
 def note(state: EvictionState, name: str, size: int, *, parent: str | None = None, owner: str = "") -> None:
-    """Note that `name` is held, be it beyond the capacity; one that is held already is touched. Mutates."""
+    """Add `name`, even beyond the capacity, or touch it if it is held already. Mutates `state`."""
     if name in state.entries:
         touch(state, (name,))
         return
@@ -199,7 +200,7 @@ def note(state: EvictionState, name: str, size: int, *, parent: str | None = Non
 
 
 def _new(state: EvictionState, name: str, size: int, owner: str) -> Entry:
-    """An entry for a record that comes now."""
+    """Return an entry for a new record."""
     state._events = event = state._events + 1
     policy = state.policy
     queue = policy.queue_of(name, size, _room(state)) if policy.queued else SMALL
@@ -215,7 +216,7 @@ def _make_room(
     barred: Callable[[str], bool],
     gone: list[Entry],
 ) -> bool:
-    """Evict leaves until `size` bytes of `owner` fit, noting them in `gone`; False: they cannot."""
+    """Evict leaves into `gone` until `size` bytes of `owner` fit; return False if they cannot."""
     for scope in ("",) if state.quota_bytes is None or not owner else (owner, ""):
         excess = _excess(state, scope, size)
         if excess <= 0:
@@ -235,7 +236,7 @@ def _make_room(
 
 
 def _excess(state: EvictionState, scope: str, size: int) -> int:
-    """Bytes that `scope` must evict so that `size` more fit."""
+    """Return the bytes that `scope` must evict so that `size` more fit; 0 or less if none."""
     if not scope:
         return 0 if state.capacity_bytes is None else state.used_bytes + size - state.capacity_bytes
     if state.quota_bytes is None:
@@ -246,11 +247,11 @@ def _excess(state: EvictionState, scope: str, size: int) -> int:
 def _next_leaf(
     state: EvictionState, scope: str, barred: Callable[[str], bool], passed: list[tuple[int, _Leaf]]
 ) -> str | None:
-    """The leaf of `scope` to evict next; those that are `barred` are moved from the heaps to `passed`."""
+    """Return the leaf of `scope` to evict next, moving those that are `barred` from the heaps to `passed`."""
     leaves, entries, policy = state._leaves, state.entries, state.policy
     rank_of = policy.rank
     small, main = leaves[scope, SMALL], leaves[scope, MAIN]
-    left = len(small) + len(main) + 4 * len(entries)  # more than any policy of kvkit's own puts off
+    left = len(small) + len(main) + 4 * len(entries)  # more deferrals than any policy of kvkit makes
     while True:
         _push_fresh(state)
         queue, heap = SMALL, small
@@ -262,7 +263,7 @@ def _next_leaf(
         priority, rank, ticket, name = item
         entry = entries.get(name)
         if entry is None or entry.ticket != ticket or entry.queue != queue or entry.followers:
-            continue  # out of date; a record that became a leaf again has been pushed again
+            continue  # stale; a record that became a leaf again was pushed again
         current = entry.priority, rank_of(entry)
         left -= 1
         if (priority, rank) != current and left > 0:
@@ -276,18 +277,18 @@ def _next_leaf(
 
 
 def _is_long(state: EvictionState, scope: str) -> bool:
-    """Whether the first queue of `scope` has more than its share of the room."""
+    """Return whether the first queue of `scope` has more than its share of the room."""
     limit = (state.quota_bytes if scope else state.capacity_bytes) or 0
     return state.policy.is_long(state._bytes[scope, SMALL], limit, _room(state))
 
 
 def _room(state: EvictionState) -> int:
-    """Bytes that may be held, or by one owner where there is no other limit."""
+    """Return the capacity in bytes, or the quota if there is no capacity."""
     return state.capacity_bytes or state.quota_bytes or 0
 
 
 def _promote(state: EvictionState, entry: Entry) -> None:
-    """To the queue of what was used again."""
+    """Move a record to the main queue."""
     _count(state, entry, -entry.size)
     entry.queue = MAIN
     _count(state, entry, entry.size)
@@ -295,7 +296,7 @@ def _promote(state: EvictionState, entry: Entry) -> None:
 
 
 def _requeue(state: EvictionState, entry: Entry) -> None:
-    """To the end of the main queue, as if it came now."""
+    """Move a record to the end of the main queue, as if it were new."""
     _forget(state, entry.name)
     state._events += 1
     entry.queue, entry.ticket = MAIN, state._events
@@ -330,7 +331,7 @@ def _count(state: EvictionState, entry: Entry, size: int) -> None:
 
 
 def _offer(state: EvictionState, entry: Entry) -> None:
-    """Have a record be found by the next search for a victim, if it is a leaf."""
+    """Make a record a candidate of the next search for a victim, if it is a leaf."""
     if state.limited and not entry.followers:
         state._fresh[entry.name] = None
         if len(state._fresh) > _MOST_FRESH:
@@ -350,7 +351,7 @@ def _scopes(state: EvictionState, entry: Entry) -> tuple[str, ...]:
 
 
 def _follow(state: EvictionState, parent: str) -> str:
-    """One record more follows `parent`; its name, once for all that follow it."""
+    """Count one more follower of `parent`; return its name, the same string for all followers."""
     entry = state.entries.get(parent)
     if entry is None:
         state._awaited[parent] = state._awaited.get(parent, 0) + 1
@@ -361,7 +362,7 @@ def _follow(state: EvictionState, parent: str) -> str:
 
 
 def _release(state: EvictionState, parent: str) -> None:
-    """One record less follows `parent`, which may be a leaf now."""
+    """Count one follower of `parent` less; it may be a leaf now."""
     entry = state.entries.get(parent)
     if entry is not None:
         entry.followers -= 1

@@ -1,11 +1,11 @@
-"""The file of a pool in /dev/shm: who may have it, its parts, and locks that the death of their holder lifts.
+"""The file of a pool in /dev/shm: access rights, layout, and locks that their holder's death releases.
 
     [head, a page][columns: log, held, names, used, last, pins, parents][zeros to 2 MiB][slots]
 
-A column has an entry for each slot: `held` is 0 without a record, or one more than the record's priority;
-`parents` is 0, or one more than the slot of the record that it follows. The locks are on bytes, and of open
-file descriptions: the byte of a slot's number, `_MUTEX` for all that is no slot's memory, and `_USERS`, which
-all share that have the file mapped.
+A column has an entry for each slot. `held` is 0 for an empty slot, else 1 + the record's priority. `parents`
+is 0 without a parent, else 1 + the slot of the parent record. Locks are on single bytes and belong to open
+file descriptions: the byte at a slot's number for that slot, `_MUTEX` for all memory outside the slots, and
+`_USERS`, shared by all processes that have mapped the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvkit.tiers.base import TierError
 log = logging.getLogger(__name__)
 
 _MAGIC = int.from_bytes(b"KVKITSH3", "little")
-"""What a maker writes last. The digit is the version."""
+"""Mark that the creator writes last. The digit is the version."""
 _HEAD = np.dtype([(name, "<u8") for name in ("magic", "slot_bytes", "capacity_bytes", "clock", "changes")])
 _COLUMNS = [np.dtype(kind) for kind in ("<u4", "u1", "S112", "<u8", "<u8", "<f8", "<u4")]
 _MUTEX = 1 << 40
@@ -41,24 +41,24 @@ _USERS = _MUTEX + 1
 _HUGE_PAGE = 2 << 20
 _MAKING_S = 120.0
 _PAUSES_S = 20e-6, 1e-3
-"""Between looks whether the mutex is free: the first pause, and the longest."""
+"""First and longest delay between two attempts to lock the mutex, in seconds."""
 _TRIES = 4
 _FULL = 0.9
-"""Share of a file system's memory above which a pool in it warns."""
+"""Share of a file system's memory in use above which its pools log a warning."""
 _BLOCK_BYTES = 512
-"""Of `st_blocks`."""
+"""Bytes per block in `st_blocks`."""
 _NAME = re.compile(r"shm://([A-Za-z0-9._-]{1,64})")
 
 
 class PoolRemoved(TierError):
-    """A pool's file is not at its path any more: who opens it from now on has another pool."""
+    """The file of a pool was removed: opening its path now gives another pool."""
 
 
 def pool_path(url: str) -> str:
-    """The file of this user's pool at `url`.
+    """Return the path of this user's pool at `url`.
 
     Raises:
-        ValueError: it is not shm://<name>.
+        ValueError: `url` is not shm://<name>.
     """
     found = _NAME.fullmatch(url)
     if found is None:
@@ -67,10 +67,10 @@ def pool_path(url: str) -> str:
 
 
 def capacity_at(path: str) -> int:
-    """Bytes of all slots of the pool at `path`, as it says itself.
+    """Return the bytes of all slots of the pool at `path`, from its head.
 
     Raises:
-        OSError: there is none, or not a whole one.
+        OSError: there is no pool, or not a complete one.
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD.itemsize).ljust(_HEAD.itemsize, b"\0")
@@ -81,30 +81,31 @@ def capacity_at(path: str) -> int:
 
 
 class PoolFile:
-    """The file at `path`, made if it is not there, and mapped. A fork gets neither its memory nor its locks.
+    """The mapped file of a pool, created if it is missing. A fork gets neither its memory nor its locks.
+
+    Logs a warning if the file system is nearly full.
 
     Args:
-        slot_bytes: of a file that is made, whole pages; one that is there has slots as large, or larger.
-        capacity_bytes: of all slots.
+        path: path of the file.
+        slot_bytes: bytes of a slot, whole pages; the slots of an existing file may be larger.
+        capacity_bytes: bytes of all slots.
 
     Attributes:
-        slot_bytes, slots: as the file has them.
-        clock, changes: uint64 [1], for the pool.
+        slot_bytes, slots: values of the file.
+        clock, changes: uint64 [1], counters of the pool.
         log, held, names, used, last, pins, parents: columns [slots]: uint32, uint8, bytes, uint64, uint64,
             float64, uint32.
-        records: the memory of the slots.
+        records: memory of the slots.
 
     Raises:
-        ValueError: it has another capacity, or smaller slots.
-        OSError: it is somebody else's, open to others, or damaged; or there is not enough memory.
-
-    Logs a warning where the file system is nearly full.
+        ValueError: the file has another capacity, or smaller slots.
+        OSError: the file has another owner, is open to other users, or is damaged; or memory is short.
     """
 
     def __init__(self, path: str, slot_bytes: int, capacity_bytes: int) -> None:
         self.path = path
         self._file: int | None = None
-        # a fork that outlives this process would keep what that had locked
+        # a fork that outlives this process would keep its locks
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
         try:
             self._file = self._open()
@@ -114,9 +115,9 @@ class PoolFile:
                 _check(path, self._file, found, slot_bytes, capacity_bytes)
                 slot_bytes = int(found["slot_bytes"])
                 _fill_holes(path, self._file)
-            elif self._lock(fcntl.F_WRLCK, _USERS):  # new, or its maker died
+            elif self._lock(fcntl.F_WRLCK, _USERS):  # new, or its creator died
                 _make(path, self._file, slot_bytes, capacity_bytes)
-            else:  # damaged, and who has it mapped would not outlive another one there
+            else:  # damaged and in use: recreating it would crash the processes that have it mapped
                 raise _no_pool(path)
             self._lock(fcntl.F_RDLCK, _USERS)
             self._map(slot_bytes, capacity_bytes // slot_bytes)
@@ -127,7 +128,7 @@ class PoolFile:
             raise
 
     def check(self) -> None:
-        """Look whether the file still is at its path.
+        """Check that the file is still at its path.
 
         Raises:
             PoolRemoved: it is not.
@@ -136,18 +137,18 @@ class PoolFile:
             raise PoolRemoved(f"the pool {self.path} was removed")
 
     def lock(self, slot: int, *, shared: bool) -> bool:
-        """Lock the byte of a slot, unless another open file has it locked; never waits."""
+        """Lock the byte of a slot without waiting; return False if another open file has it locked."""
         return self._lock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, slot)
 
     def unlock(self, slot: int) -> None:
-        """Give up the lock of a slot's byte."""
+        """Unlock the byte of a slot."""
         self._lock(fcntl.F_UNLCK, slot)
 
     def wait(self, timeout_s: float) -> None:
-        """Lock the mutex; threads of one process have a lock of their own for that.
+        """Lock the mutex against other processes; callers exclude their own threads by another lock.
 
         Raises:
-            TierError: others had it for so long.
+            TierError: another process held the mutex for `timeout_s`.
         """
         pause, longest = _PAUSES_S
         until = time.monotonic() + timeout_s
@@ -158,17 +159,17 @@ class PoolFile:
             pause = min(2 * pause, longest)
 
     def unlock_mutex(self) -> None:
-        """Give up the mutex."""
+        """Unlock the mutex."""
         self._lock(fcntl.F_UNLCK, _MUTEX)
 
     def close(self) -> None:
-        """Give up all locks. The memory lives until its last view is gone."""
+        """Close the file and release all locks. The memory stays mapped until its last array is gone."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
     def _open(self) -> int:
-        """Open the file, and lock the mutex."""
+        """Open or create the file and lock the mutex; return its descriptor."""
         for _ in range(_TRIES):
             file = self._file = _open(self.path)
             self._opened = os.fstat(file)
@@ -183,7 +184,7 @@ class PoolFile:
             return os.path.samestat(self._opened, os.lstat(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # it cannot be told
+        except OSError:  # unknown
             return True
 
     def _lock(self, kind: int, byte: int) -> bool:
@@ -198,7 +199,7 @@ class PoolFile:
     def _map(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes, self.slots = slot_bytes, slots
         head = _head_bytes(slots)
-        # a mapping keeps a duplicate of its descriptor: one of `_file` would keep the locks
+        # a mapping keeps a duplicate of its descriptor: a duplicate of `_file` would keep the locks
         file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(file, head)
@@ -218,14 +219,14 @@ class PoolFile:
 
 
 def _open(path: str) -> int:
-    """A descriptor of the file, which is there from now on.
+    """Open the file, creating it if it is missing; return its descriptor.
 
     Raises:
-        OSError: it is a link, no file, somebody else's, or open to others.
+        OSError: it is a link or not a file, has another owner, or is open to other users.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     for _ in range(_TRIES):
-        # without O_CREAT where it is there: the kernel would say of somebody else's file only that it denies
+        # no O_CREAT for an existing file: with it, the kernel would refuse another user's file with no reason
         with suppress(FileNotFoundError):
             file = os.open(path, flags)
             break
@@ -241,26 +242,31 @@ def _open(path: str) -> int:
         raise PermissionError(
             errno.EPERM,
             f"of user {status.st_uid}, mode {stat.filemode(status.st_mode)}: want a file of user "
-            f"{os.geteuid()} that nobody else may open",
+            f"{os.geteuid()} that no other user may open",
             path,
         )
     return file
 
 
 def _made_and_removed(path: str) -> OSError:
-    return FileNotFoundError(errno.ENOENT, "others make and remove it", path)
+    return FileNotFoundError(errno.ENOENT, "other processes keep creating and removing it", path)
 
 
 def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: int) -> None:
-    """Raise ValueError where the pool that is there is none for such records, OSError where it is damaged."""
+    """Check that an existing pool is intact and fits the settings.
+
+    Raises:
+        ValueError: the pool has another capacity, or smaller slots.
+        OSError: the pool is damaged.
+    """
     capacity, slot = int(found["capacity_bytes"]), int(found["slot_bytes"])
     known = found["magic"] == _MAGIC and slot > 0 and not slot % PAGE_BYTES
     if not known or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
         raise _no_pool(path)
     if capacity != capacity_bytes:
         raise ValueError(
-            f"capacity={capacity_bytes}: the pool in {path} has {capacity} bytes; want as many, another "
-            "name, or the file removed"
+            f"capacity={capacity_bytes}: the pool in {path} has {capacity} bytes; want the same capacity, "
+            "another name, or the file removed"
         )
     if slot < slot_bytes:
         raise ValueError(
@@ -270,14 +276,14 @@ def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: in
 
 
 def _no_pool(path: str) -> OSError:
-    return OSError(errno.EBADMSG, "it is no whole pool of this version; remove it", path)
+    return OSError(errno.EBADMSG, "it is not a complete pool of this version; remove it", path)
 
 
 def _make(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
-    """Give the file its size, all of which is had here and now, and its head.
+    """Allocate all memory of the file and write its head.
 
     Raises:
-        OSError: there is not enough memory; nothing of it is kept.
+        OSError: there is not enough memory; none stays allocated.
     """
     slots = capacity_bytes // slot_bytes
     os.ftruncate(file, 0)
@@ -290,7 +296,7 @@ def _make(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
 
 
 def _fill_holes(path: str, file: int) -> None:
-    """Have all memory of the file, some of which may be gone: who touches a hole, with none left, ends.
+    """Allocate the file's missing memory: access to a hole is fatal to a process if memory is short.
 
     Raises:
         OSError: there is not enough memory.
@@ -303,8 +309,8 @@ def _fill_holes(path: str, file: int) -> None:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{missing} bytes of the pool have no memory any more, and there is too little for them: "
-                f"{error.strerror}; remove the pool, or what else fills its file system",
+                f"{missing} bytes of the pool have lost their memory, and too little is free to replace it: "
+                f"{error.strerror}; remove the pool, or other files in its file system",
                 path,
             ) from error
 
@@ -313,8 +319,8 @@ def _warn_if_full(path: str, file: int) -> None:
     found = os.fstatvfs(file)
     if found.f_bavail < (1 - _FULL) * found.f_blocks:
         log.warning(
-            "pool %s: its file system has %d of %d MiB left; other processes that share memory there end "
-            "with SIGBUS when it is full: set a smaller capacity, or remount it with a larger size",
+            "pool %s: its file system has %d of %d MiB left; when it is full, other processes that share "
+            "memory there crash with SIGBUS: set a smaller capacity, or remount it with a larger size",
             path,
             found.f_bavail * found.f_frsize >> 20,
             found.f_blocks * found.f_frsize >> 20,
@@ -322,7 +328,7 @@ def _warn_if_full(path: str, file: int) -> None:
 
 
 def _head_bytes(slots: int) -> int:
-    """Of all that is no slot."""
+    """Return the bytes of the head and the columns, padded to whole huge pages."""
     size = PAGE_BYTES + sum(_column_bytes(kind, slots) for kind in _COLUMNS)
     return -(-size // _HUGE_PAGE) * _HUGE_PAGE
 
@@ -332,7 +338,7 @@ def _column_bytes(kind: np.dtype[Any], slots: int) -> int:
 
 
 def _leave(me: weakref.ref[PoolFile]) -> None:
-    """In a fork: have no part in the locks."""
+    """Close the file in a fork, which must not keep the locks."""
     file = me()
     if file is not None:
         file.close()

@@ -1,14 +1,14 @@
-"""A pool of records in shared memory, for all processes of one user that open its file. There is no daemon.
+"""A pool of records in shared memory, for all processes of one user that open its file.
 
-Each process may die at any instruction. Of a slot, `held` says whether it has a record; that byte is written
-after all else, and what it says is true. A slot without one is room, for whoever can lock its byte: the
-kernel unlocks what a dead process wrote to or read from. All other state is made of that, by each process for
-itself: the index follows `log`, where a slot is named before its `held` changes.
+There is no daemon, and a process may die at any instruction. A slot holds a record if its byte in `held` is
+not 0; that byte is written last, so it is always true. Any process that can lock the byte of an empty slot
+may take it: when a process dies, the kernel releases its locks on slots that it read or wrote. Each process
+derives all other state by itself: its index follows `log`, which names a slot before its `held` changes.
 
-The columns may be damaged: what they say is bounded where it is read, and costs records, not room.
+The columns may be damaged: values are bounded when they are read, so damage costs records, not room.
 
-Of the records that no other follows, those of the lowest priority go first, of these what was used longest
-ago. Of a run the first record counts as the one used last, and a newcomer as used before what it follows.
+Eviction takes records that no other follows: the lowest priority first, then the least recently used. The
+first record of a run counts as used last, and a new record as used just before its parent.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from kvkit.tiers.folder import check_name
 from kvkit.tiers.shm.file import PoolFile
 
 _WAIT_S = 2.0
-"""How long a call waits for other processes: one that was stopped may have the mutex."""
+"""Timeout of a call for the mutex, which a stopped process may hold, in seconds."""
 _STEP = 1 << 20
-"""Of the clock. No run has more records."""
+"""Step of the clock, and the most records of a run."""
 _PRIORITY = 56
-"""Bits that a time of use has in a rank: 2**36 uses."""
+"""Bits of the time of use in a rank: enough for 2**36 uses."""
 _MOST_CHANGES = 1 << 62
 _LONGEST_PIN_S = 10 * 365 * 86400.0
 _MOST_REFUSED = 1024  # names
 _PARTS = 64
-"""So many orders, one after the other, are made of all records: each costs a look at every record."""
+"""An eviction order has 1/_PARTS of all records: making one takes a pass over every record."""
 
 
 class Pool(Arena):
     """The pool in the file at `path`. Thread-safe and process-safe.
 
-    Every method but `close` and `leave` raises `TierError` when the pool is closed, or locked by a stopped
-    process; in its subclass `PoolRemoved`, when its file was removed.
+    Every method but `close` and `leave` raises `TierError` if the pool is closed or locked by a stopped
+    process, and its subclass `PoolRemoved` if its file was removed.
 
-    Args, Raises: as `PoolFile` has them.
+    Args, Raises: as for `PoolFile`.
 
     Attributes:
-        evicted: records that this process evicted.
+        evicted: number of records that this process evicted.
     """
 
     def __init__(self, path: str, slot_bytes: int, capacity_bytes: int) -> None:
@@ -61,18 +61,18 @@ class Pool(Arena):
         self._lock = threading.Lock()
         self._index: dict[str, int] = {}  # name -> slot
         self._named: list[str | None] = []
-        self._seen = 0  # changes that the index knows of
-        self._free = 0  # where room was found last
-        self._order: list[tuple[int, int]] = []  # ranks, negated, and slots: the last one goes first
-        self._ordered = 0  # what may go and has no higher rank than that is in the order
-        self._made: dict[str, int] = {}  # slots of this process that have no record yet
+        self._seen = 0  # number of changes that the index includes
+        self._free = 0  # slot at which the next search for an empty one starts
+        self._order: list[tuple[int, int]] = []  # negated ranks and slots: the last one is evicted first
+        self._ordered = 0  # the order has every evictable record up to this rank
+        self._made: dict[str, int] = {}  # slots that this process has taken and not yet published
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
         self._ended = False
-        self._read_all()  # others need not wait for it: what they change meanwhile is logged
-        self._seen = max(0, self._seen - 1)  # and so is what one of them was about to change
+        self._read_all()  # without the mutex: changes of other processes meanwhile are logged
+        self._seen = max(0, self._seen - 1)  # the last change logged may not have been made yet
 
     def use_run(self, names: Sequence[str]) -> int:
-        """How many of `names`, a chain, are held from the first on; these were used. Mutates."""
+        """Return the length of the leading run of `names` (a chain) held, and mark it as used. Mutates."""
         with self._locked():
             run: list[int] = []
             for name in names[:_STEP]:
@@ -85,16 +85,16 @@ class Pool(Arena):
             return len(run)
 
     def lend(self, name: str) -> Lease | None:
-        """The slot with that record, if it is held. Nobody writes to it until the lease was released."""
+        """Lease the slot of a record, or return None if it is not held. Nobody writes to a leased slot."""
         self._fork_guard.check()
-        with self._lock:  # not the mutex: who has the slot sees whether it still is the record's
+        with self._lock:  # no mutex: once the slot is locked, its row shows whether it still has the record
             lease = self._lend(name)
         if lease is not None:
             return lease
         with self._locked():
             lease = self._lend(name)
             if lease is None and name in self._index:
-                self._learn(self._index[name])  # a damaged log did not tell
+                self._learn(self._index[name])  # a damaged log lacks the change
             return lease
 
     def _lend(self, name: str) -> Lease | None:
@@ -109,14 +109,15 @@ class Pool(Arena):
         return lease
 
     def take(self, name: str, size: int, parent: str | None) -> Lease | None:
-        """A slot to write a record of `size` bytes to, then to `publish`; None: it is held already.
+        """Lease a slot for a record of `size` bytes, to fill and `publish`; None if the record is held.
 
-        Until it was published it is nobody else's, and room again when its lease is released, or its process
-        dies.
+        Until it is published, the slot belongs to this process. It is free again if its lease is released or
+        its process dies.
 
         Raises:
-            TierFull: there is no room, and what else is held was used later; nothing was evicted.
-            TierError: no record has such a name; or, in its subclass DamagedObject, it is larger than a slot.
+            TierFull: there is no room, and no record may be evicted for this one.
+            DamagedObject: the record is larger than a slot.
+            TierError: the name is invalid.
         """
         check_name(name)
         if size > self.slot_bytes:
@@ -128,7 +129,7 @@ class Pool(Arena):
             stamp = self._tick() if before is None else self._before(before)
             slot = None if before is None and parent in self._refused else self._room(stamp)
             if slot is None:
-                self._refused[name] = None  # what follows it is of no use until it is held
+                self._refused[name] = None  # records that follow it are useless until it is held
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
                 raise TierFull(f"{self._file.path}: {name} does not fit")
@@ -142,7 +143,7 @@ class Pool(Arena):
             return Lease(self, slot)
 
     def publish(self, name: str, lease: Lease) -> None:
-        """Have the record in a slot that was taken be held, and release the lease."""
+        """Make the record in a slot from `take` visible to all processes, and release the lease."""
         try:
             with self._locked():
                 if name not in self._index:
@@ -152,14 +153,14 @@ class Pool(Arena):
             self._made.pop(name, None)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Hold none of `names`. What is lent of them is room when it was given back."""
+        """Remove records; the slots of leased ones become free when the leases are released."""
         with self._locked():
             for name in names:
                 if name in self._index:
                     self._hold(self._index[name], 0)
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        """Evict none of `names` within so many seconds; how many are held."""
+        """Protect `names` from eviction for `seconds`; return how many of them are held."""
         with self._locked():
             slots = [self._index[name] for name in names if name in self._index]
             now, pins = time.monotonic(), self._file.pins[slots]
@@ -168,7 +169,7 @@ class Pool(Arena):
             return len(slots)
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
-        """As in `Tier`: for all processes, and those that come after them."""
+        """Set the eviction priority of those of `names` that are held, as in `Tier`, for all processes."""
         with self._locked():
             for name in names:
                 slot = self._index.get(name)
@@ -176,13 +177,13 @@ class Pool(Arena):
                     self._hold(slot, 1 + priority)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a record, None if it is not held."""
+        """Return the bytes of a record, None if it is not held."""
         with self._locked():
             slot = self._index.get(name)
             return None if slot is None else self._used(slot)
 
     def listed(self) -> list[tuple[str, int]]:
-        """Name and bytes of every record."""
+        """Return the name and bytes of every record."""
         with self._locked():
             sizes = np.minimum(self._file.used[list(self._index.values())], self.slot_bytes)
             return list(zip(self._index, sizes.tolist(), strict=True))
@@ -194,7 +195,7 @@ class Pool(Arena):
             self._end_unused()
 
     def leave(self) -> None:
-        """Lend nothing more, and close when all leases are back: a GPU may read there until then. Waits."""
+        """Refuse new leases, wait until all are released (a GPU may still read the slots), then close."""
         with self._lock, self._changed:
             self._closed = True
         with self._changed:
@@ -202,7 +203,7 @@ class Pool(Arena):
         self.close()
 
     def _end_unused(self) -> None:
-        """Once nobody calls any more: give up the file when the last lease is back."""
+        """Close the file if the pool is closed and the last lease is released."""
         if self._ended and not any(self._references):
             self._file.close()
 
@@ -218,7 +219,7 @@ class Pool(Arena):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """With the mutex, and an index that knows all changes."""
+        """Hold the mutex during the block, with the index up to date."""
         self._fork_guard.check()
         with self._lock:
             if self._closed:
@@ -247,9 +248,9 @@ class Pool(Arena):
         self._seen = changes
 
     def _read_all(self) -> None:
-        """Have the index say what all rows say."""
+        """Rebuild the index from all rows."""
         self._seen = int(self._file.changes[0])
-        slots = np.flatnonzero(self._file.held.copy())  # NumPy refuses what changes while it counts
+        slots = np.flatnonzero(self._file.held.copy())  # NumPy fails if an array changes while it counts
         names = [_decoded(name) for name in self._file.names[slots].tolist()]
         self._index = dict(zip(names, slots.tolist(), strict=True))
         self._named = [None] * self.slots
@@ -264,7 +265,7 @@ class Pool(Arena):
         self._order, self._ordered = [], 0
 
     def _learn(self, slot: int) -> None:
-        """Have the index say of a slot what its row says."""
+        """Update the index from the row of a slot."""
         before, self._named[slot] = self._named[slot], None
         if before is not None:
             if self._index.get(before) == slot:
@@ -282,31 +283,31 @@ class Pool(Arena):
             self._may_go(slot)
 
     def _may_go(self, slot: int) -> None:
-        """Put a slot into the order, if it goes before others there. `_evict` sees whether it may."""
+        """Add a slot to the eviction order if its rank belongs there; `_evict` checks if it can go."""
         rank = self._rank(slot)
         if self._file.held[slot] and rank <= self._ordered:
             insort(self._order, (-rank, slot))
 
     def _rank(self, slot: int) -> int:
-        """What is least of the record to evict first."""
+        """Return the rank of a slot's record; the lowest rank is evicted first."""
         return (int(self._file.held[slot]) << _PRIORITY) + int(self._file.last[slot])
 
     def _hold(self, slot: int, held: int) -> None:
-        """Log that a slot changes, then change it: who dies in between has others look at it for nothing."""
+        """Log that a slot changes, then change `held`: a death in between only costs others a look."""
         self._file.log[self._seen % self.slots] = slot
         self._file.changes[0] = self._seen + 1
         self._file.held[slot] = held
         self._catch_up()
 
     def _orphan(self, slot: int) -> None:
-        """Have no record follow the one that is gone from a slot: the next one there may follow them."""
+        """Clear the parent of each record that followed this slot's old one: the new one may follow it."""
         if self._followers[slot + 1]:
             for child in np.flatnonzero((self._parents == slot + 1) & (self._file.held != 0)).tolist():
                 self._file.parents[child] = 0
                 self._hold(child, int(self._file.held[child]))
 
     def _tick(self) -> int:
-        """A time later than all others."""
+        """Advance the clock; return a time later than all others."""
         clock = int(self._file.clock[0]) + _STEP
         if clock >> _PRIORITY:  # damaged
             clock = _STEP
@@ -314,15 +315,15 @@ class Pool(Arena):
         return clock
 
     def _before(self, slot: int) -> int:
-        """The time of use of what follows the record in a slot."""
+        """Return the time of use for a new record that follows the one in a slot."""
         return max(0, min(int(self._file.last[slot]), int(self._file.clock[0])) - 1)
 
     def _used(self, slot: int) -> int:
-        """Bytes of the record in a slot."""
+        """Return the bytes of the record in a slot."""
         return min(int(self._file.used[slot]), self.slot_bytes)
 
     def _room(self, stamp: int) -> int | None:
-        """A slot to write to, reserved; evicts what goes first, of what was used before `stamp`."""
+        """Reserve an empty slot, or evict a record used before `stamp`; return the slot or None."""
         held = self._file.held
         for first, stop in (self._free, self.slots), (0, self._free):
             while first < stop and len(self._index) + len(self._made) < self.slots:
@@ -332,13 +333,13 @@ class Pool(Arena):
                 first = slot + 1
                 if self._reserve(slot, shared=False):
                     self._free = first
-                    return slot  # else somebody writes to it, or reads what it had
+                    return slot  # otherwise it is still written to, or its old record is still read
         return self._evict(stamp)
 
     def _evict(self, stamp: int) -> int | None:
-        """The slot of the record that goes first, of those used before `stamp`: reserved, and without it."""
+        """Evict the first record used before `stamp` and reserve its slot; return the slot or None."""
         row, now = self._file, time.monotonic()
-        for most in (0, self.slots // _PARTS, self.slots):  # an order lacks what could not be had before
+        for most in (0, self.slots // _PARTS, self.slots):  # an order lacks slots that could not be reserved
             if most and not self._put_in_order(most, stamp, now):
                 return None
             found, later = None, []
@@ -358,7 +359,7 @@ class Pool(Arena):
         return None
 
     def _put_in_order(self, most: int, stamp: int, now: float) -> bool:
-        """Make an order of at most so many records; whether any that may go was used before `stamp`."""
+        """Order at most `most` records; return whether any evictable one was used before `stamp`."""
         row = self._file
         row.last[row.last > row.clock[0]] = 0  # damaged
         slots = np.flatnonzero((row.held != 0) & ~_pinned(row.pins, now) & (self._followers[1:] == 0))
@@ -375,7 +376,7 @@ class Pool(Arena):
         return True
 
     def _reserve(self, slot: int, *, shared: bool) -> bool:
-        """Count a reference to a slot, if others let this process read it (`shared`), or write to it."""
+        """Lock a slot to read (`shared`) or write and count a reference; return False if it is in use."""
         with self._changed:
             if not self._references[slot]:
                 if not self._file.lock(slot, shared=shared):
@@ -387,17 +388,17 @@ class Pool(Arena):
 
 
 def _decoded(name: bytes) -> str:
-    """The name in a row, which has other bytes than ASCII where it is damaged."""
+    """Return the name in a row; latin-1, as a damaged name may have any bytes."""
     return name.decode("latin-1")
 
 
 def _pinned(until: Any, now: float) -> Any:
-    """Whether a pin holds: of one number, or of each in an array."""
-    return (until > now) & (until <= now + _LONGEST_PIN_S)  # else it is over, or damaged
+    """Return whether a pin is in force, for one number or each in an array."""
+    return (until > now) & (until <= now + _LONGEST_PIN_S)  # otherwise it is over or damaged
 
 
 def _endless(parents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-    """Of each slot, whether its parents, and theirs, have no end: then none of them could ever go."""
+    """Return bool [slots]: whether a slot's ancestors end in a cycle, so that none could be evicted."""
     ancestors = np.concatenate([np.zeros(1, np.uint32), parents])
     for _ in range(len(parents).bit_length()):  # each time twice as far up
         if not ancestors.any():

@@ -1,4 +1,4 @@
-"""The tier of a pool in shared memory: what one process of this host stores, all of them hit."""
+"""The tier of a pool in shared memory: processes of one host hit the records that any of them stores."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_THREADS = 2  # they copy, at the speed of memory
+_THREADS = 2  # they only copy in memory
 
 
 class ShmTier(Tier):
-    """Records in slots of a `Pool`, which it lends; a put copies its slot, once.
+    """Records in slots of a `Pool`, which callers borrow; a put copies its slot once.
 
-    Once the pool's file was removed, the tier fails, and gives up the memory when the last lease is back.
+    After the pool's file was removed, the tier fails, and frees the memory when the last lease is released.
 
     Args:
-        path: of the pool's file.
-        staging: no record is larger than its slots.
-        capacity_bytes: of the pool; a record counts as a whole slot.
+        path: path of the pool's file.
+        staging: arena with slots of the size of the largest record.
+        capacity_bytes: capacity of the pool; a record counts as a whole slot.
+        threads: threads that copy records.
 
     Raises:
-        ValueError, OSError: as `kvkit.tiers.shm.file.PoolFile` does; or the capacity is below one slot.
+        ValueError, OSError: as for `kvkit.tiers.shm.file.PoolFile`; or the capacity is below one slot.
     """
 
     near = True
@@ -54,7 +55,7 @@ class ShmTier(Tier):
             raise ValueError(f"tier {name!r}: {error}") from None
         self._workers = Workers(threads, f"kvkit-{name}")
         self._lock = threading.Lock()
-        self._puts: dict[str, list[tuple[Lease, OnComplete]]] = {}  # under way, and what waits for the same
+        self._puts: dict[str, list[tuple[Lease, OnComplete]]] = {}  # pending puts, duplicates included
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> ShmTier:
@@ -75,7 +76,7 @@ class ShmTier(Tier):
         try:
             return self._call(lambda pool: pool.lend(name))
         except TierError as error:
-            if not isinstance(error, PoolRemoved):  # which was logged
+            if not isinstance(error, PoolRemoved):  # that is logged already
                 log.warning("tier %r: %s", self.name, error)
             return None
 
@@ -93,11 +94,11 @@ class ShmTier(Tier):
             try:
                 if stuck:
                     raise stuck
-                # in the order of the names, so that each finds the one before it
+                # in the order of the names, so that each finds its parent
                 slot = self._call(partial(self._take, name, share))
             except OSError as error:
                 if not isinstance(error, TierFull | DamagedObject):
-                    stuck = error  # it waited long enough for the first
+                    stuck = error  # do not wait for the mutex again
                 self._end(name, error)
                 continue
             if slot is None:
@@ -128,11 +129,11 @@ class ShmTier(Tier):
             pool.close()
 
     def _call(self, use: Callable[[Pool], T]) -> T:
-        """What `use` returns of the pool.
+        """Return the result of `use` for the pool.
 
         Raises:
-            PoolRemoved: it was removed.
-            TierError: as `use` does.
+            PoolRemoved: the pool was removed.
+            TierError: as for `use`.
         """
         pool = self._pool
         if pool is None:
@@ -144,7 +145,7 @@ class ShmTier(Tier):
             raise
 
     def _leave(self, pool: Pool, error: PoolRemoved) -> None:
-        """Give up a pool that was removed: others need its memory, and have another one."""
+        """Release a removed pool: other processes need its memory and use another pool."""
         with self._lock:
             if self._pool is not pool:
                 return
@@ -153,9 +154,9 @@ class ShmTier(Tier):
             "tier %r: %s; this process stops using it and frees its memory. Restart the process to join the "
             "pool that others may have made since",
             self.name,
-            str(error),  # its traceback would keep the pool as long as the record is kept
+            str(error),  # the error's traceback would keep the pool for as long as the log record exists
         )
-        with suppress(RuntimeError):  # no thread can be started: the memory stays until the process ends
+        with suppress(RuntimeError):  # if no thread can start, the memory stays until the process ends
             threading.Thread(target=pool.leave, name=f"kvkit-{self.name}-leave", daemon=True).start()
 
     def _take(self, name: str, share: Lease, pool: Pool) -> Lease | None:
@@ -169,7 +170,7 @@ class ShmTier(Tier):
             with slot:
                 slot.record[:] = source.record
                 self._call(lambda pool: pool.publish(name, slot))
-        except BaseException as caught:  # a tier's thread outlives whatever goes wrong
+        except BaseException as caught:  # a tier's thread must survive any error
             error = caught
         self._end(name, error)
 

@@ -1,4 +1,4 @@
-"""For authors of tiers: what a tier must do, as tests to inherit."""
+"""The contract of a tier as pytest tests to inherit, for authors of tiers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import DamagedObject, Tier
 
 DEADLINE_S = 60.0
-"""When a test gives up waiting for a completion, in seconds. No test waits as long when all is well."""
+"""Timeout for a completion, in seconds; passing tests wait far less."""
 
 SLOT_BYTES = 16384
-"""Slots of the staging arena that a `TierContract` needs; a tier under test holds 8 records of this size."""
+"""Bytes of a slot in the arena of a `TierContract`; the tier under test must hold 8 such records."""
 
 RECORDS, SLOTS = 8, 32
 
 
 class Completions:
-    """An `on_complete` that collects what it is called with. Thread-safe."""
+    """An `on_complete` callback that collects its calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -36,15 +36,15 @@ class Completions:
 
     @property
     def count(self) -> int:
-        """Calls so far."""
+        """Number of calls so far."""
         with self._changed:
             return len(self._calls)
 
     def wait(self, count: int) -> list[tuple[str, BaseException | None]]:
-        """The calls, once there are `count`.
+        """Wait for `count` calls and return all calls.
 
         Raises:
-            AssertionError: there are not within `DEADLINE_S`.
+            AssertionError: there are fewer after `DEADLINE_S`.
         """
         with self._changed:
             done = self._changed.wait_for(lambda: len(self._calls) >= count, DEADLINE_S)
@@ -53,17 +53,17 @@ class Completions:
 
 
 def record_names(count: int, space: str = "0123456789abcdef") -> list[str]:
-    """Names of `count` objects, as `kvkit.format.record` makes them."""
+    """Return the names of `count` objects, in the form that `kvkit.format.names` describes."""
     return [f"{space}/0/c.{i}.{i * 7919}.0.0.0.0" for i in range(count)]
 
 
 def record_bytes(name: str, size: int = SLOT_BYTES) -> npt.NDArray[np.uint8]:
-    """Bytes uint8 [size] that depend on `name` alone: equal names hold equal bytes."""
+    """Return uint8 [size] with bytes that depend on `name` alone: equal names hold equal bytes."""
     return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, size, np.uint8)
 
 
 def put(tier: Tier, staging: Staging, names: Sequence[str], size: int = SLOT_BYTES) -> list[OSError | None]:
-    """Put `record_bytes` of each name and wait; returns the errors, in the order of `names`."""
+    """Put `record_bytes` of each name and wait; return the errors in the order of `names`."""
     leases, done = _filled(staging, names, size), Completions()
     tier.put(names, leases, done)
     release_all(leases)
@@ -71,7 +71,7 @@ def put(tier: Tier, staging: Staging, names: Sequence[str], size: int = SLOT_BYT
 
 
 def get(tier: Tier, staging: Staging, names: Sequence[str]) -> list[npt.NDArray[np.uint8] | OSError]:
-    """Get each name and wait; returns its bytes, or the error, in the order of `names`."""
+    """Get each name and wait; return its bytes or error in the order of `names`."""
     leases = staging.acquire(len(names), DEADLINE_S, at_least=len(names))
     for lease in leases:
         lease.array[:] = 0xA5
@@ -84,7 +84,7 @@ def get(tier: Tier, staging: Staging, names: Sequence[str]) -> list[npt.NDArray[
 
 
 def _filled(staging: Staging, names: Sequence[str], size: int) -> list[Lease]:
-    """Slots with `record_bytes` of each name."""
+    """Lease slots and fill them with `record_bytes` of each name."""
     leases = staging.acquire(len(names), DEADLINE_S, at_least=len(names))
     for name, lease in zip(names, leases, strict=True):
         lease.array[:size] = record_bytes(name, size)
@@ -93,7 +93,7 @@ def _filled(staging: Staging, names: Sequence[str], size: int) -> list[Lease]:
 
 
 def _expect(tier: Tier, staging: Staging, names: Sequence[str], sizes: Sequence[int] = ()) -> None:
-    """Each name is got as it was put, with `SLOT_BYTES` or its own of `sizes`."""
+    """Assert that each name is read as it was put, with `SLOT_BYTES` or its size in `sizes`."""
     wanted = sizes or [SLOT_BYTES] * len(names)
     for name, size, found in zip(names, wanted, get(tier, staging, names), strict=True):
         assert isinstance(found, np.ndarray), found
@@ -110,7 +110,7 @@ def _in_order(names: Sequence[str], done: Completions) -> list[OSError | None]:
 
 
 class TierContract:
-    """What every tier must do, as pytest tests. Inherit, and supply two fixtures:
+    """Tests of the contract of every tier. Inherit this class and supply two fixtures:
 
         class TestMine(TierContract):
             @pytest.fixture
@@ -121,18 +121,18 @@ class TierContract:
             def tier(self, staging):
                 return MyTier(...)
 
-    `staging` has `SLOTS` slots of `SLOT_BYTES`, all of them free; `tier` is empty and holds `RECORDS` such
-    records without letting one go. The tests close both.
+    `staging` has `SLOTS` slots of `SLOT_BYTES`, all of them free; `tier` is empty and holds `RECORDS` records
+    of that size without evicting one. The tests close both.
     """
 
     @pytest.fixture(autouse=True)
     def finished(self, tier: Tier, staging: Staging) -> Iterator[None]:
-        """Every test ends so."""
+        """Call `finish` at the end of every test."""
         yield
         self.finish(tier, staging)
 
     def finish(self, tier: Tier, staging: Staging) -> None:
-        """Close the tier and prove that it gave every slot back."""
+        """Close the tier and assert that it released every slot."""
         tier.close()
         staging.check_integrity()
         assert staging.free == staging.slots, "the closed tier keeps slots"
@@ -216,7 +216,7 @@ class TierContract:
         assert tier.match_prefix(names) == 3
 
     def test_who_watches_hears_what_is_held(self, tier: Tier, staging: Staging) -> None:
-        """Of a tier that tells."""
+        """Only for tiers with `tells`."""
         names, held = record_names(RECORDS), dict[str, bool]()
         tier.watch(lambda told, now: held.update(dict.fromkeys(told, now)))
         put(tier, staging, names)
@@ -234,11 +234,11 @@ class TierContract:
                 assert lent.used == 5000
                 assert np.array_equal(lent.record, record_bytes(name, 5000))
                 tier.delete([name])
-                assert np.array_equal(lent.record, record_bytes(name, 5000)), "a slot on loan was reused"
+                assert np.array_equal(lent.record, record_bytes(name, 5000)), "a borrowed slot was reused"
         assert tier.borrow("ffff/0/c.1.1.0.0.0.0") is None
 
     def test_parts_of_a_record(self, tier: Tier, staging: Staging) -> None:
-        """Parts anywhere in it, each to the front of its buffer; the rest of a buffer stays as it was."""
+        """Ranges anywhere in it are read to the front of their buffers; the rest of a buffer stays."""
         first, second = record_names(2)
         put(tier, staging, [first], 5000)
         whole = record_bytes(first, 5000)
@@ -265,7 +265,7 @@ class TierContract:
         leases, done = _filled(staging, names, SLOT_BYTES), Completions()
         tier.put(names, leases, done)
         release_all(leases)
-        # whoever leases the slots next must not get one that is still being written from
+        # later leases must not include a slot that a put still reads
         others = staging.acquire(SLOTS - RECORDS, DEADLINE_S)
         for lease in others:
             lease.array[:] = 0

@@ -1,4 +1,4 @@
-"""For tests of what uses tiers: wrappers that make any tier slow, or faulty on plan."""
+"""Wrappers that make any tier slow, or faulty by a plan, for tests of code that uses tiers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _passed_on(method: str) -> Callable[..., Any]:
 
 
 class Wrapper(Tier):
-    """A tier that passes everything on to `inner`; a base to change single operations."""
+    """A tier that delegates to `inner`; a base class for changing single operations."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
@@ -55,9 +55,14 @@ class Wrapper(Tier):
 
 
 class LatencyTier(Wrapper):
-    """`inner`, with each batch of gets and puts started, and each lookup answered, so many seconds later.
+    """A tier that delays each get, put and lookup of `inner`.
 
-    Closing does not wait for the delays: what they hold back starts at once.
+    Closing does not wait for the delays: delayed operations start at once.
+
+    Args:
+        inner: the tier.
+        get_s, put_s: seconds before each batch of gets or puts starts.
+        run_s: seconds before each lookup is answered.
     """
 
     def __init__(self, inner: Tier, *, get_s: float = 0.0, put_s: float = 0.0, run_s: float = 0.0) -> None:
@@ -106,11 +111,10 @@ class LatencyTier(Wrapper):
 
 
 class Fault(StrEnum):
-    """What goes wrong with one operation on one object.
+    """A fault of one operation on one object.
 
-    FAIL: OSError. HANG: it waits for `FaultyTier.release`, then goes on as planned by `inner`. FLIP: one bit
-    of what a get returns is wrong. TRUNCATE: a get returns the first half. DROP: a put completes, but keeps
-    nothing. FLIP and TRUNCATE are for gets, DROP for puts.
+    FAIL: it fails with OSError. HANG: it waits for `FaultyTier.release`, then proceeds as usual. FLIP: a get
+    returns one wrong bit. TRUNCATE: a get returns the first half. DROP: a put completes but stores nothing.
     """
 
     FAIL = "fail"
@@ -121,17 +125,17 @@ class Fault(StrEnum):
 
 
 Plan = Callable[[str, str], Fault | None]
-"""(operation, object name) -> the fault, or None. Asked from any thread.
+"""(operation, object name) -> the fault, or None. Called from any thread.
 
-Operations: "count" (what a tier holds, or does not want; named by its first object), "get", "put", "delete",
-"size".
+Operations: "count" (`match_prefix` and `count_unneeded`, with the first object's name), "get", "put",
+"delete", "size".
 """
 
 
 def random_plan(seed: int, share: float, faults: dict[str, Sequence[Fault]]) -> Plan:
-    """A plan by which `share` (0 to 1) of the objects meet one of `faults[operation]`.
+    """Return a plan that gives a `share` (0 to 1) of the objects one of `faults[operation]`.
 
-    It depends on seed, operation and name alone: not on the order of calls, nor on threads.
+    The plan depends on seed, operation and name alone, not on the order of calls or on threads.
     """
 
     def plan(operation: str, name: str) -> Fault | None:
@@ -145,9 +149,9 @@ def random_plan(seed: int, share: float, faults: dict[str, Sequence[Fault]]) -> 
 
 
 class FaultyTier(Wrapper):
-    """`inner`, but for the faults that `plan` names. Keeps the contract: each name completes once.
+    """A tier that adds the faults of `plan` to `inner`. Keeps the contract: each name completes once.
 
-    A record whose get has a fault is not lent either. Closing releases what hangs.
+    If the get of a record has a fault, `borrow` returns None for it. Closing releases all hanging operations.
     """
 
     def __init__(self, inner: Tier, plan: Plan) -> None:
@@ -167,7 +171,7 @@ class FaultyTier(Wrapper):
 
     @property
     def hanging(self) -> int:
-        """Gets and puts that hang."""
+        """Number of gets and puts that hang."""
         with self._lock:
             return len(self._hanging)
 
@@ -210,7 +214,7 @@ class FaultyTier(Wrapper):
         self.inner.close()
 
     def _meet(self, operation: str, name: str) -> None:
-        """The fault of an operation that answers at once."""
+        """Apply the fault of a synchronous operation."""
         fault = self._plan(operation, name)
         if fault is Fault.FAIL:
             raise _failure(operation, name)
@@ -237,7 +241,7 @@ class FaultyTier(Wrapper):
                 start([name], [lease], on_complete)
 
     def _hang(self, start: _Start, lease: Lease, on_complete: OnComplete) -> bool:
-        """Keep an operation, with a share of its slot, for `release`; False if that was called already."""
+        """Keep an operation, with a share of its slot, until `release`; return False if that was called."""
         held = lease.share()
 
         def go_on() -> None:
@@ -255,7 +259,7 @@ class FaultyTier(Wrapper):
     def _spoil(
         fault: Fault, lease: Lease, on_complete: OnComplete, name: str, error: BaseException | None
     ) -> None:
-        """Harm what was got, then report it as if all were well."""
+        """Corrupt the record that was read, then report success."""
         if error is None and fault is Fault.TRUNCATE:
             lease.used //= 2
         elif error is None and lease.used:
