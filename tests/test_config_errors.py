@@ -129,7 +129,7 @@ DECODE = HANDOFF | {"role": "decode"}
         ),
         (
             {"tiers": DISK, "handoff": HANDOFF, "policy": {"write_back_to": ["handoff"]}},
-            ["write_back_to='handoff': what is written back is for this node; the choices are disk"],
+            ["write_back_to='handoff': handoff takes no write-backs; the choices are disk"],
         ),
         (
             {"tiers": DISK, "handoff": HANDOFF, "policy": {"store_to": ["p"]}},

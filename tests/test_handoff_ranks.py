@@ -212,7 +212,7 @@ def prefill(caplog: pytest.LogCaptureFixture) -> Iterator[Prefill]:
     ("ranks", "told"),
     [
         (MAX_RANKS, "ranks: node '.*' has 1024; want at most handoff.max_ranks = 16"),
-        (3, "node '.*' has 3 ranks, of which some would have parts of records"),
+        (3, "node '.*' has 3 ranks, some of which would have parts of records"),
     ],
 )
 def test_a_peer_that_says_too_many_ranks_is_refused_by_name(

@@ -97,7 +97,7 @@ def test_a_sender_that_waits_too_long_cancels() -> None:
 
 def test_answers_that_nobody_asked_for() -> None:
     out = open_transfer()
-    told = "transfer T: this answer does not go with one that is sending"
+    told = "transfer T is sending: this answer is not expected"
     with pytest.raises(Unexpected, match=told):
         outgoing.admitted(out, [1, 2, 3], 2.0)
     with pytest.raises(Unexpected, match=told):

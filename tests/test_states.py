@@ -182,7 +182,9 @@ def test_events_of_others_do_not_count() -> None:
         lambda: states.commit(buffer, "A", "another", (0, 1), 0.0),
         lambda: states.arrived(buffer, "A", "peer of A", 2, 0.0),
     ):
-        with pytest.raises(Unexpected, match=r"^transfer A: (this peer has none|record 2 is not expected)"):
+        with pytest.raises(
+            Unexpected, match=r"^transfer A: (this peer has no receiving|record 2 is not expected)"
+        ):
             event()
     assert states.cancel(buffer, "A", "another", 0.0) == (buffer, ())
     assert states.arrived(buffer, "over", "another", 0, 0.0) == (buffer, ())
@@ -200,7 +202,7 @@ def test_no_more_transfers_are_known_than_may_be() -> None:
     buffer, actions = reserve(replace(buffer, transfers=few), "B", "b")
     assert actions == ()
     again, (refusal,) = reserve(buffer, "C", "c")
-    assert refusal == Deny("C", "peer of C", "4096 transfers are under way")
+    assert refusal == Deny("C", "peer of C", "4096 transfers are in flight")
     assert again == buffer
 
 

@@ -325,7 +325,7 @@ def test_what_waits_for_room_takes_no_more_memory_than_slots(
     staging.slots, slots = 2, staging.slots
     full.compute()
     staging.slots = slots
-    assert "a: its pages are wanted back before they were sent" in caplog.messages
+    assert "a: not handed off: the engine needs its pages back too soon" in caplog.messages
     assert full.make_room() == 0
     full.pair.close()
 

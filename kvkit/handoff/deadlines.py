@@ -1,4 +1,4 @@
-"""A thread that ends what is past its deadline."""
+"""A thread that ends whatever is past its deadline."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 class Deadlines:
-    """Calls `expire` when something changed or is due, from a thread of its own. Thread-safe.
+    """Thread that calls `expire` after every change and at every deadline. Thread-safe.
 
     Args:
-        name: of the thread.
-        expire: given the time on the monotonic clock, ends what is past its deadline; returns the next one,
-            None where there is none.
+        name: name of the thread.
+        expire: takes the monotonic time, ends whatever is past its deadline, and returns the next deadline,
+            None if there is none.
     """
 
     def __init__(self, name: str, expire: Callable[[float], float | None]) -> None:
@@ -24,12 +24,12 @@ class Deadlines:
         self._thread.start()
 
     def changed(self) -> None:
-        """Look again: a deadline may be nearer than those before."""
-        if threading.current_thread() is not self._thread:  # what `expire` changes is in what it returns
+        """Call `expire` soon: the next deadline may have moved forward."""
+        if threading.current_thread() is not self._thread:  # `expire` returns the deadline after its changes
             self._changed.set()
 
     def close(self, timeout_s: float) -> None:
-        """Expire nothing more; wait for the thread no longer than `timeout_s`."""
+        """Stop calling `expire`, and wait at most `timeout_s` seconds for the thread."""
         self._closed = True
         self._changed.set()
         self._thread.join(timeout_s)
@@ -38,7 +38,7 @@ class Deadlines:
         deadline: float | None = None
         while True:
             self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            self._changed.clear()  # before it looks: what comes after that is heard at the next wait
+            self._changed.clear()  # before `expire`: a later change ends the next wait
             if self._closed:
                 return
             deadline = self._expire(time.monotonic())

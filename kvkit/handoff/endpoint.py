@@ -1,4 +1,4 @@
-"""Where peers reach a node: takes what they send, tells what this node holds near, and sends that."""
+"""Endpoint of a node for peers: takes their records, answers queries, and sends what they pull."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from kvkit.tiers.base import Tier
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""Connections at a time of those that have proved themselves; whoever comes then is turned away."""
+"""Most authenticated connections at a time; further ones are refused."""
 
 MAX_PULLS = 1024
-"""Of one peer at a time."""
+"""Most pulls of one peer at a time."""
 
 
 class Endpoint(Handler):
     """A node's side of the protocol, for peers that connect. Thread-safe.
 
     Args:
-        receiver: what records are sent into; None for a node that only answers.
-        near: other tiers in this host's memory, of which peers may ask and pull as of what `receiver` holds.
+        receiver: takes the records that peers send; None for a node that only answers.
+        near: other tiers in this host's memory; peers may query and pull from them and from `receiver`.
         listen: addresses, see `kvkit.handoff.transport.addresses`.
-        timeout_s: how long one frame may take; the handshake no longer than `HANDSHAKE_S` either.
-        pin_s: how long a near tier keeps what a sender need not send.
-        tls: for connections over TCP.
+        timeout_s: limit for one frame, in seconds, and for the handshake if less than `HANDSHAKE_S`.
+        pin_s: how long a tier in memory keeps records that a sender need not send, in seconds.
+        tls: TLS context for connections over TCP.
 
     Attributes:
-        addresses: where it listens; with the ports that were found.
+        addresses: addresses that it listens at, with the actual ports.
 
     Raises:
-        ValueError, OSError: it cannot listen at one of the addresses, or may not for want of a secret.
+        ValueError: an address is invalid, or needs a secret and has none.
+        OSError: the endpoint cannot listen at an address.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class Endpoint(Handler):
 
     @property
     def peers(self) -> int:
-        """Connections of peers that have proved themselves."""
+        """Number of connections of authenticated peers."""
         return len(self._peers)
 
     def close(self, timeout_s: float) -> None:
-        """Listen no more and end every connection. The receiver is its owner's to close, before this."""
+        """Stop listening and end every connection. The owner of the receiver closes that first."""
         for door in self._doors:
             door.close(timeout_s)
         self._links.close(timeout_s)
 
-    # what links report
+    # callbacks of links
 
     def started(self, link: Link) -> None:
         with self._lock:
@@ -140,19 +141,19 @@ class Endpoint(Handler):
         return link
 
     def _receives(self, message: AnyMessage) -> Receiver:
-        """What `message` is for. Refuses one that a node without a receiver cannot be told."""
+        """Return the receiver, which `message` is for. Raises `Unexpected` if the node has none."""
         if self._receiver is None:
             raise Unexpected(f"{type(message).__name__}: this node takes no records")
         return self._receiver
 
     def _send(self, link: Link, pull: messages.Pull) -> None:
-        """Queue what is here of what is asked for. Slots stay lent until their record is sent."""
+        """Queue the requested records that are here. Each slot stays leased until its record is sent."""
         key = (link.number, pull.transfer)
         with self._lock:
             if key in self._pulls:
                 raise Unexpected(f"transfer {pull.transfer}: there is one of that name")
             if sum(number == link.number for number, _ in self._pulls) >= MAX_PULLS:
-                raise Unexpected(f"{MAX_PULLS} pulls are under way, and none was released")
+                raise Unexpected(f"{MAX_PULLS} pulls are in flight, and none was released")
             self._pulls[key] = pull
         missing = []
         for index, name in enumerate(pull.names):

@@ -1,4 +1,4 @@
-"""The links of one owner: made when asked for, closed together."""
+"""The links of one owner: opened on demand, closed together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvkit.handoff.transport.link import Handler, Identity, Link
 
 
 class Links:
-    """Links, for as long as their threads run: one that ended may still be giving slots back. Thread-safe."""
+    """Links with running threads, even if ended: they may still be releasing slots. Thread-safe."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []
@@ -19,14 +19,14 @@ class Links:
         self._lock = threading.RLock()
 
     def add(self, link: Link) -> None:
-        """Own a link; one that comes when these were closed is ended."""
+        """Take ownership of a link; aborts it if the links are closed."""
         with self._lock:
             if self._closed:
                 link.abort()
             self._links = [other for other in self._links if other.running] + [link]
 
     def close(self, timeout_s: float) -> None:
-        """Send what is queued, then end every link, in `timeout_s` for each thread; own no further one."""
+        """Send what is queued, end every link, and wait at most `timeout_s` seconds for each thread."""
         with self._lock:
             self._closed = True
             links = list(self._links)
@@ -42,9 +42,9 @@ class Connections(Links):
     """Links to the endpoints of peers, one for each address.
 
     Args:
-        handler: of what peers say.
-        timeout_s: how long a connection, and one frame, may take.
-        tls: for connections over TCP.
+        handler: handler of the peers' messages.
+        timeout_s: limit for connecting and for one frame, in seconds.
+        tls: TLS context for connections over TCP.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Connections(Links):
         self._by_address: dict[str, Link] = {}
 
     def to(self, address: str) -> Link:
-        """The link to `address`, a new one if the last ended.
+        """Return the link to `address`; opens a new one if there is none or the last one ended.
 
         Raises:
-            ChannelError: these were closed, or no thread can be started.
+            ChannelError: the links are closed, or no thread can be started.
         """
         with self._lock:
             link = self._by_address.get(address)

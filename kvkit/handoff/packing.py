@@ -1,4 +1,4 @@
-"""Chunks packed straight into slots of their receiver, each layer as soon as the engine has computed it."""
+"""Packing of chunks directly into slots of their receiver, one layer at a time as the engine computes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class Packing:
-    """Records in the making in slots that `Sender.lend` gave: none is copied, and little of them is left to
-    be done when the last layer is computed.
+    """Records that are packed layer by layer into slots from `Sender.lend`, without a copy.
 
-    Where a transfer ends meanwhile, or `abandon` is called, none of them is put: what is in the slots then
-    is no record, and its receiver has not heard of it.
+    Little work is left when the last layer is computed. If a transfer ends meanwhile, or `abandon` is called,
+    none of the records is put: their slots hold incomplete data that was never announced to the receiver.
 
     Args:
-        admitted: whether receivers have said what they lack.
-        store: makes the store, given what lends its slots.
-        lend: slots for records of these names, None where there are none.
+        admitted: returns whether the receivers have reported which records they lack.
+        store: creates the layer store, given a function that leases its slots.
+        lend: borrows slots for records of these names; returns None if it cannot.
 
     Attributes:
-        stored: done when the pages are read no more.
+        stored: future that is done when the pages are no longer read.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Packing:
         self._lock = threading.Lock()
 
     def open(self, *, last: bool = False) -> bool:
-        """Take slots; whether it has them, now or from an earlier call. `last`: else it never will."""
+        """Take slots unless taken already, and return whether it has them. `last`: never try again."""
         with self._lock:
             if not (self._opened or self._closed) and self._admitted():
                 self._refused = False
@@ -59,7 +58,7 @@ class Packing:
             return self._opened
 
     def pack(self, layers: Collection[int]) -> None:
-        """Pack those of `layers`, which are computed, that are not yet. For one thread, with `end`."""
+        """Pack the computed `layers` that are not packed yet. Call it from the same thread as `end`."""
         if not self.open():
             return
         for number in [number for number in self._store.left if number in layers]:
@@ -68,7 +67,7 @@ class Packing:
                 return
 
     def end(self) -> None:
-        """All is computed: pack what is left, and put the records."""
+        """Pack the remaining layers and put the records. All layers must be computed."""
         try:
             self.pack(tuple(self._store.left))
             if not self._closed:
@@ -77,7 +76,7 @@ class Packing:
             self._done()
 
     def abandon(self) -> None:
-        """Read the pages no more: waits for a layer that is being packed."""
+        """Stop reading the pages. Waits for a layer that is being packed."""
         self.stored.release_pages()
         self._close(complete=False)
         self._done()
@@ -88,8 +87,8 @@ class Packing:
         return () if self._remote_slots is None else self._remote_slots.leases
 
     def _write(self, work: Callable[[], object]) -> bool:
-        """Have `work` write into the slots; whether it may, and did."""
-        if self._remote_slots is None:  # nothing of it is wanted
+        """Run `work`, which writes into the slots; return whether it was allowed to and completed."""
+        if self._remote_slots is None:  # the receivers lack none of the records
             return True
         try:
             with self.stored.pages, self._remote_slots.writing():

@@ -1,4 +1,4 @@
-"""Another node's memory as a tier: asks what its near tiers hold, and pulls it into slots of this node."""
+"""Another node's memory as a tier: queries its host-memory tiers, and pulls records into local slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError,
 
 @dataclass(eq=False, slots=True)
 class _Pulling:
-    """A pull under way: what still comes, and by when the next of it must. `finish` is called for each."""
+    """A pull in flight: `due` records are to come, the next by `deadline`; `finish` is called for each."""
 
     link: Link
     names: Sequence[str]
@@ -40,17 +40,16 @@ class _Pulling:
 
 
 class PeerTier(Tier, Handler):
-    """What the node at `address` holds near. Nothing is stored there: a put fails, a delete does nothing.
+    """Host memory of the node at `address`. Nothing is stored there: `put` fails, `delete` does nothing.
 
     Args:
-        name: as the policy names it.
-        address: of the node's endpoint, see `kvkit.handoff.transport.addresses`.
-        timeout_s: how long a connection, an answer, and each record of a pull may take.
-        tls: for a connection over TCP.
+        name: name of the tier in the policy.
+        address: address of the node's endpoint, see `kvkit.handoff.transport.addresses`.
+        timeout_s: limit for connecting, for an answer, and for each record of a pull, in seconds.
+        tls: TLS context for a connection over TCP.
 
     Raises:
-        ValueError: `address` is none, or not a unix one and there is no secret; or the name is none that can
-            be said to a peer.
+        ValueError: `address` is invalid or needs a secret and has none, or `name` is no valid peer name.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class PeerTier(Tier, Handler):
         self._deadlines = Deadlines(f"kvkit-{name}-deadlines", self._expire)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        """As in `Tier`: the longest run of any near tier of the peer.
+        """As in `Tier`: the longest leading run in any host-memory tier of the peer.
 
         Raises:
-            OSError: the peer cannot be reached, is none to talk to, or does not answer in time.
+            OSError: the peer cannot be reached, is refused, or does not answer in time.
         """
         if not names:
             return 0
@@ -109,7 +108,7 @@ class PeerTier(Tier, Handler):
         pass
 
     def size(self, name: str) -> int | None:
-        """As in `Tier`; pulls the record, since nothing else tells."""
+        """As in `Tier`; pulls the record, since the protocol has no other way to ask for its size."""
         try:
             return len(self._read(name))
         except FileNotFoundError:
@@ -127,15 +126,15 @@ class PeerTier(Tier, Handler):
         self._deadlines.close(self._timeout_s)
         self._fail(list(self._pulls), lambda *_: TierError(f"tier {self.name!r} is closed"))
 
-    # what the link reports
+    # callbacks of the link
 
     def started(self, link: Link) -> None:
-        """A peer is there. Raises ChannelError where its rank of this number may have other heads."""
+        """Check a connected peer. Raises ChannelError if its rank of this number may have other heads."""
         theirs, mine = link.peer, self._identity
         if theirs is not None and mine.record_ranks > 1 and theirs.ranks != mine.ranks:
             raise ChannelError(
                 f"ranks: node {theirs.node!r} has {theirs.ranks}, {mine.node!r} has {mine.ranks}; want a "
-                "peer of as many ranks, as each is asked by the rank of its number alone"
+                "peer of as many ranks: each rank reads only from the peer's rank of the same number"
             )
 
     def received(self, link: Link, message: AnyMessage) -> None:
@@ -164,7 +163,7 @@ class PeerTier(Tier, Handler):
                 self._fail([transfer], failure)
                 link.say(messages.Release(transfer, "used"))
             case _:
-                raise Unexpected(f"{type(message).__name__} is nothing to say to one who pulls")
+                raise Unexpected(f"{type(message).__name__}: a node that pulls takes no such message")
 
     def place(self, link: Link, data: Data) -> Lease | memoryview | None:
         pull = self._waiting_for(data, came=False)
@@ -184,14 +183,14 @@ class PeerTier(Tier, Handler):
         self._fail(pulls, lambda *_: failure)
 
     def _connected(self) -> Link:
-        """The link to the peer. Raises TierError where the tier is closed, or no thread can be started."""
+        """Return the link to the peer. Raises TierError if the tier is closed or no thread can be started."""
         try:
             return self._links.to(self._address)
         except ChannelError as error:
             raise TierError(f"tier {self.name!r}: {error}") from error
 
     def _waiting_for(self, data: Data, *, came: bool) -> _Pulling | None:
-        """The pull that waits for a record, until it `came`; None if it is over."""
+        """Return the pull that waits for a record; None if it is over. `came`: the record has arrived."""
         with self._lock:
             pull = self._pulls.get(data.transfer)
             if pull is not None:
@@ -217,7 +216,7 @@ class PeerTier(Tier, Handler):
                 finish(index, 0, error)
 
     def _read(self, name: str) -> memoryview:
-        """A record in memory of its own."""
+        """Return a record in memory of its own."""
         done: Future[memoryview] = Future()
         target = memoryview(bytearray(self._identity.slot_bytes))
 
@@ -236,7 +235,7 @@ class PeerTier(Tier, Handler):
         targets: Sequence[Lease | memoryview],
         finish: Callable[[int, int, OSError | None], None],
     ) -> None:
-        """Ask for records. Raises TierError where the tier is closed."""
+        """Request records from the peer. Raises TierError if the tier is closed."""
         deadline = time.monotonic() + self._timeout_s
         with self._lock:
             link = self._connected()
@@ -247,7 +246,7 @@ class PeerTier(Tier, Handler):
             self._deadlines.changed()
 
     def _fail(self, transfers: Sequence[str], failure: Callable[[int, str], OSError]) -> None:
-        """End pulls; `failure` says what went wrong with each record that did not come."""
+        """End pulls; `failure` returns the error of each record that did not arrive."""
         for transfer in transfers:
             with self._lock:
                 pull = self._pulls.pop(transfer, None)
@@ -256,11 +255,13 @@ class PeerTier(Tier, Handler):
                     pull.finish(index, 0, failure(index, pull.names[index]))
 
     def _expire(self, now: float) -> float | None:
-        """End pulls of which nothing came for too long; the next deadline."""
+        """End pulls that received nothing for too long, and return the next deadline."""
         with self._lock:
             late = {name: pull.link for name, pull in self._pulls.items() if pull.deadline <= now}
         for transfer, link in late.items():
             link.say(messages.Release(transfer, "too late"))
-        self._fail(list(late), lambda _, name: TimeoutError(f"tier {self.name!r}: {name} is late"))
+        self._fail(
+            list(late), lambda _, name: TimeoutError(f"tier {self.name!r}: {name} did not arrive in time")
+        )
         with self._lock:
             return min((pull.deadline for pull in self._pulls.values()), default=None)

@@ -1,4 +1,4 @@
-"""Prompts on their way to decode engines: a transfer is opened when one begins, and fed as it is computed."""
+"""Sending of prompts to decode engines: each has transfers, which are fed as it is computed."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ from kvkit.workers import Transfer, Workers
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.25
-"""How long `release_pages` waits for stores that are under way before it looks whether slots are short."""
+"""How long `release_pages` waits for pending stores before it checks whether slots are short."""
 ROOM_S = 0.25
-"""How long after it was asked `wait` counts on a receiver's room. It may have none before the request is
-answered whose last tokens this very step computed."""
+"""How long after a prompt began `wait` expects its receiver to have room.
+
+The receiver may have none until a request is answered that this very step completes.
+"""
 NO_TOKEN = -1
-"""Stands for the tokens that would fill the last block."""
+"""Fills the last block after its last token."""
 Ready = Callable[[], object]
-"""Returns when pages hold what is to be read from them."""
+"""Returns when the pages hold the data to read."""
 
 
 def tail_of(
     chunks: Chunks, tokens: npt.NDArray[np.int32], block_tokens: int, rest: str = ""
 ) -> tuple[npt.NDArray[np.int32], Namespace] | None:
-    """What stands for those of `tokens` after their whole chunks, `chunks`; None if there are none.
+    """Return token ids and a namespace for the `tokens` after `chunks`, their whole chunks; None if none.
 
-    They are records of blocks, of a sequence that the last chunk begins: nothing takes them for the chunk
-    that they are the beginning of. The last block's record has all that its page has, after the tokens too.
+    Each of their blocks is one record. The namespace contains the key of the last chunk, so that no lookup
+    takes these records for the chunk that they begin. The last record holds its whole page, including data
+    after the tokens.
 
     Args:
-        rest: what decides their KV besides the tokens and what comes before them; empty for nothing.
+        rest: what else determines their KV besides the tokens and their prefix; empty for nothing.
 
     Returns:
         The ids, int32 [blocks * block_tokens], and their namespace.
@@ -64,7 +67,7 @@ def tail_of(
 
 
 class ChunkStore(Protocol):
-    """What sending prompts uses of a `kvkit.cache.Cache`."""
+    """Part of `kvkit.cache.Cache` that sending prompts uses."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -95,9 +98,10 @@ class PromptPiece:
 
     Args:
         first: a multiple of the chunk size.
-        stop: likewise, but at the prompt's end.
-        pages: where tokens [first, stop) of the prompt lie, whichever are asked for.
-        last: no other follows.
+        stop: a multiple of the chunk size, or the end of the prompt.
+        pages: returns the pages of any tokens [first, stop) of the prompt.
+        ready: waits until the pages hold the piece.
+        last: True if no other piece follows.
     """
 
     first: int
@@ -109,9 +113,9 @@ class PromptPiece:
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A piece, what it is made of, and how each part is packed where that is not after it was computed.
+    """A piece and its parts, with a packing for each part that is packed while it is computed.
 
-    `copied`: the parts are no longer in the engine's pages.
+    `copied`: True if the parts no longer lie in the engine's pages.
     """
 
     piece: PromptPiece
@@ -126,23 +130,23 @@ class _Piece:
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """What is sent of a prompt.
+    """State of one prompt that is sent.
 
     Attributes:
-        transfer: what the receiver calls it.
-        address: where the receiver's ranks listen.
-        begun: when, on the monotonic clock.
-        shared: how many of `chunks` the receiver can read from a shared tier.
-        receiver: what it says of itself.
-        handles: a transfer to each of the receiver's ranks that needs something from this one; None before
-            these are known.
-        failure: why there is none to one of them.
-        computing: the piece of the step under way.
-        waiting: pieces for which the receiver has no room yet.
-        stores: they read the pages until they are done.
-        told_last: its last piece was sent or cancelled.
-        finished: the engine has ended its request.
-        over: nothing more is read for it.
+        transfer: transfer id at the receiver.
+        address: address of the receiver's ranks.
+        begun: start time, on the monotonic clock.
+        shared: number of `chunks` that the receiver can read from a shared tier.
+        receiver: hello of the receiver.
+        handles: transfers to the receiver's ranks that need records from this one; None before these are
+            known.
+        failure: why a transfer to one of them could not be opened.
+        computing: piece of the current step.
+        waiting: pieces that the receiver has no room for yet.
+        stores: stores, which read the pages until they are done.
+        told_last: True if its last piece was sent or cancelled.
+        finished: True if the engine has ended the request.
+        over: True if no further pieces are stored for it.
     """
 
     request: str
@@ -164,24 +168,24 @@ class _Prompt:
 
     @property
     def stored(self) -> bool:
-        """Whether no store reads its pages."""
+        """True if no store reads its pages."""
         return all(store.done() for store in self.stores)
 
     @property
     def admitted(self) -> bool:
-        """Whether all the receiver's ranks have room, or will not have."""
+        """True if every rank of the receiver has admitted or refused its transfer."""
         return self.handles is not None and all(handle.admitted.done() for handle in self.handles)
 
 
 class Prompts:
-    """The transfers of one rank. For the thread that runs steps.
+    """Prompts that one rank sends. For the thread that runs steps.
 
     Args:
-        cache: has a tier `handoff`, which sends by `sender`.
-        shared: tiers that the receivers read, too: what these hold is not sent.
-        block_tokens: what an unfilled chunk is sent in.
+        cache: cache with a tier `handoff` that sends by `sender`.
+        shared: tiers that the receivers read, too; chunks in these are not sent.
+        block_tokens: block size in which an incomplete chunk is sent.
         allocation_s: how long a receiver may take to find room, in seconds.
-        wake: called when something changed, from any thread.
+        wake: called after every change, from any thread.
     """
 
     def __init__(
@@ -219,10 +223,11 @@ class Prompts:
         """Ask the receiver at `address` for room, which it finds while the engine computes.
 
         Args:
-            address: of its ranks, with `{rank}` in it where there are several.
-            request: if it has begun already, only a missing `space` is noted.
-            tokens: int32 [T], all that the transfer is of.
-            space: None where nothing is to be sent, or nothing more.
+            request: id of the request; if it has begun already, a `space` of None cancels it.
+            transfer: transfer id at the receiver.
+            address: address of the receiver's ranks, with `{rank}` if there are several.
+            tokens: all tokens of the transfer, int32 [T].
+            space: namespace of the records; None to send nothing, or nothing more.
             rest: as in `tail_of`.
         """
         if request in self._prompts:
@@ -250,10 +255,10 @@ class Prompts:
             prompt.shared.add_done_callback(lambda _: self._open(prompt))
 
     def compute(self, pieces: Mapping[str, PromptPiece]) -> None:
-        """Note what the next step computes of requests that have begun, on a CPU.
+        """Note the pieces that the next step computes of prompts that have begun, on a CPU.
 
-        Where the receiver's memory is mapped here, `computed` has it packed there, layer by layer; but not
-        where there are states, which are whole when the step is done.
+        If the receiver's memory is mapped here, `computed` packs the pieces there layer by layer. Prompts
+        with states are left out: states are complete only after the step.
         """
         self.drop()
         self._computed = ()
@@ -265,7 +270,7 @@ class Prompts:
                 prompt.computing = _Piece(piece, parts, packings)
 
     def computed(self, layer: int) -> None:
-        """Note that the step has computed a layer of the model, and those before it."""
+        """Note that the step has computed a layer, and pack it in the background where possible."""
         self._computed += (layer,)
         pieces = [prompt.computing for prompt in self._prompts.values() if prompt.computing is not None]
         packings = [packing for piece in pieces for packing in piece.packings]
@@ -273,15 +278,15 @@ class Prompts:
             self._packers.submit(partial(_pack, packings, self._computed))
 
     def drop(self) -> None:
-        """Send nothing of what the step computed, but for what was sent before."""
+        """Discard the step's pieces that `send` has not taken."""
         for prompt in self._prompts.values():
             self._abandon(prompt.computing)
             prompt.computing = None
 
     def send(self, request: str, piece: PromptPiece) -> None:
-        """Send a piece of what has begun.
+        """Send a piece of a prompt that has begun.
 
-        Its pages must stay until `done` names the request, or `release_pages` returns.
+        Its pages must stay unchanged until `done` returns the request, or until `release_pages` returns.
         """
         prompt = self._prompts[request]
         prompt.told_last |= piece.last
@@ -290,20 +295,20 @@ class Prompts:
             prompt.waiting.append(computing or _Piece(piece, self._parts(prompt, piece), ()))
 
     def cancel(self, request: str, last: bool) -> None:
-        """Send no more of what has begun: a piece of it is not whole. `last`: no other follows."""
+        """Cancel a prompt that has begun, since a piece of it is incomplete. `last`: no piece follows."""
         prompt = self._prompts[request]
         prompt.told_last |= last
         self._cancel(prompt)
 
     def cancel_all(self) -> None:
-        """Send no more of anything that has begun, whatever was computed of it."""
+        """Cancel all prompts that have begun, and discard the step's pieces."""
         self.drop()
         for prompt in self._prompts.values():
             if not prompt.over:
                 self._cancel(prompt)
 
     def go_on(self) -> None:
-        """Pack what receivers have room for, commit what is complete."""
+        """Pack the pieces that receivers have room for, and commit complete prompts."""
         for prompt in self._prompts.values():
             if not prompt.over:
                 try:
@@ -312,7 +317,7 @@ class Prompts:
                     self._give_up(prompt, error)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when what was sent has arrived, or cannot before something else is done."""
+        """Wait at most `timeout_s` until everything sent has arrived, or cannot before another step."""
         until = time.monotonic() + timeout_s
         while True:
             self._news.clear()
@@ -322,7 +327,7 @@ class Prompts:
             self._news.wait(ROOM_S)
 
     def done(self, finished: set[str]) -> set[str]:
-        """Requests that are finished, now or earlier, and whose pages are read no more. Told once."""
+        """Return requests that are finished, now or earlier, with pages no longer read. Reports each once."""
         for request in finished & self._prompts.keys():
             prompt = self._prompts[request]
             prompt.finished = True
@@ -335,18 +340,18 @@ class Prompts:
 
     @property
     def under_way(self) -> bool:
-        """Whether any transfer is."""
+        """True if any transfer is in flight."""
         return any(not prompt.over for prompt in self._prompts.values())
 
     def __contains__(self, request: object) -> bool:
-        """Whether a request's pages may still be read."""
+        """Return whether a request's pages may still be read."""
         return request in self._prompts
 
     def release_pages(self) -> None:
-        """See to it that no pages are read any more.
+        """Stop reading pages before this returns.
 
-        What receivers have no room for yet is copied, in all as many records as there are slots. A prompt
-        that this is too little for, or for whose records no slots come free, is not sent.
+        Pieces without room at their receivers are copied, at most as many records as there are slots. A
+        prompt is cancelled if that is too few, or if no slots come free for its records.
         """
         self.go_on()
         stores = [store for prompt in self._prompts.values() for store in prompt.stores]
@@ -357,20 +362,20 @@ class Prompts:
         for prompt in self._prompts.values():
             reading = [store for store in prompt.stores if not store.done()]
             if not prompt.over and (reading or not all(map(self._copy, prompt.waiting))):
-                log.warning("%s: its pages are wanted back before they were sent", prompt.request)
+                log.warning("%s: not handed off: the engine needs its pages back too soon", prompt.request)
                 for store in reading:
                     store.release_pages()
                 self._cancel(prompt)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread that packs, when it has done what it was given; wait no longer than `timeout_s`."""
+        """End the packing thread after its queued work; wait at most `timeout_s` seconds."""
         self._packers.close(timeout_s)
 
     def _open(self, prompt: _Prompt) -> None:
-        """Ask the receiver's ranks for room for what they need, once it is known. From any thread.
+        """Ask the receiver's ranks for room, once their needs are known. Called from any thread.
 
-        Of what a shared tier holds nothing is sent; one record goes in any case. What was cancelled before is
-        asked for, too, and cancelled: the receiver shall not wait for it.
+        Chunks in a shared tier are not sent, but each rank is sent at least one record. A prompt that was
+        cancelled before still opens its transfers and cancels them: else the receiver would wait for it.
         """
         shared, receiver = prompt.shared, prompt.receiver
         if receiver is None or not receiver.done() or (shared is not None and not shared.done()):
@@ -387,7 +392,7 @@ class Prompts:
             except (HandoffError, ValueError) as error:
                 failure = error
             prompt.failure = failure
-            prompt.handles = handles  # all of them: none misses what is put from now on
+            prompt.handles = handles  # all at once: none misses records that are put from now on
             if prompt.over:
                 self._cancel_handles(prompt)
         self._changed(prompt)
@@ -395,10 +400,10 @@ class Prompts:
     def _shares(
         self, prompt: _Prompt, met: Future[Hello]
     ) -> tuple[Sequence[RankShare], HandoffError | ValueError | None]:
-        """What this rank sends to each rank of the receiver; with an error, nothing.
+        """Return what this rank sends to each rank of the receiver, and the error, if any.
 
-        That is where it is not there, its ranks cannot use this one's records, or the address is not of all
-        of them.
+        With an error it sends nothing: the receiver cannot be reached, its ranks cannot use this rank's
+        records, or the address does not cover all of them.
         """
         own, layout, address = self._cache.namespace, self._cache.layout, prompt.address
         try:
@@ -409,7 +414,7 @@ class Prompts:
         if not self._divided:
             return (RankShare(own.rank, tuple(range(layout.token_groups)), 1),), None
         if not fits(layout, ranks):
-            parts = f"node {receiver.node!r} has {ranks} ranks, of which some would have parts of records"
+            parts = f"node {receiver.node!r} has {ranks} ranks, some of which would have parts of records"
             return (), HandoffError(f"{address}: {parts}; want record_ranks = {ranks} for both")
         if ranks > 1 and RANK not in address:
             return (), HandoffError(f"{address}: {ranks} ranks listen; want {RANK} in the address")
@@ -441,7 +446,7 @@ class Prompts:
             if handle.admitted.done():
                 handle.admitted.result()
         if prompt.handles == []:
-            self._cancel(prompt)  # other ranks send what there is
+            self._cancel(prompt)  # other ranks send all of it
         if not prompt.admitted:
             return
         for waiting in prompt.waiting:
@@ -450,10 +455,10 @@ class Prompts:
         if prompt.told_last and prompt.stored:
             prompt.over = True
             for handle in prompt.handles or ():
-                self._sender.finish(handle.id)  # what could not be put is missing
+                self._sender.finish(handle.id)  # records that could not be put are missing
 
     def _parts(self, prompt: _Prompt, piece: PromptPiece) -> list[tuple[Chunks, Sequence[SequencePages]]]:
-        """The chunks of a piece, and the blocks after them, each with its pages."""
+        """Return the chunks of a piece and the blocks after them, each with its pages."""
         size, chunks, tail = prompt.chunks.chunk_tokens, prompt.chunks, prompt.tail
         whole = min(piece.stop, len(chunks.tokens))
         parts = [(chunks.part(piece.first // size, whole // size), whole)] if whole > piece.first else []
@@ -469,7 +474,7 @@ class Prompts:
         )
 
     def _pack(self, prompt: _Prompt, waiting: _Piece) -> None:
-        """Have what is left of a piece packed: where it has slots of the receiver, there."""
+        """Pack the rest of a piece, directly into slots of the receiver if it has them."""
         for i, (part, pages) in enumerate(waiting.parts):
             packing = waiting.packings[i] if waiting.packings else None
             if packing is not None and packing.open(last=True):
@@ -481,7 +486,7 @@ class Prompts:
             prompt.stores.append(store)
 
     def _copy(self, waiting: _Piece) -> bool:
-        """Have a piece no longer read the engine's pages; whether there is room for that."""
+        """Copy a piece out of the engine's pages; return whether there was room for it."""
         if not waiting.copied:
             every = [piece for prompt in self._prompts.values() for piece in prompt.waiting if piece.copied]
             if sum(piece.records for piece in (waiting, *every)) > self._cache.staging.slots:
@@ -515,13 +520,13 @@ class Prompts:
             self._sender.cancel(handle.id)
 
     def _is_coming(self, prompt: _Prompt) -> bool:
-        """Whether something that was sent has not arrived, and can before anything else is done."""
+        """Return whether something that was sent is still to arrive, and can before another step."""
         expected = time.monotonic() < prompt.begun + ROOM_S
         if prompt.handles is None:
             return not prompt.over and expected
         if all(handle.done.done() for handle in prompt.handles):
             return False
-        packed = prompt.told_last and not prompt.waiting  # stored, maybe, since `go_on`, which commits it
+        packed = prompt.told_last and not prompt.waiting  # stores may have ended since `go_on`: it commits
         queued = any(handle.queued for handle in prompt.handles)
         if packed or prompt.over or queued or not prompt.stored:
             return True

@@ -1,6 +1,6 @@
-"""Which rank of one engine sends what to which rank of another: pure functions of their numbers.
+"""Division of records between the ranks of two engines: pure functions of their numbers.
 
-Every rank of both reckons the same, so nobody has to be told who sends.
+Every rank of both engines computes the same result, so no message has to announce the senders.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kvkit.format.layout import KVLayout, LayerGroup, Namespace, heads_of
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank sends to one rank of the receiving engine.
+    """Records that a rank sends to one rank of the receiving engine.
 
     Attributes:
-        rank: of the receiving engine.
-        groups: layer groups of the sender, by index, whose records that one needs.
-        parts: how many ranks send it something; all of that together is what it needs.
+        rank: number of the receiving rank.
+        groups: indices of the sender's layer groups that the receiving rank needs.
+        parts: number of ranks that send to it; together they bring everything that it needs.
     """
 
     rank: int
@@ -28,12 +28,12 @@ class RankShare:
 
 @functools.lru_cache(maxsize=64)
 def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[RankShare, ...]:
-    """What rank `rank` of `ranks` sends to each of `receivers` ranks that needs something of it.
+    """Return what rank `rank` of `ranks` sends to each of `receivers` ranks that needs its records.
 
-    Of KV that several ranks have, one sends it, for different receivers different ones.
+    If several ranks have the same KV, one of them sends it; which one depends on the receiving rank.
 
     Args:
-        layout: of the rank; records are of heads that no rank of either engine has in part.
+        layout: layout of the sending rank; no rank of either engine has only some of a record's heads.
     """
     parts = [
         replace(array, layers=array.all_layers[start : start + len(array.layers)], first_head=head)
@@ -58,7 +58,7 @@ def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[Ran
 
 
 def fits(layout: KVLayout, ranks: int) -> bool:
-    """Whether each of so many ranks would have whole records: some of them, or with others the same one."""
+    """Return whether each of `ranks` ranks would have whole records, its own or shared with others."""
     return all(
         array.parts % ranks == 0 or (array.kv_heads == 1 and ranks % array.heads == 0)
         for array in layout.arrays
@@ -66,12 +66,12 @@ def fits(layout: KVLayout, ranks: int) -> bool:
 
 
 def divided(namespace: Namespace, layout: KVLayout) -> bool:
-    """Whether ranks of engines of other sizes can use a rank's records: of all layers, some of the heads."""
+    """Return whether engines of other sizes can use a rank's records: all layers of some heads, no states."""
     every = {layer for group in layout.groups for layer in group.all_layers}
-    stateless = layout.token_groups == len(layout.groups)  # states are as one rank has them
+    stateless = layout.token_groups == len(layout.groups)  # states have the form of their rank
     return stateless and (namespace.ranks_share or namespace.world == 1) and layout.layers == len(every)
 
 
 def holders(group: LayerGroup, ranks: int) -> list[int]:
-    """Those of `ranks` ranks that have the heads of a group."""
+    """Return those of `ranks` ranks that have the heads of a group."""
     return [rank for rank in range(ranks) if group.first_head in heads_of(group.heads, rank, ranks)]

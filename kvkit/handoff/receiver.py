@@ -1,4 +1,4 @@
-"""The buffer that peers send records into: carries out what `kvkit.handoff.protocol.states` decides."""
+"""Receive buffer for records from peers: carries out the decisions of `kvkit.handoff.protocol.states`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvkit.tiers.base import Scope
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-"""Transfers that ended of which is still known why."""
+"""Most requests that have ended and that `Receiver.status` still knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where what was sent for a request is.
+    """Status of the records that peers send for a request.
 
     Attributes:
-        phase: None when it ended.
-        records: of its transfers.
-        held: how many are available; all or none, but for those that its sender said are missing.
+        phase: phase of its transfers; None if it ended.
+        records: number of records of its transfers.
+        held: number of those that this node has; once committed, all but missing and deleted ones.
         reason: why it ended.
     """
 
@@ -41,14 +41,14 @@ class Status:
 
 
 class Receiver:
-    """Records that came from peers, in slots of an arena of its own. Thread-safe.
+    """Records from peers, in slots of its own arena. Thread-safe.
 
     Args:
-        arena: nobody else takes slots of it. The receiver closes it.
-        limits: how long transfers may stay.
+        arena: arena that only the receiver takes slots from, and that it closes.
+        limits: time limits of transfers.
 
     Attributes:
-        outcomes: transfers so far that were done, refused, or admitted and failed.
+        outcomes: counts of transfers that were done, refused, or failed after admission.
     """
 
     name = HANDOFF
@@ -64,41 +64,44 @@ class Receiver:
         self._unanswered: dict[tuple[int, str], list[Lease]] = {}
         self._ended: dict[str, str] = {}
         self._requests: dict[str, str] = {}  # by transfer
-        # its lock is one that a thread may take twice: a slot that comes free may admit another transfer
+        # the lock is reentrant: freeing a slot may admit another transfer
         self._changed = threading.Condition()
         self._watchers: list[Callable[[object], None]] = []
         arena.when_freed(self._freed)
         self._deadlines = Deadlines("kvkit-handoff-deadlines", self._expire)
 
     def connected(self, link: Link) -> None:
-        """A sender is there."""
+        """Register a connected sender."""
         with self._changed:
             self._links[link.number] = link
 
     def place(self, link: Link, data: Data) -> Lease | None:
-        """A share of the slot that a record is for; None if the transfer is over.
+        """Return a share of the slot for a record; None if the transfer is over.
 
         Raises:
-            Unexpected: nobody reserved it, or it does not fit.
+            Unexpected: the record is not expected, or does not fit.
         """
         with self._changed:
             lease = self._expected(link, data)
             return None if lease is None else lease.share()
 
     def received(self, link: Link, message: messages.AnyMessage, elsewhere: Collection[str] = ()) -> None:
-        """A sender asks for room for what is not `elsewhere`, brings a record, commits or cancels.
+        """Handle a sender's `Reserve`, `Data`, `Commit` or `Cancel`.
+
+        Args:
+            elsewhere: names that need no slot, since this node has the records in other memory.
 
         Raises:
-            Unexpected: that is not what may come of this transfer.
+            Unexpected: the message does not fit the state of its transfer.
         """
         now, peer = time.monotonic(), link.number
         with self._changed:
             match message:
                 case messages.Reserve(transfer, names, wait_s, request, parts):
                     of = RequestRef(request or transfer, parts)
-                    if transfer not in self._buffer.transfers:  # or it is another's, and refused
+                    if transfer not in self._buffer.transfers:  # else the id is taken: refused below
                         self._requests[transfer] = of.id
-                    if parts > 1 and of.id in self._ended:  # its other parts are gone
+                    if parts > 1 and of.id in self._ended:  # its other parts have ended
                         self._apply((self._buffer, (states.Deny(transfer, peer, self._ended[of.id]),)))
                         return
                     self._apply(
@@ -115,10 +118,10 @@ class Receiver:
                     self._apply(states.cancel(self._buffer, transfer, peer, now), quiet=peer)
                     release_all(self._unanswered.pop((peer, transfer), ()))
                 case _:
-                    raise Unexpected(f"{type(message).__name__} is nothing to say to an endpoint")
+                    raise Unexpected(f"{type(message).__name__}: an endpoint takes no such message")
 
     def lost(self, link: Link) -> None:
-        """A sender is gone."""
+        """Remove a disconnected sender, and end its transfers that are not committed."""
         with self._changed:
             self._links.pop(link.number, None)
             self._apply(states.lost(self._buffer, link.number, time.monotonic()), quiet=link.number)
@@ -126,27 +129,27 @@ class Receiver:
                 release_all(self._unanswered.pop(key))
 
     def watch(self, changed: Callable[[object], None]) -> None:
-        """Have `changed` called, with the receiver, when a transfer is committed or over.
+        """Call `changed` with the receiver whenever a transfer is committed or over.
 
-        By any thread, which holds the receiver's lock: it must be quick and not wait.
+        Any thread may call it, under the receiver's lock: it must be quick and not wait.
         """
         with self._changed:
             self._watchers.append(changed)
 
     def release(self, request: str, reason: str = "used") -> None:
-        """Nobody needs a request any more: its records go, unless others hold them. None is fine, too."""
+        """Release the records of a request that others do not hold. Ignores unknown requests."""
         with self._changed:
             self._apply(states.release(self._buffer, request, reason, time.monotonic()))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Release records, whoever holds them: they are damaged."""
+        """Release damaged records, no matter what holds them."""
         with self._changed:
             self._apply(states.delete(self._buffer, names))
 
     def status(self, request: str) -> Status | None:
-        """Where what is sent for a request is; None if that is not known, or of some of its parts not yet.
+        """Return the status of a request; None if it is unknown, or if parts of it have not asked for room.
 
-        A request has the name of its transfer where one brings all of it.
+        A request that one transfer brings has that transfer's id, unless the sender gave another.
         """
         with self._changed:
             parts = states.parts_of(self._buffer, request)
@@ -160,7 +163,7 @@ class Receiver:
             return Status(next(phases, Phase.COMMITTED), sum(len(part.names) for part in parts), held)
 
     def wait(self, request: str, timeout_s: float) -> Status | None:
-        """`status`, as soon as it is committed or over; after `timeout_s` as it is then."""
+        """Wait at most `timeout_s` seconds until a request is committed or over, and return its status."""
 
         def settled() -> bool:
             status = self.status(request)
@@ -171,31 +174,31 @@ class Receiver:
             return self.status(request)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, are available."""
+        """Return the length of the leading run of `names` that is available."""
         with self._changed:
             return next((i for i, name in enumerate(names) if name not in self._records), len(names))
 
     def borrow(self, name: str) -> Lease | None:
-        """A share of the slot of a record."""
+        """Return a share of a record's slot; None if the record is not held."""
         with self._changed:
             lease = self._records.get(name)
             return None if lease is None else lease.share()
 
     def records(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every record."""
+        """Return (name, bytes) of every record."""
         with self._changed:
             return [(name, lease.used) for name, lease in self._records.items()]
 
     def transfers(self) -> dict[str, Phase]:
-        """The phase of every transfer that is not over."""
+        """Return the phase of every transfer that is not over."""
         with self._changed:
             return {t.id: t.phase for t in self._buffer.transfers.values()}
 
     def check_integrity(self) -> None:
-        """Prove that no slot is lost, and that what is held is what the state says.
+        """Check that no slot is lost, and that the records held are those of the state.
 
         Raises:
-            AssertionError: not so. This is a defect in kvkit.
+            AssertionError: a check failed, which is a defect in kvkit.
         """
         with self._changed:
             states.check_integrity(self._buffer)
@@ -207,7 +210,7 @@ class Receiver:
         self.arena.check_integrity()
 
     def close(self, timeout_s: float) -> None:
-        """Admit nothing more, let come in what is coming for so long, then release everything."""
+        """Admit no more transfers, wait at most `timeout_s` for those in flight, then release everything."""
         with self._changed:
             if self._buffer.closed:
                 return
@@ -221,7 +224,7 @@ class Receiver:
         self.arena.close()
 
     def _expected(self, link: Link, data: Data) -> Lease | None:
-        """The lease of a record that may come now; None if its transfer is over. The lock is held."""
+        """Return the lease for a record that may arrive now; None if its transfer is over. Lock held."""
         found = self._buffer.transfers.get(data.transfer)
         if found is None:
             return None
@@ -239,10 +242,10 @@ class Receiver:
             self._apply(states.freed(self._buffer, 1, time.monotonic()))
 
     def _apply(self, outcome: states.Next, quiet: Hashable = None) -> None:
-        """Take over a new state and carry out its actions. The lock is held.
+        """Adopt a new state and carry out its actions. The lock is held.
 
-        `quiet`: the sender that writes no more; others whose transfers end do not know yet, and may go on
-        writing into shared slots.
+        `quiet`: sender that writes no more. Other senders do not know yet that their transfers end, and may
+        still write into shared slots.
         """
         self._buffer, actions = outcome
         for action in actions:
@@ -260,7 +263,7 @@ class Receiver:
                 changed(self)
 
     def _carry_out(self, verdict: states.Verdict, link: Link | None, writes_on: bool) -> OfTransfer:
-        """Do what was decided about a transfer; what to tell its sender."""
+        """Carry out a decision about a transfer, and return the message to its sender."""
         transfer = verdict.transfer
         match verdict:
             case states.Grant(own=own):
@@ -272,7 +275,7 @@ class Receiver:
                 )
             case states.Deny(reason=reason):
                 self.outcomes["refused"] += 1
-                if transfer not in self._buffer.transfers:  # another's goes on
+                if transfer not in self._buffer.transfers:  # else another one has this id, and continues
                     self._remember(transfer, reason)
                 return messages.Refuse(transfer, reason)
             case states.Complete(keep=keep, rest=rest):
@@ -302,7 +305,7 @@ class Receiver:
             del self._ended[next(iter(self._ended))]
 
     def _expire(self, now: float) -> float | None:
-        """End what is past its deadline; the next deadline."""
+        """End transfers past their deadline, and return the next deadline."""
         with self._changed:
             self._apply(states.expire(self._buffer, now))
             return states.next_deadline(self._buffer)

@@ -1,4 +1,4 @@
-"""Transfers to peers: carries out what `protocol.outgoing` decides, over one link to each peer."""
+"""Transfers to peers: carries out the decisions of `protocol.outgoing`, over one link to each peer."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class HandoffError(RuntimeError):
-    """A transfer failed: refused, released by its receiver, cancelled or too late. Says which."""
+    """A transfer failed: refused, released by its receiver, cancelled or too late. The text states why."""
 
 
 def _running() -> Future[Any]:
-    """A future that its holder cannot cancel."""
+    """Return a future that its holder cannot cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -42,18 +42,19 @@ def _running() -> Future[Any]:
 
 @dataclass(eq=False, slots=True)
 class Sending:
-    """A transfer under way. Its futures complete from threads of the sender.
+    """A transfer in flight. Threads of the sender complete its futures.
 
     Attributes:
-        state: as the sender knows it.
-        link: to the peer.
-        on_change: called with a future of it that is done, or with this when nothing is queued any more.
-        admitted: done when the receiver has room; the number of records that it lacks. Only then are records
-            taken from `Sender.put`, and slots lent.
-        done: done when the receiver has everything; the number of records that were never put.
-        queued: records that were put and are not on their way yet.
-        packed: by name, the receiver's slots that are lent and were neither put nor returned.
-        last: what ends its writing, to be said when none are `packed`: the receiver has others write there.
+        state: state of the transfer, as the sender knows it.
+        link: link to the peer.
+        on_change: called with each of its futures that is done, and with this object when nothing is queued.
+        admitted: done when the receiver has room; returns the number of records that it lacks. Only then does
+            `Sender.put` send records, and `Sender.lend` give slots.
+        done: done when the receiver has everything; returns the number of records that were never put.
+        queued: number of records that were put and are not sent yet.
+        packed: by name, the receiver's slots that are borrowed and were neither put nor returned.
+        last: messages that end its writing, held back until `packed` is empty: after them, the receiver gives
+            the slots to others.
     """
 
     state: Outgoing
@@ -72,14 +73,14 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSlots:
-    """Slots of receivers, lent for records that are made there: put, or released, each once."""
+    """Slots of receivers, borrowed to make records in. Each is put or released, once."""
 
     leases: Sequence[Lease]
     sendings: Collection[Sending]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The right to write into the slots. To be kept short: the end of a link waits for it.
+        """Allow writing into the slots within the context. Keep it short: the end of a link waits for it.
 
         Raises:
             HandoffError: a transfer is over.
@@ -96,7 +97,7 @@ class RemoteSlots:
 
 @dataclass(eq=False, slots=True)
 class _Put:
-    """One record on its way to several transfers: completes when it was sent to the last."""
+    """One record that is sent to several transfers; it completes once it is sent to the last."""
 
     name: str
     lease: Lease
@@ -106,16 +107,16 @@ class _Put:
 
 
 class Sender(Handler):
-    """Sends records to peers. Thread-safe; every call returns at once.
+    """Sends records to peers. Thread-safe; every call but `close` returns at once.
 
     Args:
-        timeout_s: how long a connection, and one frame, may take.
-        transfer_s: how long a transfer may wait for records, or for the receiver's confirmation.
-        tls: for connections over TCP.
-        max_ranks: a peer that says that its engine has more is refused.
+        timeout_s: limit for connecting and for one frame, in seconds.
+        transfer_s: how long a transfer may wait for records or for the receiver's confirmation, in seconds.
+        tls: TLS context for connections over TCP.
+        max_ranks: most ranks of a peer's engine; a peer that reports more is refused.
 
     Attributes:
-        outcomes: transfers so far that were done, not admitted, or admitted and failed.
+        outcomes: counts of transfers that were done, not admitted, or failed after admission.
     """
 
     def __init__(
@@ -153,13 +154,13 @@ class Sender(Handler):
 
         Args:
             on_change: as in `Sending`; called from any thread.
-            of: the request that it is a part of; None where it is all of one.
+            of: request that the transfer is a part of; None if it is the whole request.
 
         Raises:
-            HandoffError: there is a transfer of that name, the sender is closed, no thread can be started, or
+            HandoffError: the transfer id is in use, the sender is closed, no thread can be started, or
                 there are no names or more than `MAX_NAMES`.
-            ValueError: `address` or `transfer` is none, the address is not a unix one and there is no secret,
-                or `deadline_s` is not above 0 and at most `MAX_DEADLINE_S`.
+            ValueError: `address` or `transfer` is invalid, the address needs a secret and has none, or
+                `deadline_s` is not above 0 and at most `MAX_DEADLINE_S`.
         """
         addresses.check_secret(address, self._has_secret)
         check_id("transfer", transfer)
@@ -187,11 +188,11 @@ class Sender(Handler):
             return sending
 
     def meet(self, address: str) -> Future[Hello]:
-        """What the node at `address` says of itself, once it is connected; a `HandoffError` if it is not.
+        """Connect to the node at `address`; the future returns its hello, or raises `HandoffError`.
 
         Raises:
             HandoffError: the sender is closed, or no thread can be started.
-            ValueError: `address` is none, or not a unix one and there is no secret.
+            ValueError: `address` is invalid, or needs a secret and has none.
         """
         addresses.check_secret(address, self._has_secret)
         with self._changed:
@@ -209,18 +210,18 @@ class Sender(Handler):
             return met
 
     def count_unneeded(self, names: Sequence[str]) -> int:
-        """How many of `names`, from the first on, no transfer waits for."""
+        """Return the length of the leading run of `names` that no transfer waits for."""
         with self._changed:
             wanted = [entry.state.unsent for entry in self._open.values() if entry.state.unsent]
         return next((i for i, name in enumerate(names) if any(name in w for w in wanted)), len(names))
 
     def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
-        """Slots of receivers in which `names` are to be made, for the first of `sendings` that lacks each.
+        """Borrow slots of receivers to make the records `names` in, each of the first transfer that lacks it.
 
-        None, where one of them lacks a record no more, or its slots are out of this process's reach. What is
-        made there is put as any record, and goes to other transfers as a copy. Until it is put or released,
-        its own transfer takes it from nowhere else, and does not end for its receiver: who releases it hears
-        when nothing is written into its slots any more.
+        Returns None if no transfer lacks one of the records any more, or if this process cannot access a
+        slot. A record that is made there is put like any other, and sent to other transfers as a copy. Until
+        it is put or released, its own transfer takes it from no other slot. Its receiver may release the
+        transfer meanwhile, but gets the answer only when nothing is written into its slots any more.
         """
         leases: list[Lease] = []
         lenders: set[Sending] = set()
@@ -238,8 +239,8 @@ class Sender(Handler):
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         """Send records to every transfer that waits for them; as `Tier.put`.
 
-        A record completes when it is in its receivers' shared memory, or on its way to them: whether a
-        transfer arrived as a whole, its `done` says. One that nobody waits for completes at once.
+        A record completes when it is in its receivers' shared memory or sent to them; `Sending.done` reports
+        whether a whole transfer arrived. A record that no transfer waits for completes at once.
         """
         for name, lease in zip(names, leases, strict=True):
             record = _Put(name, lease.share(), on_complete)
@@ -253,20 +254,20 @@ class Sender(Handler):
         self._settle()
 
     def finish(self, transfer: str) -> None:
-        """No more records will be put for a transfer: its receiver gets what there is."""
+        """Finish a transfer: no more records are put for it, and its receiver gets those that were."""
         self._event(transfer, partial(outgoing.finish, now=time.monotonic()))
 
     def cancel(self, transfer: str, reason: str = "cancelled") -> None:
-        """End a transfer. Nothing happens if it is over."""
+        """Cancel a transfer. Does nothing if it is over."""
         self._event(transfer, partial(outgoing.cancelled, reason=reason))
 
     def transfers(self) -> dict[str, Stage]:
-        """The stage of every transfer that is not over."""
+        """Return the stage of every transfer that is not over."""
         with self._changed:
             return {name: entry.state.stage for name, entry in self._open.items()}
 
     def close(self, timeout_s: float) -> None:
-        """Cancel what is not confirmed within so many seconds, then end every link."""
+        """Cancel transfers that are not confirmed within `timeout_s` seconds, then end every link."""
         with self._changed:
             if self._closed:
                 return
@@ -278,10 +279,10 @@ class Sender(Handler):
         self._links.close(timeout_s)
         self._deadlines.close(timeout_s)
 
-    # what links report
+    # callbacks of links
 
     def started(self, link: Link) -> None:
-        """A peer is there. Raises ChannelError where it says that its engine has too many ranks."""
+        """Check a connected peer. Raises ChannelError if its engine has too many ranks."""
         peer = link.peer
         if peer is not None and peer.ranks > self._max_ranks:
             raise ChannelError(
@@ -301,13 +302,13 @@ class Sender(Handler):
                 self._event(transfer, partial(outgoing.refused, reason=reason), link)
             case messages.Release(transfer, reason):
                 known = self._event(transfer, partial(outgoing.released, reason=reason), link)
-                with self._changed:  # it is answered when nothing is packed for it any more
+                with self._changed:  # answered when nothing is packed for it any more
                     known = known or any(e.id == transfer and e.link is link for e in self._packing)
                 if not known:
-                    # over for this side: what was queued before this answer is written, nothing after
+                    # over on this side: records queued before this answer are written, none after it
                     link.say(messages.Cancel(transfer))
             case _:
-                raise Unexpected(f"{type(message).__name__} is nothing to say to a sender")
+                raise Unexpected(f"{type(message).__name__}: a sender takes no such message")
 
     def ended(self, link: Link, error: BaseException) -> None:
         with self._changed:
@@ -317,14 +318,14 @@ class Sender(Handler):
         self._met(link, lambda met: met.set_exception(HandoffError(f"no receiver: {error}")))
 
     def _met(self, link: Link, tell: Callable[[Future[Any]], None]) -> None:
-        """Tell those who wait to hear of this link's peer, then settle."""
+        """Complete the futures of `meet` that wait for this link's peer."""
         with self._changed:
             self._settled.extend(partial(tell, met) for waits, met in self._meeting if waits is link)
             self._meeting = [waiting for waiting in self._meeting if waiting[0] is not link]
         self._settle()
 
     def _event(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
-        """Something happens to a transfer; whether it is known, and of this link."""
+        """Apply an event to a transfer; return whether the transfer is known, and of this link."""
         with self._changed:
             entry = self._open.get(transfer)
             if entry is None or link not in (None, entry.link):
@@ -334,7 +335,7 @@ class Sender(Handler):
         return True
 
     def _step(self, entry: Sending, outcome: Sent, record: _Put | None = None) -> None:
-        """Take over a new state and carry out its steps. The lock is held."""
+        """Adopt a new state and carry out its steps. The lock is held."""
         before = entry.state.stage
         entry.state, steps = outcome
         for step in steps:
@@ -358,7 +359,7 @@ class Sender(Handler):
         self._deadlines.changed()
 
     def _settle(self) -> None:
-        """Complete futures, without the lock: who waits for them may call the sender."""
+        """Complete futures, without the lock: their callbacks may call the sender."""
         while True:
             try:
                 settle = self._settled.popleft()
@@ -385,7 +386,7 @@ class Sender(Handler):
         )
 
     def _lend(self, entry: Sending, name: str) -> Lease | None:
-        """A receiver's slot; the lock is held."""
+        """Borrow a receiver's slot. The lock is held."""
 
         def returned() -> None:
             with self._changed:
@@ -399,7 +400,7 @@ class Sender(Handler):
         return lease
 
     def _packed(self, entry: Sending, name: str) -> None:
-        """Nothing more is written for a record, if anything was; the lock is held."""
+        """Note that nothing more is written into a record's borrowed slot, if any. The lock is held."""
         entry.packed.pop(name, None)
         if not entry.packed:
             self._packing.discard(entry)
@@ -408,7 +409,7 @@ class Sender(Handler):
             entry.last.clear()
 
     def _sent(self, entry: Sending | None, record: _Put, error: BaseException | None) -> None:
-        """A record is on its way to a transfer (None: to no more), or its link failed, which ends that."""
+        """Note that a record was sent to a transfer (None: there are no more), or that its link failed."""
         with self._changed:
             record.left -= 1
             last = not record.left
@@ -423,7 +424,7 @@ class Sender(Handler):
             entry.on_change(entry)
 
     def _expire(self, now: float) -> float | None:
-        """End what is past its deadline; the next deadline."""
+        """End transfers past their deadline, and return the next deadline."""
         with self._changed:
             for entry in list(self._open.values()):
                 self._step(entry, outgoing.overdue(entry.state, now))

@@ -1,4 +1,4 @@
-"""The settings of handoff, the checks that can be made at start-up, and the tiers that they make."""
+"""Settings of handoff, their checks at start-up, and the tiers opened from them."""
 
 from __future__ import annotations
 
@@ -34,29 +34,32 @@ MIN_SECRET_CHARS = 16
 
 
 class HandoffConfig(BaseModel):
-    """KV straight from one engine to another. An address may have {rank} in it, for one endpoint per rank."""
+    """Direct KV transfer between engines. {rank} in an address stands for the number of each rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    role: Role = Field("both", description="prefill sends, decode receives; the default policy goes by it")
+    role: Role = Field("both", description="prefill sends, decode receives; it sets the default policy")
     listen: tuple[str, ...] = Field(
         (),
-        description="addresses: unix:///run/kvkit/decode.sock; with a secret tcp://127.0.0.1:9478, nixl://...",
+        description="addresses to listen at, such as unix:///run/kvkit/decode.sock; "
+        "tcp://127.0.0.1:9478 and nixl://... need a secret",
     )
     peers: dict[str, str] = Field(
-        default_factory=dict, description="addresses of nodes whose memory is read as a tier, by its name"
+        default_factory=dict, description="addresses of other nodes by tier name; each is read as a tier"
     )
-    buffer: ByteSize | None = Field(None, description="bytes for what peers send; whole chunks of it", gt=0)
+    buffer: ByteSize | None = Field(
+        None, description="bytes for records from peers, rounded down to whole chunks", gt=0
+    )
     shared_memory: bool = Field(
         True,
-        description="whether senders write into the buffer themselves, over unix:// and nixl://; "
-        "false: nobody else reaches its memory, and records come through the socket",
+        description="whether senders write directly into the buffer, over unix:// and nixl://; "
+        "false: no other process can access its memory, and records arrive through the socket",
     )
     max_prefill_tokens: int | None = Field(
-        None, description="tokens of the longest request that the buffer must be able to hold", ge=1
+        None, description="tokens of the longest request that must fit in the buffer", ge=1
     )
     max_ranks: int = Field(
         64,
-        description="ranks of the largest engine that this one sends to; one that says more is refused",
+        description="most ranks of an engine that this one sends to; one that reports more is refused",
         ge=1,
         le=MAX_RANKS,
     )
@@ -67,20 +70,20 @@ class HandoffConfig(BaseModel):
         30.0, description="longest pause within a transfer, in seconds", gt=0, le=3600
     )
     idle_timeout_s: float = Field(
-        120.0, description="how long a finished transfer waits to be used, in seconds", gt=0, le=3600
+        120.0, description="how long a complete transfer is kept until it is used, in seconds", gt=0, le=3600
     )
     shutdown_timeout_s: float = Field(
-        10.0, description="how long open transfers may go on at the end, in seconds", gt=0, le=3600
+        10.0, description="how long shutdown waits for open transfers, in seconds", gt=0, le=3600
     )
     secret: SecretStr | None = Field(
         None,
-        description="what peers must know, too; wanted for every address that is not unix://",
+        description="shared secret of this node and its peers; required for every address but unix:// ones",
         min_length=MIN_SECRET_CHARS,
     )
-    secret_file: Path | None = Field(None, description="holds the secret")
-    tls_certificate: Path | None = Field(None, description="of this node, for TCP")
-    tls_key: Path | None = Field(None, description="of that certificate")
-    tls_ca: Path | None = Field(None, description="who signed the certificates of peers")
+    secret_file: Path | None = Field(None, description="file that holds the secret")
+    tls_certificate: Path | None = Field(None, description="certificate of this node, for TCP")
+    tls_key: Path | None = Field(None, description="private key of that certificate")
+    tls_ca: Path | None = Field(None, description="CA certificate that signed the certificates of peers")
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> HandoffConfig:
@@ -114,35 +117,35 @@ class HandoffConfig(BaseModel):
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers that these settings make."""
+        """Names of the tiers opened from these settings."""
         return (HANDOFF, *self.peers)
 
     def default_policy(self, tiers: Iterable[str]) -> Policy:
-        """The default policy of the role, with these other tiers."""
+        """Return the default policy of the role; `tiers` are the other tiers."""
         return for_role(self.role, tuple(tiers), HANDOFF, tuple(self.peers))
 
     def check_tiers(self, tiers: Iterable[str]) -> None:
-        """Refuse names of other tiers that peers cannot be told.
+        """Refuse names of other tiers that are too long to send to peers.
 
         Raises:
-            ValueError: there is one.
+            ValueError: a name is too long.
         """
         for name in tiers:
             if self.listen and len(name) > MAX_LABEL:
                 raise ValueError(
-                    f"handoff: tier {name!r}: peers are told its name; want at most {MAX_LABEL} characters"
+                    f"handoff: tier {name!r}: its name is sent to peers; want at most {MAX_LABEL} characters"
                 )
 
     def check_policy(self, policy: Policy, tiers: Sequence[str]) -> None:
-        """Refuse a policy that asks of a tier what it cannot do. `tiers` are the others.
+        """Refuse a policy that uses a tier for what it cannot do. `tiers` are the other tiers.
 
         Raises:
-            ValueError: it does. The message names the setting, the tier and the choices.
+            ValueError: the policy does. The message names the setting, the tier and the choices.
         """
         why = {
             "retrieve_from": "role = 'prefill' receives nothing",
             "store_to": "role = 'decode' sends nothing",
-            "write_back_to": "what is written back is for this node",
+            "write_back_to": "handoff takes no write-backs",
         }
         takes_part = {"retrieve_from": self.receives, "store_to": self.sends, "write_back_to": False}
         for setting, reason in why.items():
@@ -155,10 +158,10 @@ class HandoffConfig(BaseModel):
 
 
 def buffer_size(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> tuple[int, int]:
-    """Slots that `config.buffer` comes to for this layout, whole chunks, and bytes of each.
+    """Return the slots in `config.buffer` for this layout, as whole chunks, and the bytes of a slot.
 
     Raises:
-        ValueError: it holds no chunk, or less than `max_prefill_tokens` take.
+        ValueError: the buffer holds no chunk, or fewer slots than `max_prefill_tokens` tokens take.
     """
     assert config.buffer is not None
     groups = len(layout.groups)
@@ -179,15 +182,15 @@ def buffer_size(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -
 
 
 def slots_of(tokens: int, layout: KVLayout, namespace: Namespace) -> int:
-    """Slots that a request of up to so many tokens may take: whole chunks, then single blocks.
+    """Return the slots that a request of up to `tokens` tokens may take: whole chunks, then single blocks.
 
-    A last token that would have a block of its own does not go: the receiver computes it in any case. Of
-    states one snapshot does.
+    A last token alone in its block is not sent: the receiver computes it in any case. States take one
+    snapshot.
     """
     block_tokens = min(group.block_tokens for group in layout.groups)
     chunks, rest = divmod(tokens, namespace.chunk_tokens)
     blocks = -(-max(rest - 1, 0) // block_tokens)
-    if chunks:  # a request that is a token short of its last whole chunk may take more
+    if chunks:  # a request one token short of its last whole chunk may take more
         blocks = max(blocks, namespace.chunk_tokens // block_tokens - 1)
     return (chunks + blocks) * layout.token_groups + len(layout.groups) - layout.token_groups
 
@@ -200,16 +203,16 @@ def open_handoff(
     secret: bytes,
     timeout_s: float,
 ) -> list[Tier]:
-    """The tiers "handoff" and one for each peer. Peers find this node, and what it holds, from now on.
+    """Open the tier "handoff" and one tier for each peer. Peers can connect and query from now on.
 
     Args:
-        near: other tiers in this host's memory, of which peers may ask.
-        secret: what peers must know, empty for none.
-        timeout_s: the longest that a connection and a single frame may take.
+        near: other tiers in this host's memory; peers may query and pull from them.
+        secret: shared secret of this node and its peers, empty for none.
+        timeout_s: limit for a connection and for a single frame, in seconds.
 
     Raises:
-        ValueError: a size, a certificate or an address is impossible.
-        OSError: the buffer's memory is not available, or an address is taken.
+        ValueError: a size, a certificate or an address is invalid.
+        OSError: the buffer's memory is not available, or an address is in use.
     """
     client, server = None, None
     if config.tls_ca is not None:
@@ -261,7 +264,7 @@ def open_handoff(
 
 
 def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:
-    """What a node of this namespace says of itself: requests differ in LoRA and salt, nodes do not."""
+    """Return this node's identity; it leaves out LoRA and salt, which differ between requests only."""
     base = namespace_digest(replace(namespace, lora="", salt=""))
     return Identity(
         node=f"{platform.node()}/{namespace.rank}",

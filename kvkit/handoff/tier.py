@@ -13,13 +13,15 @@ from kvkit.tiers.base import OnComplete, Tier, complete, get_by_copy
 
 
 class HandoffTier(Tier):
-    """The two sides of handoff. As a source it is the receiver's buffer, and lends its slots; as a target it
-    is the sender: a put keeps nothing here, and one that no open transfer waits for does nothing.
+    """Both sides of handoff as one tier.
+
+    Reads come from the receiver's buffer, and `borrow` shares its slots. `put` sends records to the open
+    transfers that wait for them; it keeps nothing, and does nothing if no transfer waits.
 
     Args:
         receiver, sender: the sides that this node takes part in.
-        endpoint: where peers connect, if they can.
-        shutdown_s: how long `close` waits for each of them.
+        endpoint: endpoint where peers connect, or None.
+        shutdown_s: how long `close` waits for each of them, in seconds.
     """
 
     near = True

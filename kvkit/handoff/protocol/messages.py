@@ -1,6 +1,6 @@
-"""What two nodes say to each other: small structs, each with bounds, as MessagePack; one decoder, one error.
+"""Messages between two nodes: small bounded structs, as MessagePack, with one decoder and one error.
 
-docs/handoff.md is the protocol: who says what when, and how a message is framed.
+docs/handoff.md describes the protocol: who sends which message when, and how messages are framed.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import msgspec
 from kvkit.format.names import RECORD
 
 VERSION = 2
-"""Of the protocol. Nodes of different versions do not talk."""
+"""Version of the protocol. Nodes of different versions refuse each other."""
 
 MAX_BODY_BYTES = 4 << 20
-"""The largest body of a frame, which is one message."""
+"""Largest body of a frame, which is one message."""
 
 MAX_NAMES = 32768
-"""Records of one transfer, or of one question. With the longest names that is less than MAX_BODY_BYTES."""
+"""Most records in one transfer or query. Even with the longest names they fit in MAX_BODY_BYTES."""
 
 MAX_DEADLINE_S = 3600.0
 
 MAX_ID = 128
-"""Characters of the name of a transfer."""
+"""Most characters of a transfer id."""
 
 MAX_PEER_NAME = 100
-"""Those of a peer's, which its pulls are called by, with a number."""
+"""Most characters of a peer's name. The ids of its pulls are this name and a number."""
 
 MAX_RANKS = 1024
-"""Of an engine; so many transfers may a request have."""
+"""Most ranks of an engine, and most transfers of one request."""
 
 MAX_LABEL = 256
-"""Characters of a node's or tier's name."""
+"""Most characters of a node's or tier's name."""
 
 HANDOFF = "handoff"
-"""The name of the tier that holds what peers sent."""
+"""Name of the tier that holds records from peers."""
 
 Name = Annotated[str, msgspec.Meta(pattern=rf"^{RECORD}\Z")]
-"""Of a record."""
+"""Name of a record."""
 
 Names = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
 _ID = rf"^[\x21-\x7e]{{1,{MAX_ID}}}\Z"
@@ -57,26 +57,26 @@ Slot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 
 
 class MessageError(ValueError):
-    """A message is malformed, or out of bounds. The text says what is wrong, never the bytes."""
+    """A message is malformed or out of bounds. The text describes the fault and never quotes the bytes."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
-    """Anything that is said."""
+    """Base class of the messages."""
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
-    """Who speaks: the first message of each side. (Other versions may say more in it.)
+    """First message of each side: its identity. Unknown fields are ignored: other versions may add some.
 
     Attributes:
         version: `VERSION`.
-        node: its name, for logs.
-        namespace: digest of the namespace without LoRA and salt, hex: records of others are of no use here.
+        node: name of the node, for logs.
+        namespace: digest of the namespace without LoRA and salt, in hex; both sides need the same.
         layout: `KVLayout.fingerprint()`.
-        slot_bytes: of its largest record.
-        nonce: random, for this connection alone.
-        ranks: of the engine that it is a rank of.
-        record_ranks: how many records hold the heads of a layer; 0: no other rank has any use for them.
-        draft: what the draft is whose KV is in the records, too; empty for none.
+        slot_bytes: bytes of its largest record.
+        nonce: random bytes, for this connection alone.
+        ranks: number of ranks of its engine.
+        record_ranks: number of records that hold the heads of a layer; 0: no other rank can use them.
+        draft: identity of the draft model, if the records hold its KV too; empty for none.
     """
 
     version: Number
@@ -91,20 +91,20 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Proof(Message, frozen=True):
-    """That this side knows the secret: HMAC-SHA256 over both hellos, see `kvkit.handoff.transport.auth`."""
+    """Proof that this side knows the secret: HMAC-SHA256 over both hellos, see `transport.auth`."""
 
     mac: Random
 
 
 class Query(Message, frozen=True):
-    """How long a run of these is held near? Answered by `Found` with the same id; computes nothing."""
+    """Client: requests the leading run of `names` in each host-memory tier. Answered by `Found`, same id."""
 
     id: Number
     names: Names
 
 
 class TierRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first `records` of the names asked for are in this tier."""
+    """Leading run in one tier: it holds the first `records` of the names in the query."""
 
     tier: Label
     scope: Literal["node", "shared"]
@@ -112,34 +112,34 @@ class TierRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Found(Message, frozen=True):
-    """The answer to a `Query`: one run for each near tier."""
+    """Answer to a `Query`: one run for each host-memory tier."""
 
     id: Number
     runs: Annotated[tuple[TierRun, ...], msgspec.Meta(max_length=64)]
 
 
 class OfTransfer(Message, frozen=True):
-    """What concerns one transfer, named by its sender."""
+    """Base class of messages about one transfer. The side that opens the transfer chooses its id."""
 
     transfer: Id
 
 
 class Asking(OfTransfer, frozen=True):
-    """What names records, each once."""
+    """Base class of messages that list records, each once."""
 
     names: Names
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
-            raise ValueError("names: one is there twice")
+            raise ValueError("names: a record is listed twice")
 
 
 class Reserve(Asking, frozen=True):
-    """Sender: may I send these? All or nothing; the receiver answers `Admit` or `Refuse` by the deadline.
+    """Sender: requests slots for all of `names`. The receiver answers `Admit` or `Refuse` by the deadline.
 
     Attributes:
-        request: what the transfer brings, or a part of; empty: it has the transfer's name.
-        parts: how many transfers bring that to this receiver. All of them are admitted together.
+        request: id of the request that the transfer belongs to; empty: the transfer's own id.
+        parts: number of transfers that bring the request to this receiver. All are admitted together.
     """
 
     deadline_s: Seconds
@@ -148,50 +148,50 @@ class Reserve(Asking, frozen=True):
 
 
 class Admit(OfTransfer, frozen=True):
-    """Receiver: a slot for each name, -1 for what it has already."""
+    """Receiver: a slot for each name, -1 for a record that it has already."""
 
     slots: Annotated[tuple[Slot, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
 
 
 class Refuse(OfTransfer, frozen=True):
-    """Receiver: there will be no slots. The transfer is over."""
+    """Receiver: it has no slots for the transfer, which is over."""
 
     reason: Reason
 
 
 class Data(OfTransfer, frozen=True):
-    """Sender: the record `names[index]`, `size` bytes, follows, or lies in its slot of the shared memory."""
+    """Sender: the record `names[index]`, `size` bytes, follows or is in its slot of the shared memory."""
 
     index: Index
     size: ByteCount
 
 
 class Commit(OfTransfer, frozen=True):
-    """Sender: that was all; what is `missing` does not come."""
+    """Sender: all records were sent, except for the `missing` ones."""
 
     missing: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
 
 
 class Done(OfTransfer, frozen=True):
-    """Receiver: everything is in, and available."""
+    """Receiver: all records have arrived and are available."""
 
 
 class Cancel(OfTransfer, frozen=True):
-    """Sender: I write no more to any slot of this transfer. Ends it, or acknowledges its `Release`."""
+    """Sender: it writes no more to slots of the transfer. Ends it, or acknowledges its `Release`."""
 
 
 class Release(OfTransfer, frozen=True):
-    """Receiver: it needs the transfer no more: used, expired or cancelled. The sender answers `Cancel`."""
+    """Receiver: it no longer needs the transfer: used, expired or failed. The sender answers `Cancel`."""
 
     reason: Reason
 
 
 class Pull(Asking, frozen=True):
-    """Receiver: send me these. Answered by `Data` with payload, then `Commit`; its `Release` ends it."""
+    """Receiver: requests records. Answered by `Data` with payload, then `Commit`; its `Release` ends it."""
 
 
 class Error(Message, frozen=True):
-    """The other side broke the protocol, or is nobody to talk to: the connection is over."""
+    """The other side broke the protocol or is refused: the connection ends."""
 
     code: Code
     message: Reason
@@ -219,25 +219,25 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode(message: Message) -> bytes:
-    """`message` as the body of a frame.
+    """Encode `message` as the body of a frame.
 
     Raises:
-        MessageError: it is longer than MAX_BODY_BYTES.
+        MessageError: the body is longer than MAX_BODY_BYTES.
     """
     body = _encoder.encode(message)
     if len(body) > MAX_BODY_BYTES:
-        raise MessageError(f"{type(message).__name__}: {len(body)} bytes, at most {MAX_BODY_BYTES} are sent")
+        raise MessageError(f"{type(message).__name__}: {len(body)} bytes; want at most {MAX_BODY_BYTES}")
     return body
 
 
 def decode(body: bytes | memoryview) -> AnyMessage:
-    """The message in the body of a frame; only what is in bounds.
+    """Decode the message in the body of a frame, and check its bounds.
 
     Raises:
-        MessageError: it is no such message.
+        MessageError: the body is no valid message.
     """
     if len(body) > MAX_BODY_BYTES:
-        raise MessageError(f"{len(body)} bytes, at most {MAX_BODY_BYTES} are read")
+        raise MessageError(f"a message of {len(body)} bytes; want at most {MAX_BODY_BYTES}")
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
@@ -245,10 +245,10 @@ def decode(body: bytes | memoryview) -> AnyMessage:
 
 
 def check_id(what: str, name: object, most: int = MAX_ID) -> str:
-    """`name` of a `what`, as it may be said: whoever is told another one hangs up.
+    """Return `name`, the id of a `what`, if it is valid: peers disconnect at an invalid one.
 
     Raises:
-        MessageError: it may not.
+        MessageError: the id is invalid.
     """
     if isinstance(name, str) and len(name) <= most and re.search(_ID, name):
         return name

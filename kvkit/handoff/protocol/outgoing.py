@@ -1,11 +1,11 @@
-"""What becomes of a transfer that a node sends: pure functions (state, event) -> (state, what to say).
+"""State machine of outgoing transfers: pure functions (state, event) -> (state, instructions).
 
     asked -> sending -> committed -> ended
       |         |           |          ^
       +---------+-----------+----------'  refused, released by the receiver, cancelled, too late
 
-It wants records only once it is admitted: who waits for a receiver keeps no slot of its own host, so nodes
-cannot wait for each other's slots in a circle.
+A transfer takes records only once it is admitted. While it waits for its receiver it holds no slots of its
+own host, so nodes cannot wait for each other's slots in a circle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvkit.handoff.protocol.states import Unexpected
 
 
 class Stage(StrEnum):
-    """Where a transfer is."""
+    """Stage of a transfer."""
 
     ASKED = "asked"
     SENDING = "sending"
@@ -29,7 +29,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a record, `names[index]`, to a slot."""
+    """Send the record `names[index]` to a slot."""
 
     index: int
     slot: int
@@ -40,15 +40,15 @@ Instruction = Send | Commit | Cancel
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One transfer.
+    """One transfer, as its sender knows it.
 
     Attributes:
-        names: of its records.
-        places: where each goes, by name; what the receiver has already is not in it. Empty until it admits.
-        unsent: what it still waits for, of these.
-        deadline: when it ends by itself.
-        error: why it ended, None if the receiver has everything.
-        missing: how many records never came.
+        names: names of its records.
+        places: slots of the records that the receiver lacks, by name. Empty until it is admitted.
+        unsent: names in `places` that were not put yet.
+        deadline: time at which it is cancelled.
+        error: why it failed; None if the receiver has everything.
+        missing: number of records that were never put.
     """
 
     id: str
@@ -65,7 +65,7 @@ class Outgoing:
     def asked(
         transfer: str, names: Sequence[str], deadline_s: float, transfer_s: float, now: float
     ) -> Outgoing:
-        """A transfer whose `Reserve` was just sent; `transfer_s` limits every wait after that."""
+        """Return a transfer that asks for room; `transfer_s` limits every later wait, in seconds."""
         return Outgoing(transfer, tuple(names), Stage.ASKED, now + deadline_s, transfer_s)
 
 
@@ -73,10 +73,10 @@ Sent = tuple[Outgoing, tuple[Instruction, ...]]
 
 
 def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Sent:
-    """The receiver has room; -1 for what it has already.
+    """Start sending: the receiver admits the transfer; its slot is -1 for records that it has already.
 
     Raises:
-        Unexpected: nobody asked, or it is not a slot for each name.
+        Unexpected: the transfer is admitted already, or there is not one slot for each name.
     """
     if out.stage is not Stage.ASKED:
         return _unasked(out)
@@ -90,7 +90,7 @@ def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Sent:
 
 
 def put(out: Outgoing, name: str, now: float) -> Sent:
-    """A record is there to be sent; the last one is followed by the commit."""
+    """Send a record, and the commit after the last one. Does nothing if the record is not expected."""
     if out.stage is not Stage.SENDING or name not in out.unsent:
         return out, ()
     sending = replace(out, unsent=out.unsent - {name}, deadline=now + out.transfer_s)
@@ -101,17 +101,17 @@ def put(out: Outgoing, name: str, now: float) -> Sent:
 
 
 def finish(out: Outgoing, now: float) -> Sent:
-    """No more records will be put: the receiver gets what there is."""
+    """Commit what was put; no more records follow. A transfer that is not admitted is cancelled."""
     if out.stage is Stage.ASKED:
         return cancelled(out, "it was finished before it was admitted")
     return _commit(out, now) if out.stage is Stage.SENDING else (out, ())
 
 
 def done(out: Outgoing) -> Sent:
-    """The receiver has everything.
+    """End the transfer: the receiver has everything.
 
     Raises:
-        Unexpected: nothing was committed.
+        Unexpected: the transfer is not committed.
     """
     if out.stage is not Stage.COMMITTED:
         return _unasked(out)
@@ -119,22 +119,22 @@ def done(out: Outgoing) -> Sent:
 
 
 def refused(out: Outgoing, reason: str) -> Sent:
-    """The receiver has no room, or is gone."""
+    """End the transfer: the receiver has no room or has disconnected."""
     return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), ())
 
 
 def released(out: Outgoing, reason: str) -> Sent:
-    """The receiver released it: say that nothing more is written, whatever this transfer's stage is."""
+    """End the transfer that its receiver released; at any stage, confirm that nothing more is written."""
     return refused(out, reason)[0], (Cancel(out.id),)
 
 
 def cancelled(out: Outgoing, reason: str) -> Sent:
-    """The sender cancels."""
+    """Cancel the transfer."""
     return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), (Cancel(out.id),))
 
 
 def overdue(out: Outgoing, now: float) -> Sent:
-    """End it if it is past its deadline."""
+    """Cancel the transfer if it is past its deadline."""
     reasons = {
         Stage.ASKED: "the receiver did not answer in time",
         Stage.SENDING: "no record was put for too long",
@@ -157,7 +157,7 @@ def _over(out: Outgoing, error: str | None) -> Outgoing:
 
 
 def _unasked(out: Outgoing) -> Sent:
-    """What may cross a cancel on its way is passed over; anything else is an error."""
+    """Ignore an answer that crossed a cancel on its way; any other is an error."""
     if out.stage is Stage.ENDED:
         return out, ()
-    raise Unexpected(f"transfer {out.id}: this answer does not go with one that is {out.stage}")
+    raise Unexpected(f"transfer {out.id} is {out.stage}: this answer is not expected")

@@ -1,4 +1,4 @@
-"""What becomes of the transfers that a node receives: pure functions (state, event) -> (state, actions).
+"""State machine of incoming transfers: pure functions (state, event) -> (state, actions).
 
 The state is the whole buffer, since transfers compete for its slots:
 
@@ -6,11 +6,11 @@ The state is the whole buffer, since transfers compete for its slots:
                  |            |           |
                  +- refused   +-----------+- released, cancelled, peer lost, too late
 
-A reservation is for the whole request, all or nothing, first come first served. Who was admitted needs no
-more and ends by itself or by its deadline, and who waits stands in nobody's way: data, commits, cancels and
-releases of others go on. So every transfer that fits the buffer is admitted or refused in finite time.
-Where several transfers are one request, the parts of it that the ranks of another engine have, they are
-admitted together and end together. `kvkit.handoff.protocol.outgoing` is the other side.
+A reservation is for the whole request: all or nothing, first come, first served. An admitted transfer needs
+no more slots and ends by itself or by its deadline. A waiting transfer holds up no data, commit, cancel or
+release of others. So every transfer that fits the buffer is admitted or refused in finite time.
+Several transfers may be the parts of one request, from several ranks of another engine: they are admitted
+together and end together. `kvkit.handoff.protocol.outgoing` is the other side.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from enum import StrEnum
 from typing import Literal
 
 MAX_TRANSFERS = 4096
-"""Transfers that a buffer knows at a time, with those that wait."""
+"""Most transfers in a buffer at a time, including the waiting ones."""
 
 
 class Phase(StrEnum):
-    """Where a transfer is. One that ended is forgotten."""
+    """Phase of a transfer. Transfers that ended are forgotten."""
 
     WAITING = "waiting"
     RECEIVING = "receiving"
@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 
 Outcome = Literal["done", "refused", "failed"]
-"""How a transfer ends, for counting: failed is one that was admitted and did not arrive."""
+"""How a transfer ended, for counters. A failed one was admitted but did not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RequestRef:
-    """What a transfer is of: the request of that name, which so many transfers bring to this node."""
+    """The request of a transfer, and the number of transfers that bring it to this node."""
 
     id: str
     parts: int = 1
@@ -66,14 +66,14 @@ class Incoming:
     """One transfer, as its receiver knows it.
 
     Attributes:
-        peer: whose it is; events from others do not count.
-        names: of its records; what is said of records are indices into them.
-        of: the request that it brings, or a part of.
-        elsewhere: what this node has in other memory.
-        shared: what the buffer held when it was admitted, from other transfers.
-        own: what has a slot of its own; when committed, what came and nobody else had brought before.
-        arrived: what is in, of `own`.
-        deadline: when it ends by itself.
+        peer: its sender; events from other peers do not apply.
+        names: names of its records; the fields below are indices into them.
+        of: request that it brings, in whole or in part.
+        elsewhere: records that this node has in other memory.
+        shared: records that the buffer held from other transfers when this one was admitted.
+        own: records with a slot of this transfer; once committed, those that arrived.
+        arrived: records of `own` that have arrived.
+        deadline: time at which it expires.
     """
 
     id: str
@@ -89,23 +89,23 @@ class Incoming:
 
     @property
     def holds(self) -> frozenset[int]:
-        """The records of the buffer that stay as long as it does."""
+        """Records in the buffer that stay at least as long as this transfer."""
         return self.shared | self.own if self.phase is Phase.COMMITTED else self.shared
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The state. Every slot is free, filling (`own` of a receiving transfer), a held record, or lent.
+    """State of the buffer. A slot is free, filling (in `own` while receiving), a held record, or lent.
 
     Attributes:
-        slots: of the buffer.
-        free: those that a transfer may have.
-        lent: those that transfers have released and that somebody still reads or writes.
-        transfers: by id, in the order of arrival.
-        requests: by id of a request, its transfers that have asked, in their order; not of those that one
-            transfer of their name brings.
-        held: by name of a record, the number of transfers that hold it.
-        closed: whether nothing more is admitted.
+        slots: number of slots in the buffer.
+        free: number of slots that a transfer can get.
+        lent: number of slots that transfers have released but that are still read or written.
+        transfers: transfers by id, in the order of arrival.
+        requests: transfers that have asked for room, in their order, by request id; has no entry for a
+            request that is a single transfer with the same id.
+        held: number of transfers that hold a record, by its name.
+        closed: True if no more transfers are admitted.
     """
 
     slots: int
@@ -119,13 +119,13 @@ class Buffer:
 
     @staticmethod
     def empty(slots: int, limits: Limits) -> Buffer:
-        """A buffer of so many slots."""
+        """Return an empty buffer."""
         return Buffer(slots, limits, free=slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is done about a transfer, and its sender is told."""
+    """Decision about a transfer; it is also reported to the sender."""
 
     transfer: str
     peer: Hashable
@@ -133,7 +133,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Grant(Verdict):
-    """Take a slot for each of `own`."""
+    """Admit the transfer: take a slot for each record of `own`."""
 
     names: int
     own: frozenset[int]
@@ -141,14 +141,14 @@ class Grant(Verdict):
 
 @dataclass(frozen=True, slots=True)
 class Deny(Verdict):
-    """There will be no slots."""
+    """Refuse the transfer: it gets no slots."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Complete(Verdict):
-    """The records of `keep` are available from now on; release the slots of `rest`."""
+    """Make the records of `keep` available, and release the slots of `rest`."""
 
     keep: frozenset[int]
     rest: frozenset[int]
@@ -156,7 +156,7 @@ class Complete(Verdict):
 
 @dataclass(frozen=True, slots=True)
 class End(Verdict):
-    """The transfer is over: release the slots of `filling`, and the records `names`."""
+    """End the transfer: release the slots of `filling` and the records `names`."""
 
     reason: str
     filling: frozenset[int]
@@ -175,7 +175,7 @@ Next = tuple[Buffer, tuple[Action, ...]]
 
 
 class Unexpected(ValueError):
-    """An event does not go with the state of its transfer: the peer broke the protocol."""
+    """An event does not fit the state of its transfer: the peer broke the protocol."""
 
 
 def reserve(
@@ -188,9 +188,9 @@ def reserve(
     now: float,
     of: RequestRef | None = None,
 ) -> Next:
-    """A sender asks for slots for distinct `names`, but for those that this node has `elsewhere`.
+    """Reserve slots for distinct `names`, except for those that this node has `elsewhere`.
 
-    `of`: None where the transfer is all of a request, of its name.
+    `of`: request of the transfer; None if the transfer is the whole request.
     """
     outside = frozenset(i for i, name in enumerate(names) if name in elsewhere)
     of = of or RequestRef(transfer)
@@ -204,7 +204,7 @@ def reserve(
     elif others and (others[0].of != of or len(others) == of.parts):
         reason = f"request {of.id} has {len(others)} of {others[0].of.parts} transfers already"
     elif len(buffer.transfers) >= MAX_TRANSFERS:
-        reason = f"{MAX_TRANSFERS} transfers are under way"
+        reason = f"{MAX_TRANSFERS} transfers are in flight"
     if reason is not None:
         return buffer, (Deny(transfer, peer, reason),)
     deadline = now + min(deadline_s, buffer.limits.allocation_s)
@@ -220,10 +220,10 @@ def reserve(
 
 
 def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Next:
-    """A record is in its slot. Nothing happens if the transfer is over.
+    """Note that a record is in its slot. Does nothing if the transfer is over.
 
     Raises:
-        Unexpected: it has no slot, or is in already.
+        Unexpected: the record has no slot, or has arrived already.
     """
     found = _receiving(buffer, transfer, peer)
     if found is None:
@@ -235,10 +235,10 @@ def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: floa
 
 
 def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Next:
-    """All that comes is in, but for `missing`. Nothing happens if the transfer is over.
+    """Commit a transfer: all its records but `missing` have arrived. Does nothing if it is over.
 
     Raises:
-        Unexpected: something else is missing, or `missing` is not.
+        Unexpected: `missing` are not exactly the records that have not arrived.
     """
     found = _receiving(buffer, transfer, peer)
     if found is None:
@@ -253,15 +253,15 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     done = replace(found, phase=Phase.COMMITTED, own=found.arrived)
     changed = replace(_put(buffer, done), held=held, lent=buffer.lent + len(rest))
     parts = parts_of(changed, found.of.id)
-    coming = any(part.phase is not Phase.COMMITTED for part in parts)  # its deadline is that of the others
+    coming = any(part.phase is not Phase.COMMITTED for part in parts)  # `done` waits for them, without limit
     for part in [done] if coming else parts:
         changed = _put(changed, replace(part, deadline=math.inf if coming else now + buffer.limits.idle_s))
-    changed, admitted = _admit(changed, now)  # who waits for the same records needs fewer slots now
+    changed, admitted = _admit(changed, now)  # transfers waiting for the same records need fewer slots now
     return changed, (Complete(transfer, peer, frozenset(keep), rest), *admitted)
 
 
 def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
-    """The sender cancels. Nothing happens to what is committed, or over."""
+    """End a transfer that its sender cancelled. Does nothing if it is committed or over."""
     found = buffer.transfers.get(transfer)
     if found is None or found.peer != peer or found.phase is Phase.COMMITTED:
         return buffer, ()
@@ -269,18 +269,18 @@ def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
 
 
 def release(buffer: Buffer, request: str, reason: str, now: float) -> Next:
-    """Nobody here needs the request any more. Nothing happens if it is over."""
+    """End a request that this node no longer needs. Does nothing if it is over."""
     return _end(buffer, parts_of(buffer, request), reason, now)
 
 
 def parts_of(buffer: Buffer, request: str) -> list[Incoming]:
-    """The transfers of a request that have asked and are not over."""
+    """Return the transfers of a request that have asked for room and are not over."""
     asked = buffer.requests.get(request, (request,))
     return [buffer.transfers[transfer] for transfer in asked if transfer in buffer.transfers]
 
 
 def delete(buffer: Buffer, names: Collection[str]) -> Next:
-    """These records are damaged: no transfer holds them any longer."""
+    """Remove damaged records: no transfer holds them any longer."""
     gone = tuple(name for name in names if name in buffer.held)
     if not gone:
         return buffer, ()
@@ -297,19 +297,19 @@ def delete(buffer: Buffer, names: Collection[str]) -> Next:
 
 
 def lost(buffer: Buffer, peer: Hashable, now: float) -> Next:
-    """A sender is gone. What it committed stays."""
+    """End the transfers of a disconnected sender. Committed transfers stay."""
     gone = [t for t in buffer.transfers.values() if t.peer == peer and t.phase is not Phase.COMMITTED]
     return _end(buffer, gone, "its sender is gone", now)
 
 
 def freed(buffer: Buffer, count: int, now: float) -> Next:
-    """So many slots that were lent are nobody's any more."""
+    """Free `count` of the lent slots: nothing reads or writes them any more."""
     assert count <= buffer.lent, f"{count} slots came back, {buffer.lent} were away"
     return _admit(replace(buffer, lent=buffer.lent - count, free=buffer.free + count), now)
 
 
 def expire(buffer: Buffer, now: float) -> Next:
-    """End what is past its deadline."""
+    """End transfers that are past their deadline."""
     reasons = {
         Phase.WAITING: "no slots came free in time",
         Phase.RECEIVING: "nothing came in for too long",
@@ -324,22 +324,22 @@ def expire(buffer: Buffer, now: float) -> Next:
 
 
 def close(buffer: Buffer, now: float, *, at_once: bool) -> Next:
-    """Admit nothing more, and end what waits; `at_once`, everything."""
+    """Admit no more transfers, and end those that wait; if `at_once`, end all."""
     buffer = replace(buffer, closed=True)
     gone = [t for t in buffer.transfers.values() if at_once or t.phase is Phase.WAITING]
     return _end(buffer, gone, "the receiver is closing", now)
 
 
 def next_deadline(buffer: Buffer) -> float | None:
-    """When `expire` has something to do, unless something happens before."""
+    """Return the earliest deadline, None if there is none."""
     return min((t.deadline for t in buffer.transfers.values()), default=None)
 
 
 def check_integrity(buffer: Buffer) -> None:
-    """Prove that every slot is accounted for once, and every record held by as many as hold it.
+    """Check that every slot is counted once, and that the number of holders of every record is right.
 
     Raises:
-        AssertionError: not so. This is a defect in kvkit.
+        AssertionError: a count is wrong, which is a defect in kvkit.
     """
     filling = sum(len(t.own) for t in buffer.transfers.values() if t.phase is Phase.RECEIVING)
     assert min(buffer.free, buffer.lent) >= 0, buffer
@@ -359,10 +359,10 @@ def check_integrity(buffer: Buffer) -> None:
 
 
 def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Incoming | None:
-    """The transfer that something came for; None if it is over, which its sender may not know yet."""
+    """Return the receiving transfer; None if it is over, which its sender may not know yet."""
     found = buffer.transfers.get(transfer)
     if found is not None and (found.peer != peer or found.phase is not Phase.RECEIVING):
-        raise Unexpected(f"transfer {transfer}: this peer has none of the name that receives")
+        raise Unexpected(f"transfer {transfer}: this peer has no receiving transfer of this id")
     return found
 
 
@@ -371,7 +371,7 @@ def _put(buffer: Buffer, transfer: Incoming) -> Buffer:
 
 
 def _admit(buffer: Buffer, now: float) -> Next:
-    """Admit those who wait, in the order in which requests had all their parts, while the first fits."""
+    """Admit waiting requests, in the order in which their last parts asked, until one does not fit."""
     actions: list[Action] = []
     for last in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
         parts = parts_of(buffer, last.of.id)
@@ -396,7 +396,7 @@ def _admit(buffer: Buffer, now: float) -> Next:
 
 
 def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) -> Next:
-    """End transfers, and the other parts of what they bring; who waited after them may come in."""
+    """End transfers and the other parts of their requests, then admit waiting requests that fit now."""
     if not ending:
         return buffer, ()
     transfers, held, lent = dict(buffer.transfers), Counter(buffer.held), buffer.lent

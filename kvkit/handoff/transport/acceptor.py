@@ -1,4 +1,4 @@
-"""Where peers connect to one address: few that have proved nothing are let in at a time, and not for long."""
+"""Acceptor of connections at one address; it limits unauthenticated peers in number and time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvkit.handoff.transport.link import Link
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 32
-"""Connections of one address that have proved nothing; each takes a thread and a descriptor."""
+"""Most unauthenticated connections at one address; each takes a thread and a descriptor."""
 
 HANDSHAKE_S = 10.0
-"""How long one may take to prove itself."""
+"""How long a peer may take to authenticate."""
 
 GRACE_S = 0.25
-"""How long one is left in peace, at least, when others want its place."""
+"""Shortest time that an unauthenticated peer keeps its place when others wait for it."""
 
 _ACCEPT_S = 60.0
 _PAUSE_S = 0.1
@@ -35,18 +35,18 @@ class UnauthenticatedPeer:
 
 
 class Acceptor:
-    """Lets peers in, by a thread of its own.
+    """Accepts peers, in a thread of its own.
 
-    Who comes when there are `MAX_STRANGERS` takes the place of the one that came first from where most of
-    them are from, and waits, in the system's queue, until that one had `GRACE_S`. Nothing that a peer does,
-    and no shortage of threads or descriptors, ends the thread.
+    If there are `MAX_STRANGERS` unauthenticated peers, a new one takes the place of the oldest one from the
+    source that has most of them. It waits in the system's queue until that one has had `GRACE_S`. Nothing
+    that a peer does, and no shortage of threads or descriptors, ends the thread.
 
     Args:
-        listener: closed with the door.
-        welcome: begins the handshake with one that connected. It may raise what it likes.
+        listener: listening socket; closed with the acceptor.
+        welcome: starts the handshake with a peer that connected. It may raise any exception.
 
     Raises:
-        RuntimeError: its thread cannot be started.
+        RuntimeError: the thread cannot be started.
     """
 
     def __init__(self, listener: Listener, welcome: Callable[[Channel], Link]) -> None:
@@ -63,7 +63,7 @@ class Acceptor:
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Let nobody in any more, and abort who has not proved itself."""
+        """Accept no more peers, and abort unauthenticated ones."""
         self._closed.set()
         self._listener.close()
         self._thread.join(timeout_s)
@@ -98,10 +98,10 @@ class Acceptor:
         self._strangers.append(UnauthenticatedPeer(link, channel.peer.rpartition(":")[0], time.monotonic()))
 
     def _make_room(self) -> None:
-        """Wait until one more may come in."""
+        """Wait until there is room for one more peer."""
         while len(strangers := self._left()) >= MAX_STRANGERS and not self._closed.is_set():
             sources = Counter(stranger.source for stranger in strangers)
-            first = max(strangers, key=lambda stranger: sources[stranger.source])  # the first of them
+            first = max(strangers, key=lambda stranger: sources[stranger.source])  # the oldest one
             grace_s = first.since + GRACE_S - time.monotonic()
             if grace_s <= 0:
                 log.info("handoff: %s: %s makes room for others", self.address, first.link)
@@ -109,7 +109,7 @@ class Acceptor:
             first.link.join(max(grace_s, _PAUSE_S))
 
     def _abort_late(self) -> float:
-        """End who took too long; in how many seconds another may have."""
+        """Abort peers that took too long; return in how many seconds the next one may have."""
         now = time.monotonic()
         wait_s = _ACCEPT_S
         for stranger in self._left():
@@ -121,6 +121,6 @@ class Acceptor:
         return wait_s
 
     def _left(self) -> list[UnauthenticatedPeer]:
-        """Who has neither proved itself nor left altogether, in the order in which they came."""
+        """Return the unauthenticated peers that are still connected, the oldest first."""
         self._strangers = [s for s in self._strangers if s.link.peer is None and s.link.running]
         return self._strangers

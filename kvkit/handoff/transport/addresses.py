@@ -1,4 +1,4 @@
-"""Where endpoints listen: unix:///path on one host, tcp://host:port or nixl://host:port between hosts."""
+"""Addresses of endpoints: unix:///path on one host, tcp://host:port or nixl://host:port between hosts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RANK = "{rank}"
 
 
 def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Listener:
-    """Listen at `address`; port 0 is any that is free.
+    """Listen at `address`; port 0 picks a free port.
 
     Args:
-        timeout_s: how long a frame may take, for channels of this listener.
-        tls: a context of `kvkit.handoff.transport.tls.server_context`; for tcp only.
+        timeout_s: limit for one frame of this listener's channels, in seconds.
+        tls: context from `kvkit.handoff.transport.tls.server_context`; for tcp only.
 
     Raises:
-        ValueError: it is no address, NIXL is missing or meant to encrypt, or the folder of a socket is open
-            to others.
-        OSError: it is taken, or not one of this host.
+        ValueError: the address is invalid, NIXL is missing or given TLS, or other users may enter the folder
+            of a socket.
+        OSError: the address is in use, or not one of this host.
     """
     where = parse(address)
     if isinstance(where, Path):
@@ -36,15 +36,15 @@ def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None)
 
 
 def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> Channel:
-    """A channel to the endpoint that listens at `address`.
+    """Return a channel to the endpoint that listens at `address`.
 
     Args:
-        timeout_s: how long this and each frame of the channel may take.
-        tls: a context of `kvkit.handoff.transport.tls.client_context`; for tcp only.
+        timeout_s: limit for connecting and for each frame of the channel, in seconds.
+        tls: context from `kvkit.handoff.transport.tls.client_context`; for tcp only.
 
     Raises:
-        ValueError: it is no address, or NIXL is missing or meant to encrypt.
-        ChannelError: nobody listens there, or did not answer in time.
+        ValueError: the address is invalid, or NIXL is missing or given TLS.
+        ChannelError: no endpoint listens there, or it did not answer in time.
     """
     where = parse(address)
     if isinstance(where, Path):
@@ -55,10 +55,10 @@ def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None
 
 
 def check_secret(address: str, secret: bool) -> None:
-    """Refuse an address that nothing but a secret protects, any but a unix one, where there is none.
+    """Refuse an address without a secret, unless it is a unix address: only a secret protects the others.
 
     Raises:
-        ValueError: it is no address, or has no secret.
+        ValueError: the address is invalid, or needs a secret and has none.
     """
     if not isinstance(parse(address), Path) and not secret:
         raise ValueError(
@@ -68,15 +68,15 @@ def check_secret(address: str, secret: bool) -> None:
 
 
 def of_rank(address: str, rank: int) -> str:
-    """Where a rank listens: `{rank}` in an address stands for its number."""
+    """Return the address of a rank: its number replaces `{rank}`."""
     return address.replace(RANK, str(rank))
 
 
 def parse(address: str) -> Path | tuple[str, int]:
-    """The path of a unix address, (host, port) of another one.
+    """Return the path of a unix address, or (host, port) of another one.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the address is invalid.
     """
     with suppress(ValueError):
         url = urlsplit(address)
@@ -91,7 +91,7 @@ def parse(address: str) -> Path | tuple[str, int]:
 
 
 def quoted(address: str) -> str:
-    """`address` as a message may show it: without what may be a user name, a password or a token."""
+    """Return `address` as messages may show it: without user name, password and token."""
     return shown(address) if "://" in address else shown(f"://{address}").removeprefix("://")
 
 

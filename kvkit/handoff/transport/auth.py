@@ -1,4 +1,4 @@
-"""Two endpoints prove to each other that they hold the same secret, without sending it: HMAC-SHA256."""
+"""Mutual proof that two endpoints hold the same secret, without sending it: HMAC-SHA256."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Side = Literal["client", "server"]
 
 
 def new_nonce() -> bytes:
-    """What makes a hello, and with it a proof, good for one connection only."""
+    """Return random bytes that make a hello, and so a proof, valid for one connection only."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def prove(secret: bytes, role: Side, client_hello: bytes, server_hello: bytes) -> bytes:
-    """The proof of one side: depends on its role, so that it cannot be sent back, and on all that was said.
+    """Return the proof of one side. It depends on both hellos, and on the role: it cannot be sent back.
 
     Args:
-        secret: the shared secret; empty where none is set, so that one who has one is refused.
-        client_hello, server_hello: the first messages of both sides as they were sent, with their nonces.
+        secret: shared secret; empty if none is set, so that a peer with a secret is refused.
+        client_hello, server_hello: first messages of both sides as they were sent, with their nonces.
 
     Returns:
         32 bytes.
@@ -33,5 +33,5 @@ def prove(secret: bytes, role: Side, client_hello: bytes, server_hello: bytes) -
 
 
 def is_proof(proof: bytes, secret: bytes, role: Side, client_hello: bytes, server_hello: bytes) -> bool:
-    """Whether this is the proof of the side that has `role`; takes as long either way."""
+    """Return whether `proof` is that of the side with this `role`, in constant time."""
     return hmac.compare_digest(proof, prove(secret, role, client_hello, server_hello))

@@ -1,6 +1,6 @@
-"""Frames between two endpoints over a stream socket, and payloads that go straight into slots.
+"""Frames between two endpoints over a stream socket, with payloads that go directly into slots.
 
-A frame is a body, which `kvkit.handoff.protocol.messages` encodes, and at most one payload, a record. On the
+A frame is a body, encoded by `kvkit.handoff.protocol.messages`, and at most one payload, a record. On the
 wire: u32 body bytes, u32 payload bytes (both little endian), body, payload. `addresses` opens channels.
 """
 
@@ -22,22 +22,22 @@ from kvkit.staging import Lease, Staging
 log = logging.getLogger(__name__)
 
 MAX_FIRST_BODY_BYTES = 1 << 10
-"""The largest body of a frame from a peer that has not proved itself."""
+"""Largest body of a frame from a peer that is not authenticated yet."""
 
 HEADER = struct.Struct("<II")
 SHARED = 2**32 - 1
-"""Instead of a payload's size: the frame shares an arena, in the way of its transport."""
+"""Payload size of a frame that shares an arena and has no payload; each transport defines its body."""
 _MAX_PAYLOAD_BYTES = SHARED - 1
 _HELD_FRAMES = 16
 _PAUSE_S = 0.1
 _DROPPED_BYTES = 64 << 10
 
 Sink = Callable[[bytes], memoryview | None]
-"""Where the payload that follows this body goes: a view of just its size, or None to drop it."""
+"""Returns the target of the payload after this body: a view of exactly its size, or None to drop it."""
 
 
 class ChannelError(OSError):
-    """A channel failed. It is shut down and of no further use."""
+    """A channel failed. It is shut down and cannot be used any more."""
 
 
 class ChannelClosed(ChannelError):
@@ -45,27 +45,27 @@ class ChannelClosed(ChannelError):
 
 
 class ChannelTimeout(ChannelError, TimeoutError):
-    """A frame was not through before its deadline."""
+    """A frame was not complete before its deadline."""
 
 
 class FrameError(ChannelError):
-    """The peer sent what is no frame: too large, cut short, or not what its body says."""
+    """The peer sent an invalid frame: too large, cut short, or not as its body announced."""
 
 
 class ChannelIdle(TimeoutError):
-    """No frame began. Nothing is lost: the channel can be used on."""
+    """No frame began. Nothing is lost: the channel remains usable."""
 
 
 class Channel:
-    """A connection to one peer. One thread may send while another receives.
+    """Connection to one peer. One thread may send while another receives.
 
-    Payloads follow their bodies. A transport that writes them into the peer's slots has a subclass.
+    Payloads follow their bodies. Transports that write them into the peer's slots have subclasses.
 
     Attributes:
-        peer: the other side, for messages.
-        timeout_s: how long one frame may take, once it has begun, in either direction.
-        trusted: whether the peer has proved itself; set by who checked that. Until then a frame with a body
-            of over `MAX_FIRST_BODY_BYTES`, a payload or an arena is a `FrameError`.
+        peer: description of the other side, for messages.
+        timeout_s: limit for one frame once it has begun, in either direction, in seconds.
+        trusted: True if the peer is authenticated; set by the caller that checked it. Until then, receiving a
+            body of over `MAX_FIRST_BODY_BYTES`, a payload or an arena is a `FrameError`.
     """
 
     def __init__(self, stream: Stream, *, peer: str, timeout_s: float) -> None:
@@ -83,24 +83,24 @@ class Channel:
 
     @property
     def one_sided(self) -> bool:
-        """Whether this side writes into the peer's slots, for it shared its arena."""
+        """True if this side writes into the peer's slots, since the peer has shared its arena."""
         return self._slots is not None
 
     def send(
         self, body: bytes, payload: memoryview | None = None, slot: int | None = None, *, more: bool = False
     ) -> None:
-        """Send a frame; a payload is copied or sent when this returns.
+        """Send a frame. Its payload is copied or sent when this returns.
 
         Args:
-            payload: bytes to go with the body, C-contiguous.
-            slot: the slot of the peer's arena that is meant for the payload. It is written there before the
-                body is sent, where the channel is `one_sided`; elsewhere it follows the body.
-            more: another frame comes at once, so that this one may wait for it, or for `flush`: each frame
-                that travels alone wakes the peer.
+            payload: bytes that go with the body, C-contiguous.
+            slot: slot of the peer's arena for the payload. If the channel is `one_sided`, the payload is
+                written there before the body is sent; otherwise it follows the body.
+            more: whether another frame follows at once, so that this one may wait for it or for `flush`: each
+                frame that is sent alone wakes the peer.
 
         Raises:
-            ValueError: the body is larger than `MAX_BODY_BYTES`, the payload than the peer's slots, or
-                there is no such slot. The channel can be used on.
+            ValueError: the body is larger than `MAX_BODY_BYTES`, the payload is larger than the peer's slots,
+                or there is no such slot. The channel remains usable.
             ChannelError: the frame could not be sent.
         """
         if payload is not None and slot is not None and self.one_sided and self._reaches(payload):
@@ -119,21 +119,21 @@ class Channel:
                 self._send_held(deadline, *buffers)
 
     def flush(self) -> None:
-        """Send what waits for more.
+        """Send the frames that wait for more.
 
         Raises:
-            ChannelError: it could not be sent.
+            ChannelError: they could not be sent.
         """
         if self._held:
             with self._frame() as deadline:
                 self._send_held(deadline)
 
     def receive(self, place: Sink, wait_s: float) -> bytes:
-        """The body of the next frame, its payload received into what `place` says.
+        """Return the body of the next frame; its payload is received into the memory that `place` returns.
 
         Raises:
             ChannelIdle: no frame began within `wait_s` seconds.
-            ChannelError: no whole frame came. (Frames that came before a failed `send` are still received.)
+            ChannelError: no whole frame arrived. (Frames from before a failed `send` are still returned.)
         """
         until = time.monotonic() + wait_s
         with self._receiving:
@@ -143,28 +143,28 @@ class Channel:
                     return body
 
     def share(self, arena: Staging) -> bool:
-        """Let a peer that is trusted write into the slots of `arena`; once. Whether the transport can do so.
+        """Let a trusted peer write into the slots of `arena`; return whether the transport supports it.
 
-        For the side that listens: the other takes an arena, and its channel is `one_sided` before its
-        `receive` returns the next frame.
+        Call it once, on the listening side. The channel of the other side is `one_sided` before its `receive`
+        returns the next frame.
 
         Raises:
             ValueError: the transport can write into slots, but not into these.
-            ChannelError: it could not be sent.
+            ChannelError: the arena could not be sent.
         """
         return False
 
     def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
-        """A slot of the peer's arena, to make a payload in, within `writing`. None where this side does not
-        have it mapped, or has lent it.
+        """Borrow a slot of the peer's arena to make a payload in, within `writing`.
 
-        `on_return` is called when the last reference to it is released.
+        Returns None if the slot is not mapped here or is borrowed already. `on_return` is called when its
+        last reference is released.
         """
         return None
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The right to write into the peer's slots: `shutdown` waits for its end. To be kept short.
+        """Allow writing into the peer's slots within the context. Keep it short: `shutdown` waits for it.
 
         Raises:
             ChannelClosed: the channel was shut down.
@@ -175,29 +175,29 @@ class Channel:
             yield
 
     def shutdown(self) -> None:
-        """End both directions at once: who sends or receives, here and there, gets `ChannelClosed`."""
+        """End both directions at once: on both sides, sending and receiving raise `ChannelClosed`."""
         self._ended = True
-        # the peer takes this end for that of all writes into its arena; it may have been faster
+        # to the peer this is the end of all writes into its arena; it may have shut down first
         with self._writing, suppress(OSError):
             self._stream.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Shut down and release the connection. Not to be called inside `place`."""
+        """Shut down and release the connection. Must not be called inside `place`."""
         self.shutdown()
         # a descriptor in use must not become another file's
         with self._sending, self._receiving, self._writing:
             self._stream.socket.close()
 
     def _take_arena(self, body: bytes) -> tuple[int, int]:
-        """Get ready to write into the arena that a peer shares by `body`; its slots, and bytes of each.
+        """Prepare to write into the arena that a peer shares by `body`; return its slots and bytes of each.
 
         Raises:
-            ValueError: this is none, or none is taken.
+            ValueError: the arena is invalid, or this channel takes none.
         """
-        raise ValueError("none is taken")
+        raise ValueError("this channel takes none")
 
     def _reaches(self, payload: memoryview) -> bool:
-        """Whether `payload` can be written into the peer's slots."""
+        """Return whether `payload` can be written into the peer's slots."""
         return True
 
     def _copy(self, slot: int, payload: memoryview) -> None:
@@ -224,7 +224,7 @@ class Channel:
 
     @contextmanager
     def _frame(self) -> Iterator[float]:
-        """The right to send one frame, and its deadline; what goes wrong ends the channel."""
+        """Allow sending one frame within the context, and yield its deadline. Errors end the channel."""
         deadline = time.monotonic() + self.timeout_s
         if not self._sending.acquire(timeout=self.timeout_s):
             raise self._failed(TimeoutError())
@@ -236,7 +236,7 @@ class Channel:
             self._sending.release()
 
     def _receive(self, place: Sink, until: float) -> bytes | None:
-        """The body of the next frame; None if it is not for the protocol."""
+        """Return the body of the next frame; None if it is not for the protocol."""
         if self._out_of_step:
             raise ChannelClosed(f"{self.peer}: the channel was shut down")
         begun = False
@@ -263,20 +263,20 @@ class Channel:
         except (OSError, EOFError) as error:
             self._out_of_step = True
             raise self._failed(error, cut=begun) from error
-        except BaseException:  # of `place`
+        except BaseException:  # raised by `place`
             self._out_of_step = True
             self.shutdown()
             raise
 
     def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
-        """Receive the payload."""
+        """Receive the payload; return the body, None if it shared an arena."""
         if payload_bytes == SHARED:
             try:
                 if self.one_sided:
                     raise ValueError("want one arena for each channel, and its sizes")
                 self._slots = self._take_arena(body)
             except ValueError as error:
-                raise FrameError(f"{self.peer} shares what is no arena: {error}") from error
+                raise FrameError(f"{self.peer} shares an invalid arena: {error}") from error
             return None
         if payload_bytes:
             target = place(body)
@@ -298,7 +298,7 @@ class Channel:
             size -= len(piece)
 
     def _failed(self, error: OSError | EOFError, cut: bool = False) -> ChannelError:
-        """Shut down, and say what happened."""
+        """Shut down, and return the error that describes what happened."""
         here = self._ended
         self.shutdown()
         if isinstance(error, ChannelError):
@@ -306,19 +306,19 @@ class Channel:
         if here:
             return ChannelClosed(f"{self.peer}: the channel was shut down")
         if isinstance(error, TimeoutError) and error.errno is None:
-            return ChannelTimeout(f"{self.peer}: a frame was not through within {self.timeout_s} s")
+            return ChannelTimeout(f"{self.peer}: a frame was not complete within {self.timeout_s} s")
         if isinstance(error, EOFError) and cut:
             return FrameError(f"{self.peer} closed within a frame")
-        if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with a number: the kernel's
+        if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with an errno: the kernel's
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
         return ChannelError(f"{self.peer}: {error}")
 
 
 class Listener(ABC):
-    """A listening socket, where peers connect.
+    """Listening socket where peers connect.
 
     Attributes:
-        address: what peers connect to; with the port that was found, if 0 was asked for.
+        address: address that peers connect to, with the actual port if 0 was requested.
     """
 
     def __init__(self, sock: socket.socket, address: str, timeout_s: float) -> None:
@@ -330,10 +330,10 @@ class Listener(ABC):
         sock.setblocking(True)
 
     def accept(self, wait_s: float) -> Channel:
-        """The channel of the next peer that connects. Nothing has been read from it.
+        """Return the channel of the next peer that connects. Nothing has been read from it.
 
         Raises:
-            ChannelIdle: none came within `wait_s` seconds.
+            ChannelIdle: none connected within `wait_s` seconds.
             ChannelClosed: `close` was called.
         """
         with self._accepting:
@@ -344,8 +344,8 @@ class Listener(ABC):
                 raise ChannelIdle(f"{self.address}: no peer within {wait_s} s") from None
             except OSError as error:
                 if self._closed.wait(_PAUSE_S):
-                    raise ChannelClosed(f"{self.address}: no longer listened at") from error
-                log.warning("%s: a peer cannot be let in: %s", self.address, error)  # no descriptors, mostly
+                    raise ChannelClosed(f"{self.address}: the listener is closed") from error
+                log.warning("%s: a peer cannot be let in: %s", self.address, error)  # often: no descriptors
                 raise ChannelIdle(f"{self.address}: {error}") from error
         try:
             return self._channel(connection)
@@ -354,7 +354,7 @@ class Listener(ABC):
             raise ChannelIdle(f"{self.address}: the peer is not let in, or left at once: {error}") from error
 
     def close(self) -> None:
-        """Refuse further peers and wake `accept`; channels stay."""
+        """Refuse further peers and wake `accept`. Existing channels stay open."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -363,12 +363,12 @@ class Listener(ABC):
 
     @abstractmethod
     def _channel(self, connection: socket.socket) -> Channel:
-        """The channel of one that connected."""
+        """Return the channel of a peer that connected."""
 
 
 @contextmanager
 def connecting(address: str) -> Iterator[None]:
-    """Say which address it is that cannot be reached."""
+    """Name the address in errors of a connection attempt."""
     try:
         yield
     except ChannelError:

@@ -1,7 +1,7 @@
-"""One connection to a peer: the handshake, then one thread that reads and one that writes from a queue.
+"""Connection to a peer: the handshake, then one thread that reads and one that writes from a queue.
 
-Nobody who says something waits for the peer: what is said is queued. A peer that does not read is cut off
-when a frame is not through in time, or when too much waits for it.
+No caller waits for the peer: messages are queued. A peer that does not read is disconnected when a frame
+takes too long, or when too much is queued for it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from kvkit.staging import Lease, Staging
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 32 << 20
-"""What may wait for a peer to read: the bodies of messages, and `ITEM_BYTES` for each of them."""
+"""Most bytes queued for a peer: the bodies of messages, and `ITEM_BYTES` for each of them."""
 
 ITEM_BYTES = 768
-"""What a message takes besides its body while it waits."""
+"""Bytes that a queued message takes besides its body."""
 
 _REFUSAL_BYTES = 512
 
@@ -50,10 +50,10 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this node says of itself in a hello, and wants of its peers: as in `Hello`.
+    """Identity of this node, sent in its hello and compared with that of peers; fields as in `Hello`.
 
     Args:
-        secret: what peers must know; empty for none.
+        secret: secret that peers must know; empty for none.
     """
 
     node: str
@@ -66,16 +66,16 @@ class Identity:
     draft: str = ""
 
     def hello(self) -> Hello:
-        """A hello for one connection."""
+        """Return a hello for one connection."""
         of_records = self.namespace, self.layout, self.slot_bytes
         ranks = self.ranks, self.record_ranks
         return Hello(messages.VERSION, self.node, *of_records, auth.new_nonce(), *ranks, self.draft)
 
     def check(self, hello: Hello) -> None:
-        """Refuse a peer whose records are of no use here.
+        """Refuse a peer that has no usable records for this node.
 
         Raises:
-            ChannelError: it is one. The message names both values.
+            ChannelError: the peer is refused. The message names both values.
         """
         mine = self.hello()
         wants: dict[str, str] = {}
@@ -93,37 +93,38 @@ class Identity:
 
 
 class Handler(Protocol):
-    """What is done with what a peer says; payloads are refused, unless `place` is defined.
+    """Callbacks for the messages of a peer. Payloads are refused unless `place` is overridden.
 
-    Called by the link's reading thread, `ended` by either.
+    The link's reading thread calls them, and releases the slots that `place` returns; any thread may call
+    `ended`.
     """
 
     def started(self, link: Link) -> None:
-        """The peer is known, and may be written to."""
+        """Handle a peer that has completed the handshake; messages can be sent to it."""
         return
 
     def received(self, link: Link, message: AnyMessage) -> None:
-        """A message came; that of a `Data` whose payload follows comes after the payload.
+        """Handle a message; a `Data` with a payload is handled after the payload was received.
 
         Raises:
             Unexpected: the peer broke the protocol; the link ends.
         """
 
     def place(self, link: Link, data: Data) -> Lease | memoryview | None:
-        """Where a payload goes: a share of a slot, which the link releases, or memory; None to drop it.
+        """Return the target of a payload: memory, or a share of a slot to be released; None drops it.
 
         Raises:
-            Unexpected: as above.
+            Unexpected: the peer broke the protocol; the link ends.
         """
         raise Unexpected("Data: this side takes none")
 
     def ended(self, link: Link, error: BaseException) -> None:
-        """The link ended, or never began; called once, and nothing after it."""
+        """Handle the end of the link, or its failure to begin; called once, as the last callback."""
 
 
 @dataclass(slots=True)
 class _Item:
-    """What waits to be said, with a record or without."""
+    """A queued message, with or without a record."""
 
     lease: Lease | None = None
     slot: int | None = None
@@ -138,20 +139,20 @@ class _Item:
 
 
 class Link:
-    """A connection. Thread-safe; what is said before it is up is sent when it is.
+    """Connection to a peer. Thread-safe; messages are queued until it is up.
 
     Args:
         open_channel: connects; called by the link's own thread.
-        role: which side of the handshake this is.
-        arena: slots that the peer may write into, where the transport can do so.
+        role: side of the handshake.
+        arena: slots that the peer may write into, if the transport supports it.
 
     Raises:
         ChannelError: no thread can be started.
 
     Attributes:
-        number: of this link in this process.
-        peer: what it said of itself; None before it did.
-        shared: whether the peer can write into the slots of `arena`.
+        number: number of this link in this process.
+        peer: hello of the peer; None until the handshake has verified it.
+        shared: True if the peer can write into the slots of `arena`.
     """
 
     def __init__(
@@ -190,16 +191,16 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether it is up, or may come up."""
+        """True if the link is up, or may come up."""
         return self._error is None
 
     @property
     def running(self) -> bool:
-        """Whether one of its threads is."""
+        """True if one of the link's threads runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def say(self, message: messages.Message) -> None:
-        """Queue a message; one to a link that ended is lost."""
+        """Queue a message. It is lost if the link has ended."""
         self._enqueue(message, _Item())
 
     def send(
@@ -210,26 +211,26 @@ class Link:
         wanted: Callable[[], bool],
         on_sent: OnSent,
     ) -> None:
-        """Queue a record: a share of its slot is kept until it is sent.
+        """Queue a record. A share of its slot is kept until it is sent.
 
         Args:
-            slot: of the peer, to write it into where that can be done.
-            wanted: asked when it is its turn; if not, it is passed over.
-            on_sent: called once, with None if it is in the peer's slot or on its way, or was passed over.
+            slot: slot of the peer to write the record into, if possible.
+            wanted: called when the record is next; if it returns False, the record is skipped.
+            on_sent: called once, with None if the record is in the peer's slot, sent or skipped, or an error.
         """
         self._enqueue(data, _Item(lease.share(), slot, wanted, on_sent))
 
     def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
-        """As `Channel.lend`; None, too, while the link is not up."""
+        """As `Channel.lend`; also None while the link is not up."""
         return None if self._channel is None else self._channel.lend(slot, on_return)
 
     def writing(self) -> AbstractContextManager[None]:
-        """As `Channel.writing`, for a link that lent a slot."""
+        """As `Channel.writing`, for a link that has given a slot by `lend`."""
         assert self._channel is not None
         return self._channel.writing()
 
     def close(self) -> None:
-        """Send what is queued, then end; returns at once."""
+        """End the link after sending what is queued. Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -238,7 +239,7 @@ class Link:
             self._end(ChannelClosed(f"{self}: the link was closed"))
 
     def abort(self) -> None:
-        """End now."""
+        """End the link now."""
         self._end(ChannelClosed(f"{self}: the link was closed"))
 
     def join(self, timeout_s: float) -> None:
@@ -248,7 +249,7 @@ class Link:
                 thread.join(timeout_s)
 
     def _enqueue(self, message: messages.Message, item: _Item) -> None:
-        """Queue an item. Callers hold locks, and the end of a link takes those: its own threads end it."""
+        """Queue an item. On errors, the link's threads end it: callers may hold locks that `ended` takes."""
         failure: Exception | None = None
         try:
             item.body = encode(message)
@@ -259,7 +260,7 @@ class Link:
             if lost is None:
                 self._queued_bytes += len(item.body) + ITEM_BYTES
                 if self._queued_bytes > MAX_QUEUED_BYTES:
-                    failure = ChannelError(f"{self} does not read what is said")
+                    failure = ChannelError(f"{self} does not read its messages")
                 lost = self._failure = failure
             if lost is None:
                 self._queue.append(item)
@@ -291,7 +292,7 @@ class Link:
         except (OSError, ValueError) as error:
             self._end(error)
         except BaseException as error:
-            log.exception("%s: handling what is said failed", self)
+            log.exception("%s: a thread of the link failed", self)
             self._end(error)
         finally:
             with self._changed:
@@ -317,7 +318,7 @@ class Link:
                     payload = item.lease.buffer[: item.lease.used]
                     channel.send(item.body, payload, item.slot, more=bool(self._queue))
                 if not self._queue:
-                    channel.flush()  # of one that waited for a record that is not wanted after all
+                    channel.flush()  # an earlier frame may have waited for a record that was skipped
             except (OSError, ValueError) as error:
                 item.done(error)
                 raise
@@ -338,12 +339,12 @@ class Link:
                     self._hear(channel)
         except (MessageError, Unexpected) as error:
             code: messages.Code = "malformed" if isinstance(error, MessageError) else "unexpected"
-            with suppress(OSError):  # it may not listen
+            with suppress(OSError):  # the peer may not read
                 channel.send(encode(Error(code, str(error)[:1024])))
             raise ChannelError(f"{self}: {error}") from error
 
     def _hear(self, channel: Channel) -> None:
-        """Receive a message, with its payload, and have it handled."""
+        """Receive a message with its payload, and pass it to the handler."""
         came: list[tuple[Data, Lease | memoryview | None]] = []
         wrong: list[Exception] = []
 
@@ -353,7 +354,7 @@ class Link:
                 if not isinstance(message, Data):
                     raise Unexpected(f"a payload follows {type(message).__name__}")
                 target = self._handler.place(self, message)
-            except (MessageError, Unexpected) as error:  # raised when the payload is over, to tell the peer
+            except (MessageError, Unexpected) as error:  # raised after the payload, so that the peer hears it
                 wrong.append(error)
                 return None
             came.append((message, target))
@@ -375,7 +376,7 @@ class Link:
                     target.release()
 
     def _shake_hands(self, channel: Channel) -> None:
-        """Exchange hellos and proofs. Mutual: neither side hears more before the other has proved itself."""
+        """Exchange hellos and proofs. Neither side accepts other messages before the other's proof."""
         ours = encode(self._identity.hello())
         secret = self._identity.secret
         client = self._role == "client"
@@ -384,7 +385,7 @@ class Link:
         theirs = self._receive(channel)
         hello = decode(theirs)
         if not isinstance(hello, Hello):
-            raise ChannelError(f"{channel.peer} does not say hello")
+            raise ChannelError(f"{channel.peer} did not send a hello")
         if not client:
             channel.send(ours)
         hellos = (ours, theirs) if client else (theirs, ours)
@@ -410,18 +411,18 @@ class Link:
                 self.shared = channel.share(self._arena)
 
     def _receive(self, channel: Channel) -> bytes:
-        """A message of the handshake."""
+        """Receive a message of the handshake."""
         try:
             return channel.receive(lambda body: None, self._handshake_s)
         except ChannelIdle:
-            raise ChannelError(f"{channel.peer} said nothing for {self._handshake_s} s") from None
+            raise ChannelError(f"{channel.peer} sent nothing for {self._handshake_s} s") from None
 
     def _end(self, error: BaseException) -> None:
         with self._changed:
             if self._error is not None:
                 return
             error = self._failure or error
-            self._error = ChannelError(str(error))  # the other has frames, and they have this
+            self._error = ChannelError(str(error))  # without a traceback: its frames refer to this link
             left, self._queue = self._queue, deque()
             self._changed.notify_all()
             channel = self._channel

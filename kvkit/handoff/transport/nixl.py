@@ -1,6 +1,6 @@
-"""Channels between hosts by NIXL: records are written into the peer's arena by RDMA, where there is any.
+"""Channels between hosts by NIXL: records are written into the peer's arena, by RDMA if available.
 
-Frames travel by TCP. NIXL's data path neither encrypts nor asks who writes: it is for networks of one's own.
+Frames travel by TCP. NIXL's data path neither encrypts nor authenticates: use it on private networks only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 
 class Agent:
-    """NIXL in this process: one agent, whose thread keeps a core busy. Thread-safe.
+    """NIXL agent of this process. Its thread keeps a core busy. Thread-safe.
 
     Attributes:
-        users: channels and listeners that have it, for `agent_of`.
-        loopback: whether it uses no other network device than the loopback one.
-        name: of the agent, its own in the world.
+        users: number of channels and listeners that use it, for `agent_of`.
+        loopback: True if it uses the loopback network device only.
+        name: globally unique name of the agent.
 
     Raises:
         ValueError: the package is missing, or has no plugin for UCX.
@@ -57,7 +57,7 @@ class Agent:
         if "UCX" not in self._agent.plugin_list:
             raise ValueError(f"NIXL has no plugin UCX, only {', '.join(self._agent.plugin_list)}")
         confined = loopback and _DEVICES not in os.environ
-        if confined:  # the one way to tell UCX
+        if confined:  # UCX reads it from the environment only
             os.environ[_DEVICES] = "lo"
         try:
             with _translated():
@@ -74,10 +74,10 @@ class Agent:
         self._agent = None
 
     def register(self, memory: mmap.mmap, user: Channel) -> None:
-        """Let NIXL read and write `memory`, until all who registered it were released.
+        """Let NIXL read and write `memory` until all channels that registered it are released.
 
         Raises:
-            OSError: it cannot, as when memory may not be locked.
+            OSError: NIXL cannot, for example because memory may not be locked.
         """
         with self._lock, _translated():
             if id(memory) not in self._memories:
@@ -86,52 +86,52 @@ class Agent:
             self._memories[id(memory)][2].add(user)
 
     def metadata(self) -> bytes:
-        """What a peer needs to write into the memory that is registered."""
+        """Return what a peer needs to write into the registered memory."""
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, name: str, metadata: bytes, user: Channel) -> None:
-        """Take in what the agent `name` says of its memory; the connection ends with the last user's release.
+        """Add the agent `name` by its metadata; the connection ends when its last user is released.
 
         Raises:
-            ValueError: it is not that agent's metadata.
+            ValueError: `metadata` is not that agent's.
         """
         with self._lock:
             if name != self.name:
                 try:
                     added = self._agent.add_remote_agent(metadata)
                 except Exception as error:
-                    raise ValueError(f"no metadata of NIXL: {error}") from error
+                    raise ValueError(f"invalid metadata of NIXL: {error}") from error
                 if added not in (name, name.encode()):
                     self._agent.remove_remote_agent(added)
                     raise ValueError(f"the metadata of {added!r} is not that of {name!r}")
             self._peers.setdefault(name, set()).add(user)
 
     def release(self, user: Channel) -> None:
-        """Take back what `user` registered and added."""
+        """Undo what `user` registered and added."""
         with self._lock:
             for key, (_, region, users) in list(self._memories.items()):
                 users.discard(user)
                 if not users:
                     del self._memories[key]
-                    with suppress(Exception):  # it goes with the agent
+                    with suppress(Exception):  # the agent's end deregisters it, too
                         self._agent.deregister_memory(region)
             for name, users in list(self._peers.items()):
                 users.discard(user)
                 if not users:
                     del self._peers[name]
                     if name != self.name:
-                        with suppress(Exception):  # it may be gone
+                        with suppress(Exception):  # the peer may be gone
                             self._agent.remove_remote_agent(name)
 
     def write(
         self, peer: str, source: int, target: int, size: int, deadline: float, stop: Callable[[], bool]
     ) -> None:
-        """Copy `size` bytes from address `source` here to `target` there; they are there when this returns.
+        """Copy `size` bytes from address `source` here to `target` at the peer. Returns when they are there.
 
         Raises:
-            TimeoutError: they were not, at the deadline or when `stop` said so.
+            TimeoutError: the deadline passed, or `stop` returned True.
             ConnectionError: the peer is gone.
-            OSError: NIXL refuses.
+            OSError: NIXL failed.
         """
         agent = self._agent
         with _translated():
@@ -151,20 +151,20 @@ class Agent:
                 if state != "DONE":
                     raise OSError(f"NIXL: the transfer ended as {state}")
             finally:
-                with suppress(Exception):  # one that could not be cancelled yet is kept by the agent
+                with suppress(Exception):  # the agent keeps a transfer that cannot be cancelled yet
                     agent.release_xfer_handle(transfer)
 
 
 class NixlChannel(Channel):
-    """A channel whose payloads are written into the peer's arena, once it is shared.
+    """Channel that writes payloads into the peer's arena, once the peer has shared it.
 
-    A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 address, u64 slot bytes,
-    u64 slots, 32 bytes agent name), little endian, and NIXL's metadata. `receive` keeps it to itself.
-    Payloads that are no part of a mapping, such as an arena, follow their bodies.
+    A frame with the payload size `SHARED` describes the peer's arena: its body is (u64 address, u64 slot
+    bytes, u64 slots, 32 bytes agent name), little endian, then NIXL's metadata. `receive` does not return it.
+    Payloads that are not in a mapping (mmap), as an arena is, follow their bodies.
 
     Args:
-        use: of the agent, closed with the channel.
-        takes_arena: whether the peer may share one.
+        use: context in which the agent is used, closed with the channel.
+        takes_arena: whether the peer may share its arena.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class NixlChannel(Channel):
         assert self._target is not None
         assert isinstance(payload.obj, mmap.mmap)
         if payload.nbytes:
-            self._agent.register(payload.obj, self)  # as a whole: at its first use it takes a while
+            self._agent.register(payload.obj, self)  # the whole mapping, which takes a while at first
             peer, address, slot_bytes = self._target
             source, target = address_of(payload), address + slot * slot_bytes
             deadline = time.monotonic() + self.timeout_s
@@ -217,12 +217,12 @@ class NixlChannel(Channel):
 
 
 class NixlListener(tcp.TcpListener):
-    """A listening socket, for the frames; NIXL listens at a port that it finds."""
+    """Listening socket for the frames; NIXL listens at a port of its own choice."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._loopback = is_loopback(host)
         with ExitStack() as use:
-            use.enter_context(agent_of(self._loopback))  # now, so that what is wrong shows at start-up
+            use.enter_context(agent_of(self._loopback))  # now, so that errors show at start-up
             super().__init__(host, port, timeout_s, None)
             self._use = use.pop_all()
         self.address = self.address.replace("tcp:", "nixl:", 1)
@@ -240,12 +240,12 @@ class NixlListener(tcp.TcpListener):
 
 
 def connect(host: str, port: int, timeout_s: float) -> Channel:
-    """A channel to the endpoint that listens there.
+    """Return a channel to the endpoint that listens at `host` and `port`.
 
     Raises:
         ValueError: NIXL is missing.
         OSError: UCX does not start.
-        ChannelError: none listens, or did not answer within `timeout_s` seconds.
+        ChannelError: no endpoint listens there, or it did not answer within `timeout_s` seconds.
     """
     address = f"nixl://{tcp.name((host, port))}"
     with ExitStack() as use:
@@ -256,7 +256,7 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Make OSErrors of NIXL's exceptions, which have no base of their own."""
+    """Convert NIXL's exceptions, which have no common base, to OSError."""
     try:
         yield
     except OSError:
@@ -273,7 +273,7 @@ _opening = threading.Lock()
 
 @contextmanager
 def agent_of(loopback: bool) -> Iterator[Agent]:
-    """This process's agent, which is made for the first that enters and ends with the last that leaves.
+    """Yield this process's agent, created for its first user and closed after its last one.
 
     Raises:
         ValueError: NIXL is missing.
@@ -295,7 +295,7 @@ def agent_of(loopback: bool) -> Iterator[Agent]:
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
-    """Where its first byte is."""
+    """Return the address of the first byte."""
     return np.frombuffer(memory, np.uint8).ctypes.data
 
 

@@ -1,4 +1,4 @@
-"""Bytes over a connected socket, with a deadline for each call: what frames travel by."""
+"""Byte stream over a connected socket, with a deadline for each call; it carries frames."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
 
 
 class Stream:
-    """Bytes over a connected socket: a small frame costs one call each way, and one call receives a record.
+    """Byte stream over a connected socket.
 
-    Deadlines are moments of `time.monotonic`. When receiving, the kernel keeps them: Python's own timeouts
-    cost a poll for each piece. Every method raises OSError where the socket does: TimeoutError when the
-    deadline passed, ConnectionError when the peer is gone.
+    A small frame takes one system call on each side, and one call receives a record. Deadlines are times of
+    `time.monotonic`. The kernel enforces those of receiving: Python's own timeouts cost a poll for each
+    piece. Every method raises the OSError of its socket: TimeoutError if the deadline passed, ConnectionError
+    if the peer is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -48,7 +49,7 @@ class Stream:
         """Fill `buffer`.
 
         Raises:
-            EOFError: the peer closed before.
+            EOFError: the peer closed the stream before.
         """
         count = min(len(buffer), len(self._ahead))
         buffer[:count], self._ahead = self._ahead[:count], self._ahead[count:]
@@ -58,7 +59,7 @@ class Stream:
                 raise EOFError
 
     def take(self, count: int, deadline: float) -> bytes:
-        """The next `count` bytes; raises as `receive`."""
+        """Return the next `count` bytes; raises as `receive`."""
         if count <= len(self._ahead):
             taken = bytes(self._ahead[:count])
             self._ahead = self._ahead[count:]
@@ -68,13 +69,13 @@ class Stream:
         return bytes(buffer)
 
     def wait(self, wait_s: float) -> bool:
-        """Wait until there is something to receive; False at the end of the stream. Reads a little ahead."""
+        """Wait until there is data; returns False at the end of the stream. Reads a little ahead."""
         if not len(self._ahead):
             self._ahead = self._buffer[: self.read(self._buffer, max(wait_s, SHORTEST_S))]
         return len(self._ahead) > 0
 
     def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
-        """Read some bytes, with these flags of recv, as soon as there are any; how many, 0 at the end."""
+        """Read bytes, with these recv flags, as soon as there are any; return how many, 0 at the end."""
         set_timeout(self.socket, socket.SO_RCVTIMEO, wait_s)
         try:
             return self.socket.recv_into(buffer, 0, flags)
@@ -88,10 +89,10 @@ class Stream:
 
 
 def set_timeout(sock: socket.socket, option: int, left_s: float) -> None:
-    """Have the kernel end calls after so many seconds; `option` says which: SO_SNDTIMEO or SO_RCVTIMEO.
+    """Make the kernel end calls after `left_s` seconds. `option`: SO_SNDTIMEO or SO_RCVTIMEO.
 
     Raises:
-        TimeoutError: they are over.
+        TimeoutError: no time is left.
     """
     if left_s <= 0:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""Channels between hosts: TCP, with TLS where asked for; payloads are received straight into their slots."""
+"""Channels between hosts: TCP, with optional TLS; payloads are received directly into their slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BACKLOG = 128
 
 
 class TcpListener(Listener):
-    """A listening socket; with TLS, if there is a context for it."""
+    """Listening socket, with TLS if a context is given."""
 
     def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -30,11 +30,11 @@ class TcpListener(Listener):
 
 
 def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Channel:
-    """A channel to the endpoint that listens there.
+    """Return a channel to the endpoint that listens at `host` and `port`.
 
     Raises:
-        ChannelError: none does, it did not answer within `timeout_s` seconds, or its certificate is not
-            one for `host`.
+        ChannelError: no endpoint listens there, it did not answer within `timeout_s` seconds, or its
+            certificate is not valid for `host`.
     """
     address = f"tcp://{name((host, port))}"
     stream = open_stream(address, host, port, timeout_s, tls)
@@ -42,7 +42,7 @@ def connect(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) 
 
 
 def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> Stream:
-    """Connect; `address` is for messages.
+    """Connect to `host` and `port`; errors name `address`.
 
     Raises:
         ChannelError: as `connect`.
@@ -63,13 +63,13 @@ def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.S
 
 
 def name(address: tuple[object, ...]) -> str:
-    """host:port, as URLs write it."""
+    """Return host:port, as URLs write it."""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
-    """Send small frames at once; notice in about `timeout_s` that a host is gone, though nothing is sent."""
+    """Send small frames at once, and notice in about `timeout_s` that a host is gone, even when idle."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every = max(1, int(timeout_s / 3))

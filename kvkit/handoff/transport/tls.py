@@ -1,4 +1,4 @@
-"""TLS for a stream: encryption in memory, so that one thread may send while another receives."""
+"""TLS streams that encrypt in memory, so that one thread can send while another receives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HANDSHAKE_SEND_S = 1.0
 
 
 def server_context(certificate: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
-    """For those who listen; with `ca`, peers have to show a certificate that it signed.
+    """Return a context for listeners. With `ca`, peers must present a certificate that it signed.
 
     Raises:
-        ValueError: a file is missing, or is none of these.
+        ValueError: a file is missing or invalid.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, ca)
     if ca is not None:
@@ -29,10 +29,10 @@ def server_context(certificate: Path, key: Path, ca: Path | None = None) -> ssl.
 
 
 def client_context(ca: Path, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    """For those who connect: the peer has to show a certificate that `ca` signed for the name in its address.
+    """Return a context for connecting: peers must present a certificate that `ca` signed for their host.
 
     Raises:
-        ValueError: a file is missing, or is none of these.
+        ValueError: a file is missing or invalid.
     """
     return _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
 
@@ -51,17 +51,17 @@ def _context(side: int, certificate: Path | None, key: Path | None, ca: Path | N
 
 
 class TlsStream(Stream):
-    """A stream whose bytes are encrypted on the way.
+    """Stream that is encrypted by TLS.
 
-    (An ssl.SSLSocket may not be used by two threads at once, and keeps no deadline for a whole call.)
+    (An ssl.SSLSocket may not be used by two threads at once, and has no deadline for a whole call.)
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None) -> None:
-        """`server_name`: whom to expect, for the side that connected; None for the one that listens."""
+        """Wrap a socket. `server_name`: host that a connecting side expects; None if it listens."""
         super().__init__(sock)
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._to_send, server_name is None, server_name)
-        self._cipher = threading.Lock()  # for the three above; nobody waits for the peer inside
+        self._cipher = threading.Lock()  # for the three above; never held while waiting for the peer
         self._shaking = threading.Lock()
         self._shaken = False
         self._raw = memoryview(bytearray(_FIRST_PIECE_BYTES))
@@ -92,7 +92,7 @@ class TlsStream(Stream):
                 return 0
 
     def handshake(self, deadline: float) -> None:
-        """Agree on keys, if that is not done; may be called again after a timeout."""
+        """Agree on keys unless done already. May be called again after a timeout."""
         if self._shaken:
             return
         with self._shaking:
@@ -103,7 +103,7 @@ class TlsStream(Stream):
                     done = True
                 except ssl.SSLWantReadError:
                     pass
-                finally:  # what a socket's buffer always holds; an alert, too
+                finally:  # little enough for a socket's buffer; sends alerts, too
                     if self._to_send.pending:
                         super().send([self._to_send.read()], time.monotonic() + _HANDSHAKE_SEND_S)
                 if not done and not self._more(deadline):
@@ -111,10 +111,10 @@ class TlsStream(Stream):
             self._shaken = True
 
     def _more(self, deadline: float) -> bool:
-        """Have some more ciphertext; whether there was any."""
+        """Read more ciphertext; return whether there was any."""
         count = super().read(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
         with self._cipher:
             self._received.write(self._raw[:count])
-        if count == len(self._raw) < _PIECE_BYTES:  # records come
+        if count == len(self._raw) < _PIECE_BYTES:  # KV records arrive: read larger pieces
             self._raw = memoryview(bytearray(_PIECE_BYTES))
         return count > 0

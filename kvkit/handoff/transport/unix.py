@@ -1,8 +1,7 @@
-"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena: one copy, or
-none, where they were made in a slot of it.
+"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena.
 
-Both sides have to be processes of one user, or of root. Arenas go from the side that listens to the one that
-connected, never the other way.
+A payload costs one copy, or none if it was made in a slot of that arena. Both sides must be processes of one
+user, or of root. Only the listening side shares its arena.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class PeerArena(Arena):
-    """A peer's shared arena, mapped here. The memory stays while it is mapped, also when the peer is gone.
+    """A peer's shared arena, mapped here. The memory stays while it is mapped, even if the peer is gone.
 
-    Pages that the peer has brought in are touched in the background, and no others: what it only claims to
-    have takes no memory here. For the same reason none is pinned for a GPU.
+    Only pages that the peer has populated are touched in the background: memory that it only claims to have
+    takes none here. For the same reason no page is pinned for a GPU.
 
     Args:
-        descriptor: its memfd; the arena's from now on, also where this raises.
+        descriptor: memfd of the arena, which takes ownership of it, even if this raises.
 
     Raises:
-        ValueError: it is no memory of this size that nobody can truncate.
+        ValueError: it is not memory of this size, sealed against resizing.
     """
 
     def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
@@ -71,7 +70,7 @@ class PeerArena(Arena):
         return Lease(self, slot)
 
     def write(self, slot: int, payload: memoryview) -> None:
-        """Copy `payload`, which fits, to the front of a slot, unless it lies there."""
+        """Copy `payload`, which fits, to the front of a slot, unless it is there already."""
         source, target = np.frombuffer(payload, np.uint8), self.arrays[slot][: payload.nbytes]
         if source.ctypes.data != target.ctypes.data:
             np.copyto(target, source)
@@ -97,26 +96,26 @@ class PeerArena(Arena):
 
 
 def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
-    """Memory of this size that nobody can truncate under us; ValueError where it is none."""
+    """Map sealed memory of this size. Raises ValueError if it is not, or could be truncated later."""
     size = slot_bytes * slots
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         actual = os.fstat(descriptor).st_size
     except OSError as error:
-        raise ValueError(f"no memory that can be shared: {error}") from error
+        raise ValueError(f"not memory that can be shared: {error}") from error
     if seals & _SEALS != _SEALS or not 0 < size == actual or slot_bytes % PAGE_BYTES:
         raise ValueError(f"{slots} slots of {slot_bytes} bytes in {actual} bytes with seals {seals:#x}")
     return map_shared(descriptor, size)
 
 
 class LocalStream(Stream):
-    """A stream that can pass descriptors.
+    """Stream that can pass file descriptors.
 
     Args:
-        takes_descriptors: whether it takes those that come; else the kernel drops them.
+        takes_descriptors: whether it accepts descriptors; otherwise the kernel drops them.
 
     Attributes:
-        passed: descriptors that came and that nobody has closed yet.
+        passed: descriptors that were received and are not used or closed yet.
     """
 
     def __init__(self, sock: socket.socket, takes_descriptors: bool) -> None:
@@ -125,10 +124,10 @@ class LocalStream(Stream):
         self.passed: list[int] = []
 
     def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
-        if flags or not self._takes_descriptors:  # within a frame comes no arena
+        if flags or not self._takes_descriptors:  # no arena arrives within a frame
             return super().read(buffer, wait_s, flags)
         if self.passed:
-            raise FrameError("a descriptor came, and no arena with it")
+            raise FrameError("a descriptor arrived without an arena")
         set_timeout(self.socket, socket.SO_RCVTIMEO, wait_s)
         try:
             data, passed, _, _ = socket.recv_fds(self.socket, len(buffer), _MAX_DESCRIPTORS)
@@ -139,7 +138,7 @@ class LocalStream(Stream):
         return len(data)
 
     def pass_on(self, data: bytes, descriptor: int, deadline: float) -> None:
-        """Send `data`, the descriptor with its first byte."""
+        """Send `data`, and the descriptor with its first byte."""
         while True:
             try:
                 sent = socket.send_fds(self.socket, [data], [descriptor], socket.MSG_DONTWAIT)
@@ -150,19 +149,19 @@ class LocalStream(Stream):
             self.send([memoryview(data)[sent:]], deadline)
 
     def close_passed(self) -> None:
-        """Close what came."""
+        """Close the received descriptors."""
         while self.passed:
             os.close(self.passed.pop())
 
 
 class LocalChannel(Channel):
-    """A channel between two processes of one host.
+    """Channel between two processes of one host.
 
-    A frame whose payload has `SHARED` bytes gives the peer's arena: its body is (u64 slot bytes, u64 slots),
-    little endian, and with it comes a memfd. `receive` keeps it to itself.
+    A frame with the payload size `SHARED` shares the peer's arena: its body is (u64 slot bytes, u64 slots),
+    little endian, and a memfd is attached. `receive` does not return it.
 
     Args:
-        takes_arena: whether the peer may share one.
+        takes_arena: whether the peer may share its arena.
 
     Raises:
         PermissionError: the peer is a process of another user.
@@ -215,7 +214,7 @@ class LocalChannel(Channel):
 
 
 class LocalListener(Listener):
-    """A socket file of mode 0600, in a folder that only its owner may enter."""
+    """Listening socket with a file of mode 0600, in a folder that only its owner may enter."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         _make_folder(path)
@@ -234,7 +233,7 @@ class LocalListener(Listener):
     def close(self) -> None:
         super().close()
         with suppress(FileNotFoundError):
-            if _identity(self._path) == self._identity:  # not that of one that took over
+            if _identity(self._path) == self._identity:  # not the file of a listener that took over
                 self._path.unlink()
 
     def _channel(self, connection: socket.socket) -> Channel:
@@ -242,10 +241,10 @@ class LocalListener(Listener):
 
 
 def connect(path: Path, timeout_s: float) -> LocalChannel:
-    """A channel to the endpoint that listens at `path`.
+    """Return a channel to the endpoint that listens at `path`.
 
     Raises:
-        ChannelError: none does, or it did not answer within `timeout_s` seconds.
+        ChannelError: no endpoint listens there, or it did not answer within `timeout_s` seconds.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -253,7 +252,7 @@ def connect(path: Path, timeout_s: float) -> LocalChannel:
             set_timeout(sock, socket.SO_SNDTIMEO, timeout_s)
             try:
                 sock.connect(str(path))
-            except BlockingIOError:  # its backlog is full, and stayed so
+            except BlockingIOError:  # the listener's backlog stayed full
                 raise TimeoutError from None
             return LocalChannel(sock, timeout_s, takes_arena=True)
     except BaseException:
@@ -272,7 +271,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _bind(sock: socket.socket, path: Path) -> None:
-    """Bind, in place of a socket whose process was killed."""
+    """Bind the socket, replacing the file that a killed process left."""
     try:
         sock.bind(str(path))
     except OSError as error:
@@ -283,7 +282,7 @@ def _bind(sock: socket.socket, path: Path) -> None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether this is a socket that nobody listens at."""
+    """Return whether this is a socket without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
