@@ -1,0 +1,103 @@
+"""Names that were replaced by the field's do not come back: in code, and between backticks on pages."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+HOUSE = Path(__file__).parent.parent
+REPLACED = {
+    "BlendsUnderWay": "BlendExecutor",
+    "ClientLeft": "ClientDisconnected",
+    "Door": "Acceptor",
+    "FirstUse": "DocumentWarmer",
+    "FollowedText": "TeacherForcedText",
+    "Follower": "EventSubscriber",
+    "FollowingLookup": "EventLookup",
+    "Loan": "RemoteSlots",
+    "Look": "CompileInfo",
+    "MAX_SHUNNED": "MAX_QUARANTINED",
+    "Marked": "DelimitedDocuments",
+    "NO_WISHES": "DEFAULT_REQUEST_POLICY",
+    "Nobody": "NullClient",
+    "OfRequest": "RequestRef",
+    "OnHeld": "HeldListener",
+    "OnTierHeld": "TierHeldListener",
+    "Opener": "ForkGuard",
+    "Promise": "PendingStore",
+    "Promises": "PendingStores",
+    "Put": "WriteJob",
+    "PutQueue": "WriteQueue",
+    "Puts": "WritePipeline",
+    "Roof": "Roofline",
+    "SHUNNED_S": "QUARANTINE_S",
+    "Standing": "PendingAllocations",
+    "Tally": "RequestStats",
+    "TiersTold": "TierSync",
+    "ToldChunk": "AnnouncedChunk",
+    "answer_now": "lookup_inline",
+    "count_leading": "match_prefix",
+    "fate": "outcome",
+    "find_promised": "find_with_pending",
+    "flaw": "rejection",
+    "give_up": "abort",
+    "hands_over": "can_disaggregate",
+    "has_news": "has_pending_reset",
+    "is_mine": "owned_by_rank",
+    "kept_as": "storage_name",
+    "meeting_place": "exchange_tier",
+    "modest": "throttled",
+    "shelve": "keep_in_staging",
+    "space_of": "namespace_of",
+    "surround": "write_framing",
+    "take_wishes": "take_request_policy",
+    "unwanted": "released_transfers",
+    "worth_loading": "trim_by_cost",
+}
+ROOMS = ("kvkit", "kernels", "adapters")
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", *patterns], cwd=HOUSE, capture_output=True, text=True, check=True
+    )
+    return [HOUSE / name for name in listed.stdout.split("\0") if name]
+
+
+def names_in_code(path: Path) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
+
+
+def names_on_page(path: Path) -> set[str]:
+    quoted = re.findall(r"`([^`\n]+)`", path.read_text())
+    return {name for text in quoted for name in re.findall(r"\w+", text)}
+
+
+def test_no_replaced_name_is_in_the_product() -> None:
+    found = [
+        f"{path.relative_to(HOUSE)}: {name}: want {REPLACED[name]}"
+        for path in tracked(*(f"{room}/**.py" for room in ROOMS))
+        for name in sorted(names_in_code(path) & REPLACED.keys())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_replaced_name_is_on_a_page() -> None:
+    found = [
+        f"{path.relative_to(HOUSE)}: {name}: want {REPLACED[name]}"
+        for path in tracked("*.md")
+        for name in sorted(names_on_page(path) & REPLACED.keys())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_replaced_names_are_found(tmp_path: Path) -> None:
+    code, page = tmp_path / "code.py", tmp_path / "page.md"
+    code.write_text('queue = PutQueue()  # Puts\nerror = "Door"\n')
+    page.write_text("A Door, and a `moving.puts.PutQueue`.\n")
+    assert names_in_code(code) & REPLACED.keys() == {"PutQueue"}
+    assert names_on_page(page) & REPLACED.keys() == {"PutQueue"}
