@@ -1,6 +1,7 @@
-"""Folders for what numba and Triton compiled, where their own cannot be written, as in a read-only container.
+"""Fallback cache folders for numba and Triton, where their own are read-only, as in some containers.
 
-The first choice is theirs: NUMBA_CACHE_DIR, `__pycache__` and ~/.cache; TRITON_CACHE_DIR and ~/.triton.
+The compilers' own folders come first: NUMBA_CACHE_DIR, `__pycache__` and ~/.cache; TRITON_CACHE_DIR and
+~/.triton.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Return `function` as numba compiles it, with a cache: numba's own, a temporary one, or none."""
+    """Compile `function` with numba and a cache: numba's own, a temporary one, or none."""
     import numba
 
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": none of its folders can be written
+    except RuntimeError:  # "no locator available": numba can write to none of its folders
         folder = _instead("numba")
     if folder is None:
         return numba.njit(nogil=True)(function)
-    given, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read while it decorates
+    given, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read by numba while it decorates
     try:
         return numba.njit(nogil=True, cache=True)(function)
     finally:
@@ -36,10 +37,10 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def use_triton_cache() -> None:
-    """Let Triton keep what it compiles in a temporary folder, where its own cannot be written and is empty.
+    """Make Triton use a temporary cache folder, where its own cannot be written and is empty.
 
-    Mutates Triton's settings, for this process. A folder with kernels in it that cannot be written is left:
-    it may have come with an image, and hold all that is needed.
+    Mutates Triton's settings for this process. A read-only folder that holds kernels stays in use: it may
+    have come with an image, and hold all kernels that are needed.
     """
     from triton import knobs
 
@@ -53,10 +54,10 @@ def use_triton_cache() -> None:
 def temporary_cache(kind: str) -> Path | None:
     """Make this user's folder for caches of a kind below the temporary folder.
 
-    Code is loaded from there, so it must be this user's alone.
+    Code is loaded from the folder, so no other user may have access to it.
 
     Returns:
-        its path; None: it cannot be written, or it is another user's, or open to others.
+        path of the folder; None if it cannot be written, belongs to another user or is open to others.
     """
     try:
         own = Path(tempfile.gettempdir()) / f"kvkit-{os.geteuid()}"
@@ -71,7 +72,7 @@ def temporary_cache(kind: str) -> Path | None:
 
 @functools.cache
 def _instead(compiler: str) -> Path | None:
-    """Return the folder that a compiler uses instead of its own, and log it, once."""
+    """Return the folder that a compiler uses instead of its own, and log the choice once."""
     folder = temporary_cache(compiler)
     log.warning(
         "%s: no folder for compiled kernels can be written (%s, the home): %s; to choose one, set %s",
@@ -83,7 +84,7 @@ def _instead(compiler: str) -> Path | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Say whether this process can write into a folder, which is made."""
+    """Make a folder, and return whether this process can write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

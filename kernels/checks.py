@@ -1,4 +1,4 @@
-"""What the checks of every operation share: an array's form, whatever library it is of, and the error."""
+"""Checks that all operations share: the form of an array of any library, and the error."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 from kvkit.format.rope import Rope
 
 FLOATS = ("float32", "float16", "bfloat16")
-"""Dtypes that can be computed with."""
+"""Dtypes that kernels compute with."""
 
 
 class LaunchError(ValueError):
-    """A kernel cannot run on these arguments; nothing was written. Names the argument and its value."""
+    """Arguments that a kernel cannot run on; nothing was written. Names the argument and its value."""
 
 
 class Form(NamedTuple):
-    """What a check looks at, of a tensor or a JAX array.
+    """Properties of a tensor or a JAX array that checks compare.
 
     Args:
-        shape: of every axis.
-        dtype: its name, such as bfloat16.
-        strides: in elements; None of a JAX array, which has none.
-        device: its name; "" of a JAX array, which may be anywhere.
+        shape: size of every axis.
+        dtype: name of the dtype, such as bfloat16.
+        strides: strides in elements; None for a JAX array, which has none.
+        device: name of the device; "" for a JAX array, which may be on any.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(x: Any) -> Form:
-        """That of a tensor, or of whatever else has a shape and a dtype."""
+        """Return the form of a tensor, or of any other object with a shape and a dtype."""
         dtype = str(x.dtype).removeprefix("torch.")
         if not callable(getattr(x, "stride", None)):
             return Form(tuple(x.shape), dtype)
@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 
 def check_form(name: str, x: Form, want: Form) -> None:
-    """Refuse what has not the shape, dtype and device of `want`, or is not contiguous."""
+    """Refuse an array that is not contiguous, or differs from `want` in shape, dtype or device."""
     if x._replace(strides=None) != want._replace(strides=None):
         raise LaunchError(f"{name}: {x}, want {want}")
     if x.strides is not None and any(
@@ -54,7 +54,7 @@ def check_form(name: str, x: Form, want: Form) -> None:
 
 
 def check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
-    """Refuse what is no array of int32 or int64 of this shape."""
+    """Refuse anything but an array of int32 or int64 with this shape."""
     dtype = str(getattr(ids, "dtype", type(ids).__name__))
     if dtype not in ("int32", "int64"):
         raise LaunchError(f"{name}: {dtype}, want an array of int32")
@@ -63,7 +63,7 @@ def check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_overlap(name: str, x: Form) -> None:
-    """Refuse strides by which two elements share memory, or axes interleave."""
+    """Refuse strides with which elements share memory or axes interleave."""
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(x.strides or (), x.shape, strict=False) if n > 1):
         if stride < extent:

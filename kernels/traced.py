@@ -1,4 +1,4 @@
-"""What operations for JAX arrays share: how they are compiled, and over which axes of a mesh they vary."""
+"""Shared parts of the operations for JAX arrays: compilation, and the mesh axes they vary over."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 def operation(*static: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: compile by `jax.jit`, and refuse what cannot be answered.
+    """Return a decorator that compiles by `jax.jit` and refuses gradients and explicit sharding.
 
-    What it makes raises NotImplementedError where its gradient is taken, and LaunchError where an array is
-    sharded over explicit axes of a mesh: gathers by block could not say how their results are sharded.
+    The compiled function raises NotImplementedError where its gradient is taken. It raises LaunchError if an
+    array is sharded over explicit axes of a mesh: the sharding of a gather by block would be unknown.
 
     Args:
-        static: parameters that are Python values.
+        static: names of the parameters that are Python values.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -54,18 +54,18 @@ def operation(*static: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def varying(*arrays: Any) -> frozenset[str]:
-    """Axes of a mesh over which one of these varies, within `jax.shard_map`; elsewhere none."""
+    """Return the mesh axes that one of these arrays varies over in `jax.shard_map`; none elsewhere."""
     types = (jax.typeof(x) for x in jax.tree.leaves(arrays))
     return frozenset().union(*(kind.manual_axis_type.varying for kind in types))
 
 
 def vary(values: T, axes: frozenset[str]) -> T:
-    """The same values, marked as varying over axes: a loop, say, carries values of one type all along."""
+    """Return `values`, marked as varying over `axes`: a loop, for example, carries values of one type."""
     marked: T = jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), values)
     return marked
 
 
 def shape(*sizes: int, dtype: jax.typing.DTypeLike, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
-    """What a Pallas kernel returns, varying over axes."""
+    """Return the type of an array that a Pallas kernel returns, varying over `axes`."""
     varies = jax.sharding.ManualAxisType(varying=axes)  # type: ignore[no-untyped-call]  # JAX's
     return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=varies)  # type: ignore[no-untyped-call]

@@ -129,7 +129,7 @@ def test_what_cannot_win_at_the_roof_is_not_run() -> None:
     assert tuned is not None
     assert tuned.config == SMALL
     assert LARGE not in measure.calls
-    assert "at the roof" in outcome[LARGE]
+    assert "at the roofline" in outcome[LARGE]
 
 
 def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> 
     assert order.index(LARGE) > order.index(MIDDLE), "it was left out until the roof was refuted"
     assert tuned is not None
     assert tuned.config == LARGE
-    assert not any("at the roof" in why for why in outcome.values())
+    assert not any("at the roofline" in why for why in outcome.values())
     slow = seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1700.0)
     timers = iter([Times(slow), Times(times), Times(slow)])
     given = replace(tools(), timer=lambda case: next(timers), roof=low)
     steps = tune(PROBLEMS, tmp_path, given)
-    out = [[t.config for t in step.trials if "at the roof" in t.outcome] for step in steps]
+    out = [[t.config for t in step.trials if "at the roofline" in t.outcome] for step in steps]
     assert out == [[LARGE], [], []], "of the next problem neither"
 
 

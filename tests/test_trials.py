@@ -137,7 +137,7 @@ def test_an_explanation() -> None:
     assert words == (
         f"scale float32 4096: {SMALL} takes 2.0 µs, 50% less than the default. "
         "It reaches 16.4 GB/s and 0.000128 TFLOP/s. By its bytes and flops memory would limit it; it is "
-        "at 50% of that roof, as it was measured. "
+        "at 50% of the measured roofline. "
         f"Unlike the default ({DEFAULT}, 4.0 µs) it has registers 24 instead of 40. "
         "The others: 1 slower; 1 spills; 1 wrong; 1 the same binary as another."
     )
@@ -150,16 +150,16 @@ def test_an_explanation() -> None:
 
 def test_a_winner_above_the_roof_voids_it() -> None:
     """It is said that the roof was measured too low, and nothing is said to be impossible by it."""
-    left_out = Trial(WRONG, None, "takes 9.0 µs at the roof")
+    left_out = Trial(WRONG, None, "takes 9.0 µs at the roofline")
     step = SearchStep(PROBLEM, "tuned", Tuned(SMALL, 2.0, 4.0), (*TRIALS[:2], left_out))
     busy = " ".join(trials.explain(list(trials.lines(step, "H200", Roofline(7e9, 1e30)))).split())
-    assert "it is at 234% of that roof, as it was measured. No kernel exceeds a roof by so much" in busy
+    assert "it is at 234% of the measured roofline. No kernel exceeds a roofline by so much" in busy
     assert "run kvkit tune --force on an idle machine" in busy
-    assert "1 left out by a roof that does not hold" in busy
+    assert "1 left out by a refuted roofline" in busy
     assert "cannot be faster" not in busy
     idle = " ".join(trials.explain(list(trials.lines(step, "H200", Roofline(14e9, 1e30)))).split())
-    assert "it is at 117% of that roof, as it was measured. Unlike" in idle
-    assert "The others: 1 slower; 1 cannot be faster by the roof." in idle
+    assert "it is at 117% of the measured roofline. Unlike" in idle
+    assert "The others: 1 slower; 1 cannot be faster by the roofline." in idle
 
 
 def test_matrix_products_can_be_the_limit() -> None:

@@ -1,11 +1,11 @@
-"""Attention to pages by absolute position, and what blending needs besides: picks the backend by device.
+"""Attention to pages by absolute position, and helpers for blending; the device decides the backend.
 
-Tensors may have any strides, but the last axis is contiguous. Sums are in float32, in an order that is always
-the same. Nothing here has a gradient: where torch records one (`torch.is_grad_enabled()`), tensors that
-require it are refused.
+Tensors may have any strides, but their last axis is contiguous. Sums are in float32, in a fixed order.
+Nothing here has a gradient: while torch records gradients (`torch.is_grad_enabled()`), tensors that require
+one are refused.
 
-`blend_attention` may be captured in a CUDA graph after one call with the same `Rows` and sizes outside of it:
-that call compiles, and plans the tiles, which `Rows` keeps. Keep the rows for as long as the graph.
+`blend_attention` may be captured in a CUDA graph after one call outside of it with the same `Rows` and sizes.
+That call compiles the kernels and plans the tiles, which `Rows` keeps. Keep the `Rows` as long as the graph.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ def blend_attention(
     scoring: Scoring,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of some rows of some requests to keys in pages, by absolute position. Writes `out` alone.
+    """Compute attention of rows of requests to keys in pages, by absolute position. Writes only `out`.
 
     A row at position p of a request of length n attends to key j if j <= p, j < n and j > p - window:
-    o = sum_j softmax_j(s_j) v_j, s_j as `scoring` says. Query head h reads KV head h // (Hq / H). Computed
-    in tiles with a running maximum as in FlashAttention (https://arxiv.org/abs/2205.14135), in float32.
+    o = sum_j softmax_j(s_j) v_j, with s_j as defined by `scoring`. Query head h reads KV head h // (Hq / H).
+    Computed in float32, in tiles with a running maximum as in FlashAttention
+    (https://arxiv.org/abs/2205.14135).
 
     Args:
-        q: [M, Hq, D] float32, float16 or bfloat16, rows of all requests one after another.
+        q: [M, Hq, D] float32, float16 or bfloat16, the rows of one request after another.
         k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv] of q's dtype. Pages beyond a request's length may
             hold anything.
-        rows: where the M rows are, and the pages of their requests; on q's device.
+        rows: positions and requests of the M rows, and the requests' pages; on q's device.
         scoring: scale, window and soft-cap.
-        out: where o goes, contiguous, in no memory of the others; None: new memory.
+        out: contiguous tensor for o that shares no memory with the others; None: a new tensor.
 
     Returns:
-        o [M, Hq, Dv] in q's dtype, `out` if that was given, and lse [M, Hq] float32: log sum_j exp(s_j). A
-        row that sees no key is 0 with lse -inf.
+        o [M, Hq, Dv] in q's dtype (`out` if given), and lse [M, Hq] float32: log sum_j exp(s_j). A row that
+        sees no key has o 0 and lse -inf.
 
     Raises:
         LaunchError: an argument does not fit.
@@ -78,21 +79,21 @@ def rope_scatter(
 ) -> torch.Tensor:
     """Rotate recomputed queries and keys to their positions and write K and V into the pages.
 
-    float32 in the middle, rounded once. Writes `k_pages` and `v_pages` at `slots` and nowhere else, and
-    `deviation`.
+    Computes in float32 and rounds once. Writes `deviation`, and of `k_pages` and `v_pages` only `slots`.
 
     Args:
-        q, k, v: [M, Hq, D], [M, H, D], [M, H, Dv], not yet rotated, float32, float16 or bfloat16; parts of
-            a fused projection will do.
-        turns: of the rows' positions.
-        slots: int64 [M] such as `Rows.slots`: block * N + token, each at most once. A row whose slot is < 0
-            is skipped; on a GPU, where looking would wait for it, so is one beyond the pages.
+        q, k, v: [M, Hq, D], [M, H, D], [M, H, Dv], not yet rotated, float32, float16 or bfloat16; may be
+            parts of a fused projection.
+        turns: rotations to the rows' positions.
+        slots: int64 [M] such as `Rows.slots`: block * N + token, each at most once. Rows with a slot < 0 are
+            skipped. Slots beyond the pages are an error on a CPU, and skipped on a GPU, where a check would
+            have to wait for the device.
         k_pages, v_pages: [B, H, N, D] and [B, H, N, Dv] of q's dtype.
-        deviation: float32 [M]; receives the sum over heads and channels of the squared difference between
-            what a slot's K held before and holds now; 0 where skipped.
+        deviation: float32 [M]; receives the squared difference between a slot's K before and after, summed
+            over heads and channels; 0 for skipped rows.
 
     Returns:
-        the rotated q, [M, Hq, D].
+        rotated q, [M, Hq, D].
 
     Raises:
         LaunchError: an argument does not fit; nothing was written.
@@ -110,7 +111,7 @@ def rope_scatter(
 
 
 def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """How far each token's keys or values moved: float32 [T], the squared distance over heads and channels.
+    """Return each token's squared distance of keys or values over heads and channels, float32 [T].
 
     Mutates nothing.
 
@@ -139,16 +140,16 @@ def query_scores(
     scoring: Scoring,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much attention the rows of a request pay to each of its keys: float32 [Hq, length].
+    """Return how much attention the rows of a request pay to each of its keys: float32 [Hq, length].
 
-    score_hj = sum over rows of query head h's softmax_j, masked as in `blend_attention`; with `v_pages` times
-    the norm of the v_j that it reads. Mutates nothing.
+    score_hj = sum over rows of query head h's softmax_j, masked as in `blend_attention`; with `v_pages`,
+    times the norm of v_j. Mutates nothing.
 
     Args:
         q: [S, Hq, D].
-        k_pages, v_pages, scoring: as in `blend_attention`; `v_pages` None for the plain attention.
+        k_pages, v_pages, scoring: as in `blend_attention`; `v_pages` None: no norms.
         rows: of one request.
-        lse: float32 [S, Hq] that `blend_attention` gave for these rows; None: computed here first.
+        lse: float32 [S, Hq] that `blend_attention` returned for these rows; None: it is computed first.
 
     Raises:
         LaunchError: an argument does not fit.
@@ -178,7 +179,7 @@ def _check_attention(
 
 
 def _check_gradients(**tensors: torch.Tensor | None) -> None:
-    """Refuse what torch would have to differentiate: the results would be silently detached."""
+    """Refuse tensors that torch would have to differentiate: the results would be silently detached."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise LaunchError(

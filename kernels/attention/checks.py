@@ -1,4 +1,4 @@
-"""What attention to pages and its helpers take, of tensors and JAX arrays alike: checked by their forms."""
+"""Checks of the arguments of attention and its helpers, by their form: tensors and JAX arrays alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_pages(q: Any, k_pages: Any, v_pages: Any) -> None:
-    """Refuse queries and pages that do not fit one another."""
+    """Refuse queries and pages that do not fit each other."""
     _check_floats("q", q, 3, None)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         _check_floats(name, pages, 4, q)
@@ -28,7 +28,7 @@ def check_pages(q: Any, k_pages: Any, v_pages: Any) -> None:
 
 
 def check_rows(rows: Rows, q: torch.Tensor, k_pages: torch.Tensor) -> None:
-    """Refuse rows that are not those of q, or whose blocks are not in the pages."""
+    """Refuse rows that do not fit q, or name blocks that the pages do not have."""
     if rows.count != len(q) or rows.device != q.device:
         raise LaunchError(f"rows: {rows.count} on {rows.device}, but q has {len(q)} on {q.device}")
     if rows.block_tokens != k_pages.shape[2]:
@@ -38,7 +38,7 @@ def check_rows(rows: Rows, q: torch.Tensor, k_pages: torch.Tensor) -> None:
 
 
 def check_requests(requests: Requests, q: Any) -> None:
-    """Refuse what are not the rows of q; their values may not be known yet."""
+    """Refuse requests that do not fit q by their form; their values may be traced."""
     tables = requests.tables
     if tables.ndim != 2 or not tables.size:
         raise LaunchError(f"tables: {tables.shape}, want [requests, blocks], none of them 0")
@@ -49,7 +49,7 @@ def check_requests(requests: Requests, q: Any) -> None:
 
 
 def check_asked(requests: int, lse: Any | None, q: Any) -> None:
-    """Refuse the rows of several requests, and what is no logsumexp of the rows of q."""
+    """Refuse several requests, and an `lse` that does not fit the rows of q."""
     if requests != 1:
         raise LaunchError(f"rows: of {requests} requests, want one")
     if lse is not None:
@@ -59,7 +59,7 @@ def check_asked(requests: int, lse: Any | None, q: Any) -> None:
 
 
 def check_scatter(q: Any, k: Any, v: Any, turns: RowTurns, k_pages: Any, v_pages: Any) -> None:
-    """Refuse arrays that do not fit one another, and rotary channels that the heads have not."""
+    """Refuse arrays that do not fit each other, and rotary channels that the heads do not have."""
     check_pages(q, k_pages, v_pages)
     count, heads, size = q.shape[0], k_pages.shape[1], k_pages.shape[3]
     for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
@@ -73,7 +73,7 @@ def check_scatter(q: Any, k: Any, v: Any, turns: RowTurns, k_pages: Any, v_pages
 
 
 def check_slots(q: torch.Tensor, slots: torch.Tensor, limit: int, deviation: torch.Tensor | None) -> None:
-    """Refuse what are not slots of the rows of q or room for their deviation; on a CPU, too large ones."""
+    """Refuse slots or a deviation that do not fit q; on a CPU, also slots beyond the pages."""
     count, device = len(q), str(q.device)
     check_form("slots", Form.of(slots), Form((count,), "int64", None, device))
     if deviation is not None:
@@ -83,7 +83,7 @@ def check_slots(q: torch.Tensor, slots: torch.Tensor, limit: int, deviation: tor
 
 
 def check_deviation(new: Any, old: Any) -> None:
-    """Refuse two arrays that are not equal in form."""
+    """Refuse two arrays that differ in shape, dtype or device."""
     _check_floats("new", new, 3, None)
     _check_floats("old", old, 3, new)
     if old.shape != new.shape:
@@ -91,7 +91,7 @@ def check_deviation(new: Any, old: Any) -> None:
 
 
 def _check_floats(name: str, array: Any, ndim: int, like: Any | None) -> None:
-    """Axes, dtype, device and strides of what kernels read or write."""
+    """Refuse an array with wrong axes, dtype or device, or with a last axis that is not contiguous."""
     x = Form.of(array)
     if len(x.shape) != ndim or 0 in x.shape[1:]:
         raise LaunchError(f"{name}: {x}, want {ndim} axes, none but the first empty")

@@ -1,13 +1,14 @@
-"""The functions of `api` for JAX arrays: what the reference writes is returned.
+"""The functions of `api` for JAX arrays; they return the arrays that those of `api` write.
 
-As in `kvkit.kernels.pages.jax`, every function may be called as it is or under `jax.jit`, where scorings
-and ropes are Python values. Equal shapes compile once: slots, tables, positions and lengths are data.
+As in `kvkit.kernels.pages.jax`, every function may be called directly or under `jax.jit`, with scorings and
+ropes as Python values. Equal shapes compile once: slots, tables, positions and lengths are data.
 
-XLA compiles the same functions for every platform, except that `blend_attention` is the Pallas kernel of
-`kvkit.kernels.attention.pallas` on CUDA and, of what it takes, that of `kvkit.kernels.attention.pallas_tpu`
-on a TPU; which one is chosen when a function is lowered, so that one function serves every platform. The
-rest gathers and scatters or, as `query_scores`, loops over tiles. The Triton kernels are not called through
-jax-triton: they start on a plan that the host makes of positions, which under `jax.jit` are not known yet.
+XLA compiles the same functions for every platform, except for `blend_attention`. It is a Pallas kernel on
+CUDA (`kvkit.kernels.attention.pallas`) and, for the arguments that this supports, on a TPU
+(`kvkit.kernels.attention.pallas_tpu`). The choice is made when a function is lowered, so that one function
+serves every platform. The other functions gather and scatter; `query_scores` loops over tiles. The Triton
+kernels are not called through jax-triton: the host plans their work from positions, which are unknown under
+`jax.jit`.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from kvkit.kernels.traced import operation, vary, varying
 
 ROW_TILE = 128  # query rows that share a loop over keys
 
-KEY_TILE = 512  # keys that a step of that loop takes: scores are [Hq, ROW_TILE, KEY_TILE] at a time
+KEY_TILE = 512  # keys of a step of that loop: it makes scores [Hq, ROW_TILE, KEY_TILE]
 
 jax.tree_util.register_dataclass(RowTurns, data_fields=["cos_sin"], meta_fields=["rope"])
 
 
 class Scattered(NamedTuple):
-    """What `rope_scatter` made.
+    """Results of `rope_scatter`.
 
     Args:
         q: [M, Hq, D], rotated.
-        k_pages, v_pages: with the rows' K and V in their slots.
-        deviation: float32 [M]; None unless asked for.
+        k_pages, v_pages: pages with the rows' K and V in their slots.
+        deviation: float32 [M]; None unless requested.
     """
 
     q: jax.Array
@@ -51,22 +52,22 @@ class Scattered(NamedTuple):
 def blend_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.blend_attention`, of rows that are given as `requests`.
+    """Compute `api.blend_attention` of rows given as `requests`.
 
-    An online softmax (https://arxiv.org/abs/1805.02867) over tiles of keys, up to a row tile's last position
-    and, with a window, from its first: never more scores at once than [Hq, ROW_TILE, KEY_TILE].
+    An online softmax (https://arxiv.org/abs/1805.02867) runs over tiles of keys, up to a row tile's last
+    position and, with a window, from its first. At most [Hq, ROW_TILE, KEY_TILE] scores exist at a time.
 
-    Over several devices, shard heads: axis 1 of q and of the pages, and replicate requests; pages of one
-    head are on all of them. Or shard requests, in `jax.shard_map`, each device with its own pool and ids.
-    On CUDA and TPUs it is one Pallas kernel, which JAX does not split among devices by itself: use
+    Over several devices, shard heads (axis 1 of q and of the pages) and replicate requests; pages of one
+    head are replicated too. Or shard requests in `jax.shard_map`, with a pool and ids for each device.
+    On CUDA and TPUs the function is one Pallas kernel, which JAX does not split among devices by itself: use
     `jax.shard_map`. On a TPU, float16 and tables of more than 512 KiB in int32 are left to XLA.
-    `jax.export` takes CUDA as the only platform, and with it
+    `jax.export` supports CUDA only as the sole platform, and with
     `disabled_checks=[DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]`: later versions need not
     understand the call.
 
     Raises:
         LaunchError: an argument does not fit.
-        NotImplementedError: a gradient is asked for, of this or another function here.
+        NotImplementedError: a gradient of this or another function here is taken.
     """
     checks.check_pages(q, k_pages, v_pages)
     checks.check_requests(requests, q)
@@ -84,10 +85,12 @@ def rope_scatter(
     v_pages: jax.Array,
     deviation: bool = False,
 ) -> Scattered:
-    """As `api.rope_scatter`, for integer slots [M]; `deviation` says whether to measure it.
+    """Compute `api.rope_scatter` for integer slots [M], and the deviation if requested.
+
+    Slots out of range are treated as by `kvkit.kernels.pages.jax.pack`.
 
     Raises:
-        LaunchError: an argument does not fit. Slots out of range are treated as by `pack`.
+        LaunchError: an argument does not fit.
     """
     checks.check_scatter(q, k, v, turns, k_pages, v_pages)
     check_ids("slots", slots, (len(q),))
@@ -97,7 +100,7 @@ def rope_scatter(
 
 
 def token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
-    """As `api.token_deviation`.
+    """Compute `api.token_deviation`.
 
     Raises:
         LaunchError: an argument does not fit.
@@ -115,10 +118,10 @@ def query_scores(
     scoring: Scoring,
     lse: jax.Array | None = None,
 ) -> jax.Array:
-    """As `api.query_scores`, of one request, but float32 [Hq, blocks * N] as its table has them.
+    """Compute `api.query_scores` of one request, as float32 [Hq, blocks * N] for its whole block table.
 
-    Scores are 0 from the request's length on, so that a longer one compiles nothing new. Never more are made
-    at once than [Hq, ROW_TILE, KEY_TILE].
+    Scores from the request's length on are 0, so that a longer request compiles nothing new. At most
+    [Hq, ROW_TILE, KEY_TILE] are made at a time.
 
     Raises:
         LaunchError: an argument does not fit.
@@ -137,7 +140,7 @@ def _blend_attention(
     arrays, xla = (q, k_pages, v_pages, requests), functools.partial(_attention, scoring=scoring)
     on_tpu = functools.partial(pallas_tpu.blend_attention, scoring=scoring)
     found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
-        *vary(arrays, varying(arrays)),  # alike, and so are all results
+        *vary(arrays, varying(arrays)),  # to one type, so that all branches return one type
         cuda=functools.partial(pallas.blend_attention, scoring=scoring),
         tpu=on_tpu if pallas_tpu.takes(q, v_pages, requests) else xla,
         default=xla,
@@ -218,11 +221,11 @@ def _query_scores(
 def _attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array]:
-    """`blend_attention` for XLA."""
+    """Compute `blend_attention` with XLA."""
     tables, positions, row_starts, lengths = requests
     m, query_heads, _ = q.shape
     rows = max(1, min(ROW_TILE, m))
-    # a tile that begins among the last rows ends beyond them
+    # the last tile may end beyond the last row
     q, positions = (jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) for x in (q, positions))
     tiles = -(-jnp.diff(row_starts) // rows)  # [requests]
     ends = jnp.cumsum(tiles)
@@ -234,7 +237,7 @@ def _attention(
         at = jnp.where(own, lax.dynamic_slice_in_dim(positions, first, rows), -1)
         of_tile = lax.dynamic_slice_in_dim(q, first, rows)
         o, lse = _attend(of_tile, k_pages, v_pages, tables[r], at, lengths[r], scoring)
-        # rows of the next request are written by its own tile, which comes later
+        # a tile may write into rows of the next request; that one's tile comes later and overwrites them
         return (
             lax.dynamic_update_slice_in_dim(done[0], o.astype(q.dtype), first, 0),
             lax.dynamic_update_slice_in_dim(done[1], lse, first, 0),
@@ -257,7 +260,7 @@ def _attend(
     length: jax.Array,
     scoring: Scoring,
 ) -> tuple[jax.Array, jax.Array]:
-    """Some rows of one request: o [rows, Hq, Dv] and lse [rows, Hq], float32. Position -1 sees no key."""
+    """Return float32 o [rows, Hq, Dv] and lse [rows, Hq] of rows of a request; position -1 sees no key."""
     rows, kv_heads, v_size = len(q), k_pages.shape[1], v_pages.shape[3]
     keys = _key_tile(table, k_pages)
     packed, of_row = _by_kv_head(q, positions, kv_heads)
@@ -292,7 +295,7 @@ def _attend(
 
 
 def _by_kv_head(q: jax.Array, positions: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Query heads that read one KV head together, [H, rows * G, D], and the positions of these rows."""
+    """Return query heads grouped by KV head, [H, rows * G, D], and the positions of these rows."""
     rows, query_heads, size = q.shape
     packed = q.reshape(rows, kv_heads, -1, size).swapaxes(0, 1).reshape(kv_heads, -1, size)
     return packed, jnp.repeat(positions, query_heads // kv_heads)
@@ -305,7 +308,7 @@ def _key_tile(table: jax.Array, pages: jax.Array) -> int:
 def _key_tiles(
     positions: jax.Array, length: jax.Array, window: int | None, keys: int
 ) -> tuple[jax.Array | int, jax.Array]:
-    """The first of the tiles of `keys` keys that some row sees, and the one after the last."""
+    """Return the first tile of `keys` keys that some row sees, and the tile after the last."""
     last = jnp.minimum(positions.max() + 1, length)
     if window is None:
         return 0, -(-last // keys)
@@ -314,7 +317,7 @@ def _key_tiles(
 
 
 def _keys(pages: jax.Array, table: jax.Array, j: jax.Array) -> jax.Array:
-    """Keys j [keys] of a request, [H, keys, D]; any rows where it has none."""
+    """Return keys j [keys] of a request, [H, keys, D]; arbitrary rows where it has none."""
     tokens = pages.shape[2]
     block = table.at[j // tokens].get(mode="clip")
     return pages.at[block, :, j % tokens].get(mode="clip").swapaxes(0, 1)
@@ -328,7 +331,7 @@ def _scores(
     length: jax.Array,
     scoring: Scoring,
 ) -> jax.Array:
-    """float32 [H, rows, keys] of q [H, rows, D] and keys j, k [H, keys, D]; -inf where a row does not see."""
+    """Score q [H, rows, D] and keys j, k [H, keys, D]: float32 [H, rows, keys], -inf where not seen."""
     scores = _dot("hrd,hkd->hrk", q, k) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
@@ -339,6 +342,6 @@ def _scores(
 
 
 def _dot(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """float32 products; of float32 in full, where a GPU's default would be TF32."""
+    """Multiply to float32; float32 operands in full precision, where a GPU's default is TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(form, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Rows of requests cut into tiles, under `jax.jit`: what the kernels for JAX arrays start from."""
+"""Tiles of the rows of requests, cut under `jax.jit` for the kernels for JAX arrays."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvkit.kernels.attention.requests import Requests
 
 
 class RowTiles(NamedTuple):
-    """Of each tile its request, first row and row after the last, int32 [tiles]; some left over have none.
+    """Request, first row and row after the last of each tile, int32 [tiles]; spare tiles have no rows.
 
-    Rows of no request are those of one more, whose length, the last of `lengths`, is 0.
+    Rows of no request belong to an additional request with length 0, the last of `lengths`.
     """
 
     request: jax.Array
     first: jax.Array
     after: jax.Array
-    lengths: jax.Array  # int32 [requests + 1], none beyond its table
+    lengths: jax.Array  # int32 [requests + 1], clipped to the keys of a table
 
 
 def cut(requests: Requests, rows: int, tokens: int) -> RowTiles:
-    """At most `rows` rows a tile, and as many tiles as there may be, whatever the row starts.
+    """Cut rows into tiles of at most `rows`; there are as many tiles as any row starts can need.
 
     Args:
-        tokens: of a block.
+        tokens: tokens of a block.
     """
     m = len(requests.positions)
     row_starts = jnp.append(requests.row_starts, m).clip(0, m).astype(jnp.int32)

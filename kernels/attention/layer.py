@@ -1,4 +1,4 @@
-"""What a layer's attention is made with: how scores come of products, and by how much rows are turned."""
+"""Parameters of a layer's attention: the scoring of keys, and the rotations of rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvkit.kernels.checks import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How keys are scored: scale * q . k, or softcap * tanh(that / softcap).
+    """Scoring of keys: s = scale * q . k, or softcap * tanh(s / softcap).
 
     Args:
-        scale: such as D ** -0.5; not negative.
-        window: of a sliding window, in tokens, itself included; None: every key before the row.
-        softcap: as in Gemma 2; None: none.
+        scale: factor such as D ** -0.5; not negative.
+        window: tokens of a sliding window, the row's own included; None: every key up to the row's own.
+        softcap: soft-cap as in Gemma 2; None: no soft-cap.
 
     Raises:
         LaunchError: a number is out of range.
@@ -38,10 +38,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTurns:
-    """By how much rows are turned.
+    """Rotations of rows to their positions.
 
     Args:
-        rope: the model's.
+        rope: rotary embedding of the model.
         cos_sin: float32 [M, R], `rope.table` of the rows' positions; a tensor, or an array for JAX.
     """
 

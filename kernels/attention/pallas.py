@@ -1,13 +1,14 @@
-"""Blend attention for JAX arrays on an NVIDIA GPU: a Pallas kernel, which XLA compiles with its Triton.
+"""Blend attention for JAX arrays on an NVIDIA GPU: a Pallas kernel that XLA compiles with its Triton.
 
-It computes what `attend` in `kvkit.kernels.attention.triton` does, over the same tiles: query heads of a KV
-head times some rows are the rows of one matrix product; keys that all rows see are taken without a mask,
-those that none sees are not touched. Where a tile's keys begin and end it finds out itself, from the
-positions in memory, for under `jax.jit` no host knows them. Long tiles are not split among programs: a few
-rows with many keys leave most of a GPU idle. Scores are kept in units of log2: exp2 is what the hardware has.
+The kernel computes the same as `attend` of `kvkit.kernels.attention.triton`, over the same tiles: some rows
+times the query heads of a KV head are the rows of one matrix product. Keys that all rows see are taken
+without a mask; keys that no row sees are not touched. A program finds the first and last key of its tile
+from the positions in memory, because the host does not know them under `jax.jit`. Long tiles are not split
+among programs, so a few rows with many keys leave most of a GPU idle. Scores are in units of log2, because
+the hardware has exp2.
 
-Tests run it in Pallas' interpreter, lower it for CUDA and compile what comes out with PyTorch's Triton. On an
-H100 it was right, and took three times as long as Triton's (`make gpu`, step "with_jax").
+Tests run the kernel in Pallas' interpreter, lower it for CUDA and compile the result with PyTorch's Triton.
+On an H100 it was right, and took three times as long as the Triton kernel (`make gpu`, step "with_jax").
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ except ImportError as error:
     ) from error
 
 LOG2_E = math.log2(math.e)
-LEAST = 16  # sides of a matrix product, in Triton
+LEAST = 16  # smallest side of a matrix product in Triton
 TILES: Mapping[int, Mapping[float, tuple[int, int, int, int]]] = {
     2: {64: (128, 64, 8, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 2), math.inf: (32, 16, 8, 1)},
     4: {64: (16, 32, 4, 2), 128: (16, 32, 4, 1), math.inf: (16, 16, 8, 1)},
 }
-"""By bytes of an item and largest head size: rows and keys of a tile, warps and stages. Not tuned: chosen to
-compile for sm_80 and sm_90 without spills."""
+"""Rows and keys of a tile, warps and stages, by bytes of an item and largest head size.
+
+Not tuned: chosen to compile for sm_80 and sm_90 without spills."""
 
 RunningSums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Of each row of a tile the sum of weights times values, that of weights and the highest score; and the next
-tile's blocks."""
+"""Sum of weighted values, sum of weights and highest score of each row; and the next tile's blocks."""
 
 
 def blend_attention(
@@ -57,10 +58,10 @@ def blend_attention(
     scoring: Scoring,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`kvkit.kernels.attention.jax.blend_attention`, to be traced for CUDA; checks nothing.
+    """Compute `kvkit.kernels.attention.jax.blend_attention`, traced for CUDA; checks nothing.
 
-    Within `jax.shard_map` all arrays vary over the same axes (`kvkit.kernels.traced.vary`). Whatever tables
-    and lengths hold, nothing outside the pages is read.
+    Within `jax.shard_map` all arrays vary over the same axes (`kvkit.kernels.traced.vary`). Nothing outside
+    the pages is read, whatever tables and lengths hold.
 
     Args:
         interpret: run on any platform, slowly.
@@ -98,7 +99,7 @@ def blend_attention(
 
 
 def _tile(count: int, size: int, item_bytes: int) -> tuple[int, int, int, int]:
-    """Rows and keys of a tile, warps and stages, for `count` rows of `size` channels."""
+    """Return rows and keys of a tile, warps and stages, for `count` rows of `size` channels."""
     rows, keys, warps, stages = next(tile for most, tile in TILES[item_bytes].items() if size <= most)
     return min(rows, max(LEAST, pl.next_power_of_2(count))), keys, warps, stages
 
@@ -118,14 +119,14 @@ def _attend(
     tile_keys: int,
     scoring: Scoring,
 ) -> None:
-    """Some rows of a request and `packed` query heads of a KV head. The arrays are whole."""
+    """Attend with some rows of a request and `packed` query heads of a KV head. The arrays are whole."""
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     tile, first_head = pl.program_id(0), pl.program_id(1) * packed
     head, tokens = _div(first_head, q.shape[1] // k.shape[1]), k.shape[2]
     request, first, after = (part[tile] for part in tiles[:3])
     lane = _arange(tile_rows)
     row, query_head = first + _div(lane, packed), first_head + _rem(lane, packed)
-    valid = row < after  # also of the lanes that a whole tile leaves over
+    valid = row < after  # False also for lanes left over, where `packed` does not divide the tile
     queries = _load(q, (row[:, None], query_head[:, None]), valid)
     position = triton.load(positions.at[row], mask=valid, other=-1)
 
@@ -138,15 +139,15 @@ def _attend(
         full_begin = jnp.clip(farthest - window + 1, begin, end)
 
     def blocks(t: jax.Array) -> jax.Array:
-        """Of the keys of tile `t`: one of all that are in one block, else [tile_keys, 1]."""
+        """Return the block of all keys of tile `t` if they share one, else their blocks [tile_keys, 1]."""
         j = t * tile_keys + (0 if tokens % tile_keys == 0 else _arange(tile_keys)[:, None])
         block: jax.Array = triton.load(tables.at[request, _div(j, tokens)], mask=j < end, other=0)
         return block
 
     def some_keys(masked: bool, t: jax.Array, state: RunningSums) -> RunningSums:
-        """Take tile `t` of keys into the running sums and maximum.
+        """Add tile `t` of keys to the running sums and maximum.
 
-        The table is read a tile ahead: keys and values can then be fetched while the tile before is computed.
+        The table is read one tile ahead, so that keys and values are fetched while a tile is computed.
         """
         acc, norm, top, block = state
         j = t * tile_keys + _arange(tile_keys)
@@ -163,9 +164,9 @@ def _attend(
             if window is not None:
                 seen &= j > position[:, None] - window
             s = jnp.where(seen, s, -jnp.inf)
-        # scaled after the maximum, one instruction with the difference: the scale is not negative
+        # scaled after the maximum, in one instruction with the difference, as the scale is not negative
         higher = jnp.maximum(top, s.max(1) * factor)
-        # a row may have seen nothing yet: -inf - -inf is NaN
+        # a row may have seen no key yet: -inf - -inf is NaN
         shift = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
         p = jnp.exp2(s * factor - shift[:, None])
         fade = jnp.exp2(top - shift)
@@ -190,7 +191,7 @@ def _attend(
     acc, norm, top, _ = lax.fori_loop(full_stop, stop, masked, state)
 
     total = jnp.where(norm > 0, norm, 1.0)
-    triton.store(lse.at[row, query_head], top / LOG2_E + jnp.log(total), mask=valid)  # nothing seen: -inf
+    triton.store(lse.at[row, query_head], top / LOG2_E + jnp.log(total), mask=valid)  # no key seen: -inf
     if o is not None:
         channel = _arange(acc.shape[1])[None]
         triton.store(
@@ -201,7 +202,7 @@ def _attend(
 
 
 def _load(x: jax.Ref, place: tuple[jax.Array, ...], inside: jax.Array | None) -> jax.Array:
-    """Rows of x at a place, [rows, channels padded]: zeros outside."""
+    """Load rows of x at a place, [rows, padded channels]; zeros outside."""
     channel = _arange(_padded(x.shape[-1]))[None]
     at = x.at[*place, channel]
     wanted = channel < x.shape[-1]
@@ -213,7 +214,7 @@ def _load(x: jax.Ref, place: tuple[jax.Array, ...], inside: jax.Array | None) ->
 
 
 def _dot(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:
-    """float32 products; of float32 in full, where the default would be TF32."""
+    """Multiply to float32; float32 operands in full precision, where the default is TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     product: jax.Array = triton.dot(a, b, trans_b=trans_b, precision=precision)
     return product
@@ -224,7 +225,7 @@ def _padded(channels: int) -> int:
 
 
 def _div(a: jax.Array, n: int) -> jax.Array:
-    """Of numbers that are not negative: `//` would look at signs."""
+    """Divide numbers that are not negative; `//` would check signs."""
     return lax.div(a, np.int32(n))
 
 

@@ -1,11 +1,11 @@
 """Blend attention for JAX arrays on a TPU: a Pallas kernel over ragged rows and paged keys.
 
-XLA first gathers the rows into tiles, [tiles, heads, rows * group, D], for a TPU moves whole tiles of memory.
-A program then takes the keys that a tile sees in steps of some pages, which Pallas fetches a step ahead by
-block tables in scalar memory; steps that a tile does not need fetch and compute nothing. An online softmax
-(https://arxiv.org/abs/1805.02867), as of the kernels for GPUs.
+XLA first gathers the rows into tiles, [tiles, heads, rows * group, D], because a TPU moves whole tiles of
+memory. A program then takes the keys that a tile sees in steps of some pages. Pallas fetches the pages one
+step ahead, by block tables in scalar memory; steps that a tile does not need fetch and compute nothing. The
+softmax is online (https://arxiv.org/abs/1805.02867), as in the kernels for GPUs.
 
-No TPU has run it. Tests run it in Pallas' interpreter, and lower it for one.
+No TPU has run the kernel. Tests run it in Pallas' interpreter, and lower it for a TPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.traced import shape, varying
 
-TILE_ROWS = 128  # query rows times query heads of a KV head, about
+TILE_ROWS = 128  # about: query rows times query heads of a KV head
 STEP_KEYS = 128
-TABLE_BYTES = 512 << 10  # of the scalar memory, which is 1 MiB
-MULTIPLE = 16  # pages of a multiple of so many tokens, a tile of 16-bit numbers, can be joined
+TABLE_BYTES = 512 << 10  # most bytes of block tables in scalar memory, which has 1 MiB
+MULTIPLE = 16  # pages can be joined if their tokens are a multiple of this, a tile of 16-bit numbers
 
 
 def takes(q: jax.Array, v_pages: jax.Array, requests: Requests) -> bool:
-    """Whether it can compute this: some rows and values, not in float16, by tables that fit scalar memory."""
+    """Return whether the kernel supports these: not empty, not float16, tables that fit scalar memory."""
     return (
         len(q) > 0
         and v_pages.shape[3] > 0
@@ -47,9 +47,10 @@ def blend_attention(
     scoring: Scoring,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`kvkit.kernels.attention.jax.blend_attention` of what it `takes`, to be traced for a TPU.
+    """Compute `kvkit.kernels.attention.jax.blend_attention`, traced for a TPU.
 
-    Checks nothing. Within `jax.shard_map` all arrays vary over the same axes (`kvkit.kernels.traced.vary`).
+    Checks nothing: `takes` checks what is supported. Within `jax.shard_map` all arrays vary over the same
+    axes (`kvkit.kernels.traced.vary`).
 
     Args:
         interpret: run on any platform, slowly.
@@ -68,7 +69,7 @@ def blend_attention(
         nearest = jnp.where(valid, position, 2**31 - 1).min(1)
         begin = jnp.clip(nearest - scoring.window + 1, 0, end)
 
-    pages = min(width, max(1, STEP_KEYS // tokens)) if tokens % MULTIPLE == 0 else 1  # of a step
+    pages = min(width, max(1, STEP_KEYS // tokens)) if tokens % MULTIPLE == 0 else 1  # per step
     packed = q[row.clip(0, m - 1)].reshape(len(row), rows, heads, group, size)
     packed = packed.swapaxes(1, 2).reshape(len(row), heads, rows * group, size)
     request = tiles.request.clip(max=len(requests.lengths) - 1)
@@ -80,7 +81,7 @@ def blend_attention(
     def of_page(nth: int, channels: int) -> pl.BlockSpec:
         def where(i: int, h: int, t: int, *scalars: jax.Ref) -> tuple[jax.Array, int, int, int]:
             request, begin, end, table = scalars
-            last = lax.div(jnp.maximum(end[i] - 1, 0), jnp.int32(tokens))  # again, where there is no next
+            last = lax.div(jnp.maximum(end[i] - 1, 0), jnp.int32(tokens))  # repeated if there is no next
             j = (lax.div(begin[i], jnp.int32(pages * tokens)) + t) * pages + nth
             return table[request[i] * width + jnp.minimum(j, last)], h, 0, 0
 
@@ -131,7 +132,10 @@ def _attend(
     pages: int,
     scoring: Scoring,
 ) -> None:
-    """A step of some rows of a request and one KV head: `refs` has pages [tokens, D] of K, then of V."""
+    """Run a step for some rows of a request and one KV head.
+
+    `refs` has pages [tokens, D] of K, those of V, the outputs and the scratch memory.
+    """
     k, v, (o, lse, acc, norm, top) = refs[:pages], refs[pages : 2 * pages], refs[2 * pages :]
     tile, step, keys = pl.program_id(0), pl.program_id(2), pages * k[0].shape[0]
     first = (lax.div(begin[tile], jnp.int32(keys)) + step) * keys
@@ -165,7 +169,7 @@ def _attend(
     def _() -> None:
         total = jnp.where(norm[...] > 0, norm[...], 1.0)
         o[...] = (acc[...] / total).astype(o.dtype)
-        lse[...] = top[...] + jnp.log(total)  # nothing seen: -inf
+        lse[...] = top[...] + jnp.log(total)  # no key seen: -inf
 
 
 def _joined(pages: tuple[jax.Ref, ...]) -> jax.Array:
@@ -173,7 +177,7 @@ def _joined(pages: tuple[jax.Ref, ...]) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """float32 products over channels of a and an axis of b; of float32 in full."""
+    """Multiply to float32 over channels of a and an axis of b; float32 operands in full precision."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
         a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32

@@ -1,4 +1,4 @@
-"""The problems that attention and its helpers are compiled, tuned and checked with."""
+"""Problems that attention and its helpers are compiled, tuned and checked with."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvkit.kernels.tuning.shapes import ModelShape
 
 
 def problems() -> Iterator[Problem]:
-    """All of them, made on the CPU without contents, those of an operation one after another."""
+    """Yield all problems, grouped by operation; made on the CPU without contents."""
     yield from map(attention_problem, ATTENTIONS)
     yield from map(scatter_problem, SCATTERS)
     yield deviation_problem()
 
 
 def model_problems(shape: ModelShape) -> Iterator[Problem]:
-    """Those of a model: attention to few, some and many keys, and what goes with it."""
+    """Yield the problems of a model: attention to few, some and many keys, and the helpers."""
     sizes = shape.heads, shape.kv_heads, shape.head, shape.v_size
     heads = Heads(*sizes, shape.torch_dtype, latent=bool(shape.latent))
     of_model = partial(
@@ -55,7 +55,7 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A model's attention: query heads, KV heads, channels of K and of V, dtype; latent: V is K's first."""
+    """Heads of a model's attention; with `latent`, V is the first channels of K."""
 
     query_heads: int
     heads: int
@@ -79,10 +79,10 @@ DEEPSEEK_V3 = Heads(128, 1, 576, 512, latent=True)
 """Absorbed multi-head latent attention (https://arxiv.org/abs/2405.04434)."""
 
 SHARE = 0.15
-"""Of the keys, those whose rows are computed again."""
+"""Share of the rows that are computed again."""
 
 QUESTION = 64
-"""Rows at the end."""
+"""Rows of the question, at the end of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ class AttentionSpec:
     """A `blend_attention` of SHARE of the rows and the question, or `query_scores` of the question.
 
     Args:
-        name: of the problem.
-        heads: of the model.
-        length: keys.
-        block_tokens: of the pages; None: one block has them all.
-        what: "o": attention; "lse": its logsumexp alone; "scores", or "scores x v" with the norms of V.
+        name: name of the problem.
+        heads: heads of the model.
+        length: number of keys.
+        block_tokens: tokens of a block; None: one block has all keys.
+        what: "o": attention; "lse": only its logsumexp; "scores", or "scores x v" with the norms of V.
         window, softcap: as in `blend_attention`.
         gated: as in `Problem`.
     """
@@ -110,7 +110,7 @@ class AttentionSpec:
 
     @property
     def kernel(self) -> str:
-        """The kernel that is tuned."""
+        """Name of the kernel that is tuned."""
         return "weigh" if self.what.startswith("scores") else "attend"
 
 
@@ -145,7 +145,7 @@ ATTENTIONS = (
 
 
 def _rows(spec: AttentionSpec, device: torch.device) -> Rows:
-    """The question's rows, and for an attention SHARE of those before, drawn at random."""
+    """Return the question's rows and, for an attention, a random SHARE of the rows before."""
     random, question = np.random.default_rng(0), np.arange(spec.length - QUESTION, spec.length)
     chosen = random.choice(spec.length - QUESTION, int(SHARE * spec.length), replace=False)
     positions = question if spec.kernel == "weigh" else np.sort(np.concatenate([chosen, question]))
@@ -155,7 +155,7 @@ def _rows(spec: AttentionSpec, device: torch.device) -> Rows:
 
 
 def attention_problem(spec: AttentionSpec) -> Problem:
-    """That of an attention, made on the CPU without contents."""
+    """Make the problem of an attention, on the CPU without contents."""
     cpu, heads = torch.device("cpu"), spec.heads
     rows, group = _rows(spec, cpu), heads.query_heads // heads.heads
     sizes = heads.size + (heads.v_size if spec.what in ("o", "scores x v") else 0)
@@ -164,7 +164,7 @@ def attention_problem(spec: AttentionSpec) -> Problem:
     moved = spec.length * heads.heads * read + rows.count * heads.query_heads * row_size
 
     def work(config: KernelConfig) -> Work:
-        """Whole tiles, as the matrix units take them."""
+        """Count whole tiles, as the matrix units take them."""
         tiles = dict(config.tiles)
         tile_rows, channels = tiles["TILE_ROWS"], sizes
         if spec.kernel == "weigh":
@@ -185,7 +185,7 @@ OPERATIONS = {
     "scatter_rows": "rope_scatter",
     "measure": "token_deviation",
 }
-"""By the name of the kernel that is tuned."""
+"""Operation by the name of the kernel that is tuned."""
 
 
 def _problem(
@@ -196,7 +196,7 @@ def _problem(
     wide: tuple[int, int] = (0, 0),
     gated: bool = True,
 ) -> Problem:
-    """That of the kernel which is tuned with the launches of `make`."""
+    """Make the problem of a kernel, tuned with the launches of `make`."""
     launches = make(torch.device("cpu"), False).launches(None)
     (launch,) = (one for one in launches if isinstance(one, Launch) and one.kernel.__name__ == kernel)
     bucket, space = triton.bucket(launch), triton.configs(launch)
@@ -249,7 +249,7 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
         found = far("lse", lse[some], expected()[1], 0, 1e-3)
         if not found and spec.what == "o":
             want, got = expected()[0].double(), out[some].double()
-            error = ((got - want).norm(dim=2) / want.norm(dim=2)).max()  # of each row and head
+            error = ((got - want).norm(dim=2) / want.norm(dim=2)).max()  # the largest of all rows and heads
             if not error <= TOLERANCE[heads.dtype]:
                 found = f"o: a row is off by {error:.2g} of its norm"
         return found
@@ -259,7 +259,7 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Relative; weights are rounded to the dtype before they meet V."""
+"""Relative tolerance by dtype; weights are rounded to the dtype before the product with V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +267,11 @@ class ScatterSpec:
     """A `rope_scatter` of the rows of a blend.
 
     Args:
-        name: of the problem.
-        heads: of the model.
-        rope: the model's.
-        deviation: measured too.
-        rows, tokens: how many rows, among how many tokens.
+        name: name of the problem.
+        heads: heads of the model.
+        rope: rotary embedding of the model.
+        deviation: whether the deviation is measured too.
+        rows, tokens: number of rows, and of the tokens that they are drawn from.
     """
 
     name: str
@@ -291,13 +291,13 @@ SCATTERS = (
 
 
 def scatter_problem(spec: ScatterSpec) -> Problem:
-    """That of a scatter, made on the CPU without contents."""
+    """Make the problem of a scatter, on the CPU without contents."""
     heads, item = spec.heads, spec.heads.dtype.itemsize
     channels = (heads.query_heads + heads.heads) * heads.size + heads.heads * heads.v_size
     moved = spec.rows * (2 * item * channels + 4 * spec.rope.channels + 8)
     if spec.deviation:
         moved += spec.rows * (item * heads.heads * heads.size + 4)
-    # a head is too little for 16 bytes of each thread
+    # no 16-byte accesses are expected: a head is too small for 16 bytes of each thread
     return _problem(spec.name, "scatter_rows", partial(_scatter_case, spec), lambda config: Work(moved))
 
 
@@ -305,7 +305,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     heads, random, tokens = spec.heads, np.random.default_rng(0), 16
     new = partial(torch.empty, dtype=heads.dtype, device=device)
     sizes = heads.query_heads * heads.size, heads.heads * heads.size, heads.heads * heads.v_size
-    fused = new(spec.rows, sum(sizes))  # of one projection
+    fused = new(spec.rows, sum(sizes))  # output of one projection
     sides = heads.size, heads.v_size
     parts = zip(fused.split_with_sizes(sizes, 1), (heads.size, *sides), strict=True)
     q, k, v = (part.view(spec.rows, -1, size) for part, size in parts)
@@ -352,7 +352,7 @@ def deviation_problem(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "deviation Llama-3.1-8B",
 ) -> Problem:
-    """That of a deviation of keys, made on the CPU without contents."""
+    """Make the problem of a deviation of keys, on the CPU without contents."""
 
     def make(device: torch.device, filled: bool) -> Case:
         new, old = (torch.empty(tokens, heads, size, dtype=dtype, device=device) for _ in range(2))

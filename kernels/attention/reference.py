@@ -1,4 +1,4 @@
-"""What the functions of `api` mean, in plain torch: for any device and dtype; read it first."""
+"""Reference of the functions of `api` in plain torch, for any device and dtype; read it first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkit.kernels.pages.reference import rotate
 def blend_attention(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `api.blend_attention`, computed in float64; q may be of another dtype than the pages."""
+    """Compute `api.blend_attention` in float64; q may have another dtype than the pages."""
     group = q.shape[1] // k_pages.shape[1]
     out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
@@ -20,14 +20,14 @@ def blend_attention(
         some = slice(first, rows.row_starts[r + 1])
         scores = _scores(q[some], k_pages, rows, r, scoring)  # [Hq, m, n]
         lse[some] = torch.logsumexp(scores, -1).T.float()
-        weights = torch.softmax(scores, -1).nan_to_num()  # nothing seen: 0 / 0
+        weights = torch.softmax(scores, -1).nan_to_num()  # no key seen: 0 / 0
         v = gather(v_pages, rows, r).double().repeat_interleave(group, 1)  # [n, Hq, Dv]
         out[some] = torch.einsum("hmn,nhd->mhd", weights, v).to(q.dtype)
     return out, lse
 
 
 def gather(pages: torch.Tensor, rows: Rows, request: int) -> torch.Tensor:
-    """The tokens [length, H, D] of a request from pages [B, H, N, D]."""
+    """Return the tokens [length, H, D] of a request from pages [B, H, N, D]."""
     length = int(rows.lengths[request])
     blocks = rows.device_tables[request, : -(-length // rows.block_tokens)].long()
     return pages[blocks].transpose(1, 2).flatten(0, 1)[:length]
@@ -43,7 +43,7 @@ def rope_scatter(
     v_pages: torch.Tensor,
     deviation: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `api.rope_scatter`; `slots` may be of any dtype, `deviation` is summed in float64."""
+    """Compute `api.rope_scatter`; `slots` may have any dtype, `deviation` is summed in float64."""
     turned = rotate(k, turns.cos_sin[:, None], turns.rope)
     keep = torch.nonzero(slots >= 0).flatten()
     block, n = slots[keep].long() // k_pages.shape[2], slots[keep].long() % k_pages.shape[2]
@@ -56,14 +56,14 @@ def rope_scatter(
 
 
 def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """As `api.token_deviation`, summed in float64."""
+    """Compute `api.token_deviation`, summed in float64."""
     return (new.double() - old.double()).square().sum((1, 2)).float()
 
 
 def query_scores(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor | None, rows: Rows, scoring: Scoring
 ) -> torch.Tensor:
-    """As `api.query_scores`, computed in float64."""
+    """Compute `api.query_scores` in float64."""
     mass = torch.softmax(_scores(q, k_pages, rows, 0, scoring), -1).nan_to_num().sum(1)  # [Hq, n]
     if v_pages is not None:
         norm = gather(v_pages, rows, 0).double().norm(dim=-1)  # [n, H]
@@ -74,7 +74,7 @@ def query_scores(
 def _scores(
     q: torch.Tensor, k_pages: torch.Tensor, rows: Rows, request: int, scoring: Scoring
 ) -> torch.Tensor:
-    """float64 [Hq, rows, keys] of a request's rows q; -inf where a row does not attend to a key."""
+    """Score a request's rows q: float64 [Hq, rows, keys], -inf where a row does not attend to a key."""
     k = gather(k_pages, rows, request).double()  # [n, H, D]
     k = k.repeat_interleave(q.shape[1] // k_pages.shape[1], 1)
     scores = torch.einsum("mhd,nhd->hmn", q.double(), k) * scoring.scale

@@ -1,4 +1,4 @@
-"""Rows of some requests and the blocks of their keys, for JAX."""
+"""Rows of some requests and the block tables of their keys, for JAX."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class Requests(NamedTuple):
-    """What `Rows.of` takes, for JAX: the integers may be traced, so that none of them is checked.
+    """Arguments of `Rows.of` for JAX: integers that may be traced, so no values are checked.
 
-    Rows from the last of `row_starts` on belong to no request, so that M may be rounded up.
+    Rows from the last of `row_starts` on belong to no request, so M may be rounded up.
     """
 
     tables: jax.Array | NDArray[Any]

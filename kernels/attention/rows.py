@@ -1,4 +1,4 @@
-"""Which rows of a batch attend to which keys: checked and planned once, then used by every layer."""
+"""Rows of a batch and the keys that they attend to: checked and planned once, used by every layer."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from numpy.typing import NDArray
 
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
-"""What masks for a batch may take, to be made once for all layers; beyond it each layer makes its own."""
+"""Most bytes of masks to keep for all layers of a batch; beyond it, each layer makes its own."""
 
 
 T = TypeVar("T")
 
 
 class RowsError(ValueError):
-    """Rows do not fit their requests, or keys their blocks. Names the argument and its value."""
+    """Rows that do not fit their requests, or keys their blocks. Names the argument and its value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Rows taken together, and the keys that each take of them has to see; on the rows' device.
+    """Work items of an attention: rows taken together and keys that they see; on the rows' device.
 
     Args:
-        items: int32 [W, 8], the costliest first: request, first row, row after the last, first key, first
-            and after the last of the keys that every row of the item sees, key after the last, and part.
-            Part is -1 where the item covers all keys that its rows see.
-        merges: int32 [T, 4] of tiles whose keys are split over several items: first row, row after the last,
+        items: int32 [W, 8], the costliest first: request, first row, row after the last, first key, first key
+            that every row of the item sees, key after the last of these, key after the last, and part. Part
+            is -1 if the item covers all keys that its rows see.
+        merges: int32 [T, 4], for tiles with keys split over several items: first row, row after the last,
             first part, number of parts.
-        parts: items whose results must be merged.
-        keys: keys over all items.
+        parts: number of items with results to merge.
+        keys: number of keys over all items.
     """
 
     items: torch.Tensor
@@ -47,16 +47,16 @@ class Tiles:
 class Rows:
     """Rows of some requests, at their positions, and the blocks that hold the requests' keys.
 
-    Make it with `of`, once for a batch, from what the host knows anyway: no layer has to wait for a device.
+    Make it with `of`, once per batch, from data on the host, so that no layer waits for a device.
 
     Args:
-        positions: int64 [M], of each row.
-        row_starts: int64 [requests + 1], first row of each request, and M.
-        lengths: int64 [requests], keys of each request.
+        positions: int64 [M], position of each row.
+        row_starts: int64 [requests + 1], first row of each request, then M.
+        lengths: int64 [requests], number of keys of each request.
         tables: int64 [requests, blocks]; -1 beyond a request's length.
         block_tokens: N, tokens of a block.
-        slots: int64 [M] on the device: block * N + token of each row's position, -1 where that is not
-            within the request's length.
+        slots: int64 [M] on the device: block * N + token of each row's position, -1 where the position is
+            not within the request's length.
         device_positions: int32 [M], `positions` on the device.
         device_tables: int32 [requests, blocks], `tables` on the device.
     """
@@ -74,17 +74,17 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """M, rows over all requests."""
+        """M, number of rows over all requests."""
         return len(self.positions)
 
     @property
     def device(self) -> torch.device:
-        """Where the attention will run."""
+        """Device of the attention."""
         return self.slots.device
 
     @property
     def last_block(self) -> int:
-        """The largest block id, -1 if there is none."""
+        """Largest block id, -1 if there is none."""
         return int(self.tables.max(initial=-1))
 
     @staticmethod
@@ -96,16 +96,16 @@ class Rows:
         block_tokens: int,
         device: torch.device | str = "cpu",
     ) -> Rows:
-        """Check the rows of a batch and bring what kernels read of them to `device`.
+        """Check the rows of a batch, and copy what kernels read of them to `device`.
 
         Args:
-            positions: integers [M], ascending within a request. A row at a negative one sees no key.
+            positions: integers [M], ascending within a request. A row at a negative position sees no key.
             row_starts: integers [requests + 1], from 0 to M, ascending: a request may have no rows.
             lengths: integers [requests], at least 0.
             tables: integers [requests, blocks]: key j of request r is token j % N of block tables[r, j // N].
                 Entries beyond a request's length are ignored.
             block_tokens: N of the pages.
-            device: of the queries and pages.
+            device: device of the queries and pages.
 
         Raises:
             RowsError: an argument does not fit.
@@ -157,18 +157,18 @@ class Rows:
         )
 
     def tiles(self, rows_per_tile: int, split_keys: int | None = None, window: int | None = None) -> Tiles:
-        """The work of an attention over these rows; made once, then remembered.
+        """Plan the work items of an attention over these rows; planned once, then remembered.
 
         Args:
-            rows_per_tile: at most so many rows of one request are taken together.
-            split_keys: keys of an item end at a multiple of this; None: a tile is one item.
-            window: a row at position p sees keys above p - window only.
+            rows_per_tile: most rows of one request in a tile.
+            split_keys: multiple at which keys of an item end; None: a tile is one item.
+            window: tokens of a sliding window: a row at position p sees only keys above p - window.
         """
         key = "tiles", rows_per_tile, split_keys, window
         return self.once(key, lambda: self._plan(rows_per_tile, split_keys, window))
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made for the first layer and then remembered for those of an equal `key`."""
+        """Return the result of `make`, made for the first layer and remembered for others of equal `key`."""
         try:
             found: T = self._known[key]
         except KeyError:
@@ -176,11 +176,11 @@ class Rows:
         return found
 
     def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
-        """Which keys rows see, for attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
+        """Return the mask of an attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
 
         Args:
-            first, after: rows of one request.
-            begin, end: keys.
+            first, after: first row and row after the last, of one request.
+            begin, end: first key and key after the last.
         """
         key = first, after, begin, end, window
         found = self._masks.get(key)
@@ -232,7 +232,7 @@ class Rows:
 
 
 def _each(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For every one of `counts[i]` things: i, and how many of i come before it."""
+    """Return i and the number within i of each of the `counts[i]` items, for all i."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 

@@ -1,7 +1,7 @@
-"""The functions of `api` for CPU tensors, in float32: torch's own attention, called only where rows see keys.
+"""The functions of `api` for CPU tensors, in float32, with torch's attention only where rows see keys.
 
-Rows go through it in tiles, each with the keys that its last row sees. What torch's attention cannot do (a
-soft-cap, values of another size than keys) is done with matrix products, a head at a time.
+Rows are taken in tiles, each with the keys that its last row sees. Where torch's attention does not apply (a
+soft-cap, values of another size than keys), matrix products replace it, one head at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 TILE_ROWS = 64
-"""Smaller tiles make smaller matrix products; of larger ones more is with keys that a row does not see."""
+"""Rows of a tile. Smaller tiles make smaller products; larger ones take more keys that a row does not see."""
 
 
 def attention(
@@ -30,7 +30,7 @@ def attention(
     for some, _, split, mask, (k, v) in _tiles(q, rows, scoring.window, k_pages, v_pages):
         if size == v_size and scoring.softcap is None:
             o, logsum = _by_torch(split, k, v, scoring.scale, mask)
-            logsum = logsum.masked_fill(mask.amax(1) == -math.inf, -math.inf)  # torch says 0 there
+            logsum = logsum.masked_fill(mask.amax(1) == -math.inf, -math.inf)  # torch returns 0 there
         else:
             o, logsum = _by_products(split, k, v, scoring, mask)
         out[some] = o.permute(2, 0, 1, 3).flatten(1, 2)
@@ -97,7 +97,7 @@ def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def gather(pages: torch.Tensor, table: NDArray[np.int64], length: int) -> torch.Tensor:
-    """Tokens [H, length, D] of pages [B, H, N, D] whose blocks `table` lists; a view if they are one run."""
+    """Return tokens [H, length, D] of pages [B, H, N, D], by block table; a view if blocks are one run."""
     heads, tokens, size = pages.shape[1:]
     used = table[: -(-length // tokens)]
     if not len(used):
@@ -114,7 +114,7 @@ def gather(pages: torch.Tensor, table: NDArray[np.int64], length: int) -> torch.
 def _tiles(
     q: torch.Tensor, rows: Rows, window: int | None, *pages: torch.Tensor
 ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
-    """Tiles that see keys: rows, keys, q [H, group, m, D], mask [m, n], and of pages the keys [H, n, D]."""
+    """Yield tiles that see keys: rows, keys, q [H, group, m, D], mask [m, n], keys [H, n, D] of `pages`."""
     items = rows.tiles(TILE_ROWS, window=window).items.numpy()
     for request in np.unique(items[:, 0]).tolist():
         tiles = items[items[:, 0] == request][:, [1, 2, 3, 6]].tolist()
@@ -131,7 +131,7 @@ def _tiles(
 def _by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's attention for CPU tensors: q [H, group, m, D], k and v [H, n, D], mask [m, n] -> o, lse."""
+    """Run torch's attention on q [H, group, m, D], k and v [H, n, D], mask [m, n]; return o and lse."""
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, attn_mask=mask[None, None], scale=scale
@@ -142,7 +142,7 @@ def _by_torch(
 def _by_products(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, with a soft-cap, and v of any size."""
+    """Do the same by matrix products, with a soft-cap and v of any size."""
     out = torch.empty(*q.shape[:3], v.shape[2])
     lse = torch.empty(q.shape[:3])
     for head in range(len(q)):
@@ -154,7 +154,7 @@ def _by_products(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, mask: torch.Tensor) -> torch.Tensor:
-    """float32 [group, m, n] of one KV head, -inf where not seen."""
+    """Return float32 scores [group, m, n] of one KV head, -inf where not seen."""
     found = torch.matmul(q.float() * scoring.scale, k.float().T)
     if scoring.softcap is not None:
         found.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
@@ -162,7 +162,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, mask: torch.Tens
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """`reference.rotate` of x [M, heads, D] by cos_sin [M, R], with fewer passes over memory."""
+    """Compute `reference.rotate` of x [M, heads, D] by cos_sin [M, R], in fewer passes over memory."""
     first, last = rope.first, rope.first + rope.channels
     out = torch.empty(x.shape, dtype=x.dtype)
     out[..., :first] = x[..., :first]

@@ -1,11 +1,11 @@
-"""Sparse blend attention in Triton, and what goes with it: rotate and scatter, deviation, scores of keys.
+"""Sparse blend attention in Triton, and its helpers: rotate and scatter, deviation, scores of keys.
 
-What the kernels compute is the `reference` beside this; each function here gives the launches that compute
-it, in order, and starts nothing. Attention is FlashAttention's (https://arxiv.org/abs/2205.14135), over
-tiles of `Rows.tiles`: the query heads of a KV head times some rows are the rows of one matrix product; keys
-that all rows see are taken without a mask, those that none sees are not touched; long tiles are split among
-several programs where there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a fixed
-order: equal inputs give equal bits.
+The `reference` beside this defines what the kernels compute. Each function here returns the launches of an
+operation, in order, and starts nothing. Attention is FlashAttention (https://arxiv.org/abs/2205.14135) over
+the tiles of `Rows.tiles`: some rows times the query heads of a KV head are the rows of one matrix product.
+Keys that all rows see are taken without a mask; keys that no row sees are not touched. Long tiles are split
+among several programs where there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a
+fixed order: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.tables import best
 
-PROGRAMS_PER_MULTIPROCESSOR = 2  # so many are enough not to split tiles
-MULTIPROCESSORS = 132  # where no GPU is asked (an H100's)
+PROGRAMS_PER_MULTIPROCESSOR = 2  # with so many or more, tiles are not split
+MULTIPROCESSORS = 132  # assumed without a GPU (an H100's)
 UNTUNED = ("INTERPRET", "PACK", "SPLIT", "K_BLOCK", "V_BLOCK", "K_TOKEN", "V_TOKEN")
-"""Constants that follow from a configuration, or change too little to be tuned for."""
+"""Constants that follow from a configuration, or matter too little to be tuned for."""
 LOG2_E = math.log2(math.e)
 ROW_CONFIGS = {
     kernel: tuple(KernelConfig((("ROWS", n),), w, 1) for n in rows for w in warps)
     for kernel, rows, warps in (
-        ("merge", (16, 8, 32), (4, 2, 8)),  # 256 channels spill from 2 warps, by Triton 3.6
+        ("merge", (16, 8, 32), (4, 2, 8)),  # 256 channels spill in 2 warps, with Triton 3.6
         ("scatter_rows", (16, 8, 32, 64), (2, 4, 8)),
         ("measure", (8, 4, 16), (2, 4, 8)),
     )
@@ -44,10 +44,10 @@ ROW_CONFIGS = {
 
 
 MOST_CHANNELS = {2: 576, 4: 256}
-"""Of a head, by bytes of a channel: more fit no tile."""
+"""Most channels of a head, by bytes of a channel: more do not fit a tile."""
 
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
-"""Of a GPU: the target that it is most like."""
+"""Family of a GPU: the target that it is most like."""
 
 TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
     "sm_80": {
@@ -67,19 +67,21 @@ TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
         4: ((32, 32, 4), (32, 16, 4), (16, 16, 4)),
     },
 }
-"""TILE_ROWS, TILE_KEYS and warps of `attend` by default: by bytes of a channel, for up to 64, 128, 256 and
-more channels. The largest that do not spill take the fewest instructions per product; those of sm_90 were the
-fastest of a few on an H100."""
+"""Default TILE_ROWS, TILE_KEYS and warps of `attend`, by bytes of a channel, for up to 64, 128, 256 and more
+channels.
+
+The largest tiles that do not spill take the fewest instructions per product; those of sm_90 were the fastest
+of a few on an H100."""
 
 
 def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ...]:
-    """The configurations that the kernel of `launch` can have on its arguments, the default first.
+    """Return the configurations of a launch's kernel for its arguments, the default first.
 
-    TILE_ROWS and TILE_KEYS are the sides of a tile of scores; ROWS are what a program of the others takes.
+    TILE_ROWS and TILE_KEYS are the sides of a tile of scores; ROWS is the rows per program of other kernels.
 
     Args:
-        launch: of one of the kernels here.
-        target: a name of `gpus.GPUS`; None: this process's GPU, an H100 where there is none.
+        launch: launch of one of the kernels here.
+        target: name in `gpus.GPUS`; None: this process's GPU, or an H100 without one.
     """
     given, name = launch.arguments, _name(launch)
     family = _family_here() if target is None else _family_of(target)
@@ -123,7 +125,7 @@ def _tile_configs(
 
 @functools.cache
 def _weigh_configs(family: Family, item_bytes: int, size: int, count: int) -> tuple[KernelConfig, ...]:
-    if family == "sm_90" and item_bytes == 2:  # keys are the rows of a wgmma, which takes 64
+    if family == "sm_90" and item_bytes == 2:  # keys are the rows of a wgmma, which has 64
         return _space(family, (64, 128, 4) if size <= 128 else (32, 64, 4), count, (32, 64, 128))
     rows = 64 if size * item_bytes <= 256 and item_bytes == 2 else 32 if size <= 64 else 16
     keys = 32 if size * item_bytes > 256 or family == "sm_100" else 64
@@ -134,9 +136,9 @@ def _weigh_configs(family: Family, item_bytes: int, size: int, count: int) -> tu
 def _space(
     family: Family, first: tuple[int, int, int], count: int, all_keys: tuple[int, ...]
 ) -> tuple[KernelConfig, ...]:
-    """Configurations for tiles of at most `count` rows, that of rows, keys and warps before the others."""
+    """Return configurations for tiles of at most `count` rows; `first`: the default's rows, keys, warps."""
     most = max(16, min(128, triton.next_power_of_2(count)))
-    # NVIDIA's copies go on behind the products from 3 stages on; an MI300's shared memory is smaller
+    # from 3 stages on, NVIDIA's copies overlap with the products; an MI300's shared memory is smaller
     stages = (2, 3, 4) if family == "gfx942" else (3, 2, 4)
     warps = 4 if most < first[0] == 128 else first[2]
     default = KernelConfig((("TILE_ROWS", min(first[0], most)), ("TILE_KEYS", first[1])), warps, stages[0])
@@ -152,7 +154,7 @@ def _space(
 
 
 def bucket(launch: Launch) -> ProblemBucket:
-    """The problems that share a best configuration with `launch`: compiled alike, of about as many tokens."""
+    """Return the bucket of `launch`: problems that are compiled alike, of about as many tokens."""
     given, name = launch.arguments, _name(launch)
     main = next(iter(given.values()))
     constants = [key for key in given if key.isupper() and key not in UNTUNED]
@@ -173,9 +175,9 @@ def attention(
     lse: torch.Tensor,
     config: KernelConfig | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `api.blend_attention` into `out` and `lse`, both contiguous; checks nothing.
+    """Return the launches of `api.blend_attention` into `out` and `lse`, both contiguous; checks nothing.
 
-    Without `v_pages` and `out`, only the logsumexp. `config` None means the best known one.
+    Without `v_pages` and `out`, they compute only the logsumexp. `config` None means the best known.
     """
     if not rows.count:
         return ()
@@ -199,14 +201,14 @@ def attention(
 
 
 class _Plan(NamedTuple):
-    """What the layers of a model share, if their pages have equal forms."""
+    """Parts of the launches that layers of a model share, if their pages have equal forms."""
 
     config: KernelConfig
-    given: dict[str, object]  # of `attend`, without a layer's tensors
+    given: dict[str, object]  # arguments of `attend`, without a layer's tensors
     tiles: Tiles
-    units: int  # programs of an item
+    units: int  # programs per item
     tile_rows: int
-    merging: Launch | None  # what `merge` is given beside the results; None: no keys are split
+    merging: Launch | None  # `merge` without the results; None: no keys are split
 
 
 def _plan(
@@ -260,7 +262,7 @@ def scores(
     out: torch.Tensor,
     config: KernelConfig | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `api.query_scores` into `out`, float32 [Hq, length]; checks nothing."""
+    """Return the launches of `api.query_scores` into `out`, float32 [Hq, length]; checks nothing."""
     length = int(rows.lengths[0])
     if not length:
         return ()
@@ -293,7 +295,7 @@ def scatter(
     out: torch.Tensor,
     config: KernelConfig | None = None,
 ) -> tuple[Launch, ...]:
-    """What computes `api.rope_scatter`, the rotated q into `out`, contiguous; checks nothing."""
+    """Return the launches of `api.rope_scatter`, rotated q into contiguous `out`; checks nothing."""
     (q, k, v), rope = qkv, turns.rope
     count, query_heads, size = q.shape
     if not count:
@@ -324,7 +326,7 @@ def scatter(
         "DEVIATION": deviation is not None,
     }
     config = config or _best(scatter_rows, given)
-    # a program has one head; but the K heads of a row, if their deviations are summed
+    # a program has one head, or all K heads of a row if their deviations are summed
     units = query_heads + (1 if deviation is not None else heads) + heads
     grid = triton.cdiv(count, dict(config.tiles)["ROWS"]), units
     return (Launch(scatter_rows, grid, given, config),)
@@ -333,7 +335,7 @@ def scatter(
 def deviation(
     new: torch.Tensor, old: torch.Tensor, out: torch.Tensor, config: KernelConfig | None = None
 ) -> tuple[Launch, ...]:
-    """What computes `api.token_deviation` into `out`, float32 [T]; checks nothing."""
+    """Return the launches of `api.token_deviation` into `out`, float32 [T]; checks nothing."""
     count, heads, size = new.shape
     if not count:
         return ()
@@ -353,7 +355,7 @@ def deviation(
 def _scored(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor | None, rows: Rows, scoring: Scoring
 ) -> dict[str, object]:
-    """Arguments of both kernels that compute scores. Without `v_pages`, V is K and is not read."""
+    """Return the arguments that `attend` and `weigh` share. Without `v_pages`, V is K and is not read."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         most = MOST_CHANNELS[q.element_size()]
         if pages is not None and pages.shape[3] > most:
@@ -376,7 +378,7 @@ def _scored(
         **_strides(("block", "head"), k=k_pages, v=v),
         **_strides(("row", "head"), q=q),
         "heads": k_pages.shape[1],
-        # what an engine's pages always have; a single block is as large as a request is long
+        # fixed for an engine's pages; 0 for a single block, as its stride varies with the request's length
         "K_BLOCK": 0 if one_block else k_pages.stride(0),
         "V_BLOCK": 0 if one_block else v.stride(0),
         "K_TOKEN": k_pages.stride(2),
@@ -392,7 +394,7 @@ def _scored(
 
 
 def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
-    """The strides of some tensors' first axes, as `<tensor>_<axis>`."""
+    """Return the strides of some tensors' first axes, named `<tensor>_<axis>`."""
     return {
         f"{name}_{axis}": stride
         for name, tensor in tensors.items()
@@ -401,7 +403,7 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
 
 
 def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: int | None) -> Tiles:
-    """Whole tiles, or, where these are too few programs, as many more as keep all multiprocessors busy."""
+    """Return whole tiles, split if they are too few programs to keep all multiprocessors busy."""
     whole, programs = rows.tiles(rows_per_tile, window=window), _programs(rows)
     if len(whole.items) * units >= programs:
         return whole
@@ -410,7 +412,7 @@ def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: i
 
 
 def _programs(rows: Rows) -> int:
-    """So many programs keep all multiprocessors busy."""
+    """Return how many programs keep all multiprocessors busy."""
     processors = MULTIPROCESSORS
     if rows.device.type == "cuda":
         processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
@@ -418,14 +420,14 @@ def _programs(rows: Rows) -> int:
 
 
 def packed(group: int, tile_rows: int, rows: int) -> int:
-    """How many of a KV head's `group` query heads a program of `attend` takes: a tile is filled with those.
+    """Return how many of a KV head's `group` query heads a program of `attend` takes into its tile.
 
-    The others are left to other programs: as few of these as leave little of their tiles empty.
+    Other programs take the others; these are the fewest programs that leave little of their tiles empty.
 
     Args:
         group: query heads of a KV head.
         tile_rows: rows of a tile, each of one query head.
-        rows: at most so many of a request are taken.
+        rows: most rows of a request.
     """
     packs = [-(-group // programs) for programs in range(1, group + 1)]
     filled = [group * min(rows, tile_rows // pack) / -(-group // pack) for pack in packs]
@@ -443,5 +445,5 @@ def _name(launch: Launch) -> str:
 
 
 def _interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, whose matrix products cannot read bfloat16."""
+    """Return whether Triton interprets kernels: its interpreter's products cannot read bfloat16."""
     return not isinstance(attend, JITFunction)

@@ -1,6 +1,6 @@
-"""The Triton kernels of attention and its helpers, as `kvkit.kernels.attention.triton` launches them.
+"""Triton kernels of attention and its helpers, launched by `kvkit.kernels.attention.triton`.
 
-Scores are kept in units of log2: exp2 is what the hardware has.
+Scores are in units of log2, because the hardware has exp2.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 RUNTIME = ["heads", "table_stride", "window", "count", "length", "limit", "part_rows", "pack"]
-"""Numbers that differ from call to call: nothing is compiled anew for them."""
+"""Arguments that differ from call to call: new values compile nothing."""
 
 
 @triton.constexpr_function
 def main_channels(size):
-    """Channels of a head's main part, a power of two: all, padded, unless main part and rest are fewer."""
+    """Return the channels of a head's main part, a power of two.
+
+    The main part is the padded head, unless a main part and a rest together have fewer channels.
+    """
     padded = max(16, triton.next_power_of_2(size))
     half = padded // 2
     return half if half + max(16, triton.next_power_of_2(size - half)) < padded else padded
@@ -23,16 +26,16 @@ def main_channels(size):
 
 @triton.constexpr_function
 def rest_channels(size):
-    """Channels of a head's rest, padded to a power of two, such as 64 of 576 = 512 + 64; 0: there is none."""
+    """Return the channels of a head's rest, padded to a power of two: 64 of 576 = 512 + 64; 0: no rest."""
     rest = size - main_channels(size)
     return max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
 
 
 @triton.jit
 def _rows(ends, unit, GROUP: tl.constexpr, PACK: tl.constexpr, COUNT: tl.constexpr):
-    """Row, query head and validity of each of a tile's, between the two numbers at `ends`.
+    """Return row, query head and validity of each lane of a tile, between the rows at `ends`.
 
-    Asked again it is computed again: the loads are volatile.
+    Every call computes them again, because the loads are volatile.
     """
     UNITS: tl.constexpr = (GROUP + PACK - 1) // PACK
     lane = tl.arange(0, COUNT)
@@ -44,7 +47,7 @@ def _rows(ends, unit, GROUP: tl.constexpr, PACK: tl.constexpr, COUNT: tl.constex
 
 @triton.jit
 def _blocks(table, start, end, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Block ids of the tile of keys from `start` on; 0 from `end` on, and where one block has all keys."""
+    """Return block ids of the tile of keys from `start` on; 0 from `end` on, or if one block has all."""
     if PAGE == 0:
         block = 0
     elif PAGE % TILE_KEYS == 0:  # the tile is within a block
@@ -59,7 +62,7 @@ def _blocks(table, start, end, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr):
 def _places(
     block, start, BLOCK: tl.constexpr, TOKEN: tl.constexpr, PAGE: tl.constexpr, TILE_KEYS: tl.constexpr
 ):
-    """Where the keys of a tile from `start` on begin in pages whose blocks and tokens have these strides."""
+    """Return the offsets of a tile's keys from `start` on, in pages with these block and token strides."""
     lane = tl.arange(0, TILE_KEYS)
     if PAGE == 0:
         token = start + lane
@@ -74,7 +77,7 @@ def _places(
 def _load_rows(
     pointers, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """[rows, WIDTH]: channels of rows of SIZE from FIRST on, zeros beyond and, if MASKED, outside."""
+    """Load [rows, WIDTH], channels from FIRST on of rows of SIZE; zeros beyond and, if MASKED, outside."""
     channel = FIRST + tl.arange(0, WIDTH)[None, :]
     pointers = pointers[:, None] + channel
     if MASKED:
@@ -88,7 +91,7 @@ def _load_rows(
 
 @triton.jit
 def _dot(a, b, acc, INTERPRET: tl.constexpr, TENSOR_CORES: tl.constexpr = True):
-    """acc + a b. Products of float32 are sums of three of TF32 (https://arxiv.org/abs/2203.03341)."""
+    """Return acc + a b. Products of float32 are sums of three of TF32 (https://arxiv.org/abs/2203.03341)."""
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="tf32x3" if TENSOR_CORES and is_cuda() else "ieee")
@@ -96,7 +99,7 @@ def _dot(a, b, acc, INTERPRET: tl.constexpr, TENSOR_CORES: tl.constexpr = True):
 
 @triton.jit
 def _capped(s, softcap, CAPPED: tl.constexpr):
-    """Scaled products as scores, in units of log2."""
+    """Return scaled products as scores, in units of log2."""
     return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s))) if CAPPED else s
 
 
@@ -109,10 +112,10 @@ def _attend_keys(
     CAPPED: tl.constexpr, VALUES: tl.constexpr, LATENT: tl.constexpr, INTERPRET: tl.constexpr,
     TILE_KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the tiles of keys from `start` to `stop` into the running sums and maximum.
+    """Add the tiles of keys from `start` to `stop` to the running sums and maximum.
 
-    `block` comes with the ids of the tile at `start` and leaves with those at `stop`: the table is read a
-    tile ahead, so that K and V, whose addresses depend on it, can be fetched ahead, too.
+    `block` has the ids of the tile at `start` on entry, and of the tile at `stop` on return. The table is
+    read one tile ahead, so that K and V, with addresses that depend on it, can be fetched ahead too.
     """
     MAIN: tl.constexpr = main_channels(SIZE)
     REST: tl.constexpr = rest_channels(SIZE)
@@ -134,7 +137,7 @@ def _attend_keys(
                 seen = seen & (j[None, :] > position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1))
-            # a row may have seen nothing yet: -inf - -inf is NaN
+            # a row may have seen no key yet: -inf - -inf is NaN
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(s - shift[:, None])
         elif CAPPED:
@@ -173,9 +176,9 @@ def attend(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, LATENT: tl.constexpr,
     SPLIT: tl.constexpr, INTERPRET: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One item of `Tiles.items` and PACK query heads of a KV head: o and lse, or those of a part of the keys.
+    """Compute o and lse, of all or part of the keys, for one item of `Tiles.items`.
 
-    With LATENT, V is the main part of K, in the same memory.
+    A program takes PACK query heads of a KV head. With LATENT, V is the main part of K, in the same memory.
     """
     REST: tl.constexpr = rest_channels(SIZE)
     V_MAIN: tl.constexpr = main_channels(V_SIZE)
@@ -220,7 +223,7 @@ def attend(
             SIZE, V_SIZE, PAGE, WINDOWED, CAPPED, VALUES, LATENT, INTERPRET, TILE_KEYS, part != 1,
         )  # fmt: skip
 
-    row, query_head, valid = _rows(item + 1, unit, GROUP, PACK, TILE_ROWS)  # not kept over the loops
+    row, query_head, valid = _rows(item + 1, unit, GROUP, PACK, TILE_ROWS)  # recomputed after the loops
     logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
     inverse = 1.0 / tl.where(norm > 0, norm, 1.0)
     place = row.to(tl.int64) * heads * GROUP + query_head
@@ -243,7 +246,7 @@ def attend(
 
 @triton.jit
 def _store(out, place, valid, acc, factor, FIRST: tl.constexpr, V_SIZE: tl.constexpr):
-    """Write factor * acc, channels from FIRST on of the o of some rows, which are at `place`."""
+    """Write factor * acc to o at `place`, channels from FIRST on."""
     channel = FIRST + tl.arange(0, acc.shape[1])[None, :]
     inside = valid[:, None] & (channel < V_SIZE)
     o = (acc * factor[:, None]).to(out.dtype.element_ty)
@@ -255,7 +258,7 @@ def merge(
     part_out, part_lse, work, out, lse, heads, part_rows,
     V_SIZE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of some rows that a program of `attend` takes, from parts, each weighted by its exp(lse)."""
+    """Merge o and lse of some rows of an `attend` program from parts, each weighted by its exp(lse)."""
     V_PADDED: tl.constexpr = triton.next_power_of_2(V_SIZE)
     UNITS: tl.constexpr = (GROUP + PACK - 1) // PACK
     item = work + (tl.program_id(0) // (heads * UNITS)) * 4
@@ -299,7 +302,7 @@ def weigh(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr,
     INTERPRET: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out [Hq, length]: what all rows of `pack` query heads of a KV head pay to some keys, read once."""
+    """Sum to out [Hq, length] what all rows of `pack` query heads of a KV head pay to keys, read once."""
     MAIN: tl.constexpr = main_channels(SIZE)
     REST: tl.constexpr = rest_channels(SIZE)
     splits = tl.cdiv(GROUP, pack)
@@ -338,8 +341,8 @@ def weigh(
         position = tl.load(positions + first + lane, mask=valid, other=-1)
         sums = lse + first.to(tl.int64) * heads * GROUP + query_head
         logsum = tl.load(sums + lane * heads * GROUP, mask=valid, other=0.0)
-        # keys are the product's rows: a sum over queries is then within a warp. As two numbers of TF32 each,
-        # 256 channels of them would not fit the registers
+        # keys are the product's rows, so that a sum over queries stays within a warp. With two TF32 numbers
+        # for each, 256 channels would not fit the registers
         s = _dot(keys, tl.trans(queries), None, INTERPRET, SIZE <= 128)
         if REST:
             queries = _load_rows(rows, valid, MAIN, REST, SIZE, True)
@@ -348,7 +351,7 @@ def weigh(
         seen = j[:, None] <= position[None, :]
         if WINDOWED:
             seen = seen & (j[:, None] > position[None, :] - window)
-        # a row whose logsumexp is -inf sees nothing
+        # a row with a logsumexp of -inf sees no key
         p = tl.exp2(s - (logsum * 1.4426950408889634)[None, :])
         total = tl.where(first == 0, 0.0, total) + tl.sum(tl.where(seen, p, 0.0), 1)
         first += TILE_ROWS
@@ -367,9 +370,9 @@ def _turn(
     SIZE: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, INTERLEAVED: tl.constexpr,
     DEVIATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a head of rows from `source` to `target` [ROWS]; which are read (keep) and written (to).
+    """Rotate a head of rows from `source` to `target` [ROWS]; `keep` masks the reads, `to` the writes.
 
-    With DEVIATION, the squared distance [ROWS] of what is written from what was there.
+    With DEVIATION, returns the squared distance [ROWS] of the new values from the old.
     """
     HALF: tl.constexpr = CHANNELS // 2
     PADDED: tl.constexpr = triton.next_power_of_2(HALF)
@@ -400,7 +403,7 @@ def _turn(
 
 @triton.jit
 def _put(x, target, writes, DEVIATION: tl.constexpr):
-    """Store float32 x; with DEVIATION, the squared distance of each row from what was there."""
+    """Store float32 x; with DEVIATION, return each row's squared distance from the old values."""
     rounded = x.to(target.dtype.element_ty)
     moved = tl.zeros([x.shape[0]], tl.float32)
     if DEVIATION:
@@ -420,7 +423,7 @@ def scatter_rows(
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
     INTERLEAVED: tl.constexpr, DEVIATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one query head, of K's heads (one, or all with DEVIATION), or of one head of V."""
+    """Rotate rows of one query head or of K's heads (one; all with DEVIATION), or copy one head of V."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     unit = tl.program_id(1).to(tl.int64)
@@ -462,7 +465,7 @@ def scatter_rows(
 def measure(
     new, old, out, new_row, new_head, old_row, old_head, count, heads, SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """out [T]: the squared distance of new and old over heads, in their order, and channels."""
+    """Write to out [T] the squared distance of new and old over heads, in their order, and channels."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     mask = (row < count)[:, None] & (channel < SIZE)

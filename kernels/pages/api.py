@@ -1,4 +1,4 @@
-"""Chunks out of an engine's pages and into them: checks everything, then picks the backend by device."""
+"""Pack and unpack chunks of an engine's pages: checks all arguments, picks the backend by device."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ def pack(
 ) -> None:
     """Gather chunks out of an engine's pages. Writes `records`, only reads `pages`.
 
-    On a GPU, tensors are complete in the order of the current stream. Where a record is an array, the move
-    has a stream of its own, beside the engine's, and all records are complete when this returns: it waits for
-    the move, and for what `after` says, not for what the engine queues meanwhile.
+    On a GPU, records that are tensors are complete in the order of the current stream. If a record is an
+    array, the move runs on a separate stream beside the engine's, and all records are complete on return: the
+    call waits for the events in `after` and for the move, not for work that the engine queues meanwhile.
 
     Args:
-        pages: of one group.
+        pages: pages of one group.
         records: per chunk `group.chunk_bytes(T)` contiguous bytes, of any alignment (a multiple of 64 is
             fastest): the canonical [L, H, T, C], K before V in C; opaque [L, 1, pages, page_bytes]. With
             `group.precision`, 8-bit codes and scales (`reference.quantise` has formula and error bound).
-            Numpy arrays; where the pages are on a GPU, also uint8 tensors there. A GPU moves arrays in pinned
-            memory directly, others through a buffer of its own, in turns (`device.BUFFER_BYTES`).
+            Numpy arrays; where the pages are on a GPU, also uint8 tensors on it. A GPU moves arrays in pinned
+            memory directly or through its buffer, whichever was tuned as faster, and other arrays through its
+            buffer, in batches (`device.BUFFER_BYTES`).
         blocks: int64 [chunks, T / N], each chunk's blocks in order. A block < 0 is skipped: its bytes in
-            the record stay as they were.
+            the record stay unchanged.
         slots: instead of `blocks`, int64 [chunks, T]: each token's block * N + place in the block. A slot
             < 0 is skipped. Not for opaque pages.
-        threads: on a CPU, at most so many; None means `torch.get_num_threads()`.
-        after: on a GPU, the events that the move waits for (`streams.marks`); None: what the current stream
-            of this thread has so far.
+        threads: most threads on a CPU; None means `torch.get_num_threads()`.
+        after: on a GPU, the events that the move waits for (`streams.marks`); None: the work queued so far on
+            this thread's current stream.
 
     Raises:
         LaunchError: an argument does not fit, or the current stream is capturing a CUDA graph, which could
@@ -70,15 +71,15 @@ def unpack(
 ) -> None:
     """Scatter chunks into an engine's pages: the inverse of `pack`. Writes `pages`, only reads `records`.
 
-    Pages that no block or slot names stay as they were; one that is named twice holds either chunk's bytes
-    or a mix. On a GPU, pages are complete in the order of the current stream, and tensors may be freed, and
-    overwritten in that order. Where a record is an array, this waits as `pack` does: pages are complete for
-    every stream, and arrays may be reused or freed at once.
+    Pages that no block or slot names stay unchanged; a page that is named twice holds either chunk's bytes
+    or a mix. On a GPU, pages are complete in the order of the current stream; tensors may be freed, and
+    overwritten in that order. If a record is an array, the call waits as `pack` does: on return, pages are
+    complete for every stream, and arrays may be reused or freed.
 
     Args:
-        rotate: turn K by its token's difference of positions on the way: in float32, rounded once to the
-            pages' dtype (https://arxiv.org/abs/2104.09864). Start from the record every time: rotating what
-            was rotated before adds up errors.
+        rotate: rotation of K by each token's change of position, in float32, rounded once to the pages'
+            dtype (https://arxiv.org/abs/2104.09864). Rotate from the record every time: repeated rotations
+            add up errors.
 
     The other arguments and errors are those of `pack`.
     """
@@ -87,11 +88,11 @@ def unpack(
 
 
 class _PlacesNamed(NamedTuple):
-    """What a call names of the pages, checked."""
+    """Places in the pages that a call names, checked."""
 
     ids: NDArray[np.int64]  # [chunks, I]
-    slots: bool  # whether these are slots
-    every: NDArray[np.int64]  # the slots [chunks, T] (opaque: whole pages) of either
+    slots: bool  # whether `ids` are slots
+    every: NDArray[np.int64]  # slots [chunks, T] of every token (opaque: of whole pages)
 
 
 def _move(
@@ -150,7 +151,7 @@ def _move_ordered(
     threads: int | None,
     to_records: bool,
 ) -> None:
-    """Move what has an order of its own by way of dense pages, a layer at a time."""
+    """Move pages with an order of their own through dense pages, one layer at a time."""
     from kvkit.kernels.pages import ordered
 
     group, kept = replace(pages.group, strides=None), slots >= 0

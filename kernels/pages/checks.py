@@ -1,4 +1,4 @@
-"""What pack and unpack take, of tensors and JAX arrays alike: every argument, before anything is written."""
+"""Checks of all arguments of pack and unpack, tensors and JAX arrays, before anything is written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tuple[int, int, Any]]:
-    """Refuse what are not the pages of a group's layers, as `Pages.of` takes them.
+    """Refuse anything but the pages of a group's layers, as `Pages.of` takes them.
 
     Returns:
-        of each part its layer, its first byte in a row of a record, and itself.
+        layer, first byte in a row of a record, and array of each part.
     """
     if len(layers) != len(group.layers):
         raise LaunchError(f"{name}: {len(layers)} given, the group has {len(group.layers)} layers")
@@ -44,7 +44,7 @@ def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tup
 
 
 def check_share(group: LayerGroup, heads: range | None) -> tuple[int, int]:
-    """Into how many equal shares the heads of a record are divided, and which of them `heads` are."""
+    """Return the number of equal shares of a record's heads, and the index of the share `heads`."""
     every = range(group.kv_heads)
     if heads is None:
         return 1, 0
@@ -55,7 +55,7 @@ def check_share(group: LayerGroup, heads: range | None) -> tuple[int, int]:
 
 
 def check_order(order: torch.Tensor, group: LayerGroup, tensors: Sequence[Any]) -> None:
-    """Refuse an order that is not of the group's blocks, or not of these tensors'."""
+    """Refuse an order that does not fit the group's blocks or these tensors."""
     want = (group.kv_heads, group.block_tokens, group.channels)
     if tuple(order.shape) != want or str(order.dtype) != "torch.int64":
         raise LaunchError(f"order: {tuple(order.shape)} {order.dtype}, want {want} torch.int64")
@@ -93,10 +93,10 @@ def _check_opaque(name: str, tensor: object, page_bytes: int) -> None:
 def check_chunks(
     group: LayerGroup, pool: tuple[int, int], blocks: Any | None, slots: Any | None, dtypes: Sequence[str]
 ) -> tuple[str, Any, int]:
-    """Refuse what does not name [chunks, T] by blocks or slots of a pool's [B, N].
+    """Refuse ids that do not name [chunks, T] by blocks or slots of a pool [B, N].
 
     Returns:
-        which of the two is given, it, and how many of them the pool has.
+        name of the argument that is given, its value, and the number of such ids in the pool.
     """
     given = {name: ids for name, ids in (("blocks", blocks), ("slots", slots)) if ids is not None}
     if len(given) != 1:
@@ -118,7 +118,7 @@ def check_chunks(
 
 
 def check_range(name: str, ids: NDArray[Any], limit: int) -> None:
-    """Refuse ids that the pages have not."""
+    """Refuse ids that the pages do not have."""
     if ids.size and ids.max() >= limit:
         raise LaunchError(f"{name}: {ids.max()} is out of range, the pages have {limit} {name}")
 
@@ -143,15 +143,15 @@ def check_record(name: str, record: object, want: int, device: torch.device, to_
 
 
 class Turns(NamedTuple):
-    """A rotation of some chunks as kernels take it: a model's embedding, and `Rotation.resolve`."""
+    """Rotation of some chunks as kernels take it: a model's embedding, and `Rotation.resolve`."""
 
     rope: Rope
     cos_sin: NDArray[np.float32]  # [U, R]
-    which: NDArray[np.int32]  # [chunks, T], each token's row of them
+    which: NDArray[np.int32]  # [chunks, T], each token's row of `cos_sin`
 
 
 def check_rotation(name: str, group: LayerGroup, rope: Rope) -> None:
-    """Refuse an embedding that keys of the group cannot have."""
+    """Refuse a rotary embedding that does not fit the group's keys."""
     if group.opaque or group.dtype not in FLOATS:
         kind = "opaque" if group.opaque else group.dtype
         raise LaunchError(f"{name}: the pages are {kind}, want {', '.join(FLOATS)}")
@@ -159,7 +159,7 @@ def check_rotation(name: str, group: LayerGroup, rope: Rope) -> None:
 
 
 def turns_of(group: LayerGroup, rotation: Rotation, chunks: int, tokens: int) -> Turns:
-    """Those of a rotation that fits the group."""
+    """Resolve a rotation for kernels; refuse one that does not fit the group."""
     check_rotation("rotate", group, rotation.rope)
     try:
         return Turns(rotation.rope, *rotation.resolve(chunks, tokens))

@@ -1,4 +1,4 @@
-"""Moves between pages on a GPU and records in any memory: by which way, in turns, in the order of streams."""
+"""Moves between pages on a GPU and records in any memory: ways, batches, and the order of streams."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvkit.kernels.tuning.tables import best
 Record = NDArray[np.uint8] | torch.Tensor
 
 BUFFER_BYTES = 64 << 20
-"""Of the buffer on the GPU that records pass which a kernel does not reach; one record may have more."""
+"""Bytes of the GPU's buffer for records that a kernel does not reach; a larger record gets a larger one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMove:
-    """A pack (`to_records`) or unpack whose arguments `api` has checked.
+    """A pack (`to_records`) or unpack with arguments that `api` has checked.
 
     Args:
-        ids: int64 [chunks, I], blocks, or with `slots` each token's block * N + place in the block.
-        turns: None, or those of keys that are rotated.
+        ids: int64 [chunks, I], blocks or, with `slots`, each token's block * N + place in the block.
+        turns: rotations of the keys; None: keys are not rotated.
     """
 
     pages: Pages
@@ -40,15 +40,15 @@ class DeviceMove:
     turns: Turns | None = None
 
     def part(self, chunks: Sequence[int]) -> DeviceMove:
-        """The move of some of the chunks."""
+        """Return the move of some of the chunks."""
         turns = self.turns and self.turns._replace(which=self.turns.which[chunks])
         return replace(self, ids=self.ids[chunks], turns=turns)
 
     def launch(self, addresses: Sequence[int], programs: int = 0) -> Launch:
-        """Its kernel, over records that the device finds at these addresses. Uploads its small arrays.
+        """Return the launch of the kernel for records at these device addresses. Uploads its small arrays.
 
         Args:
-            programs: at most so many, for memory that takes its time; 0: a program for each tile.
+            programs: most programs, for slow memory; 0: a program for each tile.
         """
         from kvkit.kernels.pages import triton as kernels
 
@@ -65,12 +65,12 @@ class DeviceMove:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Copies of contiguous bytes, by the GPU's copy engine where one side is the host's memory."""
+    """Copies of contiguous bytes, by the GPU's copy engine if one side is host memory."""
 
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]  # target and source
 
     def run(self) -> None:
-        """Queue them on the current stream; a copy from or to memory that is not pinned may wait for it."""
+        """Queue the copies on the current stream; one to or from pageable memory may wait for it."""
         for target, source in self.pairs:
             target.copy_(source, non_blocking=True)
 
@@ -84,10 +84,10 @@ def move(
     """Carry out a move as `api.pack` and `api.unpack` describe it. Mutates the records, or the pages.
 
     Tensors on the device are moved in the order of the current stream. With arrays among the records, all
-    of them are moved on a stream of kvkit's own, and the host waits.
+    records are moved on a stream of kvkit's own, and the host waits.
 
     Args:
-        after: events that it waits for, instead of what the current stream has so far.
+        after: events to wait for, instead of the work on the current stream so far.
         buffer_bytes: see `BUFFER_BYTES`.
 
     Raises:
@@ -101,7 +101,7 @@ def move(
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise LaunchError(
-                "pages: the current stream is capturing a CUDA graph, whose replay would read block ids from "
+                "pages: the current stream is capturing a CUDA graph, and a replay would read block ids from "
                 "freed memory: pack and unpack outside of it"
             )
         near = [record.data_ptr() if record.device == device else None for record in given]
@@ -124,7 +124,7 @@ def move(
 
 
 def best_way(record_bytes: int, records: int, to_records: bool) -> KernelConfig:
-    """The way of so many records in the host's memory: what was tuned on this GPU, else a guess."""
+    """Return the way to move so many records in host memory: the one tuned on this GPU, else a guess."""
     bucket = way_bucket(record_bytes, records, to_records)
     return best(bucket, untuned(record_bytes, records), WAYS, steps)
 
@@ -136,11 +136,11 @@ def steps(
     buffer_bytes: int,
     programs: int = 0,
 ) -> Iterator[Copies | Launch]:
-    """What a move runs, one after another on one stream; each is made when it is asked for.
+    """Yield the steps of a move, to run in order on one stream; each is made when it is requested.
 
     Args:
-        addresses: of each record, where a kernel finds it; None if it cannot, or shall not.
-        programs: of the kernel that takes these, at most; 0: one for each tile.
+        addresses: device address of each record; None if a kernel cannot or shall not use it.
+        programs: most programs of the kernel for records with an address; 0: one for each tile.
     """
     group = wanted.pages.group
     aligned = 1 if wanted.turns is None or group.precision else group.item_bytes
@@ -158,7 +158,7 @@ def steps(
     rows = torch.empty(len(turns[0]), row_bytes, dtype=torch.uint8, device=wanted.pages.device)[:, :size]
     for turn in turns:
         chunks = [far[i] for i in turn]
-        # what is skipped stays as it was
+        # skipped bytes stay unchanged: such a record is read into the buffer first
         read = [(not wanted.to_records) or bool((wanted.ids[i] < 0).any()) for i in chunks]
         ours = list(zip(rows, [records[i] for i in chunks], strict=False))
         yield Copies([(row, record) for (row, record), wants in zip(ours, read, strict=True) if wants])
@@ -168,7 +168,7 @@ def steps(
 
 
 def turns_of(count: int, each_bytes: int, buffer_bytes: int) -> list[range]:
-    """Parts of `count` >= 1 records, in order, that fit a buffer: of equal length but for the last. Pure."""
+    """Split `count` >= 1 records into ranges that fit a buffer, all but the last of equal length. Pure."""
     length = max(1, buffer_bytes // each_bytes)
     return [range(first, min(first + length, count)) for first in range(0, count, length)]
 
@@ -179,7 +179,7 @@ def _run(made: Iterator[Copies | Launch]) -> None:
 
 
 def _tensor(record: Record) -> torch.Tensor:
-    """A record's memory as a tensor, which torch makes of a read-only array with a warning only."""
+    """Return a record's memory as a tensor, without torch's warning about read-only arrays."""
     if isinstance(record, torch.Tensor):
         return record
     return torch.from_numpy(

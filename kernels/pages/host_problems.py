@@ -1,4 +1,4 @@
-"""The problems that pack and unpack are tuned with on a CPU: forms and sizes that serving has."""
+"""Problems that pack and unpack are tuned with on a CPU: forms and sizes that serving has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONVERSIONS: tuple[tuple[str, bool, Precision | None, bool], ...] = (
     ("rotate", False, None, True),
     ("rotate fp8", False, "fp8", True),
 )
-"""Name, whether it packs, precision of the records, whether keys are rotated."""
+"""Name, whether the move packs, precision of the records, whether keys are rotated."""
 
 MOVES = (
     *(
@@ -66,17 +66,17 @@ MOVES = (
 
 
 def problems() -> Iterator[Problem]:
-    """All of them, made without contents."""
+    """Return all problems, made without contents."""
     return map(problem_of, MOVES)
 
 
 def model_problems(shape: ModelShape) -> Iterator[Problem]:
-    """Those of a model."""
+    """Return the problems of a model."""
     return map(problem_of, model_moves(shape))
 
 
 def problem_of(move: MoveSpec) -> Problem:
-    """That of a move, made without contents."""
+    """Make the problem of a move, without contents."""
     (launch,) = move_case(_start, move, CPU, False).launches(None)
     assert isinstance(launch, HostLaunch)
     job, conversion = launch.arguments["job"], launch.arguments["conversion"]
@@ -102,7 +102,7 @@ def _start(
     turns: Turns | None,
     config: KernelConfig | None,
 ) -> HostLaunch:
-    """The launch that moves; see `triton.move`. Without `config` it is the default."""
+    """Return the launch of a move; see `triton.move`. Without `config`, it has the default."""
     every = ids if slots else (ids[:, :, None] * pages.tokens + np.arange(pages.tokens)).reshape(len(ids), -1)
     kind = pages.group.stored
     row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
@@ -117,9 +117,9 @@ def _start(
 def _run(
     job: numba.Job, conversion: numba.Conversion | None, read: list[Any], owner: object, **tiles: int
 ) -> None:
-    """Move; what was packed is read once, as it is in serving, where a checksum is made of it.
+    """Move, then read packed records once, as serving does for their checksums.
 
-    Without that, whether it is written around the caches would look better than it is.
+    Without the read, writes around the caches would look better than they are.
     """
     numba.move(job, conversion, torch.get_num_threads(), owner, host_config(**tiles))
     for record in read:

@@ -1,23 +1,23 @@
-"""Pack and unpack for JAX arrays: what `kvkit.kernels.pages.api` does, as functions that XLA compiles.
+"""Pack and unpack for JAX arrays: the functions of `kvkit.kernels.pages.api`, compiled by XLA.
 
-JAX arrays are values with a dtype, so nothing here is written in place and no record is a row of bytes:
-records are one array [chunks, L, H, T, C] of the pages' dtype or, with a precision, uint8 [chunks, L, H, T,
-C + 4 or 8], whose bytes are the chunks' payloads; what `api` writes is returned. Under `jax.jit`, where
-groups and ropes are Python values, donate the pages (`donate_argnums`), and XLA writes them in place; only on
-a CPU it copies a layer's pages if they are floats of 8 or 16 bits. Equal shapes compile once: slots are data.
-They are int32 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
+JAX arrays are values with a dtype, so nothing here is written in place and no record is a row of bytes.
+Records are one array [chunks, L, H, T, C] of the pages' dtype or, with a precision, uint8 [chunks, L, H, T,
+C + 4 or 8] with the bytes of the chunks' payloads. Functions return what those of `api` write. Under
+`jax.jit`, with groups and ropes as Python values, donate the pages (`donate_argnums`), and XLA writes them in
+place; only on a CPU does it copy a layer's pages of 8- or 16-bit floats. Equal shapes compile once: slots are
+data. Slots are int32 unless JAX's x64 mode is on; a pool of 2**31 slots or more is refused.
 
-All of it gathers and scatters, which XLA does at the speed of memory on every platform. The Triton kernels
-are not called through jax-triton: they find pages by their addresses, which JAX keeps to itself.
+All functions gather and scatter, which XLA does at the speed of memory on every platform. The Triton kernels
+are not called through jax-triton: they find pages by address, which JAX does not expose.
 
-Over several devices, shard heads: axis 1 of pages, axis 2 of records, and replicate ids. Nothing is then sent
-from device to device, be it under `jax.jit` on a mesh of auto axes, or in `jax.shard_map`, where the group's
+Over several devices, shard heads (axis 1 of pages, axis 2 of records) and replicate ids. Nothing is then sent
+between devices, neither under `jax.jit` on a mesh of auto axes nor in `jax.shard_map`, where the group's
 `kv_heads` are those of one device. A mesh's explicit axes are refused outside of `jax.shard_map`. Blocks are
-not sharded, for any device may be asked for any of them; a device may have a pool of its own, with ids of its
-own, in `jax.shard_map`. There is no gradient.
+not sharded, because any device may need any block; in `jax.shard_map`, a device may have a pool and ids of
+its own. There is no gradient.
 
-Records may be in a host's pinned memory: `pack(..., pinned=True)` leaves them there, and `unpack` reads them
-from wherever they are. Backends of CPUs, CUDA and TPUs have such memory.
+Records may be in pinned host memory: `pack(..., pinned=True)` leaves them there, and `unpack` reads them
+from any memory. Backends of CPUs, CUDA and TPUs have such memory.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def pack(
     records: jax.Array | None = None,
     pinned: bool = False,
 ) -> jax.Array:
-    """Chunks out of an engine's pages: records [chunks, L, H, T, C], as `api.pack` fills them.
+    """Gather chunks out of an engine's pages: records [chunks, L, H, T, C], as `api.pack` fills them.
 
     Args:
         pages: per layer [B, H, N, C], or (k [B, H, N, Dk], v [B, H, N, Dv]); not opaque.
-        blocks, slots: int. NumPy's are checked to be in range; in a JAX array an id out of range is skipped,
-            for its value is not known when the call is compiled.
-        records: what the rows of a block or slot < 0 keep; None: zeros.
-        pinned: whether what is returned is in the host's pinned memory.
+        blocks, slots: integers. NumPy ids are checked to be in range; in a JAX array, an id out of range is
+            skipped, because its value is unknown when the call is compiled.
+        records: values of the rows of a block or slot < 0; None: zeros.
+        pinned: whether to return the records in pinned host memory.
 
     Raises:
         LaunchError: an argument does not fit.
-        NotImplementedError: a gradient is asked for.
+        NotImplementedError: a gradient is taken.
     """
     every, form = _checked(group, pages, blocks, slots)
     if records is not None:
@@ -85,12 +85,12 @@ def unpack(
     rope: Rope | None = None,
     turns: jax.Array | NDArray[np.float32] | None = None,
 ) -> JaxPages:
-    """The pages with chunks in them, as `api.unpack` writes them.
+    """Return the pages with chunks in them, as `api.unpack` writes them.
 
     Args:
         records: [chunks, L, H, T, C], as `pack` makes them.
-        rope, turns: rotate K by float32 turns [chunks, R] or [chunks, T, R], `rope.turns` of each chunk's or
-            token's move (with `Rotation.resolve`: turns[row]).
+        rope, turns: rotary embedding and float32 rotations of K, [chunks, R] or [chunks, T, R]: `rope.turns`
+            of each chunk's or token's move (with `Rotation.resolve`: turns[row]).
 
     The other arguments and the errors are those of `pack`.
     """
@@ -109,9 +109,10 @@ def unpack(
 
 
 def quantise(values: jax.Array, k_size: int, to: Precision) -> jax.Array:
-    """Codes and scales of K and V: uint8 [..., C + 4 * S] of float [..., C], as the reference's, bit by bit.
+    """Quantise float K and V [..., C] to uint8 [..., C + 4 * S], codes and scales, as the reference does.
 
-    Rows with a NaN or an infinity dequantise to what is not finite, as there, but from other bits.
+    Bits are equal, except in rows with a NaN or an infinity: these dequantise to values that are not finite,
+    as in the reference, but from other bits.
     """
     codes, scales = [], []
     for part in (values[..., :k_size], values[..., k_size:]):
@@ -119,7 +120,7 @@ def quantise(values: jax.Array, k_size: int, to: Precision) -> jax.Array:
             continue
         x = part.astype(jnp.float32)
         amax = jnp.abs(x).max(-1, keepdims=True)
-        # by one number for all rows XLA would multiply with its reciprocal, which is another result
+        # XLA would multiply with the reciprocal of a single number, which gives another result
         largest = lax.optimization_barrier(jnp.full_like(amax, LARGEST[to]))  # type: ignore[no-untyped-call]
         tiny = amax < SMALLEST_AMAX
         inverse = jnp.where(tiny, 0.0, largest / jnp.where(tiny, 1.0, amax))
@@ -132,7 +133,7 @@ def quantise(values: jax.Array, k_size: int, to: Precision) -> jax.Array:
 
 
 def dequantise(rows: jax.Array, k_size: int, v_size: int, to: Precision) -> jax.Array:
-    """float32 [..., k_size + v_size] of what `quantise` made: code * scale."""
+    """Return float32 [..., k_size + v_size] of the output of `quantise`: code * scale."""
     channels = k_size + v_size
     codes = lax.bitcast_convert_type(rows[..., :channels], jnp.float8_e4m3fn if to == "fp8" else jnp.int8)
     scales = rows[..., channels:].reshape(*rows.shape[:-1], -1, 4)
@@ -142,7 +143,7 @@ def dequantise(rows: jax.Array, k_size: int, v_size: int, to: Precision) -> jax.
 
 
 def rotate(x: jax.Array, cos_sin: jax.Array, rope: Rope) -> jax.Array:
-    """Turn the rotary channels of x [..., D] by cos_sin [..., R]: in float32, rounded once to x's dtype."""
+    """Rotate the rotary channels of x [..., D] by cos_sin [..., R] in float32, rounded once to x's dtype."""
     last = rope.first + rope.channels
     rotary = x[..., rope.first : last].astype(jnp.float32)
     cos, sin = jnp.split(cos_sin, 2, -1)
@@ -212,19 +213,19 @@ def _unpack(
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """The same bytes as unsigned integers of the same width: XLA's copies of floats may change a NaN."""
+    """Return the bytes as unsigned integers of equal width: XLA's copies of floats may change a NaN."""
     return lax.bitcast_convert_type(x, BITS[x.dtype.itemsize])
 
 
 def where(slots: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Block and token of each slot, and whether it is one of these pages'; others point beyond them."""
+    """Return block and token of each slot, and whether the pages have it; other blocks are beyond them."""
     blocks, _, tokens, _ = pages.shape
     keep = (slots >= 0) & (slots < blocks * tokens)
     return jnp.where(keep, slots // tokens, blocks), slots % tokens, keep
 
 
 def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Pages with bits rows [..., H, C] in their slots [...]."""
+    """Return pages with the bits `rows` [..., H, C] in their slots [...]."""
     block, n, _ = where(slots, pages)
 
     def as_they_are(pages: jax.Array) -> jax.Array:
@@ -235,7 +236,7 @@ def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
     if pages.dtype.itemsize == 4 or jnp.issubdtype(pages.dtype, jnp.integer):
         return as_they_are(pages)
-    # on a CPU XLA would turn all pages into float32 and back, twice the copies and not all of the NaNs
+    # on a CPU, XLA would convert all pages to float32 and back: twice the copies, and some NaNs change
     found: jax.Array = lax.platform_dependent(pages, cpu=as_bits, default=as_they_are)
     return found
 
@@ -243,7 +244,7 @@ def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 def _checked(
     group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None
 ) -> tuple[jax.Array, Form]:
-    """The slots [chunks, T] that a call's ids name, and the form of its records."""
+    """Check a call; return the slots [chunks, T] that its ids name, and the form of its records."""
     if group.opaque:
         raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
     kind = group.stored
@@ -260,7 +261,7 @@ def _checked(
 
 
 def in_range(name: str, ids: Ids, limit: int) -> jax.Array:
-    """Ids as a JAX array; NumPy's are checked, and every one < 0 becomes -1: JAX would cut 64 bits to 32."""
+    """Return ids as a JAX array; NumPy ids are checked, and those < 0 become -1 to fit 32 bits."""
     if limit >= 2**31:
         raise LaunchError(f"{name}: the pages have {limit}, want fewer than {2**31}")
     if isinstance(ids, jax.Array):

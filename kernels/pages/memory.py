@@ -1,4 +1,4 @@
-"""An engine's pages as the kernels take them: checked, with the address of every part."""
+"""Pages of an engine as the kernels take them: checked, with the address of every part."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from kvkit.kernels.pages.reference import Part
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """An engine's KV of one group of layers, checked and made ready for the kernels. Make it with `of`."""
+    """KV of one group of layers in an engine's memory, checked and ready for kernels. Make it with `of`."""
 
-    group: LayerGroup  # of the records
-    blocks: int  # B, of the pool
-    tokens: int  # N of the tensors: slots of a block; opaque: 1, a slot is a whole page
-    heads: int  # of the pages: H, or some of them; opaque: 1
-    parts: tuple[Part, ...]  # bytes of every layer, K and V apart where the engine keeps them so; the owners
-    span: int  # slots that lie the token stride apart: N, or all where blocks follow one another
-    table: NDArray[np.int64]  # [parts, 7]: layer * shares + which of a layer's shares it is, first byte in a
+    group: LayerGroup  # group of the records
+    blocks: int  # B, blocks of the pool
+    tokens: int  # N, slots of a block of the tensors; opaque: 1, a slot is a whole page
+    heads: int  # heads of the pages: H, or a share of them; opaque: 1
+    parts: tuple[Part, ...]  # bytes of every layer, K and V apart if the engine keeps them so; own the memory
+    span: int  # consecutive slots at the token stride: N, or all if blocks are contiguous
+    table: NDArray[np.int64]  # [parts, 7]: layer * shares + index of the layer's share, first byte in a
     # record's row, bytes of a row, address, and strides of B, H, N in bytes
-    order: torch.Tensor | None = None  # where in a block its elements are, if not side by side; see `of`
+    order: torch.Tensor | None = None  # place of each element in a block that is not dense; see `of`
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """Device of the pages."""
         return self.parts[0].pages.device
 
     @property
     def shares(self) -> int:
-        """How many times the pages' heads a record has; opaque: 1, as its row is a page of all heads."""
+        """Number of equal shares of a record's heads; opaque: 1, as a row is a page of all heads."""
         return 1 if self.group.opaque else self.group.kv_heads // self.heads
 
     @property
     def held(self) -> range:
-        """The heads of a record that the pages have; opaque: its one."""
+        """Heads of a record that the pages have; opaque: the only one."""
         first = int(self.table[0, 0]) % self.shares * self.heads
         return range(first, first + self.heads)
 
     @property
     def whole(self) -> bool:
-        """Whether all heads of the records are in the pages."""
+        """True if the pages have all heads of the records."""
         return self.shares == 1 and self.group.page_bytes in (None, int(self.table[0, 2]))
 
     def layer(self, place: int) -> Pages:
-        """The pages of the layer at this place in the group, as if it were a group of its own: a view."""
+        """Return the pages of the layer at this place in the group, as a group of its own: a view."""
         rows = self.table[self.table[:, 0] // self.shares == place].copy()
         rows[:, 0] %= self.shares
         mine = (part for part in self.parts if part.layer // self.shares == place)
@@ -63,7 +63,7 @@ class Pages:
         )
 
     def halves(self) -> NDArray[np.int64]:
-        """int64 [P, 7]: `table` with K and V apart, whether or not the engine keeps them so."""
+        """Return `table` with K and V apart, int64 [P, 7], whether or not the engine keeps them so."""
         k_bytes = self.group.k_size * self.group.item_bytes
         joined = (self.table[:, 1] == 0) & (self.table[:, 2] > k_bytes)
         if self.group.opaque or not joined.any():
@@ -80,22 +80,21 @@ class Pages:
         order: torch.Tensor | None = None,
         heads: range | None = None,
     ) -> Pages:
-        """Pages of `group` in an engine's own memory; neither copies nor writes it.
+        """Make pages of `group` in an engine's own memory; neither copies nor writes it.
 
         Args:
             tensors: per layer of the group, in its order: [B, H, N, C] with K and V side by side in C, or
                 K and V apart as (k [B, H, N, Dk], v [B, H, N, Dv]). Any strides with C innermost. N may
-                differ from `group.block_tokens` where only slots will be used (a Hugging Face cache: B = 1,
-                N = its capacity). Opaque: any dtype and shape [B, ...] whose blocks are `page_bytes`
-                contiguous bytes.
-            order: int64 [H, N, C], of each element of a block its place in there, in elements: pages on a CPU
-                that an engine has in an order of its own. They are moved by way of dense ones; a tensor is
-                [B, ...] then, its blocks contiguous.
-            heads: of the H in a record those that the pages have, which divide H into equal shares: such
-                pages are unpacked into, not packed. None: all of them.
+                differ from `group.block_tokens` if only slots are used (a Hugging Face cache: B = 1, N = its
+                capacity). Opaque: any dtype and shape [B, ...] with blocks of `page_bytes` contiguous bytes.
+            order: int64 [H, N, C], place of each element in its block, in elements, for pages on a CPU in an
+                engine's own order. They are moved through dense pages; a tensor is then [B, ...] with
+                contiguous blocks.
+            heads: heads of a record that the pages have, one of equal shares of its H heads. Such pages can
+                only be unpacked into, not packed. None: all heads.
 
         Raises:
-            LaunchError: the tensors do not fit the group or one another, or one overlaps itself.
+            LaunchError: the tensors do not fit the group or each other, or one overlaps itself.
         """
         shares, share = checks.check_share(group, heads)
         held = replace(
@@ -108,7 +107,7 @@ class Pages:
             checks.check_order(order, held, tensors)
             size = tensors[0][0].numel() * group.item_bytes
             form = replace(held, page_bytes=size, precision=None)
-        # a record of H heads is one of more layers that have a share of them each; opaque: of parts of a row
+        # a record of H heads is treated as more layers with a share of heads each; opaque: parts of a row
         times, place, first = (1, 0, share * held.page_bytes) if held.page_bytes else (shares, share, 0)
         parts = [
             Part(times * layer + place, first + first_byte, _as_bytes(tensor, form.page_bytes))
@@ -120,7 +119,7 @@ class Pages:
         return pages
 
     def copied(self, blocks: NDArray[np.int64]) -> Pages:
-        """A copy of `blocks` alone, int64 [n], on the host: they become blocks 0 to n - 1."""
+        """Return a copy of only `blocks`, int64 [n], on the host: they become blocks 0 to n - 1."""
         ids = torch.from_numpy(blocks).to(self.device)
         parts = [replace(part, pages=part.pages[ids].cpu()) for part in self.parts]
         return Pages._made(self.group, parts, self.order)
@@ -151,9 +150,9 @@ class Pages:
 
 
 def _as_bytes(tensor: torch.Tensor, page_bytes: int | None) -> torch.Tensor:
-    """[B, H, N, W]; of opaque pages [B, 1, 1, page_bytes]."""
+    """Return a tensor's bytes as [B, H, N, W]; opaque pages as [B, 1, 1, page_bytes]."""
     if page_bytes is None:
         return tensor.detach().view(torch.uint8)
-    # a permuted block is contiguous bytes too, but torch views only what is innermost as bytes
+    # a permuted block is contiguous bytes too, but torch views only the innermost axis as bytes
     size = len(tensor), page_bytes // tensor.element_size()
     return tensor.detach().as_strided(size, (tensor.stride(0), 1)).view(torch.uint8)[:, None, None, :]

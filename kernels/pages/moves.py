@@ -1,4 +1,4 @@
-"""Packs and unpacks to tune and check kernels with: their tensors, and whether the right bytes were moved."""
+"""Packs and unpacks to tune and check kernels with: their tensors, and a check of the moved bytes."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from kvkit.kernels.tuning.shapes import ModelShape
 CHUNK_TOKENS = 256
 
 LLAMA = LayerGroup(tuple(range(32)), kv_heads=8, k_size=128, v_size=128, dtype="bfloat16", block_tokens=16)
-"""Llama-3.1-8B."""
+"""Pages of Llama-3.1-8B."""
 
 SMOLLM = LayerGroup(tuple(range(30)), kv_heads=3, k_size=64, v_size=64, dtype="float32", block_tokens=16)
-"""SmolLM2-135M."""
+"""Pages of SmolLM2-135M."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveSpec:
-    """A pack (`to_records`) or unpack."""
+    """A pack (`to_records`) or unpack of chunks."""
 
-    name: str  # of the problem
-    group: LayerGroup  # of the pages, its precision that of the records
+    name: str  # name of the problem
+    group: LayerGroup  # group of the pages, with the records' precision
     to_records: bool
     chunks: int = 8
-    tokens: int = CHUNK_TOKENS  # of a chunk
+    tokens: int = CHUNK_TOKENS  # tokens of a chunk
     slots: bool = False  # pages are named token by token, not block by block
-    rope: Rope | None = None  # of keys that are rotated on the way
-    wide: tuple[int, int] = (1, 1)  # as in `Problem`, of its one kernel
+    rope: Rope | None = None  # embedding of the rotated keys; None: not rotated
+    wide: tuple[int, int] = (1, 1)  # as in `Problem`, for its only kernel
     gated: bool = True  # as in `Problem`
 
 
 def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
-    """Moves of a model's pages, many and few: plain, with keys that are rotated, quantised."""
+    """Yield moves of a model's pages, of many and few chunks: plain, with rotated keys, quantised."""
     channels = shape.rotary or shape.head - shape.latent
     rope = rope_of(channels, 10000.0, interleaved=bool(shape.latent), first=shape.latent)
     forms: tuple[Precision | None, ...] = (None, "fp8", "int8")
@@ -56,11 +56,11 @@ def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
 
 
 def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.device, filled: bool) -> Case:
-    """A move's tensors; `start` takes what `triton.move` beside this takes, and makes the launch."""
+    """Make the case of a move; `start` takes the arguments of `triton.move`, and returns the launch."""
     group, random = move.group, np.random.default_rng(0)
     each = move.tokens // group.block_tokens
     used = move.chunks * each
-    blocks = used + used // 4 if filled else 1  # of the pool: some are nobody's
+    blocks = used + used // 4 if filled else 1  # blocks of the pool: some belong to no chunk
     ids = (
         random.permutation(used + used // 4)[:used].reshape(move.chunks, each)
         if filled
@@ -119,7 +119,7 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
     def fault() -> str:
         for i, (want, got) in enumerate(zip(expected(), [records] if move.to_records else pool, strict=True)):
             where = "records" if move.to_records else f"pages of layer {i}"
-            if rotation:  # a multiplication and an addition may or may not be rounded as one
+            if rotation:  # a multiplication and an addition may or may not be rounded together
                 found = far(where, got, want, 2 * torch.finfo(got.dtype).eps, 1e-5)
             else:
                 found = different(where, got.view(torch.uint8), want.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Pack and unpack for CPU tensors: a numba kernel over all layers and chunks, shared by a few threads."""
+"""Pack and unpack for CPU tensors: a numba kernel over all layers and chunks, run by a few threads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvkit.kernels.tuning.tables import best
 
 DTYPES = ("float32", "float16", "bfloat16")
 FORMS = (None, "fp8", "int8")
-PIECE_BYTES = 1 << 19  # what a thread takes at a time; measured: 256 KiB to 4 MiB differ by 3 %
-INLINE_BYTES = 4 << 20  # by default, a smaller job is done before a second thread has woken up,
-STREAM_BYTES = 32 << 20  # and what a larger job writes leaves the caches anyway, so goes around them
+PIECE_BYTES = 1 << 19  # taken by a thread at a time; measured: 256 KiB to 4 MiB differ by 3 %
+INLINE_BYTES = 4 << 20  # a smaller job takes one thread by default: a second wakes up too late
+STREAM_BYTES = 32 << 20  # a larger job writes around the caches by default: it does not fit them
 LINE_BYTES = 64
 AHEAD_BYTES = 2048  # measured: 512 gains nothing, 4096 loses on short runs
 
@@ -36,10 +36,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hide_from_scans(library: object) -> None:
-    """Have llvmlite's library own up to no attributes. Mutates it.
+    """Give llvmlite's library an empty `__dict__`. Mutates the library.
 
-    It answers for every name with a function, `__dict__` too: whoever looks into all modules for something,
-    as vLLM does on a CPU when an engine starts, takes that for a dict and fails.
+    The library returns a function for every name, `__dict__` too. Code that inspects all modules, as vLLM
+    does on a CPU when an engine starts, takes that function for a dict and fails.
     """
     functions = getattr(library, "_fntab", None)
     if isinstance(functions, dict):
@@ -54,24 +54,24 @@ def jit(function: F) -> F:
 
 
 class Job(NamedTuple):
-    """Chunks to pack (`to_records`) or unpack, as numba takes them: make it by `of`."""
+    """Chunks to pack (`to_records`) or unpack, as numba takes them. Make it with `of`."""
 
     parts: NDArray[np.int64]  # [P, 7], `Pages.table`
-    span: int  # slots whose rows are the token stride apart: N, or more where blocks follow one another
+    span: int  # consecutive slots at the token stride: N, or more if blocks are contiguous
     heads: int  # H
-    row_bytes: int  # of a record's row: C elements, or codes and scales
+    row_bytes: int  # bytes of a record's row: C elements, or codes and scales
     records: NDArray[np.int64]  # [chunks], addresses of canonical [L, H, T, C]
     slots: NDArray[np.int64]  # [chunks, T], below the number of slots; a slot < 0 is skipped
-    runs: NDArray[np.int64]  # [chunks, T], how many tokens from each on lie the token stride apart
+    runs: NDArray[np.int64]  # [chunks, T], number of tokens from each on at the token stride
     to_records: bool
-    bytes: int  # of all its pages
+    bytes: int  # bytes of pages to move
     rows: int  # (part, token) rows of a piece, which a thread takes at a time
 
     @staticmethod
     def of(
         pages: Pages, records: NDArray[np.int64], slots: NDArray[np.int64], row_bytes: int, to_records: bool
     ) -> Job:
-        """The job of these; see the fields."""
+        """Make a job; see the fields."""
         parts, span, heads = pages.table, pages.span, pages.heads
         size = slots.size * heads * sum(parts[:, 2].tolist())
         rows = max(1, PIECE_BYTES * slots.size * len(parts) // max(1, size))
@@ -80,20 +80,20 @@ class Job(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Rows that pass through 8-bit codes, a rotation of K, or both, as numba takes them: make it by `of`."""
+    """Conversion of rows by 8-bit codes, a rotation of K, or both, as numba takes it. Make it with `of`."""
 
-    kind: int  # of the pages' dtype, in `DTYPES`
-    form: int  # of the records, in `FORMS`
-    cos_sin: NDArray[np.float32]  # [U, R], empty where nothing is rotated
-    which: NDArray[np.int32]  # [chunks, T], each token's row of it
-    first: int  # the channel that rotation begins at
-    interleaved: bool  # whether neighbours are rotated, and not halves
-    channels: int  # C, K's and V's
-    k_bytes: int  # K's share of a row of the pages
+    kind: int  # index of the pages' dtype in `DTYPES`
+    form: int  # index of the records' precision in `FORMS`
+    cos_sin: NDArray[np.float32]  # [U, R], empty if nothing is rotated
+    which: NDArray[np.int32]  # [chunks, T], each token's row of `cos_sin`
+    first: int  # first rotary channel
+    interleaved: bool  # whether pairs are neighbours, not halves
+    channels: int  # C, channels of K and V
+    k_bytes: int  # bytes of K in a row of the pages
 
     @staticmethod
     def of(group: LayerGroup, turns: Turns | None) -> Conversion:
-        """That of pages of `group`, to and from its records, by these turns."""
+        """Make the conversion between pages of `group` and its records, with these rotations."""
         rope, cos_sin, which = turns or (None, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
         first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
         kind, form = DTYPES.index(group.dtype), FORMS.index(group.precision)
@@ -103,16 +103,16 @@ class Conversion(NamedTuple):
 
 @functools.cache
 def configs() -> tuple[KernelConfig, ...]:
-    """All that a job can be tuned to on this machine.
+    """Return all configurations that a job can be tuned to on this machine.
 
-    THREADS work at it, 0: as many as the caller allows. With STREAM what it writes goes around the caches.
+    THREADS is the number of threads; 0: as many as the caller allows. With STREAM, writes bypass the caches.
     """
     threads = 0, *(2**i for i in range(10) if 2**i < (os.cpu_count() or 1))
     return tuple(_config(n, stream) for n in threads for stream in (0, 1))
 
 
 def default_config(job: Job) -> KernelConfig:
-    """What is good for a job on most machines."""
+    """Return a configuration that is good for a job on most machines."""
     return _config(int(job.bytes < INLINE_BYTES), int(job.bytes >= STREAM_BYTES))
 
 
@@ -122,7 +122,7 @@ def _config(threads: int, stream: int) -> KernelConfig:
 
 
 def bucket(job: Job, conversion: Conversion | None) -> ProblemBucket:
-    """Jobs that convert the same, of about as many bytes, of which about as many lie together."""
+    """Return the bucket of a job: equal conversion, about as many bytes, about as many contiguous."""
     together, token_stride = int(job.parts[0, 2]), int(job.parts[0, 6])
     if conversion is not None:
         words = DTYPES[conversion.kind], FORMS[conversion.form], "rotated" if conversion.cos_sin.size else ""
@@ -142,13 +142,13 @@ def move(
     owners: object,
     config: KernelConfig | None = None,
 ) -> None:
-    """Pack or unpack, as the `reference` beside this says. Checks nothing; writes where told.
+    """Pack or unpack, as defined by the `reference` beside this. Checks nothing; mutates pages or records.
 
     Args:
-        conversion: on the way; None: bytes.
-        threads: at most so many work at it, the caller's included.
-        owners: of the memory that the job has addresses of: kept alive until the last thread is done.
-        config: of `configs`; None: the best that is known on this machine.
+        conversion: conversion of the rows; None: bytes are copied.
+        threads: most threads, the caller's included.
+        owners: owners of the memory at the job's addresses: kept alive until the last thread is done.
+        config: one of `configs`; None: the best known on this machine.
     """
     if config is None:
         config = best(bucket(job, conversion), default_config(job), configs(), move_rows, host=True)
@@ -166,7 +166,7 @@ def move(
 
 
 def _share(work: Callable[[object], None], threads: int, owners: object) -> None:
-    """Have `threads` threads work until all is done, the caller's among them."""
+    """Run `work` on `threads` threads, the caller's among them, and wait for all."""
     if threads == 1:
         work(owners)
         return
@@ -179,13 +179,13 @@ def _share(work: Callable[[object], None], threads: int, owners: object) -> None
 
 @functools.cache
 def _pool(pid: int, workers: int) -> ThreadPoolExecutor:
-    """Threads of this process: a forked child has another `pid` and so gets its own."""
+    """Return threads of this process: a forked child has another `pid` and so gets its own."""
     return ThreadPoolExecutor(workers, thread_name_prefix="kvkit-pages")
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
 def _take(context: Any, turn: Any) -> Any:
-    """Atomically: the number at an address, which is then one more."""
+    """Atomically return the number at an address and increment it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = ir.IntType(64)
@@ -207,9 +207,9 @@ def _memcpy(context: Any, target: Any, source: Any, count: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
 def _stream(context: Any, target: Any, source: Any, count: Any) -> Any:
-    """memcpy of whole lines to a line boundary, without reading the target into the caches first.
+    """Copy whole lines to a line boundary, without reading the target into the caches first.
 
-    Asks for the source early: the processor's own prefetching stops at every 4 KiB.
+    Prefetches the source: the processor's own prefetching stops at every 4 KiB.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -242,7 +242,7 @@ def _stream(context: Any, target: Any, source: Any, count: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
 def _fence(context: Any) -> Any:
-    """Streamed stores are unordered: without this, who is told that the job is done may read old bytes."""
+    """Order streamed stores: without it, old bytes may be read after the end of the job is reported."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -261,7 +261,7 @@ def _copy(target: int, source: int, count: int, stream: bool) -> None:
 
 @jit
 def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
-    """How many tokens from each on lie the token stride apart. [chunks, T]"""
+    """Count the tokens from each on that are at the token stride, [chunks, T]."""
     chunks, tokens = slots.shape
     runs = np.ones_like(slots)
     for chunk in range(chunks):
@@ -274,7 +274,7 @@ def _runs(slots: NDArray[np.int64], span: int) -> NDArray[np.int64]:
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba is untyped
 def at(context: Any, address: Any, like: Any) -> Any:
-    """A pointer to numbers like `like`. Arrays made of it cost nothing; slices of arrays count references."""
+    """Return a pointer to numbers like `like`. Arrays of it cost nothing; slices count references."""
     pointer = types.CPointer(like.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -285,19 +285,19 @@ def at(context: Any, address: Any, like: Any) -> Any:
 
 @jit
 def _bits(value: Any) -> Any:
-    """Of a float32."""
+    """Return the bits of a float32."""
     return np.float32(value).view(np.uint32)
 
 
 @jit
 def _float(bits: Any) -> Any:
-    """The float32 of 32 bits."""
+    """Return the float32 of 32 bits."""
     return np.uint32(bits).view(np.float32)
 
 
 @jit
 def widen(raw: int, wide: int, n: int, kind: int) -> None:
-    """n float32 of n `DTYPES[kind]`, which is not float32 itself."""
+    """Convert n `DTYPES[kind]`, which is not float32, to float32."""
     source, target = carray(at(raw, np.uint16), n), carray(at(wide, np.float32), n)
     if kind == 1:
         for i in range(n):
@@ -314,7 +314,7 @@ def widen(raw: int, wide: int, n: int, kind: int) -> None:
 
 @jit
 def narrow(wide: int, raw: int, n: int, kind: int) -> None:
-    """The inverse of `_widen`, to the nearest, ties to even."""
+    """Convert n float32 to `DTYPES[kind]`, to the nearest, ties to even: the inverse of `widen`."""
     source, target = carray(at(wide, np.float32), n), carray(at(raw, np.uint16), n)
     if kind == 1:
         for i in range(n):
@@ -335,7 +335,7 @@ def narrow(wide: int, raw: int, n: int, kind: int) -> None:
 
 @jit
 def _quantise(wide: int, codes: int, scale: int, n: int, form: int) -> None:
-    """`reference.quantise` of one row of K or V: n codes and their scale."""
+    """Quantise one row of K or V as `reference.quantise` does: n codes and their scale."""
     source, target = carray(at(wide, np.float32), n), carray(at(codes, np.uint8), n)
     target_scale = carray(at(scale, np.float32), 1)
     most = np.uint32(0)
@@ -362,7 +362,7 @@ def _quantise(wide: int, codes: int, scale: int, n: int, form: int) -> None:
 
 @jit
 def _dequantise(codes: int, scale: int, wide: int, n: int, form: int) -> None:
-    """The inverse of `_quantise`."""
+    """Dequantise one row of K or V: the inverse of `_quantise`."""
     target, factor = carray(at(wide, np.float32), n), carray(at(scale, np.float32), 1)[0]
     if form == 1:
         source = carray(at(codes, np.uint8), n)
@@ -381,7 +381,7 @@ def _dequantise(codes: int, scale: int, wide: int, n: int, form: int) -> None:
 
 @jit
 def rotate(x: int, turns: int, pairs: int, interleaved: bool) -> None:
-    """Turn the pairs of x [2 * pairs] in place by cos and sin [2 * pairs]: neighbours, or halves of x."""
+    """Rotate the pairs of x [2 * pairs] in place by cos and sin [2 * pairs]: neighbours, or halves of x."""
     cos, sin = carray(at(turns, np.float32), pairs), carray(at(turns + 4 * pairs, np.float32), pairs)
     if interleaved:
         both = carray(at(x, np.float32), 2 * pairs)
@@ -414,7 +414,7 @@ def _row(
     rotary: int,
     interleaved: bool,
 ) -> None:
-    """K or V of one head and token; `turns` are its cos and sin, or 0."""
+    """Move K or V of one head and token; `turns` is the address of its cos and sin, or 0."""
     raw, codes, scale = room[0], room[1], room[2]
     wide = raw if kind == 0 else room[3]
     item = 4 if kind == 0 else 2
@@ -438,7 +438,7 @@ def _row(
         _copy(page, raw, width, stream)
     elif turns:
         _memcpy(raw, record, width)
-        if kind:  # what is not rotated keeps its bits
+        if kind:  # channels that are not rotated keep their bits
             widen(raw + first * item, wide, rotary, kind)
             rotate(wide, turns, rotary // 2, interleaved)
             narrow(wide, raw + first * item, rotary, kind)
@@ -459,7 +459,7 @@ def move_rows(
 ) -> None:
     """Take pieces of the job's rows, in the order (chunk, part, token), until none is left.
 
-    A conversion takes each row through float32 in `memory`, which the processor's nearest cache holds. numba
+    A conversion takes each row through float32 in `memory`, which fits the processor's nearest cache. numba
     compiles one function for bytes and one for conversions, each without the other's branches.
     """
     parts, span, heads, row_bytes, records, slots, runs, to_records, _, rows = job
@@ -494,7 +494,7 @@ def move_rows(
                     if width == token_stride == row_bytes:
                         inner, count = 1, run * width
                     elif to_records and token_stride > head_stride:
-                        # reads go straight on, writes jump: measured faster than the other way round
+                        # contiguous reads and scattered writes: measured faster than the reverse
                         outer, outer_page, outer_record = run, token_stride, row_bytes
                         inner, inner_page, inner_record = heads, head_stride, tokens * row_bytes
                     for i in range(outer):
@@ -539,6 +539,6 @@ def move_rows(
 
 @jit
 def _room(memory: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Addresses of four rows in memory, each at the beginning of a line."""
+    """Return the addresses of four rows in memory, each at the beginning of a line."""
     step = len(memory) // 4
     return (memory.ctypes.data + LINE_BYTES - 1 + np.arange(4) * step) // LINE_BYTES * LINE_BYTES

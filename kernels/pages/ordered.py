@@ -1,4 +1,4 @@
-"""Pages on a CPU whose order is known: rows of tokens, and opaque records to any slots, keys turned."""
+"""Pages on a CPU with a known order: rows of tokens, and opaque records to any slots, keys rotated."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.numba import DTYPES, at, jit, narrow, rotate, widen
 
 Offsets = NDArray[np.int64]
-"""[H, N, D]: of each element of K, or V, its place within a block of N tokens, in elements."""
+"""[H, N, D]: place of each element of K or V in a block of N tokens, in elements."""
 
 
 def read_block_elements(pages: Pages, layer: int, slots: NDArray[np.int64]) -> torch.Tensor:
-    """The rows [H, K, C] of tokens at slots [K] (block * N + place), copied, of pages with an `order`."""
+    """Copy rows [H, K, C] of tokens at slots [K] (block * N + place) out of pages with an `order`."""
     block, place = _elements(pages, slots)
     found: torch.Tensor = _block_rows(pages, layer)[block, place].transpose(0, 1)
     return found
 
 
 def write_block_elements(pages: Pages, layer: int, slots: NDArray[np.int64], rows: torch.Tensor) -> None:
-    """The inverse of `read_block_elements`. Mutates the pages."""
+    """Write rows to pages: the inverse of `read_block_elements`. Mutates the pages."""
     block, place = _elements(pages, slots)
     _block_rows(pages, layer)[block, place] = rows.transpose(0, 1)
 
 
 def _elements(pages: Pages, slots: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block [K, 1, 1] and place in it [K, H, C] of each element."""
+    """Return block [K, 1, 1], and place in it [K, H, C], of each element."""
     assert pages.order is not None
     block, token = np.divmod(slots, pages.tokens)
     return torch.from_numpy(block)[:, None, None], pages.order.transpose(0, 1)[torch.from_numpy(token)]
 
 
 def _block_rows(pages: Pages, layer: int) -> torch.Tensor:
-    """The elements [B, size of a block] of a layer's pages: a view."""
+    """Return the elements [B, size of a block] of a layer's pages: a view."""
     return pages.parts[layer].pages[:, 0, 0].view(getattr(torch, pages.group.dtype))
 
 
@@ -53,16 +53,16 @@ def unpack_ordered(
 ) -> None:
     """Scatter the tokens of chunks into opaque pages, each to a slot of its own. Mutates the pages.
 
-    Whatever else the bytes of a page are stays as it was. Keys pass through float32, rounded once.
+    Other bytes of a page stay unchanged. Keys are rotated in float32, rounded once.
 
     Args:
-        pages: opaque, on a CPU. A page is one block of `order`'s, or some that follow one another.
+        pages: opaque pages on a CPU. A page is one block of `order`, or several contiguous ones.
         records: per chunk [L, 1, pages, page_bytes], as `pack` makes them of opaque pages.
-        slots: int64 [chunks, T], each token's block * N + place in the block, N that of the pages' group; a
-            token whose slot is < 0 is left out.
-        order: where in a block K and V are.
-        ropes: of each layer of the group; None: its keys are not rotated.
-        delta: by how many positions keys move.
+        slots: int64 [chunks, T], each token's block * N + place in the block, with the N of the pages'
+            group; a token with a slot < 0 is left out.
+        order: places of K and of V in a block.
+        ropes: rotary embedding of each layer of the group; None: its keys are not rotated.
+        delta: number of positions that keys move by.
 
     Raises:
         LaunchError: the order, a rope or a slot does not fit the pages; nothing was written.
@@ -94,7 +94,7 @@ def unpack_ordered(
             np.ascontiguousarray(k.reshape(-1, channels)),
             np.ascontiguousarray(v.reshape(-1, v.shape[2])),
         )
-        # not the kernel's own: numba frees an array after the last use of its name, and not of its address
+        # made here: in a kernel, numba frees an array after the last use of its name, not of its address
         row, wide = np.empty(channels, np.uint32), np.empty(max(len(turns), 1), np.float32)
         rotation = turns, first, interleaved, kind
         _fill(pages.table[layers], addresses, slots, sizes, places, rotation, row, wide)
@@ -111,9 +111,9 @@ def _fill(
     row: NDArray[np.uint32],
     wide: NDArray[np.float32],
 ) -> None:
-    """`unpack_ordered` of the layers that `parts` has the rows of `Pages.table` of, all of one rope.
+    """Run `unpack_ordered` for layers with one rope; `parts` has their rows of `Pages.table`.
 
-    `row` and `wide` have room for a token's K, and for what of it is rotated.
+    `row` and `wide` have room for a token's K, and for its rotary channels.
     """
     page_bytes, page_tokens, block_bytes, block_tokens, item = sizes
     k, v = places
@@ -152,7 +152,7 @@ def _fill(
 
 @jit
 def _copy(source: int, a: Offsets, i: int, target: int, b: Offsets, j: int, item: int) -> None:
-    """Elements a[i] of one block to b[j] of another."""
+    """Copy elements a[i] of one block to b[j] of another."""
     count = a.shape[1]
     if item == 4:
         words, to_words = carray(at(source, np.uint32), count), carray(at(target, np.uint32), count)

@@ -1,4 +1,4 @@
-"""The problems that pack and unpack are compiled, tuned and checked with: one for each form that matters."""
+"""Problems that pack and unpack are compiled, tuned and checked with: one for each form that matters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvkit.kernels.tuning.shapes import ModelShape
 
 
 def problems() -> Iterator[Problem]:
-    """All of them, made on the CPU without contents."""
+    """Return all problems, made on the CPU without contents."""
     return chain(map(move_problem, MOVES), way_problems())
 
 
 def model_problems(shape: ModelShape) -> Iterator[Problem]:
-    """Those of a model."""
+    """Return the problems of a model."""
     return map(move_problem, model_moves(shape))
 
 
@@ -64,7 +64,7 @@ MOVES = (
 
 
 def move_problem(move: MoveSpec) -> Problem:
-    """That of a move, made on the CPU without contents."""
+    """Make the problem of a move, on the CPU without contents."""
     (launch,) = move_case(pages.move, move, torch.device("cpu"), False).launches(None)
     assert isinstance(launch, Launch)
     exact = replace(move.group, precision=None)

@@ -1,4 +1,4 @@
-"""What pack and unpack mean, in plain torch: for any device and dtype; read it first."""
+"""Reference of pack and unpack in plain torch, for any device and dtype; read it first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvkit.kernels.pages.quantised import LARGEST, SMALLEST_AMAX
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The bytes of one layer's pages that lie side by side: K and V joined, or one of the two.
+    """Contiguous bytes of one layer's pages: K and V joined, or one of the two.
 
     Args:
         layer: position of the layer in its group.
-        first_byte: where this part starts within a row (one head and token) of a record.
+        first_byte: start of this part in a row (one head and token) of a record.
         pages: uint8 [B, H, N, W], W bytes of a row; a view of the engine's memory.
     """
 
@@ -35,13 +35,13 @@ def pack(
     records: Sequence[NDArray[np.uint8]],
     slots: NDArray[np.int64],
 ) -> None:
-    """records[chunk][layer, head, t] = pages[layer][block, head, n], slots[chunk, t] = block * N + n.
+    """Set records[chunk][layer, head, t] = pages[layer][block, head, n], slots[chunk, t] = block * N + n.
 
     Args:
-        group: of the pages.
-        parts: of every layer.
-        records: per chunk the bytes of a canonical [L, H, T, C], with `group.precision` of rows that went
-            through `quantise`; written, except where a slot is < 0.
+        group: group of the pages.
+        parts: parts of every layer.
+        records: per chunk the bytes of a canonical [L, H, T, C] or, with `group.precision`, of rows from
+            `quantise`; written, except where a slot is < 0.
         slots: [chunks, T].
     """
     layers, heads = len(group.layers), parts[0].pages.shape[1]
@@ -64,13 +64,13 @@ def unpack(
     slots: NDArray[np.int64],
     rotation: Rotation | None = None,
 ) -> None:
-    """pages[layer][block, head, n] = records[chunk][layer, head, t]: the inverse of `pack`.
+    """Set pages[layer][block, head, n] = records[chunk][layer, head, t]: the inverse of `pack`.
 
-    Writes the pages of every slot >= 0 and nothing else; records may be read-only. K (not V) is turned by its
-    token's difference of positions. Codes and turns in float32, rounded once to the pages' dtype; what is
-    neither quantised nor rotated keeps its bits.
+    Writes the pages of every slot >= 0 and nothing else; records may be read-only. K (not V) is rotated by
+    its token's change of position. Values are dequantised and rotated in float32, rounded once to the pages'
+    dtype; values that are neither quantised nor rotated keep their bits.
     """
-    heads = parts[0].pages.shape[1]  # all of a record's or, as if it had more layers, a share of them
+    heads = parts[0].pages.shape[1]  # all heads of a record, or a share of them, as if it had more layers
     layers = len(group.layers) * (1 if group.opaque else group.kv_heads // heads)
     dtype: torch.dtype = getattr(torch, group.dtype)
     turns, which = rotation.resolve(*slots.shape) if rotation else (None, slots)
@@ -90,14 +90,14 @@ def unpack(
 
 
 def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor, slice]:
-    """Block and token of each slot >= 0, on the pages' device; and which bytes of a row the part has."""
+    """Return block and token of each slot >= 0, on the pages' device, and the part's bytes of a row."""
     slot = torch.from_numpy(row[row >= 0]).to(part.pages.device)
     tokens, width = part.pages.shape[2:]
     return slot // tokens, slot % tokens, slice(part.first_byte, part.first_byte + width)
 
 
 def quantise(values: torch.Tensor, k_size: int, to: Precision) -> torch.Tensor:
-    """Codes and scales of K and V, each token and head with scales of its own.
+    """Quantise K and V to codes and scales, with scales for each token and head.
 
     Per token and head, K and V apart: scale = amax / LARGEST, code = round to nearest even(x * (LARGEST /
     amax)), all in float32. So |x - dequantised| <= amax / 254 for int8, and <= max(|x| / 16, amax / 448 /
@@ -106,8 +106,8 @@ def quantise(values: torch.Tensor, k_size: int, to: Precision) -> torch.Tensor:
 
     Args:
         values: float [..., C], C = K then V channels.
-        k_size: channels of K; V has the rest, or there is none.
-        to: one of `LARGEST`.
+        k_size: channels of K; V has the rest, if any.
+        to: key of `LARGEST`.
 
     Returns:
         uint8 [..., C + 4 * S]: C codes, then the S = 1 or 2 scales (K's, V's) as float32, little-endian.
@@ -129,7 +129,7 @@ def quantise(values: torch.Tensor, k_size: int, to: Precision) -> torch.Tensor:
 
 
 def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: Precision) -> torch.Tensor:
-    """float32 [..., k_size + v_size] of what `quantise` made: code * scale."""
+    """Return float32 [..., k_size + v_size] of the output of `quantise`: code * scale."""
     channels = k_size + v_size
     codes = rows[..., :channels].contiguous().view(torch.float8_e4m3fn if to == "fp8" else torch.int8).float()
     scales = rows[..., channels:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # [..., S]
@@ -138,9 +138,9 @@ def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: Precision) -> t
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Turn the rotary channels of x [..., D] by cos_sin [..., R] (`Rope.table` or `turns`); D's rest stays.
+    """Rotate the rotary channels of x [..., D] by cos_sin [..., R] (`Rope.table` or `turns`).
 
-    float32 in the middle (float64 if x is), rounded once to x's dtype.
+    Computes in float32 (float64 if x is), rounded once to x's dtype. Other channels stay unchanged.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary = x[..., rope.first : rope.first + rope.channels].to(wide)

@@ -1,4 +1,4 @@
-"""Streams of kvkit's own for moves between a GPU and the host, in order with an engine's by events alone."""
+"""Streams of kvkit's own for moves between a GPU and the host, ordered with an engine's by events."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from kvkit.environment import cuda_driver, outside_captures
 
 CudaEvents = Sequence[torch.cuda.Event]
-"""What a move waits for."""
+"""Events that a move waits for."""
 
 
 @functools.cache
 def own_stream(device: torch.device, to_records: bool) -> torch.cuda.Stream:
-    """The stream of this process for moves one way; what is on it runs beside an engine's work."""
+    """Return this process's stream for moves in one direction, which runs beside an engine's work."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def marks(devices: Iterable[torch.device]) -> CudaEvents:
-    """CudaEvents of what this thread's current streams have so far, one per GPU among `devices`.
+    """Record events after the work on this thread's current streams, one per GPU among `devices`.
 
-    For who hands pages to another thread, whose current streams know nothing of the engine's.
+    They order moves of another thread, because its current streams are not those of the engine.
     """
     gpus = {device for device in devices if device.type == "cuda"}
     return tuple(torch.cuda.current_stream(gpu).record_event() for gpu in gpus)
@@ -32,15 +32,15 @@ def marks(devices: Iterable[torch.device]) -> CudaEvents:
 
 @contextmanager
 def own(device: torch.device, to_records: bool, after: CudaEvents | None) -> Iterator[torch.cuda.Stream]:
-    """Have the own stream be the current one, and `device` the current device; waits at the end, by an event.
+    """Make `device` and kvkit's stream the current ones; at the end, wait for the stream by an event.
 
-    What is queued within runs after the events `after`, or after what the current stream has so far (None).
-    Leaving it, even by an error, means that the GPU is done with it: memory may be reused.
+    Work queued within runs after the events `after`, or after the work on the current stream so far (None).
+    After exit, even by an error, the GPU is done with the work: memory may be reused.
     """
-    # the device first: else the stream's context would go back to GPU 0, and CUDA make a context there
+    # the device first: else the stream's exit would return to GPU 0, and CUDA make a context there
     with torch.cuda.device(device), outside_captures():
         stream = own_stream(device, to_records)
-        stream.query()  # gives a new thread the device's context, which `device_address` asks
+        stream.query()  # gives a new thread the device's context, which `device_address` needs
         for event in marks([device]) if after is None else after:
             stream.wait_event(event)
         try:
@@ -53,9 +53,9 @@ def own(device: torch.device, to_records: bool, after: CudaEvents | None) -> Ite
 
 
 def device_address(address: int) -> int | None:
-    """Where kernels of the current device find memory of the host; None if they cannot reach it.
+    """Return the current device's address of host memory; None if kernels cannot reach it.
 
-    They reach what is pinned and mapped, by an address that may differ from the host's:
+    They reach memory that is pinned and mapped, by an address that may differ from the host's:
     https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html.
     """
     driver, found = cuda_driver(), ctypes.c_uint64()

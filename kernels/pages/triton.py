@@ -1,7 +1,8 @@
 """Pack and unpack in Triton: all layers, K and V, and all chunks in one launch, converted on the way.
 
-The kernels are in `triton_kernels.py`; here is which of them moves what, and what it is compiled for. Letters
-are those of `kvkit.format.layout`. A row is one head of one token; P is the number of parts.
+The kernels are in `triton_kernels.py`; this module chooses the kernel of a move and its compile-time
+arguments. Letters are those of `kvkit.format.layout`. A row is one head of one token; P is the number of
+parts.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @functools.cache
 def configs(kernel: str, amd: bool | None = None) -> tuple[KernelConfig, ...]:
-    """Configurations of a kernel by its name, the default first: on an H100 it is within 9 % of the fastest.
+    """Return the configurations of a kernel, the default first, within 9 % of the fastest on an H100.
 
     TILE counts what a program moves: vectors of `copy_rows`, pairs of vectors of `decode_rows`, elements of
     `encode_rows`.
 
     Args:
-        kernel: its name.
-        amd: for a GPU of AMD, whose 8 warps have more lanes than a tile has vectors; None: this process's.
+        kernel: name of the kernel.
+        amd: for an AMD GPU, where 8 warps have more lanes than a tile has vectors; None: this process's GPU.
     """
     tiles = {
         "copy_rows": (1024, 256, 512, 2048),
@@ -54,7 +55,7 @@ def configs(kernel: str, amd: bool | None = None) -> tuple[KernelConfig, ...]:
 
 
 def bucket(launch: Launch) -> ProblemBucket:
-    """The problems that share a best configuration with `launch`: compiled alike, of about as many bytes."""
+    """Return the bucket of `launch`: problems that are compiled alike, of about as many bytes."""
     given = launch.arguments
     compiled = (f"{name}={value}" for name, value in given.items() if name.isupper() and name != "INTERPRET")
     rows = len(given["records"]) * given["parts_count"] * given["heads"] * given["tokens"]
@@ -72,18 +73,19 @@ def move(
     turns: Turns | None = None,
     config: KernelConfig | None = None,
 ) -> Launch:
-    """The launch that packs (`to_records`) or unpacks. Copies its small arrays to the pages' device.
+    """Return the launch that packs (`to_records`) or unpacks. Copies small arrays to the pages' device.
 
-    Checks nothing (`api` does) and starts nothing. Whoever runs it keeps pages and records
-    alive until the device is done.
+    Checks nothing (`api` does) and starts nothing. The caller keeps pages and records alive until the device
+    is done.
 
     Args:
-        pages: of one group; the engine's memory.
-        records: [chunks], addresses that the device can reach: of its own memory, or of pinned memory.
-            Multiples of the dtype's size where keys are rotated and the group has no precision.
-        ids: [chunks, I], blocks, or with `slots` each token's block * N + place in the block; < 0 is skipped.
-        turns: None, or those of keys that are rotated.
-        config: instead of the best that is known.
+        pages: pages of one group; the engine's memory.
+        records: [chunks], addresses that the device can reach, in its own memory or in pinned memory.
+            Multiples of the dtype's size if keys are rotated and the group has no precision.
+        ids: [chunks, I], blocks or, with `slots`, each token's block * N + place in the block; ids < 0 are
+            skipped.
+        turns: rotations of the keys; None: keys are not rotated.
+        config: configuration to use; None: the best known.
     """
     if pages.group.precision is None and turns is None:
         form = _copying(pages, records, to_records)
@@ -124,21 +126,21 @@ def move(
 
 
 def capped(launch: Launch, programs: int) -> Launch:
-    """A launch of `move` by at most so many programs, which then move several tiles each.
+    """Limit a launch of `move` to so many programs, which then move several tiles each.
 
-    For pinned memory: the bus is full with a few, and more of them, waiting for it, take room from others.
+    For pinned memory: a few programs fill the bus; more would wait for it and take room from others.
     """
     grid = (min(programs, launch.arguments["count"]),)
     return replace(launch, grid=grid, arguments={**launch.arguments, "PERSISTENT": True})
 
 
 class _Form(NamedTuple):
-    """What a kernel is compiled for."""
+    """Kernel of a move, with its compile-time arguments."""
 
-    kernel: Any  # one of the three
+    kernel: Any  # one of the three kernels
     parts: NDArray[np.int64]  # [P, 7], first byte, width and strides in the units of the pages
-    row_work: int  # how much of a tile a row takes, at most
-    least: int  # a tile is not smaller
+    row_work: int  # most of a tile that a row takes
+    least: int  # smallest tile
     constants: dict[str, Any]  # compile-time arguments
 
 
@@ -205,24 +207,24 @@ def _encoding(pages: Pages, records: NDArray[np.int64]) -> _Form:
 
 
 def _in_units(parts: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
-    """`Pages.table` with bytes as units; the address stays."""
+    """Return `Pages.table` with `unit` bytes as unit; addresses stay in bytes."""
     divided = parts.copy()
     divided[:, [1, 2, 4, 5, 6]] //= unit
     return divided
 
 
 def _align(*numbers: NDArray[np.int64] | int) -> int:
-    """The power of two, 16 at most, that divides all numbers."""
+    """Return the largest power of two, 16 at most, that divides all numbers."""
     return math.gcd(VECTOR_BYTES, *(int(np.gcd.reduce(np.asarray(n), axis=None)) for n in numbers))
 
 
 def _power_of_2(number: int) -> int:
-    """The smallest one that is not less."""
+    """Return the smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Arrays on a device, by one copy: each begins at a multiple of 16 bytes of the same memory.
+    """Upload arrays in one copy; each begins at a multiple of 16 bytes of the same memory.
 
     The copy is queued on the current stream. CUDA has read pageable memory when the call returns.
     """

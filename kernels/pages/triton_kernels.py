@@ -1,12 +1,12 @@
-"""The Triton kernels that pack and unpack, as `kvkit.kernels.pages.triton` launches them.
+"""Triton kernels that pack and unpack, launched by `kvkit.kernels.pages.triton`.
 
-Each finds its memory through a table of addresses: `copy_rows` moves bytes; `decode_rows` unpacks records
-whose keys are rotated, that are quantised, or both; `encode_rows` packs and quantises. What they compute is
-the `reference` beside this. Neighbouring lanes take neighbouring words, of 16 bytes where all addresses and
-strides allow it.
+Each kernel finds its memory through a table of addresses. `copy_rows` moves bytes; `decode_rows` unpacks
+records with rotated keys, quantised values, or both; `encode_rows` packs and quantises. The `reference`
+beside this defines what they compute. Neighbouring lanes take neighbouring words, of 16 bytes where all
+addresses and strides allow it.
 
-A row is one head of one token; P is the number of parts, rows of `Pages.table`, or of `Pages.halves` where K
-and V are converted.
+A row is one head of one token; P is the number of parts, rows of `Pages.table` or, if K and V are converted,
+of `Pages.halves`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import triton.language as tl
 from triton.language import target_info
 
 RUNTIME = ["parts_count", "heads", "tokens", "ids_count", "tiles", "count"]
-"""Numbers that may differ from call to call: nothing is compiled anew for them."""
+"""Arguments that may differ from call to call: new values compile nothing."""
 
 
 @triton.jit
 def _turns(count, PERSISTENT: tl.constexpr):
-    """How many tiles a program moves, one after another."""
+    """Return how many tiles a program moves, one after another."""
     return tl.cdiv(count - tl.program_id(0), tl.num_programs(0)) if PERSISTENT else 1
 
 
 @triton.jit
 def _place(turn, tiles, heads, parts_count, PERSISTENT: tl.constexpr):
-    """The tile of a program's turn: its number among those of a head, the head, part and chunk."""
+    """Return number within a head, head, part and chunk of a program's tile number `turn`."""
     if PERSISTENT:
         rest, head = _divide(tl.program_id(0) + turn * tl.num_programs(0), heads)
         rest, part = _divide(rest, parts_count)
@@ -39,7 +39,7 @@ def _place(turn, tiles, heads, parts_count, PERSISTENT: tl.constexpr):
 
 @triton.jit
 def _divide(a, b):
-    """a // b and a % b of int32 that are not negative, which takes fewer instructions than of any."""
+    """Return a // b and a % b of int32 that are not negative, in fewer instructions than for any int32."""
     a = a.to(tl.uint32)
     b = tl.cast(b, tl.uint32)
     return (a // b).to(tl.int32), (a % b).to(tl.int32)
@@ -47,8 +47,8 @@ def _divide(a, b):
 
 @triton.jit
 def _tokens(tile, ROW: tl.constexpr, TILE: tl.constexpr):
-    """A head's token that a tile begins with, each lane's token from there on, and its place in the row."""
-    if TILE % ROW == 0:  # what differs between a thread's lanes is known when this is compiled
+    """Return a tile's first token, each lane's token counted from there, and its place in the row."""
+    if TILE % ROW == 0:  # differences between a thread's lanes are known at compile time
         first, lane = tile * (TILE // ROW), tl.arange(0, TILE)
     else:
         first, lane = 0, tile * TILE + tl.arange(0, TILE)
@@ -58,7 +58,7 @@ def _tokens(tile, ROW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _page_rows(part, ids, t, inside, GRANULE: tl.constexpr, SLOTS: tl.constexpr):
-    """Where tokens' rows begin in a head's pages, and which of them are moved. t, inside: [V]."""
+    """Return offsets of tokens' rows in a head's pages, and which rows are moved. t, inside: [V]."""
     i, place = _divide(t, GRANULE)
     given = tl.load(ids + i, mask=inside, other=-1)
     keep = inside & (given >= 0)
@@ -70,14 +70,14 @@ def _page_rows(part, ids, t, inside, GRANULE: tl.constexpr, SLOTS: tl.constexpr)
 
 @triton.jit
 def _pointer(address, first, WORD: tl.constexpr, WIDTH: tl.constexpr):
-    """Words from the first on of what an address points to, of which WIDTH together are aligned."""
+    """Return a pointer to words from `first` on of the memory at `address`, aligned to WIDTH words."""
     pointer = tl.load(address).to(tl.pointer_type(WORD)) + first
     return tl.multiple_of(pointer, WIDTH * WORD.primitive_bitwidth // 8)
 
 
 @triton.jit
 def _lanes(first, lane, WIDTH: tl.constexpr):
-    """first + lane, [V] and [1, W] to [V, W]; first is known to be a multiple of WIDTH."""
+    """Return first + lane, [V] and [1, W] to [V, W]; first is known to be a multiple of WIDTH."""
     return tl.multiple_of(first[:, None] + lane, (1, WIDTH))
 
 
@@ -90,8 +90,8 @@ def copy_rows(
     heads,
     tokens,
     ids_count,
-    tiles,  # of a head of a chunk's part
-    count,  # of all tiles
+    tiles,  # tiles of a head of a chunk's part
+    count,  # number of all tiles
     TO_RECORDS: tl.constexpr,
     WORD: tl.constexpr,
     WIDTH: tl.constexpr,  # words of a vector
@@ -103,7 +103,7 @@ def copy_rows(
     INTERPRET: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Bytes, unchanged. A tile is TILE vectors of a head of a chunk's part, in the order of the record."""
+    """Copy bytes unchanged. A tile is TILE vectors of a head of a chunk's part, in the record's order."""
     for turn in range(_turns(count, PERSISTENT)):
         tile, head, place, chunk = _place(turn, tiles, heads, parts_count, PERSISTENT)
         part = parts + place * 7
@@ -142,11 +142,11 @@ def decode_rows(
     CHANNELS: tl.constexpr,
     SCALE_BYTES: tl.constexpr,  # that a scale is aligned to
     WIDTH: tl.constexpr,  # channels of a vector
-    RECORD_WIDTH: tl.constexpr,  # of them together aligned in a record
-    RECORD_ROW: tl.constexpr,  # of a record: channels, or bytes of codes and scales
+    RECORD_WIDTH: tl.constexpr,  # channels that are together aligned in a record
+    RECORD_ROW: tl.constexpr,  # of a record's row: channels, or bytes of codes and scales
     ROW: tl.constexpr,  # pairs of vectors of a page's row, at most
-    FIRST: tl.constexpr,  # rotary channel
-    PAIRS: tl.constexpr,  # of rotary channels, or 0
+    FIRST: tl.constexpr,  # first rotary channel
+    PAIRS: tl.constexpr,  # pairs of rotary channels, or 0
     INTERLEAVED: tl.constexpr,
     GRANULE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -154,10 +154,10 @@ def decode_rows(
     INTERPRET: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Records to pages: a' = a cos - b sin, b' = b cos + a sin of K's rotary pairs; code * scale of codes.
+    """Unpack records: a' = a cos - b sin, b' = b cos + a sin for K's rotary pairs; code * scale for codes.
 
-    A lane has two vectors: those of WIDTH pairs, or two that are not rotary and side by side; V's as K's. In
-    float32, rounded once; what is neither rotated nor quantised keeps its bits.
+    A lane has two vectors: those of WIDTH rotary pairs, or two others side by side; V is split as K is.
+    Computes in float32, rounded once; values that are neither rotated nor quantised keep their bits.
     """
     BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
     CODE: tl.constexpr = BITS if FORM is None else tl.uint8
@@ -171,7 +171,7 @@ def decode_rows(
         row = ((tl.load(part) * heads + head) * tokens + first) * RECORD_ROW
 
         rotary = unit < PAIRS // WIDTH
-        still = (unit - PAIRS // WIDTH) * 2 * WIDTH  # a place among the channels that are not rotary
+        still = (unit - PAIRS // WIDTH) * 2 * WIDTH  # place among the channels that are not rotary
         after = still + WIDTH
         if INTERLEAVED:
             turned_a = FIRST + unit * 2 * WIDTH
@@ -236,9 +236,9 @@ def encode_rows(
     CHANNELS: tl.constexpr,
     SCALE_BYTES: tl.constexpr,  # that a scale is aligned to
     WIDTH: tl.constexpr,  # channels that are together aligned in a page
-    RECORD_WIDTH: tl.constexpr,  # in a record
+    RECORD_WIDTH: tl.constexpr,  # the same in a record
     RECORD_ROW: tl.constexpr,  # bytes of a record's row
-    COLUMNS: tl.constexpr,  # a power of 2, no row has more channels
+    COLUMNS: tl.constexpr,  # a power of 2, at least the channels of a row
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     GRANULE: tl.constexpr,
@@ -247,9 +247,9 @@ def encode_rows(
     INTERPRET: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Pages to records: scale = amax / LARGEST, code = x * (LARGEST / amax) rounded to nearest, ties to even.
+    """Pack pages: scale = amax / LARGEST, code = x * (LARGEST / amax) rounded to nearest, ties to even.
 
-    In float32; K's rows and V's alike, each with a scale of its own, reduced by lanes side by side.
+    Computes in float32. Each row of K and of V has its own scale, reduced by neighbouring lanes.
     """
     BITS: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
     ROWS: tl.constexpr = TILE // COLUMNS if TILE > COLUMNS else 1
@@ -282,21 +282,21 @@ def encode_rows(
 
 @triton.jit
 def _pairs_apart(a, b):
-    """First and second of the pairs of neighbours in a then b, all [V, WIDTH]."""
+    """Return first and second of the pairs of neighbours in a then b, all [V, WIDTH]."""
     both = tl.permute(tl.join(a, b), (0, 2, 1))  # [V, 2, WIDTH]
     return tl.split(tl.reshape(both, (a.shape[0], a.shape[1], 2)))
 
 
 @triton.jit
 def _pairs_together(a, b):
-    """The inverse of `_pairs_apart`."""
+    """Invert `_pairs_apart`."""
     both = tl.reshape(tl.join(a, b), (a.shape[0], 2, a.shape[1]))
     return tl.split(tl.permute(both, (0, 2, 1)))
 
 
 @triton.jit
 def _widen(bits, DTYPE: tl.constexpr):
-    """float32 of the bits of DTYPE."""
+    """Return the float32 of the bits of DTYPE."""
     if DTYPE == "float32":
         x = bits.to(tl.float32, bitcast=True)
     elif DTYPE == "float16":
@@ -308,12 +308,12 @@ def _widen(bits, DTYPE: tl.constexpr):
 
 @triton.jit
 def _narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """The bits of DTYPE nearest to float32, ties to even."""
+    """Return the bits of DTYPE nearest to float32, ties to even."""
     if DTYPE == "float32":
         bits = x.to(tl.int32, bitcast=True)
     elif DTYPE == "float16":
         bits = x.to(tl.float16).to(tl.int16, bitcast=True)
-    elif INTERPRET:  # where the conversion cuts the last bits off
+    elif INTERPRET:  # the interpreter's conversion cuts the last bits off
         wide = x.to(tl.int32, bitcast=True)
         nearest = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
         bits = tl.where((wide & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest).to(tl.int16)
@@ -324,13 +324,13 @@ def _narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _encode(x, FORM: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
-    """Codes nearest to float32, ties to even, of what is above LARGEST that of LARGEST; 0x7F of every NaN.
+    """Return the codes nearest to float32, ties to even, clamped to LARGEST; fp8: 0x7F for every NaN.
 
-    By hardware (https://docs.nvidia.com/cuda/parallel-thread-execution, cvt.rn.satfinite.e4m3x2) or, with
-    equal bits, by those of x: sm_80 and gfx942 have no e4m3fn.
+    fp8 codes come from hardware (https://docs.nvidia.com/cuda/parallel-thread-execution,
+    cvt.rn.satfinite.e4m3x2) or, with equal results, from the bits of x: sm_80 and gfx942 have no e4m3fn.
     """
     if FORM == "fp8" and not INTERPRET and target_info.cuda_capability_geq(8, 9):
-        # not by Triton's conversion: 3.6 rounds twice on sm_89, to float16 first
+        # not by Triton's conversion: on sm_89, Triton 3.6 rounds twice, to float16 first
         code = tl.inline_asm_elementwise(
             """
             {
@@ -348,7 +348,7 @@ def _encode(x, FORM: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexp
         )
     else:
         x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # no product is left to fuse with a sum
+        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)  # leaves no product to fuse with a sum
         if FORM == "int8":
             code = (x + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: its last bit is 1
         else:
@@ -364,7 +364,7 @@ def _encode(x, FORM: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexp
 
 @triton.jit
 def _decode(code, FORM: tl.constexpr, INTERPRET: tl.constexpr):
-    """float32 of codes."""
+    """Return the float32 of codes."""
     if FORM == "int8":
         x = code.to(tl.int8, bitcast=True).to(tl.float32)
     elif not INTERPRET and target_info.cuda_capability_geq(8, 9):
@@ -375,14 +375,14 @@ def _decode(code, FORM: tl.constexpr, INTERPRET: tl.constexpr):
         x = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         x = tl.where(size >= 8, x, size.to(tl.float32) * 0.001953125)  # 2^-9
         x = tl.where(size == 0x7F, float("nan"), x)
-        sign = (bits & 0x80) << 24  # not -x: Triton 3.6 takes it from 0, which makes +0 of 0
+        sign = (bits & 0x80) << 24  # not -x: Triton 3.6 computes 0 - x, which is +0 for 0
         x = (x.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return x
 
 
 @triton.jit
 def _load_scale(scales, t, keep, RECORD_ROW: tl.constexpr, BYTES: tl.constexpr):
-    """float32 [V] of rows t; that of row 0 is at the address `scales`, in words of BYTES."""
+    """Load float32 [V] of rows t; that of row 0 is at the address `scales`, in words of BYTES."""
     WORD: tl.constexpr = tl.uint32 if BYTES == 4 else tl.uint16 if BYTES == 2 else tl.uint8
     at = scales.to(tl.pointer_type(WORD)) + t * (RECORD_ROW // BYTES)
     bits = tl.load(at, mask=keep, other=0).to(tl.uint32)
@@ -393,7 +393,7 @@ def _load_scale(scales, t, keep, RECORD_ROW: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def _store_scale(scales, t, scale, keep, RECORD_ROW: tl.constexpr, BYTES: tl.constexpr):
-    """The inverse of `_load_scale`."""
+    """Store scales: the inverse of `_load_scale`."""
     WORD: tl.constexpr = tl.uint32 if BYTES == 4 else tl.uint16 if BYTES == 2 else tl.uint8
     at = scales.to(tl.pointer_type(WORD)) + t * (RECORD_ROW // BYTES)
     bits = scale.to(tl.uint32, bitcast=True)

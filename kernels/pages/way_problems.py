@@ -1,4 +1,4 @@
-"""The problems that the way between GPU and host is tuned with: records of several sizes, few and many."""
+"""Problems that the way between GPU and host is tuned with: records of several sizes, few and many."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WaySpec:
 
     @property
     def record_bytes(self) -> int:
-        """Of one record."""
+        """Bytes of one record."""
         return self.group.chunk_bytes(self.tokens)
 
 
@@ -52,12 +52,12 @@ WAY_SPECS = tuple(
 
 
 def way_problems() -> Iterator[Problem]:
-    """All of them, made without tensors."""
+    """Return all problems, made without tensors."""
     return map(way_problem, WAY_SPECS)
 
 
 def way_problem(spec: WaySpec) -> Problem:
-    """One of them. What differs by configuration is how records move, so no form of it is gated."""
+    """Make a problem. Configurations differ only in how records move, so none of it is gated."""
     bucket = way_bucket(spec.record_bytes, spec.records, spec.to_records)
     default = untuned(spec.record_bytes, spec.records)
     moved = 2 * spec.records * spec.record_bytes
@@ -77,7 +77,7 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
     group, random = spec.group, np.random.default_rng(0)
     each = spec.tokens // group.block_tokens
     count = spec.records * each
-    blocks = count + count // 4 if filled else 1  # of the pool: some are nobody's
+    blocks = count + count // 4 if filled else 1  # blocks of the pool: some belong to no record
     ids = (random.permutation(blocks)[:count] if filled else np.zeros(count, np.int64)).reshape(-1, each)
     pool = group.pages(blocks, POISON, str(device))
     pinned = device.type == "cuda"
@@ -117,7 +117,7 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
 
 
 def _address(record: torch.Tensor, device: torch.device) -> int | None:
-    """Where a kernel finds a record; on a CPU, which interprets, where it is."""
+    """Return a record's address for kernels; on a CPU, which interprets them, its own address."""
     if device.type == "cpu":
         return record.data_ptr()
     with torch.cuda.device(device):

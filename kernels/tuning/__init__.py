@@ -1,6 +1,6 @@
-"""What tuning a kernel of one's own takes; docs/tuning.md has an example.
+"""Names for tuning a kernel of your own; docs/tuning.md has an example.
 
-Importing it imports nothing else: each name below comes from its module when it is first asked for.
+Importing this package imports nothing else: each name comes from its module on first use.
 """
 
 from __future__ import annotations

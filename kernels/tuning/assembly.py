@@ -1,4 +1,4 @@
-"""What a compiler made of a kernel, read from its assembly: PTX and SASS of NVIDIA, AMD's text."""
+"""Properties of a compiled kernel, read from its assembly: PTX and SASS of NVIDIA, AMD's text."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvkit.kernels.tuning.gpus import Gpu
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiler made of a launch."""
+    """Properties of a compiled launch."""
 
-    registers: int  # of one thread; on AMD vector registers
-    spill_bytes: int  # of one thread: NVIDIA's stack frame, AMD's spilled vector registers
-    shared_bytes: int  # of one block
+    registers: int  # registers of one thread; on AMD, vector registers
+    spill_bytes: int  # spills of one thread: NVIDIA's stack frame, AMD's spilled vector registers
+    shared_bytes: int  # shared memory of one block
     loads: int  # instructions that read global memory, copies into shared memory among them
-    loads_16: int  # those of 16 bytes or more per thread
+    loads_16: int  # loads of 16 bytes or more per thread
     stores: int
     stores_16: int
     mma: int  # matrix instructions
-    instructions: int  # of the loop with the largest share of these; of the whole kernel where none has any
+    instructions: int  # of the loop with the largest share of `mma`; of the whole kernel if none has any
     waits: int  # barriers of that loop, and waits for copies and products (NVIDIA)
-    in_flight: int  # copies into shared memory that a wait of the loop leaves under way, at most (NVIDIA)
+    in_flight: int  # most copies into shared memory in flight after a wait of the loop (NVIDIA)
     blocks_per_sm: int  # an estimate from registers, shared memory and warps
-    digest: str = ""  # equal where all instructions are
-    hazard: str = ""  # how it may compute what nobody asked for, see `overwritten`
+    digest: str = ""  # equal if all instructions are
+    hazard: str = ""  # how its results may be wrong, see `overwritten`
 
     def rejection(self) -> str:
-        """Why this cannot or should not run, "" if nothing speaks against it."""
+        """Return why this cannot or should not run, "" if there is no reason."""
         if self.spill_bytes:
             return f"spills {self.spill_bytes} bytes"
         return self.hazard or ("" if self.blocks_per_sm else "does not fit a multiprocessor")
@@ -44,9 +44,9 @@ class MachineInstruction:
     """One instruction of SASS or of AMD's assembly."""
 
     name: str  # with its modifiers
-    operands: str = ""  # as they are written
+    operands: str = ""  # as written
     guard: str = ""  # the predicate under which it runs; "": always
-    jump: int | None = None  # the place, among all instructions, where it may go on
+    jump: int | None = None  # index of the instruction that it may jump to
 
 
 _PTX_ACCESS = re.compile(
@@ -60,12 +60,12 @@ _MMA = re.compile(r"(?:H|Q|I|D|O|UTC\w*)G?MMA\b|v_s?mfmac?_")
 
 
 def read_nvidia(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
-    """From PTX what it loads and stores, from the binary what ptxas made of it.
+    """Read loads and stores from PTX, and the result of ptxas from the binary.
 
     Args:
-        assembly: as Triton keeps it: "ptx", "cubin", "ttgir".
-        shared_bytes, warps: of one block.
-        gpu: that it was compiled for.
+        assembly: assembly as Triton keeps it: "ptx", "cubin", "ttgir".
+        shared_bytes, warps: shared memory and warps of one block.
+        gpu: GPU that it was compiled for.
 
     Raises:
         ValueError: the binary's report lacks something.
@@ -111,7 +111,7 @@ _AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
 
 
 def read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gpu) -> Compiled:
-    """From the assembly text, "amdgcn", whose metadata says the rest; otherwise as `read_nvidia`."""
+    """Read the assembly text, "amdgcn", and its metadata; otherwise as `read_nvidia`."""
     text: str = assembly["amdgcn"]
     accesses = [(kind == "store", _AMD_BYTES.get(width, 2)) for kind, width in _AMD_ACCESS.findall(text)]
     registers = int(_field(r"\.vgpr_count:\s*(\d+)", text))  # accumulation registers included
@@ -135,7 +135,7 @@ def read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gp
 
 
 def parse_sass(text: str) -> tuple[MachineInstruction, ...]:
-    """The instructions of one kernel, as `cuobjdump --dump-sass` prints them."""
+    """Parse the instructions of one kernel, as `cuobjdump --dump-sass` prints them."""
     found = _SASS.findall(text)
     places = {int(at, 16): i for i, (at, *_) in enumerate(found)}
     instructions = []
@@ -147,7 +147,7 @@ def parse_sass(text: str) -> tuple[MachineInstruction, ...]:
 
 
 def parse_amd(text: str) -> tuple[MachineInstruction, ...]:
-    """The instructions of one kernel, as LLVM prints them for AMD."""
+    """Parse the instructions of one kernel, as LLVM prints them for AMD."""
     found = re.findall(r"^(?:(\.\w+):|\t([a-z]+_\w+)([^;\n]*))", text, re.MULTILINE)
     places: dict[str, int] = {}
     lines: list[tuple[str, str]] = []
@@ -163,9 +163,9 @@ def parse_amd(text: str) -> tuple[MachineInstruction, ...]:
 
 
 def main_loop(instructions: Sequence[MachineInstruction]) -> Sequence[MachineInstruction]:
-    """The loop with the largest share of matrix products, else the whole kernel.
+    """Return the loop with the largest share of matrix products, else the whole kernel.
 
-    A jump back from waits that stand after the kernel's end looks like a loop, too, of few products.
+    A jump back from waits after the kernel's end looks like a loop too, but has a small share of products.
     """
     products = [0]
     for instruction in instructions:
@@ -179,17 +179,16 @@ def main_loop(instructions: Sequence[MachineInstruction]) -> Sequence[MachineIns
 
 
 _WGMMA = re.compile(r"[A-Z]GMMA\b")
-_A_REGISTERS = 4  # of a thread, whatever the dtype: 64 rows of 32 bytes over 128 threads
+_A_REGISTERS = 4  # per thread, for any dtype: 64 rows of 32 bytes over 128 threads
 
 
 def overwritten(sass: Sequence[MachineInstruction]) -> str:
-    """The first wgmma whose A registers are written to before it is waited for, as text; "" if none.
+    """Find the first wgmma with A registers that are written to before a wait for it; "" if none.
 
     A wgmma reads its registers while the instructions after it run, until a `WARPGROUP.DEPBAR.LE gsb0, N`
-    leaves no more than the N latest groups under way; a wgmma with `gsb0` ends its group. ptxas of CUDA 12.9
-    may reuse them too early (https://github.com/triton-lang/triton/pull/11781). Every way that control may
-    take from each wgmma is followed, so loops that are run again as well. What later wgmmas write is let
-    pass: they run in order.
+    leaves no more than the N latest groups in flight; a wgmma with `gsb0` ends its group. ptxas of CUDA 12.9
+    may reuse them too early (https://github.com/triton-lang/triton/pull/11781). Every path of control from
+    each wgmma is followed, repeated loops included. Writes of later wgmmas are allowed: they run in order.
     """
     for i, instruction in enumerate(sass):
         a = re.match(r"R\d+, R(\d+),", instruction.operands) if _WGMMA.match(instruction.name) else None
@@ -216,13 +215,13 @@ def overwritten(sass: Sequence[MachineInstruction]) -> str:
                 groups = min(groups + 1, 8)
             if one.jump is not None:
                 ways.append((one.jump, groups))
-            if not one.name.startswith("BRA") or one.guard or "," in one.operands:  # may go on after it
+            if not one.name.startswith("BRA") or one.guard or "," in one.operands:  # may continue after it
                 ways.append((at + 1, groups))
     return ""
 
 
 def _written(instruction: MachineInstruction) -> range:
-    """The vector registers that an instruction of SASS writes; none of a wgmma, or where it never runs."""
+    """Return the vector registers that a SASS instruction writes; none for a wgmma or if it never runs."""
     name, operands = instruction.name, instruction.operands
     if instruction.guard == "!PT" or _WGMMA.match(name):
         return range(0)
@@ -250,7 +249,7 @@ def _digest(instructions: Sequence[MachineInstruction]) -> str:
 
 
 def _counts(accesses: list[tuple[bool, int]]) -> tuple[int, int, int, int]:
-    """Loads, those of 16 bytes, stores and those of 16 bytes, among (is a store, bytes)."""
+    """Count loads, loads of 16 bytes, stores and stores of 16 bytes, among (is a store, bytes)."""
     loads, stores = ([size for store, size in accesses if store == which] for which in (False, True))
     return len(loads), sum(n >= 16 for n in loads), len(stores), sum(n >= 16 for n in stores)
 

@@ -1,4 +1,4 @@
-"""What the compile gate recorded of each kernel, in a file, and what has become worse since."""
+"""File of the compile gate's records of each kernel, and the regressions since."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from kvkit.kernels.tuning.assembly import Compiled
 
 SLACK = 1.02
-"""What counts as worse: more than this many times as much."""
+"""Factor above which a figure counts as worse."""
 
 _LESS = ("per_line", "per_mma", "predicted_us")
 _MORE = ("blocks_per_sm", "in_flight")
 _MORE_ALIKE = ("loads_16", "stores_16")  # with equal tiles
 
 Document = Mapping[str, Any]
-"""As `gate.as_json` makes it."""
+"""Reports as made by `gate.as_json`."""
 
 
 def _listed(document: Document) -> dict[tuple[str, str, str], Mapping[str, Any]]:
@@ -26,17 +26,17 @@ def _listed(document: Document) -> dict[tuple[str, str, str], Mapping[str, Any]]
 
 
 def known_of(recorded: Document) -> dict[str, Compiled]:
-    """What was made of kernels by their `gate.compile_key`; none that did not compile or has a hazard."""
+    """Return compiled kernels by `gate.compile_key`, without those that failed or have a hazard."""
     names = [field.name for field in fields(Compiled) if field.default is MISSING]
     right = (entry for entry in recorded["kernels"] if not entry.keys() & {"error", "hazard"})
     return {e["key"]: Compiled(**{name: e[name] for name in names}) for e in right if "key" in e}
 
 
 def regressions(found: Document, recorded: Document, complete: bool = True) -> list[str]:
-    """What is worse than is recorded, a line each.
+    """Return what is worse than recorded, one line each.
 
-    Kernels that are not recorded are named, and with `complete` those that are no more. Figures are compared
-    if both documents are of one version of Triton: another one makes other instructions of the same kernels.
+    Kernels that are not recorded are named and, with `complete`, those that are gone. Figures are compared
+    only for equal versions of Triton, because another version makes other instructions of the same kernels.
     """
     now, before = _listed(found), _listed(recorded)
     worse = [f"{', '.join(key)}: not recorded" for key in now.keys() - before.keys()]
@@ -66,10 +66,10 @@ def _worse(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 
 
 def write(path: Path, found: Document, complete: bool = True) -> None:
-    """Record a document in a file, a line a kernel. Without `complete`, what else the file has stays.
+    """Record a document in a file, one line per kernel. Without `complete`, other kernels stay.
 
     Raises:
-        ValueError: it is not complete, and the file is of another version of Triton.
+        ValueError: the document is not complete, and the file is of another version of Triton.
         OSError: the file cannot be read or written.
     """
     kernels = _listed(found)

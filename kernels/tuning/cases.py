@@ -1,4 +1,4 @@
-"""What a problem is: tensors for a kernel, what it cannot do without, and whether its results are right."""
+"""Problems of kernels: their tensors, the least work, and a check of the results."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, Runnable
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a problem cannot be done without."""
+    """Least work of a problem."""
 
-    moved_bytes: int  # read from and written to memory
-    flops: int = 0  # multiplications and additions of its matrix products
-    iterations: int = 0  # of the loop that has these, in all programs together; 0: not known
+    moved_bytes: int  # bytes read from and written to memory
+    flops: int = 0  # multiplications and additions of matrix products
+    iterations: int = 0  # of the loop with these products, over all programs; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,11 +26,11 @@ class Case:
     """A problem with its tensors on a device.
 
     Args:
-        launches: the kernels of a configuration (None: the best that is known), in order, over these tensors:
+        launches: returns the kernels of a configuration (None: the best known), in order, over these tensors:
             `Launch`es of Triton kernels, `HostLaunch`es of functions, or anything else with `run`.
-        poison: overwrites whatever the kernels write.
-        fault: compares what they wrote with the operation's `reference`: where it differs, "" if nowhere.
-        outputs: what the kernels write: equal runs leave equal bits there.
+        poison: overwrites everything that the kernels write.
+        fault: compares results with the operation's `reference`: returns where they differ, "" if nowhere.
+        outputs: tensors that the kernels write: equal runs leave equal bits in them.
     """
 
     launches: Callable[[KernelConfig | None], tuple[Runnable, ...]]
@@ -49,17 +49,17 @@ class Problem:
     """One problem of a bucket.
 
     Args:
-        name: unique.
-        bucket: that it stands for.
-        kernel: the Triton kernel or function that is tuned: results count for its present source alone.
+        name: unique name.
+        bucket: bucket that it represents.
+        kernel: tuned Triton kernel or function: results count only for its present source.
         space: configurations to choose from, the default first.
-        make: its tensors on a device; with False they hold nothing, for a look at the launches alone.
-        work: of a configuration, whose tiles may take more than the problem needs.
-        wide: by kernel's name, how many of its instructions the layout lets load and store 16 bytes at least.
-        gated: has a form of its own in the compile gate; False where another's is nearly the same.
-        defaults: by target, where another than the first of `space` comes first.
-        operation: the name of a function of an `api`, which users know it by; "" where it is the bucket's op.
-        host: it runs on the CPU; its results are in the CPU's table.
+        make: makes its tensors on a device; with False they have no contents, to inspect launches only.
+        work: returns the work of a configuration; its tiles may take more than the problem needs.
+        wide: by kernel's name, the loads and stores of at least 16 bytes that the layout allows.
+        gated: whether it has a form of its own in the compile gate; False if another form is nearly the same.
+        defaults: by target, the default if it is not the first of `space`.
+        operation: name of a function of an `api`, as users know it; "" if it is the bucket's op.
+        host: whether it runs on the CPU, with results in the CPU's table.
     """
 
     name: str
@@ -76,16 +76,16 @@ class Problem:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What `kvkit tune --op` knows it by: the operation, and the kernel."""
+        """Names for `kvkit tune --op`: the operation, and the kernel."""
         return self.operation or self.bucket.op, self.bucket.op
 
     def space_on(self, target: str) -> tuple[KernelConfig, ...]:
-        """Configurations for a target, a name of `gpus.GPUS`; the default first."""
+        """Return the configurations for a target, a name in `gpus.GPUS`; the default first."""
         return tuple(dict.fromkeys((self.defaults.get(target, self.space[0]), *self.space)))
 
 
 def rope_of(channels: int, base: float, **more: Any) -> Rope:
-    """A model's default embedding of so many rotary channels; more fields as in `Rope`."""
+    """Return a model's default embedding of `channels` rotary channels; more fields as in `Rope`."""
     return Rope(tuple(base ** (-2 * i / channels) for i in range(channels // 2)), **more)
 
 
@@ -97,7 +97,7 @@ POISON = 0xA5
 
 
 def fill(tensor: torch.Tensor) -> None:
-    """Overwrite with normally distributed numbers, or with any bytes."""
+    """Overwrite a tensor with normally distributed numbers, or with random integers below 256."""
     generator = torch.Generator(tensor.device).manual_seed(0)
     if tensor.dtype.is_floating_point:
         tensor.normal_(generator=generator)
@@ -106,13 +106,13 @@ def fill(tensor: torch.Tensor) -> None:
 
 
 def different(name: str, got: torch.Tensor, want: torch.Tensor) -> str:
-    """How many bytes differ, as text; "" if none do."""
+    """Return how many bytes differ, as text; "" if none do."""
     count = int((got != want).sum())
     return f"{name}: {count} of {got.numel()} bytes differ" if count else ""
 
 
 def far(name: str, got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float) -> str:
-    """How many numbers are further off than this allows, as text; "" if none are. A NaN is."""
+    """Return how many numbers are off by more than this allows, as text; "" if none. A NaN is off."""
     error = (got.double() - want.double()).abs()
     wrong = ~(error <= absolute + relative * want.double().abs())  # NaN is wrong too
     return (

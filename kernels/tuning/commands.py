@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TuneChoice:
-    """What is tuned, and on what."""
+    """Problems to tune, and the device to tune them on."""
 
     op: Annotated[list[str] | None, typer.Option(help="only this operation or kernel; can be repeated")] = (
         None
@@ -30,19 +30,24 @@ class TuneChoice:
         str | None, typer.Option(help="at this model's shapes: a config.json, its folder or a hub id")
     ] = None
     shape: Annotated[
-        str, typer.Option(help="at this shape, or the model's but for it: heads=32,kv_heads=4,head=96")
+        str,
+        typer.Option(
+            help="at this shape, or the model's with these fields replaced: heads=32,kv_heads=4,head=96"
+        ),
     ] = ""
     problems: Annotated[
-        str | None, typer.Option(help="your own: module:function, which returns problems")
+        str | None, typer.Option(help="your own problems: module:function that returns them")
     ] = None
     device: Annotated[
         str | None,
-        typer.Option(help="gpu, host (the CPU), or to show it a device's name; default: gpu, else host"),
+        typer.Option(
+            help="gpu, host (the CPU) or, to show results, a device's name; default: gpu, else host"
+        ),
     ] = None
 
     @property
     def host(self) -> bool:
-        """The CPU."""
+        """True for the CPU."""
         from kvkit.environment import gpu_name
 
         if self.device not in (None, "gpu", "host"):
@@ -50,15 +55,15 @@ class TuneChoice:
         return self.device == "host" or (self.device is None and gpu_name() is None)
 
     def device_name(self) -> str:
-        """Whose results are shown."""
+        """Return the name of the device to show results of."""
         from kvkit.kernels.tuning.tables import device_name
 
-        mine = self.device in (None, "gpu", "host", "cpu")  # of which `host` refuses the last
+        mine = self.device in (None, "gpu", "host", "cpu")  # `self.host` refuses cpu
         named = device_name(self.host) if mine else self.device
-        return named or sys.exit("--device gpu: no GPU here; --device NAME shows another one's")
+        return named or sys.exit("--device gpu: no GPU here; --device NAME shows another device's results")
 
     def factory(self, host: bool) -> ProblemFactory:
-        """What makes the problems."""
+        """Return the factory of the problems."""
         from kvkit.format.layout import LayoutError
         from kvkit.kernels.tuning.problems import ModelProblems, every_problem, host_problems
         from kvkit.kernels.tuning.shapes import ModelShape, ShapeError, shapes_of, with_settings
@@ -79,7 +84,7 @@ class TuneChoice:
             sys.exit(f"--shape {self.shape}: {error}")
 
     def chosen(self, factory: ProblemFactory, host: bool) -> list[Problem]:
-        """The problems of a GPU or the host; what multiplies matrices first: there is most to gain."""
+        """Return the problems of a GPU or the host, matrix products first: they have most to gain."""
         from kvkit.kernels.tuning.cases import Problem
 
         every = list(factory())
@@ -97,7 +102,7 @@ class TuneChoice:
         return sorted(found, key=lambda problem: not problem.work(problem.space[0]).flops)
 
     def _elsewhere(self, op: str, host: bool) -> str:
-        """In words, where else than on the GPU or the host there is such an operation."""
+        """Return in words whether the other of GPU and host has such an operation."""
         if self.problems is not None:
             return ""
         try:
@@ -121,31 +126,31 @@ def _function(named: str) -> ProblemFactory:
 
 
 HOST_BUDGET_S = 120.0
-"""Nobody waits longer for a CPU's kernels without having said so; the next run goes on."""
+"""Default time limit for a CPU's kernels; the next run continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneLimits:
-    """How long tuning may take, and what it does again."""
+    """Limits of the time that tuning takes, and whether it repeats measurements."""
 
     budget_s: Annotated[
-        float | None, typer.Option(help="end after so many seconds; default: on the host 120")
+        float | None, typer.Option(help="stop after so many seconds; default: on the host 120")
     ] = None
-    problem_s: Annotated[float | None, typer.Option(help="spend at most so many on a problem")] = None
-    force: Annotated[bool, typer.Option(help="measure again what is known")] = False
+    problem_s: Annotated[float | None, typer.Option(help="spend at most so many seconds on a problem")] = None
+    force: Annotated[bool, typer.Option(help="measure problems with results again")] = False
 
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """What is told of earlier runs; nothing is measured then."""
+    """Reports of earlier runs; with them, nothing is measured."""
 
-    show: Annotated[bool, typer.Option(help="print what is known, and measure nothing")] = False
-    explain: Annotated[bool, typer.Option(help="say why what won did, and measure nothing")] = False
+    show: Annotated[bool, typer.Option(help="print the known results, and measure nothing")] = False
+    explain: Annotated[bool, typer.Option(help="explain why the best won, and measure nothing")] = False
     csv: Annotated[Path | None, typer.Option(help="write the trials to this file, and measure nothing")] = (
         None
     )
     plot: Annotated[
-        Path | None, typer.Option(help="draw speed against the roof, PNG or SVG, and measure nothing")
+        Path | None, typer.Option(help="plot speed against the roofline, PNG or SVG, and measure nothing")
     ] = None
 
     def __bool__(self) -> bool:
@@ -160,7 +165,7 @@ def tune(
     report: TuneReport,
     merge: Annotated[
         list[Path] | None,
-        typer.Option(help="put this table's results into those that are here; can be repeated"),
+        typer.Option(help="merge this table's results into those of this machine; can be repeated"),
     ] = None,
     wide: Annotated[
         bool, typer.Option("--wide", help="with --show or --target: all columns of the table")
@@ -175,7 +180,7 @@ def tune(
     """Find the fastest correct configuration of every kernel on this machine's GPU or CPU, and keep it.
 
     Results go to $KVKIT_TUNED or ~/.cache/kvkit/tuned, one file per device, and every trial to a file of
-    JSON lines beside it. A run that was stopped goes on where it was.
+    JSON lines beside it. A run that was stopped continues where it was.
     """
     if merge:
         _merge(merge)
@@ -233,7 +238,7 @@ def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
 
 
 def _merge(files: list[Path]) -> None:
-    """Into the user's own tables, one of each device."""
+    """Merge files into the user's own tables, one of each device."""
     from kvkit.environment import slug_of
     from kvkit.kernels.tuning.tables import (
         TableError,

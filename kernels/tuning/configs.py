@@ -1,4 +1,4 @@
-"""How a kernel is compiled and started: configurations, problems that share one, launches."""
+"""Compilation and start of kernels: configurations, buckets of problems that share one, launches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvkit.kernels.caches import use_triton_cache
 
 
 class KernelConfig(NamedTuple):
-    """One way to compile and start a kernel; that of a host kernel has tiles alone, see `host_config`."""
+    """One way to compile and start a kernel; a host kernel has only tiles, see `host_config`."""
 
-    tiles: tuple[tuple[str, int], ...]  # its compile-time sizes, or a host kernel's arguments, by name
-    warps: int = 4  # Triton's num_warps; 0: not a Triton kernel's
-    stages: int = 2  # and num_stages
+    tiles: tuple[tuple[str, int], ...]  # compile-time sizes, or a host kernel's arguments, by name
+    warps: int = 4  # Triton's num_warps; 0: not a Triton kernel
+    stages: int = 2  # Triton's num_stages
 
     def __str__(self) -> str:
         triton = (("warps", self.warps), ("stages", self.stages)) if self.warps else ()
@@ -22,23 +22,23 @@ class KernelConfig(NamedTuple):
 
 
 def host_config(**tiles: int) -> KernelConfig:
-    """A configuration of a kernel that Triton does not compile: sizes, counts and choices by argument."""
+    """Return a configuration of a kernel without Triton: sizes, counts and choices by argument."""
     return KernelConfig(tuple(tiles.items()), 0, 0)
 
 
 class ProblemBucket(NamedTuple):
     """Problems that share a configuration."""
 
-    op: str  # the name of an operation's function in an `api`, or of one of its kernels
-    form: str  # what is compiled differently, as text: dtype, head sizes, alignment, flags
-    sizes: tuple[int, ...]  # what is not, rounded up to powers of two
+    op: str  # name of an operation's function in an `api`, or of one of its kernels
+    form: str  # properties that change the code, as text: dtype, head sizes, alignment, flags
+    sizes: tuple[int, ...]  # other sizes, rounded up to powers of two
 
 
 class Runnable(Protocol):
-    """Work that is ready to be started: a `Launch`, a `HostLaunch` or anything else with `run`."""
+    """Work that is ready to start: a `Launch`, a `HostLaunch` or anything else with `run`."""
 
     def run(self) -> None:
-        """Do it, or start it on the current device and stream; mutates what the kernel writes."""
+        """Do the work, or start it on the current device and stream; mutates what the kernel writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class Launch:
 
     kernel: Any  # the `triton.jit` function
     grid: tuple[int, ...]
-    arguments: Mapping[str, Any]  # tensors, numbers, and the compile-time ones but for those of `config`
+    arguments: Mapping[str, Any]  # tensors, numbers, and compile-time values except those of `config`
     config: KernelConfig
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class Launch:
         self.kernel[self.grid](**self._given())
 
     def compile(self) -> Any:
-        """What `run` would start on Triton's active driver; starts nothing."""
+        """Compile what `run` would start on Triton's active driver; starts nothing."""
         use_triton_cache()
         return self.kernel.warmup(grid=self.grid, **self._given())
 
@@ -67,12 +67,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLaunch:
-    """A function with its arguments; the tiles of `config` are arguments, too."""
+    """A function with its arguments; the tiles of `config` are arguments too."""
 
     call: Callable[..., object]
     arguments: Mapping[str, Any]
     config: KernelConfig
 
     def run(self) -> None:
-        """Call it; mutates what the function writes."""
+        """Call the function; mutates what the function writes."""
         self.call(**self.arguments, **dict(self.config.tiles))

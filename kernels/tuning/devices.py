@@ -1,4 +1,4 @@
-"""The tools for tuning on this machine: its GPU, timed by events around graphs, or its CPU."""
+"""Tools for tuning on this machine: its GPU, timed by events around graphs, or its CPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvkit.kernels.tuning.search import CompileInfo, Late, Measure, Roofline, To
 
 @contextmanager
 def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> Iterator[Tools]:
-    """The tools for this machine's GPU or `host`: a roof measured now, compilers in other processes.
+    """Yield the tools for this machine's GPU or CPU; measures the roofline, and compiles in processes.
 
     Args:
-        host: the CPU.
-        factory: makes the problems anew in the processes that compile for a GPU.
+        host: whether the tools are for the CPU.
+        factory: makes the problems again in the processes that compile for a GPU.
 
     Raises:
         TuningError: there is no GPU.
@@ -39,7 +39,7 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
         return
     if not torch.cuda.is_available():
         raise TuningError(
-            f"no GPU here; --target compiles for one without it: {', '.join(GPUS)} (registers, spills, "
+            f"no GPU here; --target compiles without a GPU for: {', '.join(GPUS)} (registers, spills, "
             "shared memory)"
         )
     device = torch.device("cuda", torch.cuda.current_device())
@@ -61,12 +61,12 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
 def look_at(
     pool: CompilePool, factory: ProblemFactory, target: str, problem: Problem, late: Late
 ) -> Mapping[KernelConfig, CompileInfo]:
-    """What compiling for `target` says of a problem's configurations, as far as there is time."""
+    """Compile a problem's configurations for `target`, as far as time allows; return the results."""
     found: dict[KernelConfig, CompileInfo] = {}
     jobs = [(problem.name, config, target) for config in problem.space]
     for report in survey(pool, factory, jobs, late=late):
         before, made = found.get(report.config, CompileInfo()), report.compiled
-        # how much shared memory it gets is beside the code
+        # the size of shared memory is not part of the code
         binary = f"{made.digest} {made.shared_bytes} " if made and made.digest else ""
         numbers = before.numbers
         if made and report.kernel == problem.kernel.__name__:
@@ -77,7 +77,7 @@ def look_at(
 
 
 def target_name(device: torch.device) -> str:
-    """What Triton compiles for on a GPU; one that `GPUS` lacks is tuned without a look at the compiler."""
+    """Return Triton's target for a GPU; one that `GPUS` lacks is tuned without compiler results."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).partition(":")[0]
@@ -85,10 +85,10 @@ def target_name(device: torch.device) -> str:
 
 
 def cuda_timer(device: torch.device) -> Callable[[Case], Measure]:
-    """Times runs on a GPU by events, after a write that leaves nothing of use in L2.
+    """Return a timer of runs on a GPU, by events, after a write that evicts useful data from L2.
 
-    Triton kernels are captured in a CUDA graph, so that several follow one another without waiting for
-    Python; other launches are timed as they are run.
+    Triton kernels are captured in a CUDA graph, so that several run in sequence without waiting for Python;
+    other launches are timed as they run.
     """
     l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     flush = torch.empty(max(4 * l2_bytes, 256 << 20), dtype=torch.uint8, device=device)
@@ -107,20 +107,20 @@ def cuda_timer(device: torch.device) -> Callable[[Case], Measure]:
 
 
 def _ready(case: Case, config: KernelConfig) -> tuple[Callable[[], None], tuple[Runnable, ...]]:
-    """What runs a configuration, and its launches: they own the memory that it works on.
+    """Return a function that runs a configuration, and its launches, which own the memory it works on.
 
     Raises:
-        CompileError: it cannot be made, compiled or started.
+        CompileError: the configuration cannot be made, compiled or started.
     """
     try:
         launches = case.launches(config)
-        for launch in launches:  # compiles, which a capture cannot
+        for launch in launches:  # compiles, which is not possible in a capture
             launch.run()
-    except Exception as error:  # each stage of Triton's compiler raises its own kind, the driver RuntimeError
+    except Exception as error:  # each stage of Triton's compiler raises its own type, the driver RuntimeError
         raise CompileError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     try:
         torch.cuda.synchronize()
-    except RuntimeError as error:  # nothing can be run on this GPU by this process any more
+    except RuntimeError as error:  # this process cannot run anything on this GPU any more
         raise TuningError(f"{config} broke the GPU's context: {error}") from error
     if not all(isinstance(launch, Launch) for launch in launches):
         return lambda: _run(launches), launches
@@ -138,7 +138,7 @@ def _run(launches: tuple[Runnable, ...]) -> None:
 
 
 def measured_roof(device: torch.device) -> Roofline:
-    """Rates of a copy of 1 GiB and of a product of bfloat16 matrices of 8192 x 8192: the best of ten each."""
+    """Measure a copy of 1 GiB and a product of bfloat16 matrices of 8192 x 8192: the best of ten each."""
     return _roof(device, 1 << 30, 8192, torch.bfloat16, _seconds)
 
 
@@ -149,7 +149,7 @@ def _roof(
     dtype: torch.dtype,
     seconds: Callable[[Callable[[], object]], float],
 ) -> Roofline:
-    """Over random numbers: ones take less power, so that a GPU multiplies more of them in a second."""
+    """Measure with random numbers: ones take less power, so that a GPU multiplies them faster."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     a = torch.empty(side, side, dtype=dtype, device=device)
     target, product = torch.zeros_like(source), torch.empty_like(a)
@@ -161,7 +161,7 @@ def _roof(
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Between two events on the current stream."""
+    """Return the seconds of a run between two events on the current stream."""
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     began.record()
     run()
@@ -171,10 +171,10 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def host_timer() -> Callable[[Case], Measure]:
-    """Times runs on the CPU by the clock, after a write of twice its largest cache that leaves nothing there.
+    """Return a timer of runs on the CPU, after a write of twice its largest cache, which evicts all data.
 
-    One thread writes: torch's would go on spinning beside what is timed. A configuration runs once before it
-    is timed, so that what compiles it does not count.
+    One thread writes: torch's threads would continue to spin beside the timed run. A configuration runs once
+    before it is timed, so that its compilation does not count.
     """
     flush = np.zeros(2 * _cache_bytes(), np.uint8)
 
@@ -184,7 +184,7 @@ def host_timer() -> Callable[[Case], Measure]:
             try:
                 launches = case.launches(config)
                 _run(launches)
-            except Exception as error:  # numba's compiler raises many kinds
+            except Exception as error:  # numba's compiler raises many types
                 raise CompileError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
             return launches
 
@@ -199,7 +199,7 @@ def host_timer() -> Callable[[Case], Measure]:
 
 
 def host_roof() -> Roofline:
-    """Rates of torch's copy of 256 MiB and product of float32 matrices of 1024 x 1024, by all its threads."""
+    """Measure torch's copy of 256 MiB and product of float32 matrices of 1024 x 1024, on all threads."""
     return _roof(torch.device("cpu"), 256 << 20, 1024, torch.float32, _host_seconds)
 
 
@@ -210,6 +210,6 @@ def _host_seconds(run: Callable[[], object]) -> float:
 
 
 def _cache_bytes() -> int:
-    """The size of the CPU's largest cache, 64 MiB at least: that is taken where the system does not say."""
+    """Return the size of the CPU's largest cache, at least 64 MiB, also if the system reports none."""
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max([64 << 20, *(int(path.read_text().strip().removesuffix("K")) << 10 for path in found)])

@@ -1,10 +1,10 @@
-"""What a launch becomes on a named GPU, without one: registers, spills, shared memory, 16-byte loads.
+"""Compilation of launches for a GPU without one: registers, spills, shared memory, 16-byte loads.
 
 `python -m kvkit.kernels.tuning.gate` is the compile gate: it compiles the default of every problem for every
-target of `GATE`, prints a table and fails if something spills, does not fit or has lost its 16-byte loads.
-With `--compare benchmarks/results/compile.json` it fails, too, if a kernel has become worse than is recorded
-there, and compiles anew only what that file does not hold under an equal `compile_key`;
-`--json benchmarks/results/compile.json` records what is.
+target of `GATE`, prints a table, and fails if a kernel spills, does not fit or has lost its 16-byte accesses.
+With `--compare benchmarks/results/compile.json` it also fails if a kernel is worse than recorded there, and
+compiles only kernels that the file does not hold under an equal `compile_key`.
+`--json benchmarks/results/compile.json` records the results.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from kvkit.kernels.tuning.source import source_digest
 
 
 class CompileError(RuntimeError):
-    """A launch cannot be compiled. Names the kernel, the target and the reason."""
+    """A launch that cannot be compiled. Names the kernel, the target and the reason."""
 
 
 GATE = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""What every kernel must compile for without spills."""
+"""Targets that every kernel must compile for without spills."""
 POLL_S = 0.1
-"""How often `survey` asks whether the time is over."""
+"""Seconds between checks of `survey` whether the time is over."""
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
     """Compile a launch for a target as Triton would to run it there; needs no GPU, writes no tensors.
 
     Args:
-        launch: its tensors may be on any device: their dtype and alignment count.
-        target: a name of `gpus.GPUS`.
+        launch: launch with tensors on any device: only their dtype and alignment count.
+        target: name in `gpus.GPUS`.
 
     Raises:
         CompileError: the target is unknown, Triton interprets kernels in this process, or its compiler
@@ -71,18 +71,18 @@ def compile_for(launch: Launch, target: str) -> Compiled:
 
 
 def compile_key(launch: Launch, target: str) -> str:
-    """A digest of all that `compile_for` follows from, 16 hex digits; compiles nothing.
+    """Digest everything that the result of `compile_for` depends on, 16 hex digits; compiles nothing.
 
-    The kernel's source, what Triton specialises it by (dtypes, alignment, compile-time values, options),
-    the target, Triton's and its assembler's version, and how their assembly is read. Launches with equal
-    keys are compiled to the same on any machine.
+    These are the kernel's source, the values that Triton specialises it by (dtypes, alignment, compile-time
+    values, options), the target, the versions of Triton and its assembler, and the code that reads their
+    assembly. Launches with equal keys compile to the same on any machine.
 
     Args:
         launch: as for `compile_for`.
-        target: a name of `gpus.GPUS`.
+        target: name in `gpus.GPUS`.
 
     Raises:
-        CompileError: as `compile_for`, but for what its compiler finds.
+        CompileError: as for `compile_for`, except for failures of its compiler.
     """
     with _explained(launch, target):
         from triton import knobs
@@ -95,12 +95,12 @@ def compile_key(launch: Launch, target: str) -> str:
             asked.extend((about["key"], about["repr"]))  # the second has options that no caller gave
             return True  # do not compile
 
-        # a device of its own for each target: Triton does not ask about what it has compiled for a device
+        # a device of its own for each target: Triton calls no hook for kernels it has compiled for a device
         with _driver_for(StandInDriver(_triton_target(gpu), f"keys of {target}")), knobs.runtime.scope():
             knobs.runtime.jit_cache_hook = note
             launch.compile()
         if not asked:
-            raise RuntimeError("Triton does not say what it would compile")
+            raise RuntimeError("Triton does not report what it would compile")
         parts = version_of("triton"), backend.hash(), gpu, source_digest(_reader(gpu))
         texts = [source_digest(launch.kernel), *asked, *map(str, parts)]
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
@@ -108,7 +108,7 @@ def compile_key(launch: Launch, target: str) -> str:
 
 @contextmanager
 def _explained(launch: Launch, target: str) -> Iterator[None]:
-    """Raise CompileError for whatever goes wrong, and for what cannot be compiled."""
+    """Raise CompileError for any failure, and for launches that cannot be compiled."""
     if target not in GPUS:
         raise CompileError(f"target {target!r}: want one of {', '.join(GPUS)}")
     import triton
@@ -118,7 +118,7 @@ def _explained(launch: Launch, target: str) -> Iterator[None]:
         raise CompileError(f"{kernel}: TRITON_INTERPRET is set; kernels are interpreted in this process")
     try:
         yield
-    except Exception as error:  # each stage of Triton's compiler raises its own kind
+    except Exception as error:  # each stage of Triton's compiler raises its own type
         words = " ".join(f"{type(error).__name__}: {error}".split())
         if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
             words = f"{words[:100]} ... {words[-200:]}"
@@ -137,29 +137,29 @@ def _triton_target(gpu: Gpu) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StandInDriver:
-    """What Triton asks its driver before it compiles, answered for a GPU that need not be there.
+    """Stand-in for Triton's driver during compilation, for a GPU that need not be there.
 
-    Kernels are compiled by the way that a launch takes, whatever Triton's version: a launch on such a GPU
+    Kernels are compiled in the same way as by a launch, for any version of Triton: a launch on such a GPU
     finds the result in Triton's cache.
 
     Args:
-        target: a `triton.backends.compiler.GPUTarget`.
-        device: what Triton keeps compiled kernels by in this process; None: the target.
+        target: `triton.backends.compiler.GPUTarget` to compile for.
+        device: key of Triton's compiled kernels in this process; None: the target.
     """
 
     target: Any
     device: Any = None
 
     def get_current_target(self) -> Any:
-        """What to compile for."""
+        """Return the target to compile for."""
         return self.target
 
     def get_current_device(self) -> Any:
-        """One device per target, unless told."""
+        """Return `device`; by default, one device per target."""
         return self.device or self.target
 
     def get_current_stream(self, device: Any) -> int:
-        """The default one."""
+        """Return the default stream."""
         return 0
 
 
@@ -169,7 +169,7 @@ def _driver_for(stand_in: StandInDriver) -> Iterator[None]:
 
     try:
         before = driver.active
-    except RuntimeError:  # no GPU: who asks next looks again
+    except RuntimeError:  # no GPU: the next access looks again
         before = None
     driver.set_active(stand_in)
     try:
@@ -180,26 +180,26 @@ def _driver_for(stand_in: StandInDriver) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What became of one kernel of a problem."""
+    """Result of compiling one kernel of a problem."""
 
-    problem: str  # its name
-    kernel: str  # its name; "" if the launches could not even be made
+    problem: str  # name of the problem
+    kernel: str  # name of the kernel; "" if the launches could not even be made
     config: KernelConfig
     target: str
-    compiled: Compiled | None  # None where it failed
-    error: str = ""  # why
+    compiled: Compiled | None  # None if it failed
+    error: str = ""  # why it failed
     prediction: Prediction | None = None  # for the kernel of the problem's bucket, on a target of `RATES`
-    key: str = ""  # its `compile_key`
+    key: str = ""  # the launch's `compile_key`
 
     def rejection(self) -> str:
-        """Why the configuration should not be run, "" if nothing speaks against it."""
+        """Return why the configuration should not be run, "" if there is no reason."""
         return self.compiled.rejection() if self.compiled else self.error
 
 
 CompileJob = tuple[str, KernelConfig, str]
 """A problem's name, a configuration, a target."""
 ProblemFactory = Callable[[], Sequence[Problem]]
-"""A function at the top of a module, so that other processes can find it."""
+"""A function at the top level of a module, so that other processes can find it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +212,13 @@ class CompilePool:
 
 @contextmanager
 def compile_pool(workers: int, cache_folder: str | None = None) -> Iterator[CompilePool]:
-    """Processes for `survey`, in which kernels are compiled even where this one interprets them.
+    """Start processes for `survey`, which compile kernels even if this process interprets them.
 
-    They end with the context, whatever they compile: a large tile takes minutes.
+    They end with the context, even in the middle of a compilation: a large tile takes minutes.
 
     Args:
-        workers: how many.
-        cache_folder: where Triton keeps what it compiled; None: where it always does.
+        workers: number of processes.
+        cache_folder: folder of Triton's cache; None: Triton's own.
     """
     spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
@@ -232,7 +232,7 @@ def compile_pool(workers: int, cache_folder: str | None = None) -> Iterator[Comp
 
 
 def warm(pool: CompilePool, factory: ProblemFactory) -> None:
-    """Wait until a pool's processes are there, with what `survey` needs imported."""
+    """Wait until a pool's processes have started and imported what `survey` needs."""
     wait([pool.processes.submit(_import_all, factory) for _ in range(pool.workers)])
 
 
@@ -241,7 +241,7 @@ def _import_all(factory: ProblemFactory) -> None:
 
 
 def _prepare(cache_folder: str | None) -> None:
-    """Set a new process up before it imports Triton: it compiles, leaves GPUs alone and knows no tables."""
+    """Set a new process up before it imports Triton: it compiles, and sees no GPUs and no tables."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
     if cache_folder:
@@ -255,16 +255,16 @@ def survey(
     known: Mapping[str, Compiled] = {},
     late: Callable[[], bool] = lambda: False,
 ) -> Iterator[CompileReport]:
-    """Compile every kernel of every job, and report in the order of the jobs.
+    """Compile every kernel of every job, and yield reports in the order of the jobs.
 
-    Jobs are handed out as processes become free, and none is cancelled: what cancels breaks a pool that ends.
+    Jobs are handed out as processes become free. None is cancelled: that breaks a pool that ends.
 
     Args:
-        pool: of `compile_pool`.
+        pool: pool made by `compile_pool`.
         factory: makes the problems that the jobs name.
-        jobs: what to compile.
-        known: what has been made of launches by their `compile_key`: not compiled again.
-        late: whether the time is over: what is not compiled by then is not waited for.
+        jobs: jobs to compile.
+        known: compiled kernels by their `compile_key`; they are not compiled again.
+        late: returns whether the time is over; jobs that are not compiled by then are not waited for.
     """
     compile_one, rest = partial(_compile_job, factory, known), iter(jobs)
     running: deque[Future[list[CompileReport]]] = deque()
@@ -306,13 +306,13 @@ def _compile_job(
 
 @lru_cache(1)
 def _case(factory: ProblemFactory, name: str) -> tuple[Problem, Case]:
-    """On the CPU, without contents: pages that are never touched take no memory."""
+    """Make a case on the CPU, without contents: pages that are never touched take no memory."""
     (problem,) = (problem for problem in factory() if problem.name == name)
     return problem, problem.make(torch.device("cpu"), False)
 
 
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
-    """What the gate does not let through: errors, spills, blocks that do not fit, 16-byte accesses lost."""
+    """Return what the gate rejects: errors, spills, blocks that do not fit, 16-byte accesses lost."""
     wide = {problem.name: problem.wide for problem in problems}
     found = []
     for report in reports:
@@ -326,14 +326,17 @@ def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> lis
                 )
         pipelined = report.config.stages > 2 and GPUS[report.target].backend == "cuda"
         if done and not rejection and done.mma and pipelined and not done.in_flight:
-            rejection = f"{report.config.stages} stages, but no copy is under way while a tile is computed"
+            rejection = f"{report.config.stages} stages, but no copy is in flight while a tile is computed"
         if rejection:
             found.append(f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {rejection}")
     return found
 
 
 def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
-    """Build a row per report; with `wide` also target, spills, shared memory, 16-byte accesses and mma."""
+    """Build a table with a row per report.
+
+    With `wide`, it also has target, spills, shared memory, 16-byte accesses and mma.
+    """
     words = "problem", "kernel", *(["target"] if wide else []), "configuration"
     more = ("spill B", "shared B", "16 B loads", "16 B stores", "mma") if wide else ()
     numbers = "registers", *more, "blocks/SM"
@@ -355,7 +358,7 @@ def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
 
 
 def as_json(reports: Sequence[CompileReport]) -> dict[str, Any]:
-    """Reports and Triton's version, for a file: what is compiled, and predictions to 3 digits."""
+    """Return reports and Triton's version for a file, with predictions to 3 digits."""
     return {"triton": version_of("triton"), "kernels": [_entry(report) for report in reports]}
 
 
@@ -382,8 +385,8 @@ def gate(
 ) -> list[CompileReport]:
     """Compile the default of each gated problem for each target of `GATE`, in the pool's processes.
 
-    Of problems that differ in their sizes alone, the first: they compile to the same. With `names`, only
-    problems that have one of them in their name. What is `known` by its `compile_key` is not compiled again.
+    Of problems that differ only in sizes, the first is compiled: they compile to the same. With `names`, only
+    problems with one of them in their name are compiled. Kernels `known` by their `compile_key` are reused.
     """
     forms: dict[tuple[str, str], Problem] = {}
     for problem in factory():
@@ -395,10 +398,10 @@ def gate(
 
 
 def run(pool: CompilePool, words: Sequence[str]) -> int:
-    """Run the gate as the command does, and print what it prints; the exit status is 1 if it is shut.
+    """Run the gate as the command does, and print its output; return its exit status, 1 if it failed.
 
     Raises:
-        SystemExit: the command's words cannot be followed.
+        SystemExit: the command's arguments are invalid.
     """
     parser = argparse.ArgumentParser(prog="python -m kvkit.kernels.tuning.gate")
     parser.add_argument("--problem", action="append", default=[], help="only those with this in their name")

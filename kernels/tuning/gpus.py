@@ -1,4 +1,4 @@
-"""The GPUs that kernels are compiled for, and what one of their multiprocessors has."""
+"""GPUs to compile kernels for, and the resources of one of their multiprocessors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU to compile for, and what one of its multiprocessors (compute units) has.
+    """A GPU to compile for, and the resources of one of its multiprocessors (compute units).
 
     From NVIDIA's compute capabilities table (https://docs.nvidia.com/cuda/cuda-c-programming-guide) and AMD's
     CDNA 3 instruction set guide.
@@ -16,18 +16,18 @@ class Gpu:
 
     backend: str
     arch: int | str
-    threads: int  # of a warp
+    threads: int  # threads of a warp
     registers: int  # of 32 bits for one lane of one of its 4 schedulers
-    step: int  # registers of a lane that are handed out together
-    warps: int  # at most so many at a time
-    blocks: int  # likewise
+    step: int  # registers of a lane are allocated in multiples of this
+    warps: int  # most at a time
+    blocks: int  # most at a time
     shared_bytes: int
-    block_shared_bytes: int  # of one block, at most
-    reserved_bytes: int  # of shared memory that each block costs beside its own
-    most_registers: int  # of a lane
+    block_shared_bytes: int  # most of one block
+    reserved_bytes: int  # shared memory that each block takes besides its own
+    most_registers: int  # most of a lane
 
     def blocks_per_sm(self, registers: int, shared_bytes: int, warps: int) -> int:
-        """Blocks that fit a multiprocessor at a time; 0 if not even one does."""
+        """Return how many blocks fit a multiprocessor at a time; 0 if not even one does."""
         if registers > self.most_registers or shared_bytes > self.block_shared_bytes:
             return 0
         each = max(1, -(-registers // self.step)) * self.step
@@ -50,4 +50,4 @@ GPUS: Mapping[str, Gpu] = {
     "sm_120": _nvidia(120, 48, 24, 100),
     "gfx942": Gpu("hip", "gfx942", 64, 512, 8, 32, 32, 64 << 10, 64 << 10, 0, 512),
 }
-"""By name: A100; A10 and RTX 30; L4, L40 and RTX 40; H100 and H200; B200; RTX 50; MI300."""
+"""GPUs by name: A100; A10 and RTX 30; L4, L40 and RTX 40; H100 and H200; B200; RTX 50; MI300."""

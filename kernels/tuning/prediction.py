@@ -1,4 +1,4 @@
-"""What a kernel takes at least on a GPU, by a model of its instructions: nothing is measured."""
+"""Least time of a kernel on a GPU, by a model of its instructions: nothing is measured."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvkit.kernels.tuning.cases import Work
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a GPU does at best, by its data sheet."""
+    """Peak rates of a GPU, by its data sheet."""
 
     name: str
     sms: int
-    clock_hz: float  # at which `flops_per_s` is reckoned
-    issues: int  # instructions that one multiprocessor starts a clock, each for a warp
-    bytes_per_s: float  # of its memory
-    flops_per_s: float  # of dense bfloat16 products
+    clock_hz: float  # clock of `flops_per_s`
+    issues: int  # warp instructions that a multiprocessor issues per clock
+    bytes_per_s: float  # bytes of its memory
+    flops_per_s: float  # flops of dense bfloat16 products
 
 
 RATES: Mapping[str, Rates] = {
@@ -27,40 +27,41 @@ RATES: Mapping[str, Rates] = {
     "sm_100": Rates("B200", 148, 1.85e9, 4, 8.0e12, 2250e12),
     "gfx942": Rates("MI300X", 304, 2.1e9, 1, 5.3e12, 1307.4e12),
 }
-"""By target. An H200 is an H100 with 4.8e12 bytes a second.
+"""Rates by target. An H200 is an H100 with 4.8e12 bytes a second.
 
 From NVIDIA's A100 data sheet, H100 architecture white paper and HGX B200 data sheet, AMD's MI300X data sheet.
-Clocks are those that the flops imply, of 1024, 2048, 4096 and 1024 multiplications and additions of a
-multiprocessor a clock. It has 4 schedulers; those of AMD start an instruction of 64 lanes every fourth clock.
+Clocks follow from the flops, with 1024, 2048, 4096 and 1024 multiplications and additions per multiprocessor
+and clock. A multiprocessor has 4 schedulers; AMD's issue an instruction of 64 lanes every fourth clock.
 """
 
 LINE = 128
 """Bytes that memory moves at a time."""
 MMA_FLOPS = 2 * 16 * 8 * 16
-"""Of one m16n8k16 product, by which matrix instructions of any shape are counted."""
+"""Flops of one m16n8k16 product, the unit that matrix instructions of any shape are counted in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a kernel takes at least."""
+    """Least time of a kernel."""
 
-    per_line: float | None  # instructions of a warp for each `LINE` that the problem moves
+    per_line: float | None  # warp instructions for each `LINE` that the problem moves
     per_mma: float | None  # or, where it multiplies matrices, for each m16n8k16 product
     roof_us: float  # the problem's bytes or flops at the GPU's rates, whichever takes longer
-    predicted_us: float  # that, or the instructions' time where it is longer
+    predicted_us: float  # `roof_us`, or the time of the instructions if longer
 
 
 def predict(work: Work, compiled: Compiled, warps: int, programs: int, rates: Rates) -> Prediction:
-    """A kernel's time if memory, matrix units and schedulers all were busy without a pause.
+    """Predict a kernel's time if memory, matrix units and schedulers all were busy without a pause.
 
-    Instructions are counted as they stand: those of the main loop for each of its iterations, without matrix
-    products those of the whole kernel for each program. Branches are all taken and other loops run once.
+    Instructions are counted in the code: with matrix products, those of the main loop for each iteration;
+    without, those of the whole kernel for each program. All branches are taken, and other loops run once.
 
     Args:
-        work: of the problem in this configuration.
-        compiled: for the target that `rates` are of.
-        warps: of a program.
-        programs: of the launch.
+        work: work of the problem in this configuration.
+        compiled: kernel compiled for the target of `rates`.
+        warps: warps of a program.
+        programs: programs of the launch.
+        rates: peak rates of the GPU.
     """
     roof = max(work.moved_bytes / rates.bytes_per_s, work.flops / rates.flops_per_s)
     times = 0 if bool(work.flops) != bool(compiled.mma) else work.iterations if work.flops else programs

@@ -1,4 +1,4 @@
-"""The problems that kernels are compiled, tuned and checked with: each operation's, or a model's."""
+"""Problems that kernels are compiled, tuned and checked with: those of each operation, or of models."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ FOLDERS = ("pages", "attention")
 """Folders of kernels that have a `problems.py`."""
 
 HOST_FOLDERS = ("pages",)
-"""Those that have a `host_problems.py`, of kernels for the CPU."""
+"""Folders of kernels for the CPU that have a `host_problems.py`."""
 
 
 @cache
 def every_problem() -> tuple[Problem, ...]:
-    """All of GPUs, those of an operation one after another; made once, on the CPU, without contents."""
+    """Return all problems of GPUs, grouped by operation; made once, on the CPU, without contents."""
     return tuple(problem for module in _modules(False) for problem in module.problems())
 
 
 @cache
 def host_problems() -> tuple[Problem, ...]:
-    """All of the CPU, likewise."""
+    """Return all problems of the CPU, made once, without contents."""
     return tuple(problem for module in _modules(True) for problem in module.problems())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProblems:
-    """Makes the problems of models, of a GPU or of the CPU; other processes can be sent it."""
+    """Factory of the problems of models, for a GPU or the CPU; it can be sent to other processes."""
 
     shapes: tuple[ModelShape, ...]
     host: bool = False
 
     def __call__(self) -> tuple[Problem, ...]:
-        """Those of each operation that has a `model_problems`; made once."""
+        """Return the problems of each operation that has a `model_problems`; made once."""
         return _model_problems(self.shapes, self.host)
 
 

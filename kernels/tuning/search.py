@@ -1,4 +1,4 @@
-"""Find the fastest correct configuration of each problem on the device at hand: what `kvkit tune` does."""
+"""Find the fastest correct configuration of each problem on this device, as `kvkit tune` does."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ FIRST_SAMPLES = 3
 FINAL_SAMPLES = 15
 FINALISTS = 6
 NEAR = 1.25
-"""What is slower than the fastest by this factor after its first samples is not measured again."""
+"""Configurations slower than the fastest by this factor after the first samples are not measured again."""
 GAIN = 0.01
 """A configuration replaces the default if it takes less time by more than this share."""
 OPTIMISM = 1.25
-"""How far a kernel may exceed the measured roof: a copy is no bound for what mostly reads, say."""
+"""Factor by which a kernel may exceed the measured roofline: a copy is no bound for reads alone."""
 
 Measure = Callable[[KernelConfig], float]
-"""Seconds of one run of a configuration, with cold caches. Raises CompileError where it cannot run."""
+"""Returns the seconds of one run of a configuration, with cold caches. Raises CompileError if it fails."""
 Late = Callable[[], bool]
-"""Whether the time is over."""
+"""Returns whether the time is over."""
 
 
 class TuningError(RuntimeError):
-    """Nothing can be tuned. Says what to do."""
+    """A machine on which nothing can be tuned. Names the cause or a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the device does at best, measured: bytes of memory and flops of matrix products, a second."""
+    """Measured peak rates of a device: bytes of memory and flops of matrix products per second."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def seconds(self, work: Work) -> float:
-        """What `work` takes at the roof."""
+        """Return the seconds of `work` at the roofline."""
         return max(work.moved_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
     def bound(self, work: Work) -> float:
-        """Seconds that no kernel beats."""
+        """Return the seconds that no kernel beats."""
         return self.seconds(work) / OPTIMISM
 
     def refuted_by(self, work: Work, seconds: float) -> bool:
-        """Tell whether `work` took less than it can: then the machine was busy when the roof was measured."""
+        """Return whether `work` beat its bound: the machine was busy when the roofline was measured."""
         return seconds < self.bound(work)
 
 
 NO_ROOF = Roofline(math.inf, math.inf)
-"""What is known where the measured one was refuted: every bound is 0."""
+"""Roofline to use after the measured one was refuted: every bound is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileInfo:
-    """What the compiler made of a configuration, before it is run."""
+    """Compiler's results for a configuration, before it is run."""
 
     rejection: str = ""  # why it should not be run
-    binary: str = ""  # of equal machine code equal, "" where it is not known
+    binary: str = ""  # equal for equal machine code, "" if unknown
     numbers: Mapping[str, int] = field(
         default_factory=dict
     )  # registers, spills, blocks per multiprocessor ...
@@ -74,38 +74,38 @@ class CompileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a configuration."""
+    """Outcome of a configuration."""
 
     config: KernelConfig
-    us: float | None  # its median time in microseconds, None if it was not run
+    us: float | None  # median time in microseconds, None if it was not run
     outcome: str  # "best", "slower", or why it was not run or not taken
     samples: tuple[float, ...] = ()  # microseconds, in the order of the runs that count
     look: CompileInfo = CompileInfo()
 
 
 UNCHECKED = "measured, not checked"
-"""The fate of a trial while its search goes on, and for good where that was ended."""
+"""Outcome of a trial while its search runs, and for good if the search was stopped."""
 
 OnTrial = Callable[[Problem, Trial], object]
-"""Hears of each configuration as soon as it was measured: what a search that is ended leaves."""
+"""Called with each configuration as soon as it is measured, so that a stopped search leaves its trials."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchStep:
-    """What `tune` did with a problem.
+    """Result of `tune` for a problem.
 
-    It is "tuned" now, "known" from an earlier run, "left" because the time was over, or "failed": no
+    The problem is "tuned" now, "known" from an earlier run, "left" because the time was over, or "failed": no
     configuration is correct, or there is too little memory.
     """
 
     problem: Problem
     state: Literal["tuned", "known", "left", "failed"]
-    tuned: Tuned | None = None  # what its key has now
-    trials: tuple[Trial, ...] = ()  # of every configuration, in the order of the space
+    tuned: Tuned | None = None  # present result of its key
+    trials: tuple[Trial, ...] = ()  # one per configuration, in the order of the space
     error: str = ""  # why none was tried
 
     def __str__(self) -> str:
-        """One line: what was kept and how it compares, and the configurations that were wrong."""
+        """Return one line: the result, its comparison with the default, and wrong configurations."""
         words = [f"{self.problem.name}: {self.state}", *filter(None, [self.error])]
         if self.tuned is not None:
             words.append(f"{self.tuned.us:.1f} µs, {self.tuned.config}")
@@ -119,17 +119,15 @@ class SearchStep:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What tuning needs of the machine; `devices.tools_here` has them."""
+    """Tools of a machine for tuning; `devices.tools_here` makes them."""
 
-    name: str  # of the device, as `tables.device_name` says it
-    device: torch.device  # where the problems' tensors go
-    look: Callable[
-        [Problem, Late], Mapping[KernelConfig, CompileInfo]
-    ]  # at what the compiler makes of its space
-    timer: Callable[[Case], Measure]  # makes a case measurable
-    roof: Roofline  # of this device
-    clock: Callable[[], float]  # seconds, from any beginning
-    target: str = ""  # what is compiled for, as `gpus.GPUS` names it
+    name: str  # name of the device, as in `tables.device_name`
+    device: torch.device  # device of the problems' tensors
+    look: Callable[[Problem, Late], Mapping[KernelConfig, CompileInfo]]  # compiles the problem's space
+    timer: Callable[[Case], Measure]  # makes the function that measures a case
+    roof: Roofline  # roofline of this device
+    clock: Callable[[], float]  # seconds since any start
+    target: str = ""  # compile target, a name in `gpus.GPUS`
 
 
 def tune(
@@ -142,21 +140,20 @@ def tune(
     force: bool = False,
     on_trial: OnTrial = lambda problem, trial: None,
 ) -> Iterator[SearchStep]:
-    """Tune one problem after another; writes `folder`/<device>.json after each, and yields what it did.
+    """Tune one problem after another; write `folder`/<device>.json after each, and yield its result.
 
-    A problem that the file has a result for, of the kernel's present source, compiler and driver and with a
-    configuration that the kernel still has, is left as it is without `force`: a run that was stopped goes
-    on where it was.
+    Without `force`, a problem is skipped if the file has a result for the kernel's present source, compiler
+    and driver, with a configuration that the kernel still has. So a stopped run continues where it was.
 
     Args:
-        budget_s: no problem is begun after so many seconds, and the search within one ends, with the
-            fastest of what it had measured. The next run searches it again. Half of a problem's time at
-            most goes into the look at what the compiler makes of it.
-        problem_s: the same for each problem; here what was measured is enough for the next run.
+        budget_s: seconds after which no problem is begun, and the search of the current problem ends with
+            the fastest configuration so far. The next run searches that problem again. At most half of a
+            problem's time is spent on compiling its configurations.
+        problem_s: the same limit for each problem; the next run does not search such a problem again.
         on_trial: see `OnTrial`.
 
     Raises:
-        TableError: the file is there and no table of this device; it was not changed.
+        TableError: the file exists and is no table of this device; it was not changed.
         OSError: the file cannot be read or written.
         SourceError: a problem's kernel has no source.
     """
@@ -207,10 +204,10 @@ def tune(
 
 
 def nearest_first(space: Sequence[KernelConfig]) -> tuple[KernelConfig, ...]:
-    """Configurations by how many doublings they are from the first: little time goes to the nearest."""
+    """Sort configurations by doublings from the first: the nearest get the time if there is little."""
 
     def doublings(config: KernelConfig) -> float:
-        pairs = zip(_sizes(config), _sizes(space[0]), strict=False)  # a way may have none
+        pairs = zip(_sizes(config), _sizes(space[0]), strict=False)  # a configuration may have no tiles
         return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 
     return tuple(sorted(space, key=doublings))
@@ -229,22 +226,22 @@ def search(
     late: Late = lambda: False,
     on_trial: OnTrial = lambda problem, trial: None,
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
-    """The fastest configuration of a problem whose results are right; mutates the case's tensors.
+    """Find the fastest correct configuration of a problem; mutates the case's tensors.
 
-    1. What the compiler found a flaw in is not run, nor what compiled to the same as one that has other
-       stages alone; the default always is.
-    2. The nearest to the default first, each gets FIRST_SAMPLES runs, except those whose bound (the roof's
-       time for the bytes and flops of their tiles) is above the fastest median so far: they cannot win. One
-       that beats its own bound refutes the roof: then these get their runs, too.
-    3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more, in turns,
-       so that a noisy moment hits them all; the median of these counts.
-    4. From the fastest on, the first whose results are right is taken; the default counts as faster by GAIN,
-       and than what never ran faster than it did at its best.
+    1. Configurations that the compiler rejects are not run, nor those that compile to the same as one that
+       differs only in stages. The default is always run.
+    2. Starting nearest to the default, each gets FIRST_SAMPLES runs. Those with a bound (the roofline's time
+       for the bytes and flops of their tiles) above the fastest median so far are left out: they cannot win.
+       A configuration that beats its own bound refutes the roofline: then those left out are run too.
+    3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more,
+       alternating, so that a noisy moment affects all of them. The median of these counts.
+    4. The fastest correct configuration is taken. The default counts as faster by GAIN, and as faster than
+       any that never beat the default's best run.
 
-    When `late`, configurations beside the default are not begun, and turns end after FIRST_SAMPLES.
+    When `late`, no configuration but the default is begun, and the final runs end after FIRST_SAMPLES each.
 
     Returns:
-        what to keep, None if none is right; and every configuration's fate.
+        result to keep, None if no configuration is correct; and the trial of every configuration.
     """
     default, looks = problem.space[0], {config: look.get(config, CompileInfo()) for config in problem.space}
 
@@ -259,7 +256,7 @@ def search(
     untried = 0
     pending: Sequence[KernelConfig] = nearest_first(problem.space)
     assumed: Roofline | None = None
-    while roof is not assumed:  # again, where it was refuted
+    while roof is not assumed:  # again, if the roofline was refuted
         assumed, left = roof, []
         for config in pending:
             fastest = min(median.values(), default=float("inf"))
@@ -287,7 +284,7 @@ def search(
             if roof.refuted_by(work, median[config]):
                 roof = NO_ROOF
         pending = left
-    outcome |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roof" for c in pending}
+    outcome |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roofline" for c in pending}
     samples: dict[KernelConfig, list[float]] = {config: [] for config in _finalists(median, default)}
     names = list(samples)
     for turn in range(FINAL_SAMPLES):
@@ -329,7 +326,7 @@ def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> l
 
 
 def _fault(case: Case, config: KernelConfig) -> str:
-    """What is wrong with the results of `config`, over poisoned outputs."""
+    """Run `config` over poisoned outputs; return what is wrong with the results, "" if nothing."""
     case.poison()
     case.run(config)
     return case.fault()

@@ -1,4 +1,4 @@
-"""The shape of a model's KV and heads, from options or a Hugging Face config: what problems are made of."""
+"""Shape of a model's KV and heads, from options or a Hugging Face config, to make problems of."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvkit.format.layout import KVLayout, LayerGroup
 
 
 class ShapeError(ValueError):
-    """There is no such model. Names the setting, its value and what is wanted."""
+    """An impossible model shape. Names the setting, its value and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the kernels' problems depend on; the defaults are Llama-3.1-8B's.
+    """Model shape that the kernels' problems depend on; the defaults are Llama-3.1-8B's.
 
     Args:
-        heads, kv_heads: of queries, and of K and V; groups are of equal size.
-        head, v_head: channels of a head of K, and of V (0: those of K).
-        latent: channels of an MLA latent, 0 for none: V is as many first channels of K, of one KV head.
-        layers: how many.
+        heads, kv_heads: number of heads of queries, and of K and V; groups are of equal size.
+        head, v_head: channels of a head of K, and of V (0: as many as K).
+        latent: channels of an MLA latent; 0: none. V is so many first channels of K, of one KV head.
+        layers: number of layers.
         block: tokens of a page.
-        dtype: torch's name.
-        window: of a sliding window, in tokens; 0 for none.
-        softcap: of the scores; 0 for none.
-        rotary: channels that are rotated (0: all; of MLA those after the latent).
-        name: of the model, for what is printed.
+        dtype: torch's name of the dtype.
+        window: tokens of a sliding window; 0: none.
+        softcap: soft-cap of the scores; 0: none.
+        rotary: rotary channels (0: all; for MLA, those after the latent).
+        name: name of the model, for output.
 
     Raises:
-        ShapeError: these do not go together.
+        ShapeError: the values do not fit together.
     """
 
     heads: int = 32
@@ -66,25 +66,25 @@ class ModelShape:
             raise ShapeError(f"dtype={self.dtype}: want one of {', '.join(DTYPES)}")
 
     def __str__(self) -> str:
-        """Its name, and what differs from the defaults."""
+        """Return the name, and the fields that differ from the defaults."""
         given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         unlike = [f"{name}={value}" for name, value, default in given if value != default and name != "name"]
         return " ".join([self.name, *unlike] if self.name else unlike) or "Llama-3.1-8B"
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of K, V and queries."""
+        """Dtype of K, V and queries."""
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype)
         return found
 
     @property
     def v_size(self) -> int:
-        """Channels of V, as attention sees it."""
+        """Channels of V in attention."""
         return self.latent or self.v_head or self.head
 
     def group(self) -> LayerGroup:
-        """Its pages."""
+        """Return the layer group of the model's pages."""
         return LayerGroup(
             tuple(range(self.layers)),
             kv_heads=self.kv_heads,
@@ -99,10 +99,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def with_settings(shape: ModelShape, text: str) -> ModelShape:
-    """`shape` with others of its fields, as in heads=32,kv_heads=4,head=96.
+    """Return `shape` with some fields replaced, as in heads=32,kv_heads=4,head=96.
 
     Raises:
-        ShapeError: a field is unknown, its value is of another type, or they do not go together.
+        ShapeError: a field is unknown, its value has another type, or the fields do not fit together.
     """
     known = {field.name: type(field.default) for field in fields(shape)}
     given: dict[str, Any] = {}
@@ -118,23 +118,23 @@ def with_settings(shape: ModelShape, text: str) -> ModelShape:
 
 
 def shapes_of(model: str) -> tuple[ModelShape, ...]:
-    """Those of a model's layers: one, or one for each sliding window of its layers.
+    """Return the shapes of a model's layers: one, or one for each sliding window of its layers.
 
     Args:
-        model: a Hugging Face config file, the folder of one, or a model's id on the hub, whose config is
-            in the local cache or can be downloaded.
+        model: a Hugging Face config file, its folder, or a model's id on the hub, with a config in the local
+            cache or to download.
 
     Raises:
-        ShapeError: there is no such config, or its KV is of another kind. transformers is missing.
-        kvkit.format.layout.LayoutError: the config tells too little.
+        ShapeError: there is no such config, its KV is of another kind, or transformers is missing.
+        kvkit.format.layout.LayoutError: the config lacks values.
     """
     try:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model)
     except ImportError as error:
-        raise ShapeError(f"{model}: reading it takes transformers: {error}") from error
-    except Exception as error:  # what transformers' configs raise is of many kinds
+        raise ShapeError(f"{model}: reading it needs transformers: {error}") from error
+    except Exception as error:  # transformers' configs raise many types
         words = " ".join(str(error).split())[:300]
         raise ShapeError(f"{model}: want a config.json, its folder or a hub id: {words}") from error
     text = config.get_text_config()

@@ -1,4 +1,4 @@
-"""The digest of a kernel's source with what it calls: what a tuned configuration was measured with."""
+"""Digest of a kernel's source and of the functions it calls, which tuned configurations depend on."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 OTHERS = {*sys.stdlib_module_names, "jax", "llvmlite", "numba", "numpy", "torch", "triton"}
-"""Packages whose functions are not looked into: their versions are told apart elsewhere."""
+"""Packages with functions that are not digested: their versions are compared elsewhere."""
 
 
 class SourceError(TypeError):
-    """There is no Python source of a kernel. Names the kernel."""
+    """A kernel without Python source. Names the kernel."""
 
 
 def source_digest(kernel: Any) -> str:
-    """Digest of a Triton kernel's, a numba function's or a plain function's code, 16 hex digits.
+    """Digest the code of a Triton kernel, a numba function or a plain function; 16 hex digits.
 
-    The functions and constants of modules that it names count, and those that they name in turn. Comments,
-    docstrings and where in its file it stands do not, unlike in Triton's own key, so that a table survives
-    what changes no instruction; it is equal for every version of Triton.
+    Functions and constants of modules that the code names count, and so do those that they name. Comments,
+    docstrings and the place in the file do not count, unlike in Triton's own key, so that a table survives
+    edits that change no instruction. The digest is equal for every version of Triton.
 
     Raises:
-        SourceError: it is no function with Python source.
+        SourceError: the kernel is no function with Python source.
     """
     function = _plain(kernel)
     if not isinstance(function, FunctionType):
@@ -45,14 +45,14 @@ def _digest(function: FunctionType) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The Python function that Triton, numba or a decorator wrapped, else the value itself."""
+    """Return the Python function that Triton, numba or a decorator wrapped, else the value itself."""
     while (inner := getattr(value, "fn", None) or getattr(value, "__wrapped__", None)) is not None:
         value = inner
     return value
 
 
 def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[str]:
-    """The code of a function and of what it names, each once, in any order."""
+    """Yield the code of a function and of all that it names, each once, in any order."""
     seen[function] = None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -74,7 +74,7 @@ def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[s
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Names that a function, and those within it, look up in the module or among Python's own."""
+    """Yield names that a function and its inner functions look up in the module or among builtins."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield instruction.argval
@@ -84,7 +84,7 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _named(tree: ast.AST, names: dict[str, Any]) -> dict[str, Any]:
-    """What a function's code names: module globals, and names in modules that it names."""
+    """Return the values that a function's code names: module globals, and names in these modules."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in names:
@@ -97,7 +97,7 @@ def _named(tree: ast.AST, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constant(value: Any) -> str:
-    """A number, a text or several of these as text that is the same in every process; "" for all else."""
+    """Return numbers, texts and collections of these as text, equal in every process; "" for all else."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_constant, value))})"
     if isinstance(value, dict):

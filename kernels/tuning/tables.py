@@ -1,4 +1,4 @@
-"""Tables of tuned configurations, a file for each device: read, written, merged, and asked for the best."""
+"""Tables of tuned configurations, a file for each device: reads, writes, merges, and lookups."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from kvkit.kernels.tuning.source import SourceError, source_digest
 log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "tuned"
-"""Tables that come with the package, <device>.json each."""
+"""Folder of the tables that come with the package, <device>.json each."""
 
 
 class TableError(ValueError):
-    """A file is no table of tuned configurations. Names the file and what is wrong."""
+    """A file that is no table of tuned configurations. Names the file and the fault."""
 
 
 class Build(NamedTuple):
-    """What was measured, beside the problem: another source is another kernel."""
+    """Build of a kernel that was measured: another source is another kernel."""
 
     source: str  # `source_digest` of the kernel
-    compiler: str  # with its version: Triton; on the host numba and torch
+    compiler: str  # name and version: of Triton; on the host, of numba and torch
     driver: str = ""  # the GPU driver's version
 
 
 class TunedKey(NamedTuple):
-    """What a result of tuning is for, on one device."""
+    """Key of a tuning result on one device."""
 
     bucket: ProblemBucket
     build: Build
 
 
 class Tuned(NamedTuple):
-    """What tuning found."""
+    """Result of tuning."""
 
-    config: KernelConfig  # the fastest that is correct
-    us: float  # its median time in microseconds, with cold caches
-    default_us: float | None  # that of the kernel's default; None if it cannot run
-    untried: int = 0  # configurations that were left out because the time was over
+    config: KernelConfig  # fastest correct configuration
+    us: float  # median time in microseconds, with cold caches
+    default_us: float | None  # median time of the kernel's default; None if it cannot run
+    untried: int = 0  # configurations left out because the time was over
 
 
 def device_name(host: bool) -> str | None:
-    """Whose table kernels of this process use: its GPU's or, for `host`, its CPU's; None without a GPU."""
+    """Return the device of this process's table: its GPU or, for `host`, its CPU; None without a GPU."""
     return host_name() if host else gpu_name()
 
 
 def build_of(kernel: Any, host: bool) -> Build:
-    """How this process builds a kernel, a Triton kernel or a function: see `Build`.
+    """Return how this process builds a kernel, a Triton kernel or a function: see `Build`.
 
     Raises:
-        SourceError: it is no function with Python source.
+        SourceError: the kernel is no function with Python source.
     """
     return Build(source_digest(kernel), *_compiler(host))
 
@@ -79,18 +79,18 @@ def best(
     *,
     host: bool = False,
 ) -> KernelConfig:
-    """The configuration to run a problem with on this process's GPU or host; mutates nothing.
+    """Return the configuration to run a problem with on this process's GPU or host; mutates nothing.
 
-    The tuned one of `bucket`; else that of the bucket of equal op and form with the nearest sizes; else
-    `default`, as on a machine without a GPU. Only results for the kernel's present source count, those of
-    this compiler and driver before others of the same sizes. A configuration that is not in `space`, what
-    the kernel has now, is passed over, and a kernel without source has no results. Tables are read once per
-    process, whose GPUs are taken to be alike.
+    It is the tuned one of `bucket`; else that of the bucket of equal op and form with the nearest sizes; else
+    `default`, as on a machine without a GPU. Only results for the kernel's present source count; for equal
+    sizes, those of this compiler and driver come first. A configuration that is no longer in `space` is
+    skipped, and a kernel without source has no results. Tables are read once per process, and its GPUs are
+    assumed to be alike.
 
     Args:
-        bucket, default, space: of the problem.
-        kernel: whose source counts, a Triton kernel or a function.
-        host: it runs on the CPU: asks the CPU's table instead of the GPU's.
+        bucket, default, space: bucket and configurations of the problem.
+        kernel: Triton kernel or function, for its source.
+        host: whether it runs on the CPU: looks in the CPU's table instead of the GPU's.
     """
     if not _table_here(host):
         return default
@@ -113,16 +113,16 @@ def _table_here(host: bool) -> Mapping[TunedKey, Tuned]:
 
 
 def forget_tables() -> None:
-    """Have `best` read the tables again: after tuning in the same process."""
+    """Make `best` read the tables again, after tuning in the same process."""
     _known.cache_clear()
     _table_here.cache_clear()
 
 
 def ranked(table: Mapping[TunedKey, Tuned], bucket: ProblemBucket, build: Build) -> tuple[KernelConfig, ...]:
-    """Configurations for buckets of equal op and form and an equal source, the best guess first.
+    """Return configurations for buckets of equal op and form and an equal source, the best guess first.
 
-    By the L1 distance of their sizes' logarithms; at equal sizes `build`'s own, then those of its compiler,
-    then those of its driver, then the fastest.
+    They are sorted by the L1 distance of their sizes' logarithms; for equal sizes, those of `build` come
+    first, then those of its compiler, then those of its driver, then the fastest.
     """
 
     def distance(sizes: tuple[int, ...]) -> float:
@@ -138,9 +138,9 @@ def ranked(table: Mapping[TunedKey, Tuned], bucket: ProblemBucket, build: Build)
 
 
 def merged(tables: Iterable[Mapping[TunedKey, Tuned]]) -> dict[TunedKey, Tuned]:
-    """All results of some tables of one device; of equal keys the one that is faster.
+    """Merge the results of tables of one device; of equal keys, the faster result is kept.
 
-    Times of two runs compare by what each gains over the default, which both measured.
+    Times of two runs are compared by their gain over the default, which both measured.
     """
     found: dict[TunedKey, Tuned] = {}
     for table in tables:
@@ -158,10 +158,12 @@ def _faster(one: Tuned, two: Tuned) -> bool:
 
 
 def tuned_folder() -> Path:
-    """Where this user's tables are: $KVKIT_TUNED, else kvkit/tuned below $XDG_CACHE_HOME or ~/.cache.
+    """Return the folder of this user's tables.
+
+    It is $KVKIT_TUNED, else kvkit/tuned in $XDG_CACHE_HOME or ~/.cache.
 
     Raises:
-        FileNotFoundError: there is neither, nor a home.
+        FileNotFoundError: neither variable is set, and there is no home.
     """
     if folder := os.environ.get("KVKIT_TUNED"):
         return Path(folder)
@@ -169,12 +171,12 @@ def tuned_folder() -> Path:
 
 
 def load_table(device: str) -> Mapping[TunedKey, Tuned]:
-    """What was tuned for a device, this user's results over those that come with the package.
+    """Load the results for a device, this user's over those that come with the package.
 
     A file that is broken or belongs to another device is logged as a warning and left out.
 
     Args:
-        device: `slug_of` its name.
+        device: `slug_of` the device's name.
     """
     found: dict[TunedKey, Tuned] = {}
     for shipped in (True, False):
@@ -192,7 +194,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Entry(msgspec.Struct):
-    """A key of a table's file, with what was tuned for it."""
+    """A key of a table's file, with its result."""
 
     op: str
     form: str
@@ -214,11 +216,11 @@ class _File(msgspec.Struct, kw_only=True):
 
 
 def read_file(path: Path) -> tuple[str, dict[TunedKey, Tuned]]:
-    """The device's name and the table in a file that `write_table` wrote.
+    """Read the device's name and the table from a file that `write_table` wrote.
 
     Raises:
-        FileNotFoundError, OSError: it is not there, or cannot be read.
-        TableError: it is no table.
+        FileNotFoundError, OSError: the file does not exist, or cannot be read.
+        TableError: the file is no table.
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
@@ -233,11 +235,11 @@ def read_file(path: Path) -> tuple[str, dict[TunedKey, Tuned]]:
 
 
 def read_table(path: Path, device: str) -> dict[TunedKey, Tuned]:
-    """The table in a device's file.
+    """Read the table from a device's file.
 
     Raises:
-        FileNotFoundError, OSError: it is not there, or cannot be read.
-        TableError: it is no table, or that of another device than `device`, a `slug_of` its name.
+        FileNotFoundError, OSError: the file does not exist, or cannot be read.
+        TableError: the file is no table, or that of another device than `device`, a `slug_of` its name.
     """
     name, table = read_file(path)
     if (found := slug_of(name)) != device:
@@ -246,12 +248,12 @@ def read_table(path: Path, device: str) -> dict[TunedKey, Tuned]:
 
 
 def write_table(path: Path, name: str, table: Mapping[TunedKey, Tuned]) -> None:
-    """Replace a file by a table, all of it or nothing; makes its folder. `best` here reads it from then on.
+    """Replace a file by a table, atomically; make its folder. `best` in this process then reads it.
 
     Args:
         path: <folder>/<slug_of(name)>.json.
-        name: the device's, as `device_name` says it.
-        table: everything that the file shall hold.
+        name: name of the device, as in `device_name`.
+        table: complete contents of the file.
     """
     entries = [
         _Entry(*bucket, *build, dict(config.tiles), config.warps, config.stages, us, default_us, untried)

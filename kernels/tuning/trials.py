@@ -1,4 +1,4 @@
-"""Every trial of tuning as a line of JSON, and what these tell: as CSV, as a picture, in words."""
+"""Trials of tuning as lines of JSON, and reports on them: as CSV, as a plot, in words."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvkit.kernels.tuning.search import OPTIMISM, UNCHECKED, Roofline, SearchSte
 from kvkit.kernels.tuning.tables import build_of
 
 Line = Mapping[str, Any]
-"""What `lines` makes of a trial, as JSON has it."""
+"""A trial as a JSON object, made by `line`."""
 
 
 def lines(step: SearchStep, device: str, roof: Roofline) -> Iterator[Line]:
-    """A line for each configuration that a search tried or passed over; see `line`."""
+    """Return a line for each configuration that a search tried or skipped; see `line`."""
     return (line(step.problem, trial, device, roof) for trial in step.trials)
 
 
 def line(problem: Problem, trial: Trial, device: str, roof: Roofline) -> Line:
-    """What is kept of a trial.
+    """Return the line to keep of a trial.
 
     Args:
-        problem: as `search.tune` says it.
-        device: its name.
-        roof: of the device: `Tools.roof`.
+        problem: problem as in `search.SearchStep`.
+        device: name of the device.
+        roof: roofline of the device: `Tools.roof`.
     """
     work = problem.work(trial.config)
     return {
@@ -56,7 +56,7 @@ def line(problem: Problem, trial: Trial, device: str, roof: Roofline) -> Line:
 
 
 def append(path: Path, found: Iterable[Line]) -> None:
-    """Add lines to a file, each written before the next; makes its folder."""
+    """Add lines to a file, each flushed before the next; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         for line in found:
@@ -65,7 +65,7 @@ def append(path: Path, found: Iterable[Line]) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a file, of each problem its last search. One that was cut off by a crash is left out.
+    """Read the lines of each problem's last search from a file. A line cut off by a crash is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -77,7 +77,7 @@ def read(path: Path) -> list[Line]:
                 line = json.loads(text)
             except ValueError:
                 continue
-            if line["default"]:  # the first of a search
+            if line["default"]:  # it is the first of a search
                 last[line["problem"]] = {}
             last.setdefault(line["problem"], {})[line["config"]] = line
     return [line for configs in last.values() for line in configs.values()]
@@ -90,7 +90,7 @@ COLUMNS = (
 
 
 def write_csv(path: Path, found: Sequence[Line]) -> None:
-    """A row for each trial: COLUMNS, then the compiler's numbers."""
+    """Write a row for each trial: COLUMNS, then the compiler's numbers."""
     numbers = list(dict.fromkeys(name for line in found for name in line["compiled"]))
     with open(path, "w", newline="") as file:
         rows = csv.DictWriter(file, [*COLUMNS, *numbers], extrasaction="ignore")
@@ -100,11 +100,11 @@ def write_csv(path: Path, found: Sequence[Line]) -> None:
 
 
 def plot(path: Path, found: Sequence[Line]) -> None:
-    """Draw each configuration's share of the roof, a row for each problem; PNG or SVG, by the file's name.
+    """Plot each configuration's share of the roofline, a row per problem; PNG or SVG, by the file's name.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: it knows no such kind of file.
+        ValueError: matplotlib does not support this kind of file.
     """
     from matplotlib.figure import Figure
 
@@ -122,7 +122,7 @@ def plot(path: Path, found: Sequence[Line]) -> None:
         places = [names.index(line["problem"]) for line in chosen]
         axes.scatter(shares, places, marker=marker, color=colour, label=label)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("share of the measured roof")
+    axes.set_xlabel("share of the measured roofline")
     axes.set_xlim(left=0)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -131,7 +131,7 @@ def plot(path: Path, found: Sequence[Line]) -> None:
 
 
 def explain(found: Sequence[Line]) -> str:
-    """In words, a paragraph for each problem: what won, by how much, how near the roof, what it has."""
+    """Describe each problem in a paragraph: winner, gain, share of the roofline, compiler's numbers."""
     problems: dict[str, list[Line]] = {}
     for line in found:
         problems.setdefault(line["problem"], []).append(line)
@@ -157,12 +157,12 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
         reached.append(f"{best['flops'] / seconds / 1e12:.3g} TFLOP/s")
     words.append(
         f"It reaches {' and '.join(reached)}. By its bytes and flops {bound} would limit it; it is at "
-        f"{share:.0%} of that roof, as it was measured."
+        f"{share:.0%} of the measured roofline."
     )
     if void:
         words.append(
-            "No kernel exceeds a roof by so much: the machine was busy when it was measured. "
-            "To measure it anew run kvkit tune --force on an idle machine."
+            "No kernel exceeds a roofline by so much: the machine was busy when it was measured. "
+            "To measure again run kvkit tune --force on an idle machine."
         )
     rivals = [line for line in trials if line is not best and line["us"]]
     for what, rival in (
@@ -186,7 +186,7 @@ def _gain(best: Line, trials: Sequence[Line]) -> str:
 
 
 def _unlike(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """The compiler's numbers that differ."""
+    """Return the compiler's numbers that differ, in words."""
     return ", ".join(
         f"{name.replace('_', ' ')} {mine[name]} instead of {other[name]}"
         for name in mine
@@ -195,10 +195,10 @@ def _unlike(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
 
 
 def _kind(outcome: str, void: bool) -> str:
-    """A fate without its numbers, so that equal ones can be counted."""
+    """Return an outcome without its numbers, so that equal ones can be counted."""
     for kind in ("spills", "wrong", "does not run", "untried", "the same binary as another"):
         if outcome.startswith(kind.removesuffix(" another")):
             return kind
     if "at the roof" in outcome:
-        return "left out by a roof that does not hold" if void else "cannot be faster by the roof"
+        return "left out by a refuted roofline" if void else "cannot be faster by the roofline"
     return outcome
