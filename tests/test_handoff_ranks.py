@@ -192,9 +192,9 @@ class Prefill:
     identity: Identity
     engine: Engine
 
-    def begin(self, address: str, request: str = "r") -> None:
+    def begin(self, address: str, request_id: str = "r") -> None:
         space = self.engine.namespace
-        self.prompts.begin(request, f"t-{request}", address, sequence(2), space)
+        self.prompts.begin(request_id, f"t-{request_id}", address, sequence(2), space)
 
 
 @pytest.fixture

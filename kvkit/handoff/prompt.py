@@ -149,7 +149,7 @@ class _Prompt:
         over: True if no further pieces are stored for it.
     """
 
-    request: str
+    request_id: str
     transfer: str
     address: str
     begun: float
@@ -213,7 +213,7 @@ class Prompts:
 
     def begin(
         self,
-        request: str,
+        request_id: str,
         transfer: str,
         address: str,
         tokens: npt.NDArray[np.int32],
@@ -223,21 +223,21 @@ class Prompts:
         """Ask the receiver at `address` for room, which it finds while the engine computes.
 
         Args:
-            request: id of the request; if it has begun already, a `space` of None cancels it.
+            request_id: id of the request; if it has begun already, a `space` of None cancels it.
             transfer: transfer id at the receiver.
             address: address of the receiver's ranks, with `{rank}` if there are several.
             tokens: all tokens of the transfer, int32 [T].
             space: namespace of the records; None to send nothing, or nothing more.
             rest: as in `tail_of`.
         """
-        if request in self._prompts:
+        if request_id in self._prompts:
             if space is None:
-                self._cancel(self._prompts[request])
+                self._cancel(self._prompts[request_id])
             return
         nothing = Chunks(tokens[:0], [], [], (), b"")
         chunks = nothing if space is None else Chunks.of(tokens, self._cache.layout, space)
-        prompt = _Prompt(request, transfer, address, time.monotonic(), chunks, over=space is None)
-        self._prompts[request] = prompt
+        prompt = _Prompt(request_id, transfer, address, time.monotonic(), chunks, over=space is None)
+        self._prompts[request_id] = prompt
         if prompt.over:
             return
         tail = tail_of(chunks, tokens, self._block_tokens, rest)
@@ -262,8 +262,8 @@ class Prompts:
         """
         self.drop()
         self._computed = ()
-        for request, piece in pieces.items():
-            prompt = self._prompts[request]
+        for request_id, piece in pieces.items():
+            prompt = self._prompts[request_id]
             if not (prompt.over or prompt.chunks.states):
                 parts = self._parts(prompt, piece)
                 packings = [self._packing(prompt, *part) for part in parts]
@@ -283,20 +283,20 @@ class Prompts:
             self._abandon(prompt.computing)
             prompt.computing = None
 
-    def send(self, request: str, piece: PromptPiece) -> None:
+    def send(self, request_id: str, piece: PromptPiece) -> None:
         """Send a piece of a prompt that has begun.
 
         Its pages must stay unchanged until `done` returns the request, or until `release_pages` returns.
         """
-        prompt = self._prompts[request]
+        prompt = self._prompts[request_id]
         prompt.told_last |= piece.last
         if not prompt.over:
             computing, prompt.computing = prompt.computing, None
             prompt.waiting.append(computing or _Piece(piece, self._parts(prompt, piece), ()))
 
-    def cancel(self, request: str, last: bool) -> None:
+    def cancel(self, request_id: str, last: bool) -> None:
         """Cancel a prompt that has begun, since a piece of it is incomplete. `last`: no piece follows."""
-        prompt = self._prompts[request]
+        prompt = self._prompts[request_id]
         prompt.told_last |= last
         self._cancel(prompt)
 
@@ -328,14 +328,14 @@ class Prompts:
 
     def done(self, finished: set[str]) -> set[str]:
         """Return requests that are finished, now or earlier, with pages no longer read. Reports each once."""
-        for request in finished & self._prompts.keys():
-            prompt = self._prompts[request]
+        for request_id in finished & self._prompts.keys():
+            prompt = self._prompts[request_id]
             prompt.finished = True
             if not prompt.told_last:  # it was aborted
                 self._cancel(prompt)
-        done = {p.request for p in self._prompts.values() if p.finished and p.over and p.stored}
-        for request in done:
-            del self._prompts[request]
+        done = {p.request_id for p in self._prompts.values() if p.finished and p.over and p.stored}
+        for request_id in done:
+            del self._prompts[request_id]
         return done
 
     @property
@@ -343,9 +343,9 @@ class Prompts:
         """True if any transfer is in flight."""
         return any(not prompt.over for prompt in self._prompts.values())
 
-    def __contains__(self, request: object) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         """Return whether a request's pages may still be read."""
-        return request in self._prompts
+        return request_id in self._prompts
 
     def release_pages(self) -> None:
         """Stop reading pages before this returns.
@@ -362,7 +362,7 @@ class Prompts:
         for prompt in self._prompts.values():
             reading = [store for store in prompt.stores if not store.done()]
             if not prompt.over and (reading or not all(map(self._copy, prompt.waiting))):
-                log.warning("%s: not handed off: the engine needs its pages back too soon", prompt.request)
+                log.warning("%s: not handed off: the engine needs its pages back too soon", prompt.request_id)
                 for store in reading:
                     store.release_pages()
                 self._cancel(prompt)
@@ -502,7 +502,7 @@ class Prompts:
             packing.abandon()
 
     def _give_up(self, prompt: _Prompt, error: Exception) -> None:
-        log.warning("%s: nothing is handed off: %s", prompt.request, error)
+        log.warning("%s: nothing is handed off: %s", prompt.request_id, error)
         self._cancel(prompt)
 
     def _cancel(self, prompt: _Prompt) -> None:

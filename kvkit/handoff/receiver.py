@@ -97,8 +97,8 @@ class Receiver:
         now, peer = time.monotonic(), link.number
         with self._changed:
             match message:
-                case messages.Reserve(transfer, names, wait_s, request, parts):
-                    of = RequestRef(request or transfer, parts)
+                case messages.Reserve(transfer, names, wait_s, request_id, parts):
+                    of = RequestRef(request_id or transfer, parts)
                     if transfer not in self._buffer.transfers:  # else the id is taken: refused below
                         self._requests[transfer] = of.id
                     if parts > 1 and of.id in self._ended:  # its other parts have ended
@@ -136,25 +136,25 @@ class Receiver:
         with self._changed:
             self._watchers.append(changed)
 
-    def release(self, request: str, reason: str = "used") -> None:
+    def release(self, request_id: str, reason: str = "used") -> None:
         """Release the records of a request that others do not hold. Ignores unknown requests."""
         with self._changed:
-            self._apply(states.release(self._buffer, request, reason, time.monotonic()))
+            self._apply(states.release(self._buffer, request_id, reason, time.monotonic()))
 
     def delete(self, names: Sequence[str]) -> None:
         """Release damaged records, no matter what holds them."""
         with self._changed:
             self._apply(states.delete(self._buffer, names))
 
-    def status(self, request: str) -> Status | None:
+    def status(self, request_id: str) -> Status | None:
         """Return the status of a request; None if it is unknown, or if parts of it have not asked for room.
 
         A request that one transfer brings has that transfer's id, unless the sender gave another.
         """
         with self._changed:
-            parts = states.parts_of(self._buffer, request)
+            parts = states.parts_of(self._buffer, request_id)
             if not parts:
-                reason = self._ended.get(request)
+                reason = self._ended.get(request_id)
                 return None if reason is None else Status(None, reason=reason)
             if len(parts) < parts[0].of.parts:
                 return None
@@ -162,16 +162,16 @@ class Receiver:
             held = sum(len(part.elsewhere) + len(part.holds) for part in parts)
             return Status(next(phases, Phase.COMMITTED), sum(len(part.names) for part in parts), held)
 
-    def wait(self, request: str, timeout_s: float) -> Status | None:
+    def wait(self, request_id: str, timeout_s: float) -> Status | None:
         """Wait at most `timeout_s` seconds until a request is committed or over, and return its status."""
 
         def settled() -> bool:
-            status = self.status(request)
+            status = self.status(request_id)
             return status is not None and status.phase in (None, Phase.COMMITTED)
 
         with self._changed:
             self._changed.wait_for(settled, timeout_s)
-            return self.status(request)
+            return self.status(request_id)
 
     def match_prefix(self, names: Sequence[str]) -> int:
         """Return the length of the leading run of `names` that is available."""
@@ -298,9 +298,9 @@ class Receiver:
         raise AssertionError(verdict)
 
     def _remember(self, transfer: str, reason: str) -> None:
-        request = self._requests.pop(transfer, transfer)
-        self._ended.pop(request, None)
-        self._ended[request] = reason
+        request_id = self._requests.pop(transfer, transfer)
+        self._ended.pop(request_id, None)
+        self._ended[request_id] = reason
         if len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
 

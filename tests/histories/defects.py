@@ -174,7 +174,7 @@ def _shows_parts() -> None:
 
 def _keeps_released() -> None:
     """What nobody needs any more stays in the receiver."""
-    Receiver.release = lambda self, request, reason="used": None  # type: ignore[method-assign]
+    Receiver.release = lambda self, request_id, reason="used": None  # type: ignore[method-assign]
 
 
 DEFECTS: Mapping[str, Defect] = {

@@ -22,10 +22,10 @@ HANDOFF_MUTANTS = (
         RECEIVER,
         """\
         with self._changed:
-            self._apply(states.release(self._buffer, request, reason, time.monotonic()))
+            self._apply(states.release(self._buffer, request_id, reason, time.monotonic()))
 """,
         """\
-        outcome = states.release(self._buffer, request, reason, time.monotonic())
+        outcome = states.release(self._buffer, request_id, reason, time.monotonic())
         with self._changed:
             self._apply(outcome)
 """,

@@ -268,14 +268,14 @@ def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
     return _end(buffer, [found], "cancelled by its sender", now)
 
 
-def release(buffer: Buffer, request: str, reason: str, now: float) -> Next:
+def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Next:
     """End a request that this node no longer needs. Does nothing if it is over."""
-    return _end(buffer, parts_of(buffer, request), reason, now)
+    return _end(buffer, parts_of(buffer, request_id), reason, now)
 
 
-def parts_of(buffer: Buffer, request: str) -> list[Incoming]:
+def parts_of(buffer: Buffer, request_id: str) -> list[Incoming]:
     """Return the transfers of a request that have asked for room and are not over."""
-    asked = buffer.requests.get(request, (request,))
+    asked = buffer.requests.get(request_id, (request_id,))
     return [buffer.transfers[transfer] for transfer in asked if transfer in buffer.transfers]
 
 
@@ -346,8 +346,8 @@ def check_integrity(buffer: Buffer) -> None:
     assert buffer.free + buffer.lent + filling + len(buffer.held) == buffer.slots, buffer
     holders: Counter[str] = Counter()
     assert buffer.requests.keys() == {t.of.id for t in buffer.transfers.values()} - buffer.transfers.keys()
-    for request in buffer.requests:
-        parts = parts_of(buffer, request)
+    for request_id in buffer.requests:
+        parts = parts_of(buffer, request_id)
         waiting = [part for part in parts if part.phase is Phase.WAITING]
         assert {part.of for part in parts} == {parts[0].of}, buffer
         assert waiting == parts or (not waiting and len(parts) == parts[0].of.parts), buffer
