@@ -16,7 +16,7 @@ from kvkit.workers import Transfer
 class _Wanted:
     """Chunks [first, last) of what a request will hit; `move` brings them near once there is room."""
 
-    request: str
+    request_id: str
     tokens: TokenIds
     space: Namespace
     first: int
@@ -42,15 +42,15 @@ class Prefetches:
         self._cache = cache
         self._wanted: list[_Wanted] = []
 
-    def add(self, request: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
+    def add(self, request_id: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
         """Bring near what whole chunks of `tokens` (int32 [T]) will hit after the first `computed`, too."""
         first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
         if first < last:
-            self._wanted.append(_Wanted(request, tokens, space, first, last))
+            self._wanted.append(_Wanted(request_id, tokens, space, first, last))
 
-    def end(self, request: str) -> None:
+    def end(self, request_id: str) -> None:
         """Stop; what is near already stays."""
-        self._end(lambda wanted: wanted.request == request)
+        self._end(lambda wanted: wanted.request_id == request_id)
 
     def end_all(self) -> None:
         """Stop all of them."""
