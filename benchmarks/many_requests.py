@@ -70,7 +70,7 @@ class Driven:
             self._sequence,
             windows=windows,
             ranks=1,
-            waits=False,
+            blocking_load=False,
             save_generated=True,
             clock=time.monotonic,
             free=lambda: tables * (count + 2),
@@ -91,28 +91,28 @@ class Driven:
         step = StepMetadata()
         for request in self._requests:
             with self._timed("lookups"):
-                self._scheduler.arrive(request)
+                self._scheduler.on_new_request(request)
         while waiting or running or step.loads:
             before, collected = self.seconds.total(), self._collected
             self._hear(step, running)
-            for name, request in list(waiting.items()):
+            for request_id, request in list(waiting.items()):
                 with self._timed("lookups"):
-                    found, _ = self._scheduler.match(request, 0)
+                    found, _ = self._scheduler.get_num_new_matched_tokens(request, 0)
                     if found is not None:
-                        self._scheduler.admit(request, self._tables[name], found)
-                        del waiting[name]
+                        self._scheduler.update_state_after_alloc(request, self._tables[request_id], found)
+                        del waiting[request_id]
             scheduled, room = {}, STEP_TOKENS
-            for name, request in running.items():
+            for request_id, request in running.items():
                 tokens = request.num_tokens - request.num_computed_tokens
                 if tokens > 1:
                     tokens = min(tokens, room)
                     room -= tokens
                 if tokens:
-                    scheduled[name] = tokens
+                    scheduled[request_id] = tokens
             with self._timed("plans"):
                 step = self._scheduler.plan(scheduled, self._tables.get)
-            for name, tokens in scheduled.items():
-                self._compute(running, name, tokens)
+            for request_id, tokens in scheduled.items():
+                self._compute(running, request_id, tokens)
             self.steps += 1
             self.request_steps += len(scheduled)
             if (took := self.seconds.total() - before) > self.slowest_s:
@@ -126,32 +126,32 @@ class Driven:
             self._pauses += time.thread_time() - self._pause_began
 
     def _hear(self, step: StepMetadata, running: dict[str, Request]) -> None:
-        """Have the last step's questions answered, its loads and saves done."""
+        """Have the last step's lookups answered, its loads and saves done."""
         report = WorkerReport()
         held = PROMPT // 2
-        for ask in step.questions:
-            report.answers.append(LookupAnswer(ask.request, ask.number, 0, held, (("disk", held),)))
-            self._name(report, ask.request, range(held // CHUNK))
+        for ask in step.lookups:
+            report.answers.append(LookupAnswer(ask.request_id, ask.number, 0, held, (("disk", held),)))
+            self._name(report, ask.request_id, range(held // CHUNK))
         for save in step.saves:
-            self._name(report, save.request, range(save.first, len(save.sequence.tokens) // CHUNK))
+            self._name(report, save.request_id, range(save.first, len(save.sequence.tokens) // CHUNK))
         with self._timed("events"):
-            self._scheduler.hear(report)
+            self._scheduler.update_from_workers(report)
             self._events.hear(report)
             self._events.take()
         for load in step.loads:
-            request = running[load.request] = self._requests[int(load.request)]
+            request = running[load.request_id] = self._requests[int(load.request_id)]
             request.num_computed_tokens = load.stop
 
-    def _compute(self, running: dict[str, Request], name: str, tokens: int) -> None:
-        request = running[name]
+    def _compute(self, running: dict[str, Request], request_id: str, tokens: int) -> None:
+        request = running[request_id]
         request.num_computed_tokens += tokens
         if request.num_computed_tokens < request.num_tokens:
             return
         request.append_output_token_ids(1 + request.num_tokens % 1000)
         if request.num_output_tokens == GENERATED:
             with self._timed("plans"):
-                self._scheduler.finish(request, self._tables[name])
-            del running[name]
+                self._scheduler.finish(request, self._tables[request_id])
+            del running[request_id]
 
     def _request(self, number: int, hasher: Callable[[Request], Any]) -> Request:
         """Its first half is that of some others."""
@@ -160,11 +160,11 @@ class Driven:
         tokens += [(number * 11 + i) % 50_000 for i in range(half)]
         return Request(str(number), tokens, SamplingParams(max_tokens=GENERATED), None, block_hasher=hasher)
 
-    def _name(self, report: WorkerReport, request: str, chunks: range) -> None:
+    def _name(self, report: WorkerReport, request_id: str, chunks: range) -> None:
         shared = PROMPT // 2 // CHUNK
-        first = int(request) // SHARING
-        names = [(f"{first}/{i}" if i < shared else f"{request}/{i}/own",) for i in chunks]
-        report.named.append(NamedChunks(0, "", request, chunks.start, names))
+        first = int(request_id) // SHARING
+        names = [(f"{first}/{i}" if i < shared else f"{request_id}/{i}/own",) for i in chunks]
+        report.named.append(NamedChunks(0, "", request_id, chunks.start, names))
         report.changes += [(0, ("disk", name, True)) for (name,) in names]
 
     def _sequence(self, request: Request, tokens: int) -> Sequence:

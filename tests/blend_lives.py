@@ -37,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_engine import connector
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.vllm.step import (
     Arrival,
     BlendDone,
@@ -121,7 +121,7 @@ class Life:
     done: dict[str, list[BlendDone]] = field(default_factory=dict)
     loading: list[LoadTask] = field(default_factory=list)
     blending: list[Blending] = field(default_factory=list)
-    asked: list[Question] = field(default_factory=list)
+    asked: list[LookupRequest] = field(default_factory=list)
     preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Life:
     def finish_load(self, fails: bool = False) -> None:
         """One thing that is loaded or blended in the background comes a stage further."""
         over = {name for name, request in self.seen.items() if request.is_finished()}
-        may = [b for b in self.blending if b.arrival is None or b.go or b.task.request in over]
+        may = [b for b in self.blending if b.arrival is None or b.go or b.task.request_id in over]
         choices: list[Any] = [*self.loading, *may]
         if not choices:
             return
@@ -255,13 +255,13 @@ class Life:
 
     def _execute(self, output: Any, parts: list[Part]) -> None:
         step: StepMetadata = output.kv_connector_metadata
-        self.asked += step.questions
+        self.asked += step.lookups
         for go in step.arrivals:
             for blending in self.blending:
-                if (blending.task.request, blending.task.number) == (go.request, go.number):
+                if (blending.task.request_id, blending.task.number) == (go.request_id, go.number):
                     blending.arrival, blending.go = go, True
         for load in step.loads:
-            self.own.pop(load.request, None)  # it is blended no more
+            self.own.pop(load.request_id, None)  # it is blended no more
         for part in parts:
             self._compute(part)
         for task in step.saves:
@@ -272,7 +272,7 @@ class Life:
             self._answer()
         report, self.report = self.report, WorkerReport()
         told = KVConnectorOutput(
-            finished_sending={task.request for task in step.saves if task.last},
+            finished_sending={task.request_id for task in step.saves if task.last},
             finished_recving=self.received,
             failed_recving=self.failed if self.windows else set(),
             invalid_block_ids=set() if self.windows else self.lost,
@@ -331,13 +331,13 @@ class Life:
         return [sum(tokens) % 50 + 200] if part.stop >= len(tokens) else []
 
     def _answer(self) -> None:
-        for question in self.asked:
-            found = self._found(question.sequence.tokens)
-            documents = tuple(self._found(document.tokens) for document in question.documents)
+        for lookup in self.asked:
+            found = self._found(lookup.sequence.tokens)
+            documents = tuple(self._found(document.tokens) for document in lookup.documents)
             for rank in range(self.ranks):
                 less = tuple(max(0, n - CHUNK * (rank and self.random.randrange(2))) for n in documents)
                 segments = (("memory", found),) if found else ()
-                answer = LookupAnswer(question.request, question.number, rank, found, segments, less)
+                answer = LookupAnswer(lookup.request_id, lookup.number, rank, found, segments, less)
                 self.report.answers.append(answer)
         self.asked.clear()
 
@@ -353,10 +353,10 @@ class Life:
         base = task.start // CHUNK * CHUNK
         stop = self.random.randrange(task.start, task.stop, BLOCK) if fails else task.stop
         self._load(task, stop)
-        self._receive(task.request, task.blocks[0][(stop - base) // BLOCK :] if fails else None)
+        self._receive(task.request_id, task.blocks[0][(stop - base) // BLOCK :] if fails else None)
 
     def _load(self, task: LoadTask, stop: int) -> None:
-        base, tokens = task.start // CHUNK * CHUNK, self.seen[task.request].all_token_ids
+        base, tokens = task.start // CHUNK * CHUNK, self.seen[task.request_id].all_token_ids
         for group, table in enumerate(task.blocks):
             for position in range(task.start, stop):
                 block = table[(position - base) // BLOCK]
@@ -364,12 +364,12 @@ class Life:
                 if block >= 0:
                     self.pages[group, block, position % BLOCK] = "exact", tuple(tokens[: position + 1])
 
-    def _receive(self, name: str, lost: list[int] | None) -> None:
+    def _receive(self, request_id: str, lost: list[int] | None) -> None:
         """What was under way for a request is over; `lost`: blocks that were promised, and hold nothing."""
-        self.received.add(name)
+        self.received.add(request_id)
         if lost is not None:
-            self.report.failed.append(name)
-            self.failed.add(name)
+            self.report.failed.append(request_id)
+            self.failed.add(request_id)
             self.lost.update(block for block in lost if block > 0)
 
     def _arrive(self, blending: Blending, fails: bool) -> None:
@@ -383,21 +383,21 @@ class Life:
         documents = tuple(span.first + span.stop - span.start for span in task.spans)
         if fails:
             documents = tuple(max(0, n - CHUNK * self.random.randrange(2)) for n in documents)
-        blending.arrival = Arrival(task.request, task.number, -1, exact, documents)
+        blending.arrival = Arrival(task.request_id, task.number, -1, exact, documents)
         if self.ranks == 1:
             blending.go = True
             return
         for rank in range(self.ranks):
             less = tuple(n - rank * CHUNK for n in documents)
-            self.report.arrivals.append(Arrival(task.request, task.number, rank, exact, less))
+            self.report.arrivals.append(Arrival(task.request_id, task.number, rank, exact, less))
 
     def _finish_blend(self, blending: Blending, fails: bool) -> None:
         self.blending.remove(blending)
         task, arrival = blending.task, blending.arrival
         assert arrival is not None
-        request, name = self.seen[task.request], task.request
+        request, request_id = self.seen[task.request_id], task.request_id
         if fails:
-            self._receive(name, task.blocks[0][arrival.exact // BLOCK :])
+            self._receive(request_id, task.blocks[0][arrival.exact // BLOCK :])
             return
         spans = tuple(map(type(task.spans[0]).found, task.spans, arrival.documents))
         plan = plan_blend(len(task.sequence.tokens), arrival.exact, spans)
@@ -405,11 +405,11 @@ class Life:
         chosen = task.selected
         if chosen is None:
             chosen = np.array([p for p in reused.tolist() if self.random.random() < 0.3], np.int32)
-        before, own = dict(self.own.get(name, {})), self.own.setdefault(name, {})
+        before, own = dict(self.own.get(request_id, {})), self.own.setdefault(request_id, {})
         for position in reused.tolist():
-            own[position] = "own", name, position, "selected" if position in chosen else "reused"
-        assert (task.selected is None) == (name not in self.done)
-        assert name not in self.done or own == before, "it is not blended as it was before"
+            own[position] = "own", request_id, position, "selected" if position in chosen else "reused"
+        assert (task.selected is None) == (request_id not in self.done)
+        assert request_id not in self.done or own == before, "it is not blended as it was before"
         last = len(task.sequence.tokens) - 1
         self._look(request, task.blocks, arrival.exact, arrival.exact)
         for position in range(arrival.exact, last):
@@ -418,10 +418,10 @@ class Life:
             if position >= arrival.exact:
                 self._look(request, task.blocks, position, position + 1)
         counts = int(plan.exact.sum()), len(reused), len(plan.computed)
-        done = BlendDone(name, *counts, spans, chosen, {})
+        done = BlendDone(request_id, *counts, spans, chosen, {})
         self.report.blended.append(done)
-        self.done.setdefault(name, []).append(done)
-        self._receive(name, None)
+        self.done.setdefault(request_id, []).append(done)
+        self._receive(request_id, None)
 
     def _name(self, request: Request) -> None:
         """Note what vLLM calls blocks of these tokens where nothing is private."""

@@ -261,7 +261,9 @@ def test_the_documents_of_queued_requests_are_brought_near() -> None:
     tokens, spans = prompt([2, 1], 0)
     scheduler = life.vllm.connector._scheduler
     names = [life.add(tokens, 3, asked) for asked in (blend(spans) | {"joints": [[77], []]}, None)]
-    told = [(task.request, task.sequence.tokens.tolist(), task.computed) for task in scheduler._prefetches()]
+    told = [
+        (task.request_id, task.sequence.tokens.tolist(), task.computed) for task in scheduler._prefetches()
+    ]
     whole = tokens[: len(tokens) // CHUNK * CHUNK]
     assert told == [
         (names[0], whole, 0),

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from vllm_rank import BLOCK, BLOCKS, CHUNK, SPECS, Rank
 from waiting import wait_for
 
-from kvkit.adapters.engine.lookup_request import Question
+from kvkit.adapters.engine.lookup_request import LookupRequest
 from kvkit.adapters.engine.lookup_request import Sequence as Prompt
 from kvkit.adapters.vllm.blending.blender import BlendedPrompt
 from kvkit.adapters.vllm.blending.executor import BlendExecutor
@@ -100,8 +100,8 @@ class Blending(Rank):
     def ask(self, prefill: float | None = None, **more: Any) -> tuple[int, tuple[int, ...]]:
         """What a lookup of the prompt finds: leading tokens, and those of the document."""
         self.worker._lookups.tokens_per_s = lambda: prefill
-        question = Question("a", 1, Prompt(IDS), documents=(Prompt(DOCUMENT),), **more)
-        self.step(questions=[question], idle=True)
+        lookup = LookupRequest("a", 1, Prompt(IDS), documents=(Prompt(DOCUMENT),), **more)
+        self.step(lookups=[lookup], idle=True)
         while not (report := self.worker.report()):
             self.step(idle=True)
         (answer,) = report.answers

@@ -162,7 +162,7 @@ def test_a_draft_that_is_not_known_is_one_engine_s_alone(model: Path) -> None:
     config = SimpleNamespace(speculative_config=SimpleNamespace())
     assert draft_identity(config).startswith("unknown-")
     assert draft_identity(config) != draft_identity(config)
-    assert compat.looks_ahead(config.speculative_config)
+    assert compat.draft_reads_ahead(config.speculative_config)
 
 
 def test_weights_that_cannot_be_watched_are_said_so(

@@ -28,7 +28,7 @@ from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 from vllm_rank import BLOCK as PAGE
 from vllm_rank import BLOCKS, CHUNK, IDS, SAVE, SPECS, Pair, Rank
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.checks import check_arrangement
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
@@ -68,23 +68,23 @@ class DraftingEngine:
         self._total = total
         self._rank, self._ahead, self._chance = rank, ahead, Random(seed)
         self._scheduler = Scheduler(
-            CHUNK, (PAGE,), tokens_of, ranks=1, waits=False, save_generated=True, clock=lambda: 0.0
+            CHUNK, (PAGE,), tokens_of, ranks=1, blocking_load=False, save_generated=True, clock=lambda: 0.0
         )
         self._new = itertools.count(1)
-        self.view = Request("a", self._tokens(21), 21)
+        self.request = Request("a", self._tokens(21), 21)
         self._table = list(range(1, BLOCKS))
-        self._scheduler.admit(self.view, (self._table,), 0)
+        self._scheduler.update_state_after_alloc(self.request, (self._table,), 0)
         self._drafted: list[int] = []
         self._computed = 0  # tokens whose KV stays
 
     def generate(self) -> None:
         """Generate up to `total` tokens, and have the request's blocks freed, and used by others."""
         planned: deque[tuple[StepMetadata, int]] = deque()
-        while self.view.num_tokens < self._total:
+        while self.request.num_tokens < self._total:
             planned.append(self._plan())
             if not self._ahead or len(planned) == 2:
                 self._take(*planned.popleft())
-        keeps = self._scheduler.finish(self.view, (self._table,))
+        keeps = self._scheduler.finish(self.request, (self._table,))
         for under_way, _ in planned:
             self._rank.run(under_way)
         freed: list[str] = []
@@ -101,14 +101,14 @@ class DraftingEngine:
 
     def _plan(self) -> tuple[StepMetadata, int]:
         """A step: 8 tokens of the prompt, or one token and what is drafted behind it."""
-        left = self.view.num_tokens - self.view.num_computed_tokens
+        left = self.request.num_tokens - self.request.num_computed_tokens
         count = min(left, 8) if left > 1 else 1 + drafts.DRAFTED
         planned = self._scheduler.plan({"a": count}, lambda _: (self._table,))
-        self.view.num_computed_tokens += count
+        self.request.num_computed_tokens += count
         return planned, count
 
     def _take(self, planned: StepMetadata, count: int) -> None:
-        known, first = self.view.tokens, self._computed
+        known, first = self.request.tokens, self._computed
         given = (known + self._drafted)[first : first + count]
         right = self._chance.randint(0, len(self._drafted))
         sampled = [] if first + count < len(known) else [*self._drafted[:right], *self._tokens(1)]
@@ -121,8 +121,8 @@ class DraftingEngine:
 
         self._rank.run(planned, (), lambda: self._write([*LAYERS][:2], first, given), draft)
         self._drafted = self._tokens(drafts.DRAFTED) if sampled else []
-        self.view.num_computed_tokens -= rejected
-        self.view.tokens = (known + sampled)[: self._total]
+        self.request.num_computed_tokens -= rejected
+        self.request.tokens = (known + sampled)[: self._total]
 
     def _write(self, layers: list[str], first: int, values: list[int]) -> None:
         for position, value in enumerate(values, first):
@@ -139,7 +139,7 @@ def test_records_hold_what_was_accepted_alone(tmp_path: Path, ahead: bool) -> No
         with closing(rank.worker):
             engine = DraftingEngine(rank, seed, ahead, 4 * CHUNK + 1 - seed % 4)
             engine.generate()
-        found, tokens = records(folder), engine.view.tokens
+        found, tokens = records(folder), engine.request.tokens
         assert len(found) == (len(tokens) - 1) // CHUNK
         for first in range(0, len(found) * CHUNK, CHUNK):
             groups = found[tuple(tokens[first : first + CHUNK])]
@@ -159,15 +159,15 @@ def test_the_end_of_a_hit_is_computed_again(
     tokens: int, has: int, found: int, usable: int, windows: bool
 ) -> None:
     """There an EAGLE head has KV of tokens that came after in another sequence; vLLM has `has` tokens."""
-    scheduler, a = new_scheduler(looks_ahead=True, windows=windows), request(tokens)
-    waits = scheduler.match(a, has)
+    scheduler, a = new_scheduler(recompute_last_block=True, windows=windows), request(tokens)
+    waits = scheduler.get_num_new_matched_tokens(a, has)
     asked = step(scheduler)
-    if asked.questions:
+    if asked.lookups:
         assert waits == (None, False)
         answer(scheduler, asked, found)
     usable = usable // 8 * 8 if windows else usable
     count = max(0, usable - has)
-    assert scheduler.match(a, has) == (count, count > 0)
+    assert scheduler.get_num_new_matched_tokens(a, has) == (count, count > 0)
 
 
 def test_steps_that_wait_for_a_load_know_of_its_failure_before_drafts_run(tmp_path: Path) -> None:
@@ -227,8 +227,8 @@ def test_an_engine_without_the_draft_hands_nothing_off_and_says_why(
         assert (found := re.search(f"a: nothing is handed off: .*{said}", caplog.text)) is not None
         assert "has 'eagle head 1f+2e'" in found[0]
         assert "has ''" in found[0]
-        ask = Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)
-        pair.decode.step(questions=[ask], idle=True)
+        ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)
+        pair.decode.step(lookups=[ask], idle=True)
         assert pair.decode.heard() == 0
 
 

@@ -37,10 +37,10 @@ def new_events(ranks: int = 1) -> Events:
     return Events(TIERS | {"pool": pool}, CHUNK, BLOCK, ranks)
 
 
-def named(rank: int, request: str = "a", first: int = 0, chunks: int = 1) -> WorkerReport:
+def named(rank: int, request_id: str = "a", first: int = 0, chunks: int = 1) -> WorkerReport:
     """A rank says what the records of chunks are called; each has two."""
     names = [(f"{rank}/0/{i}", f"{rank}/1/{i}") for i in range(first, first + chunks)]
-    return WorkerReport(named=[NamedChunks(rank, "", request, first, names)])
+    return WorkerReport(named=[NamedChunks(rank, "", request_id, first, names)])
 
 
 def change(tier: str, *names: str, held: bool = True, rank: int | None = None) -> WorkerReport:

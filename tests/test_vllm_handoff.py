@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, OTHER, TABLE, Pair, Rank, piece
 from waiting import wait_for
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Lora, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
 from kvkit.moving.policy import RequestPolicy
@@ -95,8 +95,8 @@ def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
     monkeypatch.setattr("kvkit.adapters.engine.lookups.NEWS_S", 0.0)
     pair = Pair(tmp_path, handoff_timeout_s=600.0)
     for computed_there, found in ((True, 0), (False, len(IDS))):
-        ask = Question("a", 1, Sequence(IDS), transfer="t", computed_there=computed_there)
-        pair.decode.step(questions=[ask], idle=True)
+        ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=computed_there)
+        pair.decode.step(lookups=[ask], idle=True)
         if not computed_there:
             assert pair.decode.worker.report() is None
             pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
@@ -107,11 +107,11 @@ def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
 def test_a_step_without_work_waits_for_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkit.adapters.vllm.worker.IDLE_WAIT_S", DEADLINE_S)
     pair = Pair(tmp_path)
-    ask = Question("a", 1, Sequence(IDS), transfer="t")
+    ask = LookupRequest("a", 1, Sequence(IDS), transfer="t")
     found: list[dict[str, Phase]] = []
 
     def step() -> None:
-        pair.decode.step(questions=[ask], idle=True)
+        pair.decode.step(lookups=[ask], idle=True)
         found.append(pair.receiver.transfers())
 
     thread = threading.Thread(target=step)
@@ -130,7 +130,7 @@ def test_what_has_come_is_known_at_once_where_memory_alone_is_asked(tmp_path: Pa
     worker, cache = pair.decode.worker, pair.decode.worker.cache
     for tensor in pair.prefill.pages.values():
         tensor.copy_(torch.rand(tensor.shape))
-    ask = Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)
+    ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)
     near = replace(cache.policy, retrieve_from=("handoff", "memory"))
     cache.policy, policy = near, cache.policy
     assert worker.lookup_inline(ask) is None, "it has not come"
@@ -172,7 +172,7 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
     sequence, blocks = Sequence(IDS[:tokens]), -(-tokens // BLOCK)
     send = SendTask("a", "t", pair.address, sequence, 0, tokens, (TABLE[:blocks],), last=True)
     pair.finish(*pair.prefill.step(("a",), sends=[send]))
-    pair.decode.step(questions=[Question("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
+    pair.decode.step(lookups=[LookupRequest("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
     assert pair.decode.heard() == tokens
     into = [11, 10, 9, 8, 7, 6][:blocks]
     assert pair.decode.load(LoadTask("a", 1, 0, tokens, (into,)))
@@ -204,8 +204,8 @@ def test_layers_are_packed_as_they_are_computed_and_take_no_slot(tmp_path: Path)
     worker.save(step)
     pair.finish(*worker.finish({"a"}))
     release_all(taken)
-    ask = Question("a", 1, send.sequence, transfer="of-a", computed_there=True)
-    pair.decode.step(questions=[ask], idle=True)
+    ask = LookupRequest("a", 1, send.sequence, transfer="of-a", computed_there=True)
+    pair.decode.step(lookups=[ask], idle=True)
     assert pair.decode.heard() == tokens
     assert pair.decode.load(LoadTask("a", 1, 0, tokens, ([7, 8, 9, 10, 11],)))
     for number, tensor in enumerate(pair.decode.pages.values()):
@@ -295,8 +295,8 @@ class FullDecode:
         pair = self.pair
         pair.prefill.sender.cancel("others")
         pair.finish(*pair.prefill.step(("a",)))
-        ask = Question("a", 1, Sequence(IDS), transfer="of-a", computed_there=True)
-        pair.decode.step(questions=[ask], idle=True)
+        ask = LookupRequest("a", 1, Sequence(IDS), transfer="of-a", computed_there=True)
+        pair.decode.step(lookups=[ask], idle=True)
         return pair.decode.heard()
 
 
@@ -336,7 +336,7 @@ def test_a_load_in_parts_ends_where_a_record_is_damaged(tmp_path: Path, damaged:
     pair = Pair(tmp_path)
     pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
     pair.decode.step(
-        questions=[Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
+        lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
     )
     assert pair.decode.heard() == len(IDS)
     with pair.receiver._records[pair.receiver.records()[damaged][0]].share() as lease:
@@ -354,8 +354,8 @@ def test_the_end_of_a_prompt_is_loaded_after_blocks_that_the_engine_has(tmp_path
     pair.prefill.fill(3.0)
     sequence = Sequence(IDS[:tokens])
     pair.finish(*pair.prefill.step(("a",), sends=[piece(pair, "a", sequence.tokens, 0, tokens)]))
-    ask = Question("a", 1, sequence, CHUNK + BLOCK, transfer="of-a", computed_there=True)
-    pair.decode.step(questions=[ask], idle=True)
+    ask = LookupRequest("a", 1, sequence, CHUNK + BLOCK, transfer="of-a", computed_there=True)
+    pair.decode.step(lookups=[ask], idle=True)
     assert pair.decode.heard() == tokens
     assert pair.decode.load(LoadTask("a", 1, CHUNK + BLOCK, tokens, ([-1, 8],)))
     for tensor in pair.decode.pages.values():
@@ -492,7 +492,7 @@ def handed(pair: Pair) -> int:
     came = pair.receiver.arena.slots - pair.receiver.arena.free
     assert came == pair.prefill.stored("handoff") - put, "nothing is copied that is not sent"
     pair.decode.step(
-        questions=[Question("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
+        lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
     )
     assert pair.decode.heard() == len(IDS)
     chunks, rest = divmod(came, groups_of(pair))

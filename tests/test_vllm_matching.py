@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from test_vllm_scheduler import BLOCK, CHUNK, Clock, Request, answer, new_scheduler, request, step, tokens_of
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import FRESH_S, PATIENCE_S, Scheduler
 from kvkit.adapters.vllm.step import WorkerReport
@@ -21,24 +21,24 @@ TABLE = list(range(1, 13))
 
 
 def made(**fields: Any) -> Scheduler:
-    settings = {"ranks": 1, "waits": False, "save_generated": True, "clock": lambda: 0.0} | fields
+    settings = {"ranks": 1, "blocking_load": False, "save_generated": True, "clock": lambda: 0.0} | fields
     blocks = settings.pop("blocks", (BLOCK,))
     return Scheduler(CHUNK, blocks, settings.pop("sequence", tokens_of), **settings)
 
 
-def found(scheduler: Scheduler, view: Request, tokens: int, computed: int = 0) -> tuple[int | None, bool]:
+def found(scheduler: Scheduler, request: Request, tokens: int, computed: int = 0) -> tuple[int | None, bool]:
     """What a request is told once so many tokens were found of it."""
-    assert scheduler.match(view, computed) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(request, computed) == (None, False)
     answer(scheduler, step(scheduler), tokens)
-    return scheduler.match(view, computed)
+    return scheduler.get_num_new_matched_tokens(request, computed)
 
 
 def test_a_new_scheduler_has_nothing_to_tell() -> None:
     scheduler = new_scheduler()
     assert not scheduler.has_pending_reset
     told = step(scheduler)
-    assert (told.epoch, told.heard, told.computed, told.idle) == ("", 0, 0, True)
-    assert (told.questions, told.loads, told.saves, told.sends) == ([], [], [], [])
+    assert (told.epoch, told.acked_failure_step, told.computed, told.idle) == ("", 0, 0, True)
+    assert (told.lookups, told.loads, told.saves, told.sends) == ([], [], [], [])
     assert [told.number, step(scheduler).number] == [1, 2]
 
 
@@ -51,13 +51,16 @@ def test_a_request_that_nobody_asked_about_ends() -> None:
 def test_what_a_request_is_handed_is_read_off_it() -> None:
     read: list[Request] = []
     a = request(20)
-    made(handoff=read.append).match(a, 0)
+    made(handoff=read.append).get_num_new_matched_tokens(a, 0)
     assert read == [a]
 
 
 def test_former_states_are_kept_by_whole_chunks_as_windows_are() -> None:
     assert found(made(states={1: True}, blocks=(BLOCK, BLOCK)), request(16), 8) == (8, True)
-    assert made(states={1: True}, blocks=(BLOCK, BLOCK)).match(request(8), 0) == (0, False)
+    assert made(states={1: True}, blocks=(BLOCK, BLOCK)).get_num_new_matched_tokens(request(8), 0) == (
+        0,
+        False,
+    )
 
 
 def test_an_answer_counts_to_the_end_of_its_time() -> None:
@@ -65,55 +68,57 @@ def test_an_answer_counts_to_the_end_of_its_time() -> None:
     scheduler, a = new_scheduler(clock), request(20)
     assert found(scheduler, a, 16) == (16, True)
     clock.now = FRESH_S
-    assert scheduler.match(a, 0) == (16, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
 
 
 def test_what_is_not_told_by_ids_is_asked_for_once() -> None:
     asked: list[int] = []
 
-    def unknown(view: Request, count: int) -> Sequence | None:
+    def unknown(request: Request, count: int) -> Sequence | None:
         asked.append(count)
         return None
 
     scheduler, a = made(sequence=unknown), request(20)
     for _ in range(3):
-        assert scheduler.match(a, 0) == (0, False)
+        assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
     assert asked == [16]
 
 
 def test_a_question_is_about_no_transfer_where_nothing_is_received() -> None:
     scheduler = new_scheduler()
-    scheduler.match(request(20), 0)
-    (ask,) = step(scheduler).questions
+    scheduler.get_num_new_matched_tokens(request(20), 0)
+    (ask,) = step(scheduler).lookups
     assert (ask.transfer, ask.computed_there) == ("", False)
 
 
-def test_what_vllm_has_by_now_itself_changes_the_question() -> None:
-    scheduler, a = made(wants=lambda view: RequestPolicy(max_load_tokens=9)), request(40)
-    assert scheduler.match(a, 0) == (None, False)
+def test_what_vllm_has_by_now_itself_changes_the_lookup() -> None:
+    scheduler, a = made(request_policy_of=lambda request: RequestPolicy(max_load_tokens=9)), request(40)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     answer(scheduler, step(scheduler), 8)
-    assert scheduler.match(a, 0) == (8, True)
-    assert scheduler.match(a, 8) == (None, False)
-    (ask,) = step(scheduler).questions
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (8, True)
+    assert scheduler.get_num_new_matched_tokens(a, 8) == (None, False)
+    (ask,) = step(scheduler).lookups
     assert (len(ask.sequence.tokens), ask.computed) == (16, 8)
 
 
 def test_the_end_of_a_hit_is_computed_again_for_a_draft_but_not_of_what_is_received() -> None:
-    assert found(made(looks_ahead=True), request(40), 16) == (12, True)
-    receives = made(looks_ahead=True, handoff=lambda view: RemotePrefill("t", computed=True))
+    assert found(made(recompute_last_block=True), request(40), 16) == (12, True)
+    receives = made(recompute_last_block=True, handoff=lambda request: RemotePrefill("t", computed=True))
     assert found(receives, request(17), 16) == (16, True)
 
 
 def test_what_a_draft_looks_ahead_at_is_looked_up_with_what_is_wanted() -> None:
-    assert found(made(looks_ahead=True, blocks=(1,)), request(40), 16) == (15, True)
-    scheduler = made(looks_ahead=True, wants=lambda view: RequestPolicy(max_load_tokens=8))
-    assert scheduler.match(request(40), 0) == (None, False)
+    assert found(made(recompute_last_block=True, blocks=(1,)), request(40), 16) == (15, True)
+    scheduler = made(
+        recompute_last_block=True, request_policy_of=lambda request: RequestPolicy(max_load_tokens=8)
+    )
+    assert scheduler.get_num_new_matched_tokens(request(40), 0) == (None, False)
     asked = step(scheduler)
-    assert [len(ask.sequence.tokens) for ask in asked.questions] == [16]
+    assert [len(ask.sequence.tokens) for ask in asked.lookups] == [16]
 
 
 def test_a_hit_may_be_a_single_token() -> None:
-    receives = made(blocks=(1,), handoff=lambda view: RemotePrefill("t", computed=True))
+    receives = made(blocks=(1,), handoff=lambda request: RemotePrefill("t", computed=True))
     assert found(receives, request(2), 1) == (1, True)
 
 
@@ -124,43 +129,45 @@ def crowded(**fields: Any) -> tuple[Scheduler, Request]:
     assert found(scheduler, other, 16) == (16, True)
     tokens, _ = found(scheduler, first, 32)
     assert tokens == 32
-    scheduler.admit(first, (TABLE,), 32)
+    scheduler.update_state_after_alloc(first, (TABLE,), 32)
     room[0] = 0
     return scheduler, other
 
 
 def test_what_could_wait_for_blocks_for_good_waits_before_it_has_any() -> None:
     scheduler, a = crowded(windows=True)
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     scheduler, a = crowded()
-    assert scheduler.match(a, 0) == (16, True)
-    scheduler.hear(WorkerReport(failed=["a"]))
-    assert scheduler.match(a, 0) == (None, False), "it would be before those that hold some"
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
+    scheduler.update_from_workers(WorkerReport(failed=["a"]))
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False), (
+        "it would be before those that hold some"
+    )
     step(scheduler, {"first": 8})
-    assert scheduler.match(a, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
 
 
 def test_a_request_that_ends_stands_still_no_more() -> None:
     scheduler, a = crowded(windows=True)
     scheduler.finish(request(40, "first"), None)
-    assert scheduler.match(a, 0) == (16, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
 
 
 def test_of_what_was_not_admitted_no_tier_is_a_source() -> None:
     scheduler, a = new_scheduler(), request(20)
     assert scheduler.sources("a", 16) == {}
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     assert scheduler.sources("a", 16) == {}
 
 
 def test_what_each_tier_gave_is_counted_from_where_the_load_began() -> None:
     scheduler, a = new_scheduler(), request(41)
-    scheduler.match(a, 4)
-    (ask,) = step(scheduler).questions
+    scheduler.get_num_new_matched_tokens(a, 4)
+    (ask,) = step(scheduler).lookups
     segments = (("memory", 8), ("disk", 16), ("memory", 8))
-    scheduler.hear(WorkerReport([LookupAnswer("a", ask.number, 0, 32, segments)]))
-    assert scheduler.match(a, 4) == (28, True)
-    scheduler.admit(a, (TABLE,), 28)
+    scheduler.update_from_workers(WorkerReport([LookupAnswer("a", ask.number, 0, 32, segments)]))
+    assert scheduler.get_num_new_matched_tokens(a, 4) == (28, True)
+    scheduler.update_state_after_alloc(a, (TABLE,), 28)
     assert scheduler.sources("a", 28) == {"memory": 12, "disk": 16}
     assert scheduler.sources("a", 20) == {"memory": 4, "disk": 16}
     assert scheduler.sources("a", 4) == {"memory": 4}
@@ -178,15 +185,15 @@ class Blending:
     def __init__(self, room: bool | None) -> None:
         self.room, self.scratch, self.pinned = room, self, 0
 
-    def begin(self, view: Request) -> Blending:
+    def begin(self, request: Request) -> Blending:
         return self
 
     def wants(self, computed: int) -> bool:
         return computed < 8
 
-    def ask(self, question: Question, whole: Sequence) -> Question:
+    def ask(self, lookup: LookupRequest, whole: Sequence) -> LookupRequest:
         assert len(whole.tokens) == 20
-        return question
+        return lookup
 
     def promise(self, tokens: int, exact: int, documents: tuple[int, ...]) -> bool:
         self.plan = "a plan"
@@ -195,7 +202,7 @@ class Blending:
     def has_room(self, tokens: int) -> bool | None:
         return self.room
 
-    def pin(self, view: Request, computed: int) -> bool:
+    def pin(self, request: Request, computed: int) -> bool:
         self.pinned += 1
         return True
 
@@ -213,8 +220,8 @@ def test_a_request_is_blended_as_a_whole_but_for_what_vllm_computes(windows: boo
 def test_what_is_not_worth_blending_any_more_is_loaded_as_it_is() -> None:
     scheduler, a = made(blends=Blending(room=True)), request(20)
     assert found(scheduler, a, 16) == (20, True)
-    assert scheduler.match(a, 8) == (8, True), "vLLM has more of it by now"
-    scheduler.admit(a, (TABLE,), 8)
+    assert scheduler.get_num_new_matched_tokens(a, 8) == (8, True), "vLLM has more of it by now"
+    scheduler.update_state_after_alloc(a, (TABLE,), 8)
     told = step(scheduler)
     assert ([load.stop for load in told.loads], told.blends) == ([16], [])
 
@@ -224,13 +231,13 @@ def test_a_request_waits_a_while_for_blocks_to_be_blended_in(caplog: pytest.LogC
     scheduler, a = made(blends=blending, clock=clock), request(20)
     assert found(scheduler, a, 8) == (None, False)
     clock.now = PATIENCE_S
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     assert blending.plan is None
     assert not caplog.messages
     clock.now = PATIENCE_S + 0.1
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     assert caplog.messages == ["a is not blended: there are too few blocks"]
-    assert scheduler.match(a, 0) == (8, True), "what is exact is loaded"
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (8, True), "what is exact is loaded"
 
 
 def test_a_request_that_can_never_be_blended_does_not_wait(caplog: pytest.LogCaptureFixture) -> None:
@@ -241,22 +248,22 @@ def test_a_request_that_can_never_be_blended_does_not_wait(caplog: pytest.LogCap
 
 def test_what_is_found_and_saved_is_told_by_its_chunks() -> None:
     told: list[tuple[str, int, int]] = []
-    scheduler = made(on_chunks=lambda view, first, stop: told.append((view.request_id, first, stop)))
+    scheduler = made(on_chunks=lambda request, first, stop: told.append((request.request_id, first, stop)))
     a = request(41)
     assert found(scheduler, a, 16) == (16, True)
     assert told == [("a", 0, 2)]
-    scheduler.admit(a, (TABLE,), 16)
+    scheduler.update_state_after_alloc(a, (TABLE,), 16)
     a.num_computed_tokens = 16
-    assert [save.request for save in step(scheduler, {"a": 25}, (TABLE,)).saves] == ["a"]
+    assert [save.request_id for save in step(scheduler, {"a": 25}, (TABLE,)).saves] == ["a"]
     assert told[1:] == [("a", 2, 5)]
 
 
 def test_an_answer_that_nobody_awaits_is_passed_over() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     asked = step(scheduler)
     answer(scheduler, asked, 16)
-    scheduler.admit(a, (TABLE,), 0)
+    scheduler.update_state_after_alloc(a, (TABLE,), 0)
     answer(scheduler, asked, 16)
     scheduler.finish(a, None)
     answer(scheduler, asked, 16)
@@ -267,23 +274,23 @@ def test_every_request_of_a_step_is_looked_at() -> None:
     """Although those before it are not known, complete no chunk, have no blocks, or send nothing."""
     hands = {"c": RemoteDecode("t", "unix:///c"), "d": RemoteDecode("u", "unix:///d")}
     hands["e"] = RemoteDecode("v", "unix:///e")
-    scheduler = made(handoff=lambda view: hands.get(view.request_id))
+    scheduler = made(handoff=lambda request: hands.get(request.request_id))
     scheduled = {"unknown": 8}
-    for name, tokens in (("short", 4), ("b", 16), ("c", 4), ("e", 16), ("d", 16)):
-        view = request(tokens if name != "c" else 16, name)
-        scheduler.match(view, 0)
-        scheduler.admit(view, (TABLE,), 0)
-        scheduled[name] = tokens
-    planned = scheduler.plan(scheduled, lambda name: None if name == "e" else ([*TABLE],))
-    assert [save.request for save in planned.saves] == ["b", "d"]
-    assert [(send.request, send.stop, send.last) for send in planned.sends] == [("d", 16, True)]
+    for request_id, tokens in (("short", 4), ("b", 16), ("c", 4), ("e", 16), ("d", 16)):
+        a = request(tokens if request_id != "c" else 16, request_id)
+        scheduler.get_num_new_matched_tokens(a, 0)
+        scheduler.update_state_after_alloc(a, (TABLE,), 0)
+        scheduled[request_id] = tokens
+    planned = scheduler.plan(scheduled, lambda request_id: None if request_id == "e" else ([*TABLE],))
+    assert [save.request_id for save in planned.saves] == ["b", "d"]
+    assert [(send.request_id, send.stop, send.last) for send in planned.sends] == [("d", 16, True)]
 
 
 def test_blocks_of_fewer_bits_are_kept_to_their_request() -> None:
     kept: list[tuple[str, int]] = []
-    private = SimpleNamespace(begin=lambda view, first: kept.append((view.request_id, first)))
+    private = SimpleNamespace(begin=lambda request, first: kept.append((request.request_id, first)))
     scheduler, a = made(private=private, approximate=frozenset({"few"})), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), 16, tier="few")
-    assert scheduler.match(a, 0) == (16, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     assert kept == [("a", 0)]

@@ -101,9 +101,9 @@ def asked(served: KVKitConnector, given: Request) -> list[int] | None:
     step = served._scheduler.plan({}, lambda name: None)
     served.request_finished_all_groups(given, ([],))
     if found == (0, False):
-        assert not step.questions
+        assert not step.lookups
         return None
-    (ask,) = step.questions
+    (ask,) = step.lookups
     return ask.sequence.tokens.tolist()
 
 

@@ -126,12 +126,12 @@ def test_what_has_come_takes_no_step_to_be_looked_up(pair: Pair, expected: dict[
     (first,) = pair.prefill.generate([TAIL], 1, extra_args=asked)
     passed = {"kv_transfer_params": first["handoff"]}
     wait_for(lambda: pair.decode.do("transfers") == {first["handoff"]["transfer_id"]: "committed"})
-    before, questions = pair.decode.metrics(), pair.decode.do("questions")
+    before, lookups = pair.decode.metrics(), pair.decode.do("lookups")
     assert pair.decode.text(TAIL, extra_args=passed) == [expected[len(TAIL)]]
-    assert pair.decode.do("questions") == questions
+    assert pair.decode.do("lookups") == lookups
     assert grown(pair.decode, before, HANDED) == [in_blocks(len(TAIL))]
     assert pair.decode.text(TAIL) == [expected[len(TAIL)]]
-    assert pair.decode.do("questions") > questions, "what else is asked goes with a step"
+    assert pair.decode.do("lookups") > lookups, "what else is asked goes with a step"
 
 
 def test_many_requests_pass_through_a_buffer_that_holds_two_at_a_time(pair: Pair) -> None:

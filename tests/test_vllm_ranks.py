@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm_rank import BLOCK, CHUNK, HEADS, IDS, MODEL, OTHER, TABLE, Ranks
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.pages import RankHeads, group_pages, rank_heads
 from kvkit.adapters.vllm.step import LoadTask, StepMetadata
 from kvkit.format.names import coordinates
@@ -66,7 +66,7 @@ def test_layers_are_loaded_one_by_one_over_their_heads(tmp_path: Path) -> None:
     with closing(Ranks(tmp_path, 1, opaque=False, load="layerwise")) as ranks:
         (rank,) = ranks.each
         rank.fill(-1.0)
-        rank.step(questions=[Question("a", 2, Sequence(IDS))], idle=True)
+        rank.step(lookups=[LookupRequest("a", 2, Sequence(IDS))], idle=True)
         rank.heard()
         rank.worker.begin(step := StepMetadata(9, loads=[LoadTask("a", 2, 0, len(IDS), (OTHER,))]))
         rank.worker.start_loads(step)

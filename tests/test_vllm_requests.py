@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from test_vllm_scheduler import BLOCK, answer, new_scheduler, request, step
 from vllm_rank import IDS, TABLE, Pair, Rank
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
@@ -27,8 +27,8 @@ BLOCKS = ([1, 2, 3, 4, 5, 6],)
 def scheduler_of(handoff: RemoteDecode | RemotePrefill | None = None, **wish: Any) -> Scheduler:
     """One whose requests all want this."""
     made = new_scheduler()
-    made.wants = lambda view: RequestPolicy(**wish)
-    made.handoff = lambda view: handoff
+    made.request_policy_of = lambda request: RequestPolicy(**wish)
+    made.handoff = lambda request: handoff
     return made
 
 
@@ -39,43 +39,43 @@ def test_no_more_is_asked_for_and_loaded_than_a_request_wants(
     limit: int, computed: int, asked: int, loaded: int
 ) -> None:
     scheduler, a = scheduler_of(max_load_tokens=limit), request(40)
-    assert scheduler.match(a, computed) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, computed) == (None, False)
     told = step(scheduler)
-    (ask,) = told.questions
+    (ask,) = told.lookups
     assert (len(ask.sequence.tokens), ask.policy) == (asked, DEFAULT_REQUEST_POLICY)
     answer(scheduler, told, asked)
-    assert scheduler.match(a, computed) == (loaded, True)
+    assert scheduler.get_num_new_matched_tokens(a, computed) == (loaded, True)
 
 
 def test_a_request_that_wants_to_load_nothing_is_not_looked_up() -> None:
     scheduler, a = scheduler_of(max_load_tokens=BLOCK - 1), request(40)
-    scheduler.arrive(a)
-    assert scheduler.match(a, 8) == (0, False)
+    scheduler.on_new_request(a)
+    assert scheduler.get_num_new_matched_tokens(a, 8) == (0, False)
     told = step(scheduler)
-    assert (told.questions, told.prefetches) == ([], [])
+    assert (told.lookups, told.prefetches) == ([], [])
 
 
 def test_what_is_handed_to_a_request_is_loaded_whatever_it_wants_of_tiers() -> None:
     scheduler, a = scheduler_of(RemotePrefill("t", computed=True), max_load_tokens=0), request(15)
-    assert scheduler.match(a, 0) == (None, False)
-    (ask,) = step(scheduler).questions
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
+    (ask,) = step(scheduler).lookups
     assert (ask.transfer, len(ask.sequence.tokens)) == ("t", 15)
 
 
 def test_nothing_is_brought_near_for_a_request_that_names_tiers() -> None:
     for wish in ({"load_from": ("disk",)}, {"store_to": ()}):
         scheduler, a = scheduler_of(**wish), request(40)
-        scheduler.arrive(a)
+        scheduler.on_new_request(a)
         assert step(scheduler).prefetches == []
-        assert scheduler.match(a, 0) == (None, False)
-        (ask,) = step(scheduler).questions
+        assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
+        (ask,) = step(scheduler).lookups
         assert ask.policy == RequestPolicy(**wish)
 
 
 def test_what_a_request_wants_goes_with_what_is_saved() -> None:
     wish = RequestPolicy(store_to=("disk",), keep_s=60)
     scheduler, a = scheduler_of(store_to=("disk",), keep_s=60.0), request(16)
-    scheduler.admit(a, BLOCKS, 0)
+    scheduler.update_state_after_alloc(a, BLOCKS, 0)
     first = step(scheduler, {"a": 16}, BLOCKS)
     assert [save.policy for save in first.saves] == [wish]
     (retain,) = first.retains
@@ -90,12 +90,12 @@ def test_what_a_request_wants_goes_with_what_is_saved() -> None:
 
 def test_of_a_request_that_is_not_to_be_stored_nothing_is_saved_but_all_is_sent() -> None:
     scheduler, a = scheduler_of(RemoteDecode("t", "unix:///d"), store_to=()), request(16)
-    scheduler.admit(a, BLOCKS, 0)
+    scheduler.update_state_after_alloc(a, BLOCKS, 0)
     planned = step(scheduler, {"a": 16}, BLOCKS)
     assert (planned.saves, planned.retains) == ([], [])
     assert [send.stop for send in planned.sends] == [16]
     plain, b = scheduler_of(store_to=()), request(24)
-    plain.admit(b, BLOCKS, 0)
+    plain.update_state_after_alloc(b, BLOCKS, 0)
     assert not step(plain, {"a": 16}, BLOCKS).saves
     b.num_computed_tokens = 24
     b.tokens += range(2)
@@ -117,7 +117,7 @@ def test_a_rank_stores_to_and_loads_from_the_tiers_that_a_request_names(rank: Ra
     assert (rank.stored("memory"), rank.stored("disk")) == (0, 3)
     for number, (tiers, found) in enumerate([(("memory",), 0), (("disk", "memory"), len(IDS))]):
         wish = RequestPolicy(load_from=tiers)
-        rank.step(questions=[Question("a", number, Sequence(IDS), policy=wish)], idle=True)
+        rank.step(lookups=[LookupRequest("a", number, Sequence(IDS), policy=wish)], idle=True)
         assert rank.heard() == found
 
 
@@ -134,8 +134,8 @@ def test_what_was_sent_for_a_request_is_found_whatever_tiers_it_names(tmp_path: 
     try:
         pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
         wish = RequestPolicy(load_from=("disk",))
-        asked = Question("a", 1, Sequence(IDS), transfer="t", computed_there=True, policy=wish)
-        pair.decode.step(questions=[asked], idle=True)
+        asked = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True, policy=wish)
+        pair.decode.step(lookups=[asked], idle=True)
         assert pair.decode.heard() == len(IDS)
     finally:
         pair.close()

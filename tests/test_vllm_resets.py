@@ -21,20 +21,20 @@ from kvkit.adapters.vllm.step import SaveTask, StepMetadata
 BLOCKS = ([1, 2, 3, 4, 5, 6],)
 
 
-def admit(scheduler: Scheduler, view: Request, computed: int = 0) -> None:
+def admit(scheduler: Scheduler, request: Request, computed: int = 0) -> None:
     """Give a request blocks, `computed` of whose tokens vLLM has itself, and load nothing."""
-    scheduler.match(view, computed)
+    scheduler.get_num_new_matched_tokens(request, computed)
     for asked in (step(scheduler),):
-        if asked.questions:
+        if asked.lookups:
             answer(scheduler, asked, 0)
-    assert scheduler.match(view, computed) == (0, False)
-    scheduler.admit(view, BLOCKS, 0)
+    assert scheduler.get_num_new_matched_tokens(request, computed) == (0, False)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
 
 
-def compute(scheduler: Scheduler, view: Request, tokens: int) -> StepMetadata:
+def compute(scheduler: Scheduler, request: Request, tokens: int) -> StepMetadata:
     """A step that computes `tokens` tokens of a request."""
-    told = step(scheduler, {view.request_id: tokens}, BLOCKS)
-    view.num_computed_tokens += tokens
+    told = step(scheduler, {request.request_id: tokens}, BLOCKS)
+    request.num_computed_tokens += tokens
     return told
 
 
@@ -57,13 +57,13 @@ def test_what_runs_is_not_stored_until_it_gets_blocks_anew() -> None:
 def test_an_async_load_that_ends_after_a_reset_gets_no_new_blocks() -> None:
     """vLLM tells of its blocks again when it is over."""
     scheduler, a = new_scheduler(), request(24)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), CHUNK)
-    assert scheduler.match(a, 0) == (CHUNK, True)
-    scheduler.admit(a, BLOCKS, CHUNK)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (CHUNK, True)
+    scheduler.update_state_after_alloc(a, BLOCKS, CHUNK)
     step(scheduler)
     scheduler.forget("later")
-    scheduler.admit(a, BLOCKS, 0)
+    scheduler.update_state_after_alloc(a, BLOCKS, 0)
     a.num_computed_tokens = CHUNK
     assert not stored(compute(scheduler, a, CHUNK))
 
@@ -96,11 +96,11 @@ def test_a_request_that_ends_after_a_reset_has_no_last_save() -> None:
 def test_a_reset_between_an_answer_and_blocks_fails_the_load() -> None:
     """vLLM may start loads a step later; the request would wait for good if nobody told of its load."""
     scheduler, a = new_scheduler(), request(24)
-    scheduler.match(a, BLOCK)
+    scheduler.get_num_new_matched_tokens(a, BLOCK)
     answer(scheduler, step(scheduler), 2 * CHUNK)
-    assert scheduler.match(a, BLOCK) == (2 * CHUNK - BLOCK, True)
+    assert scheduler.get_num_new_matched_tokens(a, BLOCK) == (2 * CHUNK - BLOCK, True)
     scheduler.forget("later")
-    scheduler.admit(a, BLOCKS, 2 * CHUNK - BLOCK)
+    scheduler.update_state_after_alloc(a, BLOCKS, 2 * CHUNK - BLOCK)
     (load,) = step(scheduler).loads
     assert (load.number, load.start, load.stop) == (0, BLOCK, 2 * CHUNK)
     assert load.blocks == ([-1, 2, 3, 4],)

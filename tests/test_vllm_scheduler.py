@@ -44,17 +44,17 @@ class Clock:
         return self.now
 
 
-def request(tokens: int, name: str = "a") -> Request:
-    return Request(name, list(range(100, 100 + tokens)), tokens)
+def request(tokens: int, request_id: str = "a") -> Request:
+    return Request(request_id, list(range(100, 100 + tokens)), tokens)
 
 
-def tokens_of(view: Request, count: int) -> Sequence:
-    assert count <= view.num_tokens, "a token that is not known"
-    return Sequence(np.array(view.tokens[:count], np.int32))
+def tokens_of(request: Request, count: int) -> Sequence:
+    assert count <= request.num_tokens, "a token that is not known"
+    return Sequence(np.array(request.tokens[:count], np.int32))
 
 
 def new_scheduler(clock: Callable[[], float] = lambda: 0.0, ranks: int = 1, **fields: bool) -> Scheduler:
-    settings = {"waits": False, "save_generated": True} | fields
+    settings = {"blocking_load": False, "save_generated": True} | fields
     return Scheduler(CHUNK, (BLOCK,), tokens_of, ranks=ranks, clock=clock, **settings)
 
 
@@ -65,36 +65,36 @@ def step(
 
 
 def answer(scheduler: Scheduler, asked: StepMetadata, tokens: int, rank: int = 0, tier: str = "disk") -> None:
-    (ask,) = asked.questions
-    found = LookupAnswer(ask.request, ask.number, rank, tokens, ((tier, tokens),) if tokens else ())
-    scheduler.hear(WorkerReport([found]))
+    (ask,) = asked.lookups
+    found = LookupAnswer(ask.request_id, ask.number, rank, tokens, ((tier, tokens),) if tokens else ())
+    scheduler.update_from_workers(WorkerReport([found]))
 
 
 def test_a_request_waits_for_its_answer_and_is_asked_about_once() -> None:
     scheduler, a = new_scheduler(), request(20)
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     asked = step(scheduler)
     assert asked.idle
-    assert [ask.sequence.tokens.tolist() for ask in asked.questions] == [a.tokens[:16]]
-    assert scheduler.match(a, 0) == (None, False)
-    assert not step(scheduler).questions
+    assert [ask.sequence.tokens.tolist() for ask in asked.lookups] == [a.tokens[:16]]
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
+    assert not step(scheduler).lookups
     answer(scheduler, asked, 16)
     for _ in range(2):  # cheap and without side effects, as long as the request cannot be admitted
-        assert scheduler.match(a, 0) == (16, True)
+        assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     assert not step(scheduler).loads
 
 
 def test_what_is_admitted_is_loaded_into_its_blocks() -> None:
     scheduler, a = new_scheduler(), request(30)
-    scheduler.match(a, 4)
+    scheduler.get_num_new_matched_tokens(a, 4)
     answer(scheduler, step(scheduler), 24)
-    assert scheduler.match(a, 4) == (20, True)
-    scheduler.admit(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 20)
+    assert scheduler.get_num_new_matched_tokens(a, 4) == (20, True)
+    scheduler.update_state_after_alloc(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 20)
     (load,) = step(scheduler).loads
     assert (load.start, load.stop) == (4, 24)
     assert load.blocks == ([-1, 12, 13, 14, 15, 16],)  # what vLLM has computed itself is left alone
     assert scheduler.sources("a", 20) == {"disk": 20}
-    scheduler.admit(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 0)  # once more, when the load is done
+    scheduler.update_state_after_alloc(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 0)  # the load is done
     assert not step(scheduler).loads
 
 
@@ -104,81 +104,81 @@ def test_what_is_admitted_is_loaded_into_its_blocks() -> None:
 )
 def test_the_last_token_is_always_computed(tokens: int, windows: bool, found: int) -> None:
     scheduler, a = new_scheduler(windows=windows), request(tokens)
-    waits = scheduler.match(a, 0)
+    waits = scheduler.get_num_new_matched_tokens(a, 0)
     asked = step(scheduler)
-    if asked.questions:
+    if asked.lookups:
         assert waits == (None, False)
-        answer(scheduler, asked, len(asked.questions[0].sequence.tokens))
-    assert scheduler.match(a, 0) == (found, found > 0)
+        answer(scheduler, asked, len(asked.lookups[0].sequence.tokens))
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (found, found > 0)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.permutations(range(4)), st.integers(0, 3))
 def test_a_hit_is_what_every_rank_has(chunks: list[int], order: list[int], computed: int) -> None:
     scheduler, a = new_scheduler(ranks=len(chunks)), request(5 * CHUNK + 1)
-    scheduler.match(a, computed * BLOCK)
+    scheduler.get_num_new_matched_tokens(a, computed * BLOCK)
     asked = step(scheduler)
     for rank in [r for r in order if r < len(chunks)]:
-        assert scheduler.match(a, computed * BLOCK) == (None, False)
+        assert scheduler.get_num_new_matched_tokens(a, computed * BLOCK) == (None, False)
         answer(scheduler, asked, chunks[rank] * CHUNK, rank)
     found = max(0, min(chunks) * CHUNK - computed * BLOCK)
-    assert scheduler.match(a, computed * BLOCK) == (found, found > 0)
+    assert scheduler.get_num_new_matched_tokens(a, computed * BLOCK) == (found, found > 0)
 
 
 def test_steps_that_take_long_do_not_turn_hits_into_misses() -> None:
-    """With asynchronous scheduling, a question waits for the step before its own."""
+    """With asynchronous scheduling, a lookup waits for the step before its own."""
     clock = Clock()
     scheduler, a = new_scheduler(clock), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     asked = step(scheduler)
     clock.now = 60.0  # the step before it was a long prefill
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     answer(scheduler, asked, 16)
-    assert scheduler.match(a, 0) == (16, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
 
 
 def test_an_answer_that_is_old_is_asked_for_again() -> None:
     clock = Clock()
     scheduler, a = new_scheduler(clock), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     first = step(scheduler)
     answer(scheduler, first, 16)
-    assert scheduler.match(a, 0) == (16, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     clock.now = FRESH_S + 1
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     second = step(scheduler)
-    answer(scheduler, first, 16)  # to the first question
-    assert scheduler.match(a, 0) == (None, False)
+    answer(scheduler, first, 16)  # to the first lookup
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     answer(scheduler, second, 8)
-    assert scheduler.match(a, 0) == (8, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (8, True)
 
 
 def test_a_preempted_request_asks_with_what_it_generated() -> None:
     scheduler, a = new_scheduler(), request(9)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), 0)
-    assert scheduler.match(a, 0) == (0, False)
-    scheduler.admit(a, ([1, 2, 3],), 0)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3],), 0)
     a.tokens += range(10)
-    assert scheduler.match(a, 0) == (None, False)
-    (ask,) = step(scheduler).questions
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
+    (ask,) = step(scheduler).lookups
     assert ask.sequence.tokens.tolist() == a.tokens[:16]
 
 
 def test_a_request_whose_load_failed_computes() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), 16)
-    scheduler.match(a, 0)
-    scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
-    assert step(scheduler).heard == 0
-    scheduler.hear(WorkerReport(failed=["a"], failed_step=2))
-    assert scheduler.match(a, 0) == (0, False)
-    assert step(scheduler).heard == 2
+    scheduler.get_num_new_matched_tokens(a, 0)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5],), 16)
+    assert step(scheduler).acked_failure_step == 0
+    scheduler.update_from_workers(WorkerReport(failed=["a"], failed_step=2))
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
+    assert step(scheduler).acked_failure_step == 2
 
 
 def test_a_step_tells_once_which_requests_are_over() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     assert step(scheduler).ended == {}
     a.tokens += range(5)
     scheduler.finish(a, None)
@@ -190,40 +190,40 @@ def test_what_a_queued_request_will_hit_is_brought_near_until_it_is_admitted() -
     """vLLM asks about `a`, and has no blocks for it; it does not come to ask about `b`."""
     scheduler, a, b = new_scheduler(), request(20, "a"), request(30, "b")
     for each in (a, b):
-        scheduler.arrive(each)
-    assert scheduler.match(a, 0) == (None, False)
+        scheduler.on_new_request(each)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     asked = step(scheduler)
-    assert [p.request for p in asked.prefetches] == ["b"], "a may be admitted once it is answered"
+    assert [p.request_id for p in asked.prefetches] == ["b"], "a may be admitted once it is answered"
     assert asked.prefetches[0].sequence.tokens.tolist() == b.tokens[:24]
     answer(scheduler, asked, 16)
-    assert scheduler.match(a, 0) == (16, True)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     (told,) = step(scheduler).prefetches
-    assert (told.request, told.sequence.tokens.tolist()) == ("a", a.tokens[:16])
-    assert scheduler.match(a, 0) == (16, True)
+    assert (told.request_id, told.sequence.tokens.tolist()) == ("a", a.tokens[:16])
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     again = step(scheduler)
     assert not again.prefetches
-    assert not again.called_off
-    scheduler.match(a, 0)
-    scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
+    assert not again.cancelled_prefetches
+    scheduler.get_num_new_matched_tokens(a, 0)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5],), 16)
     scheduler.finish(b, None)
     left = step(scheduler)
-    assert left.called_off == ["a", "b"]
+    assert left.cancelled_prefetches == ["a", "b"]
     assert len(left.loads) == 1
-    assert not step(scheduler).called_off
+    assert not step(scheduler).cancelled_prefetches
 
 
 def test_what_is_admitted_when_it_is_answered_is_not_brought_near() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.arrive(a)
-    scheduler.match(a, 0)
+    scheduler.on_new_request(a)
+    scheduler.get_num_new_matched_tokens(a, 0)
     asked = step(scheduler)
     answer(scheduler, asked, 16)
-    scheduler.match(a, 0)
-    scheduler.admit(a, ([1, 2, 3, 4, 5],), 16)
+    scheduler.get_num_new_matched_tokens(a, 0)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5],), 16)
     admitted = step(scheduler)
     assert not asked.prefetches
     assert not admitted.prefetches
-    assert not admitted.called_off
+    assert not admitted.cancelled_prefetches
 
 
 @given(st.permutations(range(3 * AHEAD)))
@@ -232,7 +232,7 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
     scheduler = new_scheduler()
     queue = [request(20, str(i)) for i in range(3 * AHEAD)]
     for each in queue:
-        scheduler.arrive(each)
+        scheduler.on_new_request(each)
     waiting = [each.request_id for each in queue]
     told: list[str] = []
     ahead: set[str] = set()
@@ -241,9 +241,9 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
             scheduler.finish(queue[leaves], None)
             waiting.remove(str(leaves))
         planned = step(scheduler)
-        assert set(planned.called_off) == ahead - set(waiting)
-        ahead = ahead & set(waiting) | {p.request for p in planned.prefetches}
-        told += [p.request for p in planned.prefetches]
+        assert set(planned.cancelled_prefetches) == ahead - set(waiting)
+        ahead = ahead & set(waiting) | {p.request_id for p in planned.prefetches}
+        told += [p.request_id for p in planned.prefetches]
         assert ahead == set(waiting[:AHEAD])
     assert told == sorted(set(told), key=int)
 
@@ -251,31 +251,31 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
 def test_what_vllm_has_itself_is_not_brought_near() -> None:
     tokens = {"a": 8, "b": 16, "c": 0}
     scheduler = new_scheduler()
-    scheduler.has = lambda view: tokens[view.request_id]
-    for name in tokens:
-        scheduler.arrive(request(20 if name != "c" else CHUNK - 1, name))
+    scheduler.has = lambda request: tokens[request.request_id]
+    for request_id in tokens:
+        scheduler.on_new_request(request(20 if request_id != "c" else CHUNK - 1, request_id))
     (told,) = step(scheduler).prefetches
-    assert (told.request, told.computed) == ("a", 8)
+    assert (told.request_id, told.computed) == ("a", 8)
 
 
 def test_what_there_is_nothing_to_bring_near_for_is_looked_at_once_until_it_is_admitted() -> None:
     """Although vLLM asks about it in each step."""
     looked: list[str] = []
 
-    def has(view: Request) -> int:
-        looked.append(view.request_id)
+    def has(request: Request) -> int:
+        looked.append(request.request_id)
         return 16
 
     scheduler = new_scheduler()
     scheduler.has = has
-    view = request(20)
-    scheduler.arrive(view)
+    a = request(20)
+    scheduler.on_new_request(a)
     for _ in range(3):
-        scheduler.match(view, 16)
+        scheduler.get_num_new_matched_tokens(a, 16)
         step(scheduler)
     assert looked == ["a"]
-    scheduler.admit(view, ([1, 2, 3, 4, 5],), 0)
-    scheduler.match(view, 16)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5],), 0)
+    scheduler.get_num_new_matched_tokens(a, 16)
     step(scheduler)
     assert looked == ["a", "a"]
 
@@ -283,17 +283,17 @@ def test_what_there_is_nothing_to_bring_near_for_is_looked_at_once_until_it_is_a
 def test_what_is_not_looked_up_is_not_brought_near() -> None:
     unread = request(20)
     unread.skip_reading_prefix_cache = True
-    for scheduler, view in (
+    for scheduler, a in (
         (new_scheduler(), unread),
         (with_handoff(RemotePrefill("t", computed=True)), request(20)),
     ):
-        scheduler.arrive(view)
+        scheduler.on_new_request(a)
         assert not step(scheduler).prefetches
 
 
 def test_a_reset_has_queued_requests_told_anew() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.arrive(a)
+    scheduler.on_new_request(a)
     assert len(step(scheduler).prefetches) == 1
     scheduler.forget("later")
     assert len(step(scheduler).prefetches) == 1
@@ -301,32 +301,32 @@ def test_a_reset_has_queued_requests_told_anew() -> None:
 
 def test_a_preempted_request_is_queued_again() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.arrive(a)
-    scheduler.admit(a, ([1, 2, 3, 4, 5],), 0)
+    scheduler.on_new_request(a)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5],), 0)
     assert not step(scheduler, {"a": 20}, ([1, 2, 3, 4, 5],)).prefetches
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     asked = step(scheduler)
     assert not asked.prefetches
     answer(scheduler, asked, 16)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     assert len(step(scheduler).prefetches) == 1
 
 
 def test_what_must_not_be_read_is_not_asked_for() -> None:
     scheduler, a = new_scheduler(), request(20)
     a.skip_reading_prefix_cache = True
-    assert scheduler.match(a, 0) == (0, False)
-    assert not step(scheduler).questions
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
+    assert not step(scheduler).lookups
 
 
 def test_a_reset_forgets_answers() -> None:
     scheduler, a = new_scheduler(), request(20)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), 16)
     assert not scheduler.has_pending_reset
     scheduler.forget("later")
     assert scheduler.has_pending_reset, "who asks the workers shall not wait for the next request"
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     assert step(scheduler).epoch == "later"
     assert not scheduler.has_pending_reset
 
@@ -337,21 +337,21 @@ def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
         (BLOCK,),
         lambda *_: None,
         ranks=1,
-        waits=False,
+        blocking_load=False,
         save_generated=True,
         clock=Clock(),
     )
     a = request(20)
-    assert scheduler.match(a, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
     planned = step(scheduler, {"a": 20}, ([1, 2, 3, 4, 5],))
-    assert not planned.questions
+    assert not planned.lookups
     assert not planned.saves
 
 
 def test_blocks_outside_a_window_are_not_saved() -> None:
     scheduler = new_scheduler(windows=True)
     a = request(24)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     a.num_computed_tokens = 12
     planned = step(scheduler, {"a": 12}, ([0, 0, 0, 7, 8, 9],))
     (save,) = planned.saves
@@ -384,7 +384,7 @@ def test_every_complete_chunk_is_saved_once_and_no_other(
     scheduler = new_scheduler(save_generated=save_generated)
     a = request(prompt)
     engine = Engine(a, lag)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     blocks = list(range(1, 400))
     saved: set[int] = set()
     for move in moves:
@@ -394,7 +394,7 @@ def test_every_complete_chunk_is_saved_once_and_no_other(
             a.num_computed_tokens = max(0, a.num_computed_tokens - lost) // BLOCK * BLOCK
             saved = {chunk for chunk in saved if chunk < a.num_computed_tokens // CHUNK}
             if move == "preempt":
-                scheduler.admit(a, (blocks,), 0)
+                scheduler.update_state_after_alloc(a, (blocks,), 0)
             continue
         left = a.num_tokens + sum(engine.in_flight) - a.num_computed_tokens
         count = min(int(move), max(1, left))
@@ -440,7 +440,7 @@ def test_every_complete_chunk_is_saved_once_and_no_other(
 )
 def test_what_cannot_be_saved_in_the_end_is_not_kept(computed: int, blocks: list[int] | None) -> None:
     scheduler, a = new_scheduler(), request(16)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     assert len(step(scheduler, {"a": 16}, ([7, 8, 9, 10],)).saves) == 1
     a.tokens += range(9)
     a.num_computed_tokens = computed
@@ -451,8 +451,8 @@ def test_what_cannot_be_saved_in_the_end_is_not_kept(computed: int, blocks: list
 def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
     scheduler, a = new_scheduler(), request(16)
     told: list[tuple[Request, int, int]] = []
-    scheduler.on_chunks = lambda view, first, stop: told.append((view, first, stop))
-    scheduler.match(a, 0)
+    scheduler.on_chunks = lambda request, first, stop: told.append((request, first, stop))
+    scheduler.get_num_new_matched_tokens(a, 0)
     step(scheduler, {"a": 16}, ([7, 8, 9, 10],))
     a.tokens += range(9)
     a.num_computed_tokens = 24
@@ -465,7 +465,7 @@ def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
 
 def with_handoff(handoff: RemoteDecode | RemotePrefill, windows: bool = False) -> Scheduler:
     scheduler = new_scheduler(windows=windows)
-    scheduler.handoff = lambda view: handoff
+    scheduler.handoff = lambda request: handoff
     return scheduler
 
 
@@ -481,7 +481,7 @@ def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
     scheduler, a = with_handoff(RemoteDecode("t", "unix:///d"), windows), request(tokens)
     all_of_it = (tokens - 1) // CHUNK * CHUNK if windows else tokens - (tokens % BLOCK == 1)
     table = list(range(500, 520))
-    scheduler.admit(a, (table,), 0)
+    scheduler.update_state_after_alloc(a, (table,), 0)
     a.num_computed_tokens = min(loaded * BLOCK, tokens - 1) // BLOCK * BLOCK
     sent, last = 0, False
     for count in steps:
@@ -509,15 +509,15 @@ def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
 
 def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_beginning() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     asked = step(scheduler)
-    (ask,) = asked.questions
+    (ask,) = asked.lookups
     assert (ask.transfer, ask.computed_there) == ("t", True)
     assert (ask.computed, len(ask.sequence.tokens)) == (0, 15)
     answer(scheduler, asked, 15, tier="handoff")
-    assert scheduler.match(a, 0) == (14, True), "the last token is computed, for its logits"
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (14, True), "the last token's logits are wanted"
     table: Tables = ([21, 22, 23, 24],)
-    scheduler.admit(a, table, 14)
+    scheduler.update_state_after_alloc(a, table, 14)
     found = step(scheduler)
     (load,) = found.loads
     assert (load.start, load.stop, load.blocks) == (0, 14, table)
@@ -530,14 +530,14 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
 
 def test_what_is_received_is_admitted_at_once_where_a_worker_answers_at_once() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
-    scheduler.lookup_inline = lambda ask: LookupAnswer(ask.request, ask.number, 0, 15, (("handoff", 15),))
+    scheduler.lookup_inline = lambda ask: LookupAnswer(ask.request_id, ask.number, 0, 15, (("handoff", 15),))
     scheduler.forget("later")
-    assert scheduler.match(a, 0) == (None, False), "the worker does not know of the reset yet"
-    (ask,) = step(scheduler).questions
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False), "the worker knows of no reset yet"
+    (ask,) = step(scheduler).lookups
     scheduler.forget("later")
     step(scheduler)
-    assert scheduler.match(a, 0) == (14, True)
-    scheduler.admit(a, ([21, 22, 23, 24],), 14)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (14, True)
+    scheduler.update_state_after_alloc(a, ([21, 22, 23, 24],), 14)
     (load,) = step(scheduler).loads
     assert load.number > ask.number
 
@@ -546,15 +546,15 @@ def test_what_is_received_is_admitted_at_once_where_a_worker_answers_at_once() -
 def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) -> None:
     """vLLM has it in its prefix cache, or there is a single token."""
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(tokens)
-    assert scheduler.match(a, computed) == (0, False)
-    scheduler.admit(a, ([21, 22, 23, 24],), 0)
+    assert scheduler.get_num_new_matched_tokens(a, computed) == (0, False)
+    scheduler.update_state_after_alloc(a, ([21, 22, 23, 24],), 0)
     assert step(scheduler).released_transfers == ["t"]
     assert step(scheduler).released_transfers == []
 
 
 def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
-    assert scheduler.match(a, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     scheduler.finish(a, None)
     assert step(scheduler).released_transfers == ["t"]
 
@@ -562,13 +562,13 @@ def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
 def approximate(*segments: tuple[str, int], **fields: object) -> tuple[Scheduler, list[int], Request]:
     """A scheduler that knows what was found of a request, of "few" with fewer bits; what it keeps private."""
     begun: list[int] = []
-    kept, view = SimpleNamespace(begin=lambda view, tokens: begun.append(tokens)), request(41)
+    kept, a = SimpleNamespace(begin=lambda request, tokens: begun.append(tokens)), request(41)
     scheduler = new_scheduler(approximate=frozenset({"few"}), private=kept, **fields)
-    scheduler.match(view, 0)
-    (asked,) = step(scheduler).questions
+    scheduler.get_num_new_matched_tokens(a, 0)
+    (asked,) = step(scheduler).lookups
     total = sum(size for _, size in segments)
-    scheduler.hear(WorkerReport([LookupAnswer("a", asked.number, 0, total, segments)]))
-    return scheduler, begun, view
+    scheduler.update_from_workers(WorkerReport([LookupAnswer("a", asked.number, 0, total, segments)]))
+    return scheduler, begun, a
 
 
 @pytest.mark.parametrize(
@@ -583,18 +583,18 @@ def approximate(*segments: tuple[str, int], **fields: object) -> tuple[Scheduler
 def test_from_the_first_token_of_fewer_bits_on_nothing_is_saved(
     segments: tuple[tuple[str, int], ...], first: int | None
 ) -> None:
-    scheduler, begun, view = approximate(*segments)
-    found, table = scheduler.match(view, 0)[0] or 0, list(range(1, 13))
+    scheduler, begun, a = approximate(*segments)
+    found, table = scheduler.get_num_new_matched_tokens(a, 0)[0] or 0, list(range(1, 13))
     assert begun == ([] if first is None else [first])
-    scheduler.admit(view, (table,), found)
+    scheduler.update_state_after_alloc(a, (table,), found)
     step(scheduler)
-    view.num_computed_tokens = found
+    a.num_computed_tokens = found
     saves = step(scheduler, {"a": 41 - found}, (table,)).saves
     assert [(s.first, len(s.sequence.tokens)) for s in saves] == ([(found // 8, 40)] if first is None else [])
 
 
 def test_what_is_handed_off_is_exact() -> None:
-    sends = {"handoff": lambda view: RemoteDecode("t", "tcp://decode:1")}
-    scheduler, begun, view = approximate(("disk", 16), ("few", 16), **sends)
-    assert scheduler.match(view, 0) == (16, True)
+    sends = {"handoff": lambda request: RemoteDecode("t", "tcp://decode:1")}
+    scheduler, begun, a = approximate(("disk", 16), ("few", 16), **sends)
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     assert begun == []

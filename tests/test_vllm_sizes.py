@@ -16,7 +16,7 @@ from servers import free_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, TABLE, Ranks
 from waiting import wait_for
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.step import SendTask
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
@@ -69,8 +69,8 @@ class Pools:
     def found(self) -> set[int]:
         """Tokens that each decode rank has when it has waited for what is sent."""
         for rank in self.decode.each:
-            question = Question("a", 1, Sequence(IDS[:TOKENS]), transfer="t", computed_there=True)
-            rank.step(questions=[question], idle=True)
+            lookup = LookupRequest("a", 1, Sequence(IDS[:TOKENS]), transfer="t", computed_there=True)
+            rank.step(lookups=[lookup], idle=True)
         return {rank.heard() for rank in self.decode.each}
 
     def close(self) -> None:

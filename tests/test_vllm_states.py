@@ -105,7 +105,7 @@ def new_scheduler(runs: bool, every: int = 1, ranks: int = 1) -> Scheduler:
         states={1: runs},
         snapshot_every=every,
         ranks=ranks,
-        waits=False,
+        blocking_load=False,
         save_generated=True,
         clock=lambda: 0.0,
     )
@@ -124,7 +124,7 @@ def test_what_is_stored_is_the_state_at_its_place(
     """However prefill is cut, whenever a request is preempted; where a step ends with a chunk, it is kept."""
     scheduler, a = new_scheduler(runs, every), request(prompt)
     engine = Engine(a, runs, lag)
-    scheduler.match(a, 0)
+    scheduler.get_num_new_matched_tokens(a, 0)
     for move in moves:
         if move == "preempt":
             engine.lag, lag = 0, engine.lag
@@ -132,7 +132,7 @@ def test_what_is_stored_is_the_state_at_its_place(
             engine.lag = lag
             a.num_computed_tokens = 0
             engine.table, engine.holds = [], {}
-            scheduler.admit(a, ([], []), 0)
+            scheduler.update_state_after_alloc(a, ([], []), 0)
             continue
         left = a.num_tokens + sum(engine.in_flight) - a.num_computed_tokens
         tokens = engine.clip(min(int(move), max(1, left)))
@@ -162,12 +162,12 @@ def check(planned: StepMetadata, engine: Engine, every: int, prompt: int) -> Non
 @pytest.mark.parametrize(("runs", "table"), [(False, [0, 0, 9]), (True, [9])])
 def test_a_snapshot_is_loaded_to_where_the_next_step_looks(runs: bool, table: list[int]) -> None:
     scheduler, a = new_scheduler(runs), request(3 * STEPS_CHUNK + 1)
-    assert scheduler.match(a, STEPS_CHUNK) == (None, False)
-    (ask,) = step(scheduler).questions
+    assert scheduler.get_num_new_matched_tokens(a, STEPS_CHUNK) == (None, False)
+    (ask,) = step(scheduler).lookups
     found = (("disk", 3 * STEPS_CHUNK),)
-    scheduler.hear(WorkerReport([LookupAnswer("a", ask.number, 0, 3 * STEPS_CHUNK, found)]))
-    assert scheduler.match(a, STEPS_CHUNK) == (2 * STEPS_CHUNK, True)
-    scheduler.admit(a, ([1, 2, 3, 4, 5, 6], table), 2 * STEPS_CHUNK)
+    scheduler.update_from_workers(WorkerReport([LookupAnswer("a", ask.number, 0, 3 * STEPS_CHUNK, found)]))
+    assert scheduler.get_num_new_matched_tokens(a, STEPS_CHUNK) == (2 * STEPS_CHUNK, True)
+    scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5, 6], table), 2 * STEPS_CHUNK)
     (load,) = step(scheduler).loads
     assert load.blocks == ([3, 4, 5, 6], [-1, 9])
 
@@ -175,12 +175,14 @@ def test_a_snapshot_is_loaded_to_where_the_next_step_looks(runs: bool, table: li
 @pytest.mark.parametrize(("other", "hit"), [(3, 3), (2, 0)])
 def test_ranks_hit_the_same_snapshot_or_none(other: int, hit: int) -> None:
     scheduler, a = new_scheduler(False, ranks=2), request(3 * STEPS_CHUNK + 1)
-    scheduler.match(a, 0)
-    (ask,) = step(scheduler).questions
+    scheduler.get_num_new_matched_tokens(a, 0)
+    (ask,) = step(scheduler).lookups
     for rank, chunks in ((0, 3), (1, other)):
         tokens = chunks * STEPS_CHUNK
-        scheduler.hear(WorkerReport([LookupAnswer("a", ask.number, rank, tokens, (("disk", tokens),))]))
-    assert scheduler.match(a, 0) == (hit * STEPS_CHUNK, hit > 0)
+        scheduler.update_from_workers(
+            WorkerReport([LookupAnswer("a", ask.number, rank, tokens, (("disk", tokens),))])
+        )
+    assert scheduler.get_num_new_matched_tokens(a, 0) == (hit * STEPS_CHUNK, hit > 0)
 
 
 def test_running_states_are_at_one_place_or_at_none() -> None:

@@ -17,7 +17,7 @@ from servers import adjacent_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, SAVE, TABLE, Rank
 from waiting import wait_for
 
-from kvkit.adapters.engine.lookup_request import Lora, Question, Sequence, TokenIds
+from kvkit.adapters.engine.lookup_request import LookupRequest, Lora, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
 from kvkit.moving.sequence import UnknownModel
@@ -65,11 +65,11 @@ def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path
 
     assert not rank.load(LoadTask("a", 1, 0, len(IDS), ([7, 8, 9, 10, 11, 6],)), saves=[save])
     assert rank.worker.invalid_blocks() == {7, 8, 9, 10, 11, 6}
-    assert saved() == (0 if rank.waits else 3)
-    failed_step = rank.number if rank.waits else 0
-    rank.step(saves=[save], heard=failed_step - 1 if rank.waits else 0)
-    assert saved() == (0 if rank.waits else 3)
-    rank.step(saves=[save], heard=failed_step)
+    assert saved() == (0 if rank.blocking_load else 3)
+    failed_step = rank.number if rank.blocking_load else 0
+    rank.step(saves=[save], acked_failure_step=failed_step - 1 if rank.blocking_load else 0)
+    assert saved() == (0 if rank.blocking_load else 3)
+    rank.step(saves=[save], acked_failure_step=failed_step)
     assert saved() == 3
 
 
@@ -92,7 +92,7 @@ def test_nothing_of_an_adapter_that_is_not_known_is_stored_or_found(rank: Rank) 
     rank.worker.settle()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (0, 0)
-    rank.step(questions=[Question("a", 1, nobody)], idle=True)
+    rank.step(lookups=[LookupRequest("a", 1, nobody)], idle=True)
     assert rank.heard() == 0
 
 
@@ -228,7 +228,7 @@ def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> 
     assert rank.worker.cache.tiers["memory"].match_prefix(names[:1]) == 0
     if asked == "after":
         assert rank.found() == len(IDS)
-    assert rank.load(LoadTask("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), called_off=["a"])
+    assert rank.load(LoadTask("a", 1, CHUNK, len(IDS), ([7, 8, 9, 10],)), cancelled_prefetches=["a"])
     assert all(bool((tensor[7:11] == 3.0).all()) for tensor in rank.pages.values())
     assert rank.worker.cache.counts().loaded_tokens == {"memory": 2 * CHUNK}
 
@@ -255,7 +255,7 @@ def test_a_prefetch_that_is_called_off_ends(hasty: Rank) -> None:
     broken.update(hasty.worker.cache.lookup(IDS, hasty.worker._namespace).chunks.names[2:])
     hasty.step(prefetches=[PrefetchTask("a", Sequence(IDS))], idle=True)
     wait_for(lambda: disk.hanging == 1)
-    hasty.step(called_off=["a"], idle=True)
+    hasty.step(cancelled_prefetches=["a"], idle=True)
     wait_for(lambda: hasty.worker.cache.counts().cancelled == 1)
     wait_for(lambda: in_memory(hasty) == 2 * CHUNK)
     broken.clear()
@@ -288,7 +288,7 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path, second: s
     rank.step(prefetches=list(queued), idle=True)
     wait_for(lambda: near() == {"a": 3, "b": 2, "c": 0})
     rank.step(idle=True)
-    rank.step(called_off=["a"], idle=True)
+    rank.step(cancelled_prefetches=["a"], idle=True)
     wait_for(lambda: near()["c"] == 3)
     rank.worker.close()
     assert rank.worker.cache.counts().loaded_tokens == {}

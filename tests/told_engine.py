@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm_rank import BLOCK, CHUNK, TABLE, Rank
 from waiting import wait_for
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.events import Events, TiersCleared, TierSync
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, WorkerReport
 from kvkit.tiers.settings import TierConfig
@@ -132,19 +132,19 @@ class ToldEngine:
     def look_up(self, tokens: list[int], salt: str = "", *, load: bool = False) -> int:
         """Tokens of a prompt that every rank finds, and loads if it is told to."""
         request, number = self._request(tokens, salt), next(self._numbers)
-        name = request.request_id
-        question = Question(name, number, sequence_of(request))
-        self.hear(*(answers(rank, question, self._epoch) for rank in self.ranks))
+        request_id = request.request_id
+        lookup = LookupRequest(request_id, number, sequence_of(request))
+        self.hear(*(answers(rank, lookup, self._epoch) for rank in self.ranks))
         found = self._found
         if load and found:
-            task = LoadTask(name, number, 0, found, (TABLE[: found // BLOCK],))
+            task = LoadTask(request_id, number, 0, found, (TABLE[: found // BLOCK],))
             for rank in self.ranks:
                 received, _, _ = rank.step(loads=[task], epoch=self._epoch)
                 while not received:
                     received, _, _ = rank.step(idle=True, epoch=self._epoch)
         else:
             for rank in self.ranks:
-                rank.step(finished=(name,), epoch=self._epoch)
+                rank.step(finished=(request_id,), epoch=self._epoch)
         return found
 
     def clear(self, tier: str, rank: int = 0) -> None:
@@ -179,7 +179,7 @@ class ToldEngine:
         found = [answer.tokens for answer in report.answers]
         self._found = min(found, default=0) // CHUNK * CHUNK
         for answer in report.answers:
-            request = self._requests[answer.request]
+            request = self._requests[answer.request_id]
             self.events.expect(request, 0, answer.tokens // CHUNK)
         if found and self._found:
             self._note(request.all_token_ids, self._found // CHUNK)
@@ -216,9 +216,9 @@ def sequence_of(request: Request) -> Sequence:
     return Sequence(np.array(request.all_token_ids, np.int32), None, request.cache_salt or "")
 
 
-def answers(rank: Rank, question: Question, epoch: str) -> WorkerReport:
-    """The report with the answer to a question, and with all that was to be told before."""
-    rank.step(questions=[question], idle=True, epoch=epoch)
+def answers(rank: Rank, lookup: LookupRequest, epoch: str) -> WorkerReport:
+    """The report with the answer to a lookup, and with all that was to be told before."""
+    rank.step(lookups=[lookup], idle=True, epoch=epoch)
     found: list[WorkerReport] = []
 
     def answered() -> bool:

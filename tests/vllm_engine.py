@@ -324,16 +324,16 @@ class _Served:
         receivers = [worker.cache.tiers["handoff"].receiver for worker in _workers()]
         return {name: str(phase) for it in receivers for name, phase in it.transfers().items()}
 
-    def questions(self) -> int:
+    def lookups(self) -> int:
         """How many the workers were asked since this was first called."""
         from kvkit.adapters.engine.lookups import Lookups
 
         if self.asked is None:
             self.asked, ask = [], Lookups.ask
 
-            def note(lookups: Any, question: Any) -> None:
-                self.asked.append(question.number)
-                ask(lookups, question)
+            def note(lookups: Any, lookup: Any) -> None:
+                self.asked.append(lookup.number)
+                ask(lookups, lookup)
 
             Lookups.ask = note
         return len(self.asked)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence, TokenIds
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence, TokenIds
 from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.pages import RankHeads, StageLayers, add_states, group_pages
@@ -93,7 +93,7 @@ class Rank:
         self.worker = Worker(
             config, settings, layout, where, namespace, tells_stores=tells, served=served, loras=loras
         )
-        self.waits = load != "async"
+        self.blocking_load = load != "async"
         self.number = 0
 
     @property
@@ -152,7 +152,7 @@ class Rank:
 
     def found(self, **told: Any) -> int:
         """Tokens of IDS that a lookup finds; the answer is number 1, for request a."""
-        self.step(questions=[Question("a", 1, Sequence(IDS))], idle=True, **told)
+        self.step(lookups=[LookupRequest("a", 1, Sequence(IDS))], idle=True, **told)
         return self.heard(**told)
 
     def heard(self, **told: Any) -> int:
@@ -165,13 +165,13 @@ class Rank:
     def load(self, load: LoadTask, **told: Any) -> bool:
         """Load what was found; whether all of it came."""
         received, failed, _ = self.step(loads=[load], **told)
-        while self.waits is False and not received:
+        while self.blocking_load is False and not received:
             received, failed, _ = self.step(idle=True)
         report = self.worker.report()
         short = report is not None and report.failed == ["a"]
-        assert received == (set() if self.waits else {"a"})
-        assert failed == ({"a"} if short and not self.waits else set())
-        assert report is None or report.failed_step == (self.number if self.waits else 0)
+        assert received == (set() if self.blocking_load else {"a"})
+        assert failed == ({"a"} if short and not self.blocking_load else set())
+        assert report is None or report.failed_step == (self.number if self.blocking_load else 0)
         return not short
 
 

@@ -49,8 +49,8 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """How much of `sequence` can be loaded. `number` tells it from the request's earlier questions.
+class LookupRequest:
+    """How much of `sequence` can be loaded. `number` tells it from the request's earlier lookups.
 
     Args:
         computed: tokens that the engine has.
@@ -61,7 +61,7 @@ class Question:
         policy: what the request wants; the sequence is no longer than it wants to load.
     """
 
-    request: str
+    request_id: str
     number: int
     sequence: Sequence
     computed: int = 0
@@ -77,10 +77,10 @@ class LookupAnswer:
     """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order.
 
     Args:
-        documents: leading tokens found of each of the question's.
+        documents: leading tokens found of each of the lookup's.
     """
 
-    request: str
+    request_id: str
     number: int
     rank: int
     tokens: int

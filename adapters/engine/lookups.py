@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvkit.adapters.engine.loads import PromptHit, result_of
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.engine.speed import saved_tokens_per_s
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
@@ -26,20 +26,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PromptLookups:
-    """A question whose prompt and documents are being looked up, until `until` (monotonic)."""
+    """A lookup whose prompt and documents are being looked up, until `until` (monotonic)."""
 
-    question: Question
+    lookup: LookupRequest
     prompt: Transfer[Hit]
     documents: tuple[Transfer[Hit], ...]
     until: float
 
     @property
     def done(self) -> bool:
-        return all(lookup.done() for lookup in (self.prompt, *self.documents))
+        return all(transfer.done() for transfer in (self.prompt, *self.documents))
 
     def cancel(self) -> None:
-        for lookup in (self.prompt, *self.documents):
-            lookup.cancel()
+        for transfer in (self.prompt, *self.documents):
+            transfer.cancel()
 
 
 NEWS_S = 5.0
@@ -49,7 +49,7 @@ room before it computes."""
 
 @dataclass(eq=False, slots=True)
 class Lookups:
-    """The questions of one rank. For the thread that runs steps: nothing here waits.
+    """The lookups of one rank. For the thread that runs steps: nothing here waits.
 
     Args:
         receiver: of what prefill engines send; None where nothing is taken.
@@ -76,91 +76,91 @@ class Lookups:
     tokens_per_s: Callable[[], float | None]
     rows_per_s: Callable[[], float | None]
     wake: Callable[[object], object]
-    awaited: dict[str, tuple[Question, float]] = field(default_factory=dict, init=False)
+    awaited: dict[str, tuple[LookupRequest, float]] = field(default_factory=dict, init=False)
     _received: dict[str, str] = field(default_factory=dict, init=False)
     asked: dict[str, _PromptLookups] = field(default_factory=dict, init=False)
     _answered: list[LookupAnswer] = field(default_factory=list, init=False)
     _found: dict[str, tuple[int, PromptHit]] = field(default_factory=dict, init=False)
 
-    def ask(self, question: Question) -> None:
+    def ask(self, lookup: LookupRequest) -> None:
         """Look a prompt up, as soon as what is sent of it has come, or will not."""
-        if question.transfer and self.receiver is not None:
-            self._received[question.request] = question.transfer
-            self.awaited[question.request] = question, time.monotonic()
+        if lookup.transfer and self.receiver is not None:
+            self._received[lookup.request_id] = lookup.transfer
+            self.awaited[lookup.request_id] = lookup, time.monotonic()
         else:
-            self._look_up(question)
+            self._look_up(lookup)
 
-    def lookup_inline(self, question: Question) -> LookupAnswer | None:
-        """The answer, where what is sent for a question has come, and all tiers to be asked are in memory.
+    def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
+        """The answer, where what is sent for a lookup has come, and all tiers to be asked are in memory.
 
         None: it is to be asked; nothing is noted then.
         """
-        cache, space = self.cache, self.namespace_of(question.sequence)
-        status = None if self.receiver is None else self.receiver.status(question.transfer)
-        if space is None or status is None or status.phase is not Phase.COMMITTED or question.documents:
+        cache, space = self.cache, self.namespace_of(lookup.sequence)
+        status = None if self.receiver is None else self.receiver.status(lookup.transfer)
+        if space is None or status is None or status.phase is not Phase.COMMITTED or lookup.documents:
             return None
-        if question.policy.load_from or not all(cache.tiers[n].near for n in cache.policy.retrieve_from):
+        if lookup.policy.load_from or not all(cache.tiers[n].near for n in cache.policy.retrieve_from):
             return None
-        self.cancel(question.request)
-        self._received[question.request] = question.transfer
-        self._answer(question, cache.lookup(question.sequence.tokens, space, **self._how(question, space)))
+        self.cancel(lookup.request_id)
+        self._received[lookup.request_id] = lookup.transfer
+        self._answer(lookup, cache.lookup(lookup.sequence.tokens, space, **self._how(lookup, space)))
         return self._answered.pop()
 
     def receive(self) -> bool:
         """Look up the prompts whose transfers arrived, or will not; whether there were any."""
         awaited = list(self.awaited.values())
-        for question, since in awaited:
+        for lookup, since in awaited:
             assert self.receiver is not None
-            status = self.receiver.status(question.transfer)
+            status = self.receiver.status(lookup.transfer)
             over = status is not None and status.phase in (None, Phase.COMMITTED)
             patience_s = self.handoff_timeout_s
-            if status is None and question.computed_there:
+            if status is None and lookup.computed_there:
                 patience_s = min(patience_s, NEWS_S)
             if over or time.monotonic() >= since + patience_s:
                 if status is None or status.phase is not Phase.COMMITTED:
                     reason = "it did not come" if status is None else status.reason or str(status.phase)
-                    log.warning("%s: nothing from the prefill engine: %s", question.request, reason)
-                del self.awaited[question.request]
-                self._look_up(question)
+                    log.warning("%s: nothing from the prefill engine: %s", lookup.request_id, reason)
+                del self.awaited[lookup.request_id]
+                self._look_up(lookup)
         return len(self.awaited) < len(awaited)
 
     def answers(self) -> list[LookupAnswer]:
         """What was found since the last call. `claim` has it, too."""
         now = time.monotonic()
-        for name, asked in list(self.asked.items()):
+        for request_id, asked in list(self.asked.items()):
             if asked.done:
-                documents = [result_of(lookup) for lookup in asked.documents]
-                self._answer(asked.question, result_of(asked.prompt), documents)
+                documents = [result_of(document) for document in asked.documents]
+                self._answer(asked.lookup, result_of(asked.prompt), documents)
             elif now >= asked.until:
                 asked.cancel()
-                log.info("%s: not looked up within %s s", name, self.timeout_s)
-                self._answer(asked.question, None)
+                log.info("%s: not looked up within %s s", request_id, self.timeout_s)
+                self._answer(asked.lookup, None)
             else:
                 continue
-            del self.asked[name]
+            del self.asked[request_id]
         answered, self._answered = self._answered, []
         return answered
 
-    def claim(self, request: str, number: int) -> PromptHit | None:
-        """What question `number` found, to be loaded; None if it was not the last one. Forgets it."""
-        last, hit = self._found.pop(request, (None, None))
+    def claim(self, request_id: str, number: int) -> PromptHit | None:
+        """What lookup `number` found, to be loaded; None if it was not the last one. Forgets it."""
+        last, hit = self._found.pop(request_id, (None, None))
         return hit if last == number else None
 
-    def found(self, request: str) -> Chunks | None:
+    def found(self, request_id: str) -> Chunks | None:
         """The whole chunks that were found for a request, until they are claimed."""
-        _, hit = self._found.get(request, (None, None))
+        _, hit = self._found.get(request_id, (None, None))
         return None if hit is None else hit.whole.chunks.part(0, hit.whole.plan.chunks)
 
-    def cancel(self, request: str) -> None:
-        """Forget a request's questions and answers, but not what it was sent."""
-        self._found.pop(request, None)
-        self.awaited.pop(request, None)
-        if request in self.asked:
-            self.asked.pop(request).cancel()
+    def cancel(self, request_id: str) -> None:
+        """Forget a request's lookups and answers, but not what it was sent."""
+        self._found.pop(request_id, None)
+        self.awaited.pop(request_id, None)
+        if request_id in self.asked:
+            self.asked.pop(request_id).cancel()
 
-    def release(self, request: str) -> None:
+    def release(self, request_id: str) -> None:
         """Give back what was received for a request: it was loaded, or will not be."""
-        transfer = self._received.pop(request, None)
+        transfer = self._received.pop(request_id, None)
         if transfer is not None and self.receiver is not None:
             self.receiver.release(transfer)
 
@@ -173,51 +173,51 @@ class Lookups:
         """Whether there is something new for `answers`."""
         return any(asked.done for asked in self.asked.values())
 
-    def _look_up(self, question: Question) -> None:
-        space = self.namespace_of(question.sequence)
+    def _look_up(self, lookup: LookupRequest) -> None:
+        space = self.namespace_of(lookup.sequence)
         if space is None:
-            self._answer(question, None)
+            self._answer(lookup, None)
             return
-        how = self._how(question, space)
+        how = self._how(lookup, space)
         # a slow save shall not cost a hit
         look = partial(self.cache.lookup_async, wait_s=self.timeout_s / 2, policy=how.pop("policy"))
-        lookup = look(question.sequence.tokens, space, **how)
-        saved = saved_tokens_per_s(how["prefill_tokens_per_s"], self.rows_per_s(), question.recomputed)
-        sequences = question.documents
+        prompt = look(lookup.sequence.tokens, space, **how)
+        saved = saved_tokens_per_s(how["prefill_tokens_per_s"], self.rows_per_s(), lookup.recomputed)
+        sequences = lookup.documents
         if sequences and saved == 0.0:
-            log.info("%s: its documents are computed, as blending them is slower", question.request)
+            log.info("%s: its documents are computed, as blending them is slower", lookup.request_id)
             sequences = ()
         documents = tuple(look(d.tokens, space, prefill_tokens_per_s=saved) for d in sequences)
-        asked = _PromptLookups(question, lookup, documents, time.monotonic() + self.timeout_s)
-        for found in (lookup, *documents):
+        asked = _PromptLookups(lookup, prompt, documents, time.monotonic() + self.timeout_s)
+        for found in (prompt, *documents):
             found.add_done_callback(self.wake)
-        if question.request in self.asked:  # nobody waits for the answer to an earlier question
-            self.asked[question.request].cancel()
-        self.asked[question.request] = asked
+        if lookup.request_id in self.asked:  # nobody waits for the answer to an earlier lookup
+            self.asked[lookup.request_id].cancel()
+        self.asked[lookup.request_id] = asked
 
-    def _how(self, question: Question, space: Namespace) -> dict[str, Any]:
+    def _how(self, lookup: LookupRequest, space: Namespace) -> dict[str, Any]:
         """How a prompt is looked up, as `Cache.lookup` takes it."""
-        policy = question.policy
-        if question.transfer and policy.load_from is not None:
+        policy = lookup.policy
+        if lookup.transfer and policy.load_from is not None:
             policy = replace(policy, load_from=(HANDOFF, *policy.load_from))
-        first = question.computed // space.chunk_tokens
+        first = lookup.computed // space.chunk_tokens
         return {"first": first, "prefill_tokens_per_s": self.tokens_per_s(), "policy": policy}
 
-    def _answer(self, question: Question, whole: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
+    def _answer(self, lookup: LookupRequest, whole: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
         """Note an answer, with the blocks of an unfilled chunk that came with the whole ones."""
-        tail, prompt, found = None, question.sequence, (0,) * len(question.documents)
+        tail, prompt, found = None, lookup.sequence, (0,) * len(lookup.documents)
         segments: tuple[tuple[str, int], ...] = ()
         if whole is not None and self.namespace_of(prompt) is not None:
-            if question.request in self._received and len(whole.chunks) == whole.plan.chunks:
+            if lookup.request_id in self._received and len(whole.chunks) == whole.plan.chunks:
                 rest = tail_of(whole.chunks, prompt.tokens, self.block_tokens, prompt.rest)
                 tail = rest and self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
             nothing = whole.part(0, 0)
             hits = tuple(document or nothing for document in documents)
             found = tuple(document.tokens for document in hits) or found
             hit = PromptHit(whole, tail, hits)
-            self._found[question.request] = question.number, hit
+            self._found[lookup.request_id] = lookup.number, hit
             segments = hit.segments
         tokens = min(sum(tokens for _, tokens in segments), len(prompt.tokens))
         rank = self.cache.namespace.rank
-        answer = LookupAnswer(question.request, question.number, rank, tokens, segments, found)
+        answer = LookupAnswer(lookup.request_id, lookup.number, rank, tokens, segments, found)
         self._answered.append(answer)

@@ -492,7 +492,7 @@ def keeps_draft_kv(draft: Any) -> bool:
     return bool(draft.uses_draft_kv_cache())
 
 
-def looks_ahead(draft: Any) -> bool:
+def draft_reads_ahead(draft: Any) -> bool:
     """Return whether a draft's KV of a token rests on later tokens: so where this vLLM does not tell."""
     return draft is not None and bool(getattr(draft, "use_eagle_block_drop", lambda: True)())
 

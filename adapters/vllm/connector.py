@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Lora, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
 from kvkit.adapters.vllm import compat, pages, shutdown, states
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.blending import requests
@@ -148,9 +148,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             windows=pages.has_windows(s for s in self._tables if not isinstance(s, MambaSpec)),
             states=self._states,
             snapshot_every=self._settings.snapshot_every,
-            looks_ahead=compat.looks_ahead(drafts),
+            recompute_last_block=compat.draft_reads_ahead(drafts),
             ranks=ranks,
-            waits=self._settings.load != "async",
+            blocking_load=self._settings.load != "async",
             stores=stores,
             save_generated=self._settings.save_generated,
             clock=time.monotonic,
@@ -158,7 +158,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             has=self._has,
             free=lambda: compat.free_blocks(self._kv_cache_manager),
             on_chunks=self._on_chunks,
-            wants=self._wants,
+            request_policy_of=self._request_policy_of,
             approximate=frozenset(n for n, t in self._config.tiers.items() if t.precision is not None),
             lookup_inline=self._lookup_inline,
         )
@@ -337,14 +337,14 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.arrive(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._media.of(request)  # also where nothing of it is asked for: vLLM sees its media from now on
-        self._scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -365,10 +365,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
-        for name in connector_output.finished_recving or ():
-            self._scheduler.received(name)
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.received(request_id)
         if report is not None:
-            self._scheduler.hear(report)
+            self._scheduler.update_from_workers(report)
             if self._events is not None:
                 self._events.hear(report)
             if report.new_weights == self._scheduler.epoch:
@@ -463,7 +463,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 )
         return True
 
-    def _wants(self, request: Any) -> RequestPolicy:
+    def _request_policy_of(self, request: Any) -> RequestPolicy:
         """What a request wants of the cache. What is wrong costs it all of that, but for `store = false`."""
         said = (request.kv_transfer_params or {}).get(FIELD)
         if said is None:
@@ -476,12 +476,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             log.warning("%s has no wishes of the cache: %s", request.request_id, error)
             return RequestPolicy(store_to=()) if unstored else DEFAULT_REQUEST_POLICY
 
-    def _lookup_inline(self, question: Question) -> LookupAnswer | None:
+    def _lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Ask the worker where it is the only one and in this process, so in the thread that schedules."""
         engine = self._kv_transfer_config.engine_id
         for connector in compat.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
             if isinstance(connector, KVKitConnector) and connector._kv_transfer_config.engine_id == engine:
-                return connector._worker.lookup_inline(question)
+                return connector._worker.lookup_inline(lookup)
         return None
 
     def _encode(self, text: str) -> list[int]:

@@ -238,7 +238,7 @@ class Events:
 
     def _name(self, named: NamedChunks) -> None:
         for number, names in enumerate(named.names, named.first):
-            key = named.request, number
+            key = named.request_id, number
             chunk = self._expected.get(key)
             if chunk is None:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 
 
@@ -26,10 +26,10 @@ class IdleWorker:
 
     wait_for_layer = computed
 
-    def lookup_inline(self, question: Question) -> LookupAnswer | None:
+    def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Answer nothing."""
 
-    def finish(self, requests: set[str]) -> tuple[set[str], set[str], set[str]]:
+    def finish(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Return that nothing has ended."""
         return set(), set(), set()
 

@@ -14,7 +14,7 @@ from kvkit.moving.policy import RequestPolicy
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A question of a request, and what ranks have answered.
+    """A lookup of a request, and what ranks have answered.
 
     Attributes:
         chunks: that are asked for.
@@ -37,7 +37,7 @@ class RequestState:
     Attributes:
         handoff: with whom its KV is exchanged.
         sent: tokens of its prompt that were told to be sent; None before the first.
-        passed_over: there is nothing to bring near for it, until it is admitted.
+        no_prefetch: there is nothing to bring near for it, until it is admitted.
         blend: what of it is to be blended, or was; None: nothing, for good.
         private: the first token whose KV is, or will be, approximate for a tier's fewer bits; None: none is.
         policy: what it wants of the cache.
@@ -45,16 +45,16 @@ class RequestState:
         computed: tokens that vLLM's own prefix cache had of it then.
     """
 
-    view: Any
+    request: Any
     policy: RequestPolicy
     handoff: RemoteDecode | RemotePrefill | None = None
     sent: int | None = None
-    question: PendingLookup | None = None
+    lookup: PendingLookup | None = None
     admitted: LookupAnswer | None = None
     start: int = 0
     saved: int | None = None
-    barred: bool = False
-    passed_over: bool = False
+    no_external_kv: bool = False
+    no_prefetch: bool = False
     blend: Blend | None = None
     private: int | None = None
     epoch: str = ""

@@ -1,10 +1,11 @@
 """The scheduler's side: who asks, who waits, what is loaded and saved. Bookkeeping over plain data, no I/O.
 
-Nothing here waits. A lookup is a message: `match` notes a question, `plan` puts it into the next step's
-message, the workers look up in the background, and `hear` notes their answers. Until all ranks have answered,
-`match` says None and vLLM asks again in its next step. The workers keep the deadline: with asynchronous
-scheduling, a question may lie for as long as a step takes before they hear of it. Only what was handed off
-is known without a message where the one worker shares the process: it looks into memory, at once.
+Nothing here waits. A lookup is a message: `get_num_new_matched_tokens` notes it, `plan` puts it into the next
+step's message, the workers look up in the background, and `update_from_workers` notes their answers. Until
+all ranks have answered, `get_num_new_matched_tokens` says None and vLLM asks again in its next step. The
+workers keep the deadline: with asynchronous scheduling, a lookup may lie for as long as a step takes before
+they hear of it. Only what was handed off is known without a message where the one worker shares the process:
+it looks into memory, at once.
 
 What vLLM does not admit in the step in which it could be asked about is queued: the workers are told of the
 first few such requests, and bring near what they will hit, until a request is admitted or ends.
@@ -21,7 +22,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import count, islice, takewhile
 from typing import Any
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm import params as parameters
 from kvkit.adapters.vllm.allocations import PendingAllocations
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
@@ -67,9 +68,10 @@ class Scheduler:
         windows: whether a request loses blocks of K and V before its end: what sliding windows leave.
         states: by number, the tables of states, and whether these run (`kvkit.adapters.vllm.states`).
         snapshot_every: as in `kvkit.moving.plan.is_snapshot_kept`.
-        looks_ahead: whether a draft's KV of a token rests on later ones: the end of a hit is computed again.
+        recompute_last_block: whether a draft's KV of a token rests on later ones, so that the end of a hit is
+            computed again.
         ranks: workers that answer.
-        waits: whether the step that loads waits for it (sync and layerwise loading).
+        blocking_load: whether the step that loads waits for it (sync and layerwise loading).
         stores: whether anything is saved.
         save_generated: whether chunks with generated tokens are saved.
         clock: seconds that never go back.
@@ -80,8 +82,8 @@ class Scheduler:
         approximate: tiers with fewer bits. What is computed behind what comes from them is saved nowhere.
         private: keeps blocks of approximate KV to their request; None: there is none.
         blends: what blending takes; None: nothing is blended.
-        wants: what a request wants of the cache.
-        lookup_inline: answers a question about what is handed off, where it can; None: the workers are asked.
+        request_policy_of: what a request wants of the cache.
+        lookup_inline: answers a lookup of what is handed off, where it can; None: the workers are asked.
     """
 
     chunk_tokens: int
@@ -91,21 +93,21 @@ class Scheduler:
     windows: bool = False
     states: Mapping[int, bool] = field(default_factory=dict)
     snapshot_every: int = 1
-    looks_ahead: bool = False
+    recompute_last_block: bool = False
     ranks: int
-    waits: bool
+    blocking_load: bool
     save_generated: bool
     clock: Callable[[], float]
     stores: bool = True
-    handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda view: None
-    has: Callable[[Any], int] = lambda view: 0
+    handoff: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda request: None
+    has: Callable[[Any], int] = lambda request: 0
     free: Callable[[], int] = lambda: sys.maxsize
-    on_chunks: Callable[[Any, int, int], object] = lambda view, first, stop: None
+    on_chunks: Callable[[Any, int, int], object] = lambda request, first, stop: None
     approximate: frozenset[str] = frozenset()
     private: PrivateBlocks | None = None
     blends: Blends | None = None
-    wants: Callable[[Any], RequestPolicy] = lambda view: DEFAULT_REQUEST_POLICY
-    lookup_inline: Callable[[Question], LookupAnswer | None] = lambda question: None
+    request_policy_of: Callable[[Any], RequestPolicy] = lambda request: DEFAULT_REQUEST_POLICY
+    lookup_inline: Callable[[LookupRequest], LookupAnswer | None] = lambda lookup: None
 
     def __post_init__(self) -> None:
         self._loses = self.windows or bool(self.states)  # windows, and former states
@@ -117,105 +119,108 @@ class Scheduler:
         self._pending_allocations = PendingAllocations(self.block_tokens, self.states, self.free)
         self._numbers, self._steps = count(1), count(1)
         self._next = StepMetadata()
-        self._heard = 0
+        self._acked_failure_step = 0
         self.epoch = self._told_epoch = ""
         self._keeps_old = False  # vLLM's own prefix cache kept blocks of before the last reset
 
-    def arrive(self, view: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         """Note a new request: it is queued, although vLLM may not ask about it for long."""
-        self._request(view)
-        self._queue[view.request_id] = None
+        self._state(request)
+        self._queue[request.request_id] = None
 
-    def match(self, view: Any, computed: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens after the first `computed` can be loaded, and whether that goes on between steps.
 
-        None: not known yet. Notes a question where there is none; asked again, it says the same.
+        None: not known yet. Notes a lookup where there is none; asked again, it says the same.
         """
-        request = self._request(view)
-        request.epoch, request.computed = self.epoch, computed
-        if not request.passed_over:
-            self._queue.setdefault(view.request_id)  # a preempted one is queued again
-        self._pending_allocations.leave(view.request_id)  # vLLM asks about those alone that have no blocks
-        if request.barred and not self._pending_allocations.fits(view):
+        state = self._state(request)
+        state.epoch, state.computed = self.epoch, computed
+        if not state.no_prefetch:
+            self._queue.setdefault(request.request_id)  # a preempted one is queued again
+        self._pending_allocations.leave(request.request_id)  # vLLM asks about those alone that have no blocks
+        if state.no_external_kv and not self._pending_allocations.fits(request):
             return None, False  # vLLM would have those wait behind it that hold some
-        receiving = request.handoff if isinstance(request.handoff, RemotePrefill) else None
-        asked, most = self._asked(request, computed)
+        receiving = state.handoff if isinstance(state.handoff, RemotePrefill) else None
+        asked, most = self._asked(state, computed)
         wanted = -(-asked // self.chunk_tokens)
-        blend = request.blend
+        blend = state.blend
         if blend is not None:
             blend.plan = None
             if not blend.wants(computed):
                 if blend.private is not None:
                     return 0, False  # what is exact elsewhere would not be what it had before
                 blend = None
-        if view.skip_reading_prefix_cache or request.barred:
+        if request.skip_reading_prefix_cache or state.no_external_kv:
             return 0, False
         if blend is None and min(asked, most) <= computed:
             return 0, False
-        question = request.question
-        if question is None or question.chunks != wanted or self.clock() > question.known_at + FRESH_S:
-            sequence = self.sequence(view, asked)
+        lookup = state.lookup
+        if lookup is None or lookup.chunks != wanted or self.clock() > lookup.known_at + FRESH_S:
+            sequence = self.sequence(request, asked)
             if sequence is None:
-                request.barred = True
+                state.no_external_kv = True
                 return 0, False
-            question = request.question = PendingLookup(next(self._numbers), wanted)
+            lookup = state.lookup = PendingLookup(next(self._numbers), wanted)
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
-            policy = replace(request.policy, max_load_tokens=None)  # the sequence ends there
-            told = Question(view.request_id, question.number, sequence, computed, *transfer, policy=policy)
+            policy = replace(state.policy, max_load_tokens=None)  # the sequence ends there
+            told = LookupRequest(
+                request.request_id, lookup.number, sequence, computed, *transfer, policy=policy
+            )
             ask_now = blend is None and receiving is not None and not self.has_pending_reset
             answer = self.lookup_inline(told) if ask_now else None
             if answer is None:
-                self._next.questions.append(told if blend is None else blend.ask(told, self._whole(view)))
+                self._next.lookups.append(told if blend is None else blend.ask(told, self._whole(request)))
                 return None, False
             self._take(answer)
-        if not self._is_known(question):
+        if not self._is_known(lookup):
             return None, False
-        question.computed = computed
-        least, exact = self._least(question), self._exact(question)
+        lookup.computed = computed
+        least, exact = self._least(lookup), self._exact(lookup)
         most = min(most, least.tokens if receiving else self._usable(least.tokens))
-        if isinstance(request.handoff, RemoteDecode):  # others take what it sends for exact
+        if isinstance(state.handoff, RemoteDecode):  # others take what it sends for exact
             most = min(most, self._whole_grains(exact))
         if blend is not None and blend.private is not None:
             # what was blended is again, although it may be found as exact by now
             most = min(most, self._whole_grains(blend.private))
         found = max(0, min(least.tokens, most) - computed)
         if found and computed + found > exact:  # before vLLM gives it blocks, which it may name at once
-            self._keep_private(request, max(computed, exact))
-        blends = blend is not None and blend.promise(view.num_tokens, computed + found, least.documents)
-        if (found or blends) and self._loses and not self.waits and not self._pending_allocations.fits(view):
+            self._keep_private(state, max(computed, exact))
+        blends = blend is not None and blend.promise(request.num_tokens, computed + found, least.documents)
+        may_stand_still = (found or blends) and self._loses and not self.blocking_load
+        if may_stand_still and not self._pending_allocations.fits(request):
             return None, False
         if blend is not None and blends:
-            return self._promise_blend(request, blend, question)
-        return found, found > 0 and not self.waits
+            return self._promise_blend(state, blend, lookup)
+        return found, found > 0 and not self.blocking_load
 
-    def admit(self, view: Any, blocks: Tables, tokens: int) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Tables, tokens: int) -> None:
         """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
-        request = self._request(view)
-        self._leave(view.request_id)
-        request.saved, request.passed_over = None, False
-        self._retain(request)
-        question, request.question = request.question, None
-        blend = request.blend
-        if blend is not None and question is not None and blend.plan is not None and tokens:
-            self._pending_allocations.add(view)
-            self._admit_blend(request, blend, question, blocks)
+        state = self._state(request)
+        self._leave(request.request_id)
+        state.saved, state.no_prefetch = None, False
+        self._retain(state)
+        lookup, state.lookup = state.lookup, None
+        blend = state.blend
+        if blend is not None and lookup is not None and blend.plan is not None and tokens:
+            self._pending_allocations.add(request)
+            self._admit_blend(state, blend, lookup, blocks)
             return
         if blend is not None and blend.private is None:
-            request.blend = None  # what it has from now on is exact, and stays so
+            state.blend = None  # what it has from now on is exact, and stays so
         if tokens:
-            self._pending_allocations.add(view)
-            self._next.loads.append(self._load(request, question, request.computed, tokens, blocks))
-        elif isinstance(request.handoff, RemotePrefill):
-            self._next.released_transfers.append(request.handoff.transfer)
+            self._pending_allocations.add(request)
+            self._next.loads.append(self._load(state, lookup, state.computed, tokens, blocks))
+        elif isinstance(state.handoff, RemotePrefill):
+            self._next.released_transfers.append(state.handoff.transfer)
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
         """Which tiers the last `tokens` tokens of what was admitted come from."""
-        request = self._requests.get(request_id)
-        if request is None or request.admitted is None:
+        state = self._requests.get(request_id)
+        if state is None or state.admitted is None:
             return {}
-        start, stop, end = request.start, request.start + tokens, 0
+        start, stop, end = state.start, state.start + tokens, 0
         found: Counter[str] = Counter()
-        for tier, size in request.admitted.segments:
+        for tier, size in state.admitted.segments:
             end += size
             found[tier] += max(0, min(end, stop) - max(end - size, start))
         return +found
@@ -231,79 +236,79 @@ class Scheduler:
         step.saves += self._saves(scheduled, blocks)
         step.sends += self._sends(scheduled, blocks)
         step.computed, step.idle = sum(scheduled.values()), not scheduled
-        step.heard, step.epoch = self._heard, self.epoch
+        step.acked_failure_step, step.epoch = self._acked_failure_step, self.epoch
         self._told_epoch = self.epoch
         return step
 
-    def hear(self, report: WorkerReport) -> None:
+    def update_from_workers(self, report: WorkerReport) -> None:
         """Note what the workers tell."""
         for answer in report.answers:
             self._take(answer)
         for arrival in report.arrivals:
-            blend = self._blend(arrival.request)
+            blend = self._blend(arrival.request_id)
             go = None if blend is None else blend.arrive(arrival, self.ranks)
             if go is not None:
                 self._next.arrivals.append(go)
         for done in report.blended:
-            if blend := self._blend(done.request):
-                blend.finish(self._requests[done.request].view, done)
-        for name in report.failed:
-            if name in self._requests:  # it would be tried again and again
-                self._requests[name].barred = True
-            if blend := self._blend(name):
-                blend.fail(self._requests[name].view)
-        self._heard = max(self._heard, report.failed_step)
+            if blend := self._blend(done.request_id):
+                blend.finish(self._requests[done.request_id].request, done)
+        for request_id in report.failed:
+            if request_id in self._requests:  # it would be tried again and again
+                self._requests[request_id].no_external_kv = True
+            if blend := self._blend(request_id):
+                blend.fail(self._requests[request_id].request)
+        self._acked_failure_step = max(self._acked_failure_step, report.failed_step)
 
-    def finish(self, view: Any, blocks: Tables | None) -> bool:
+    def finish(self, request: Any, blocks: Tables | None) -> bool:
         """Forget a request; whether its blocks must stay until a worker tells that they are saved.
 
         With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet,
         and if that ends the request, no step of its own comes after it. `blocks`: None where nothing is to
         be saved, as the request was aborted or failed.
         """
-        request = self._requests.pop(view.request_id, None)
-        self._leave(view.request_id)
-        self._pending_allocations.leave(view.request_id)
-        if request is None:
+        state = self._requests.pop(request.request_id, None)
+        self._leave(request.request_id)
+        self._pending_allocations.leave(request.request_id)
+        if state is None:
             return False
-        self._next.ended[view.request_id] = view.num_prompt_tokens
+        self._next.ended[request.request_id] = request.num_prompt_tokens
         if self.private is not None:
-            self.private.end(view)
-        if isinstance(request.handoff, RemotePrefill):
-            self._next.released_transfers.append(request.handoff.transfer)
-        sends = request.sent is not None
-        if request.saved is None or blocks is None or self._is_void(request):
+            self.private.end(request)
+        if isinstance(state.handoff, RemotePrefill):
+            self._next.released_transfers.append(state.handoff.transfer)
+        sends = state.sent is not None
+        if state.saved is None or blocks is None or self._is_void(state):
             return sends
-        chunk, first = self.chunk_tokens, request.saved
-        stop = min(view.num_computed_tokens, self._known(request, view.num_tokens - 1)) // chunk
+        chunk, first = self.chunk_tokens, state.saved
+        stop = min(request.num_computed_tokens, self._known(state, request.num_tokens - 1)) // chunk
         if stop <= first:
             return sends
         end = stop * chunk
-        sequence = self.sequence(view, end)
-        table = self._to_save(view, blocks, 0, first, stop)
+        sequence = self.sequence(request, end)
+        table = self._to_save(request, blocks, 0, first, stop)
         sizes = zip(table, self.block_tokens, strict=True)
         parts = [part for number, part in enumerate(sizes) if number not in self.states]
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in parts):
             return sends  # a window has left some behind
-        self._next.saves.append(SaveTask(view.request_id, sequence, first, table, request.policy, last=True))
-        self.on_chunks(view, first, stop)
+        self._next.saves.append(SaveTask(request.request_id, sequence, first, table, state.policy, last=True))
+        self.on_chunks(request, first, stop)
         return True
 
-    def answer(self, view: Any) -> dict[str, Any] | None:
+    def answer(self, request: Any) -> dict[str, Any] | None:
         """What a request that ends tells: the decode engine's parameters, or how it was blended."""
-        request = self._requests.get(view.request_id)
-        if request is not None and request.blend is not None:
-            return request.blend.answer()
-        if request is None or request.sent is None or not isinstance(request.handoff, RemoteDecode):
+        state = self._requests.get(request.request_id)
+        if state is not None and state.blend is not None:
+            return state.blend.answer()
+        if state is None or state.sent is None or not isinstance(state.handoff, RemoteDecode):
             return None
-        if self._is_void(request):
+        if self._is_void(state):
             return None
-        return parameters.answer(request.handoff, request.sent)
+        return parameters.answer(state.handoff, state.sent)
 
-    def received(self, name: str) -> None:
+    def received(self, request_id: str) -> None:
         """Note that no rank touches what was loaded for a request any more."""
         if self.blends is not None:
-            self.blends.scratch.give_back(name)
+            self.blends.scratch.give_back(request_id)
 
     def forget(self, epoch: str, keeps_old: bool = False) -> None:
         """Have nothing found from now on that was saved before.
@@ -316,11 +321,11 @@ class Scheduler:
             keeps_old: whether vLLM's own prefix cache kept blocks. A request that hits some is not saved.
         """
         self.epoch, self._keeps_old = epoch, keeps_old
-        for request in self._requests.values():
-            request.question = None
+        for state in self._requests.values():
+            state.lookup = None
         self._ahead.clear()  # the workers do so, too: it is told anew
         self._next.saves = [replace(s, policy=replace(s.policy, store_to=())) for s in self._next.saves]
-        under_way = sum(request.saved is not None for request in self._requests.values())
+        under_way = sum(state.saved is not None for state in self._requests.values())
         log.info(
             "reset: KV of before is not used; %d requests under way and %d last saves are not stored",
             under_way,
@@ -337,68 +342,69 @@ class Scheduler:
         """Whether the workers are to hear at once that everything is forgotten: others may ask them."""
         return self.epoch != self._told_epoch
 
-    def _is_void(self, request: RequestState) -> bool:
+    def _is_void(self, state: RequestState) -> bool:
         """Whether a request's blocks may hold, or rest on, what was computed before a reset."""
-        return request.epoch != self.epoch or (self._keeps_old and request.computed > 0)
+        return state.epoch != self.epoch or (self._keeps_old and state.computed > 0)
 
-    def _request(self, view: Any) -> RequestState:
-        request = self._requests.get(view.request_id)
-        if request is None:
-            request = RequestState(view, self.wants(view), self.handoff(view), epoch=self.epoch)
-            self._requests[view.request_id] = request
-            request.blend = None if self.blends is None else self.blends.begin(view)
-        request.view = view
-        return request
+    def _state(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            policy, handoff = self.request_policy_of(request), self.handoff(request)
+            state = RequestState(request, policy, handoff, epoch=self.epoch)
+            self._requests[request.request_id] = state
+            state.blend = None if self.blends is None else self.blends.begin(request)
+        state.request = request
+        return state
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, request_id: str) -> None:
         """A request is queued no more."""
-        self._queue.pop(name, None)
-        if name in self._ahead:
-            self._ahead.remove(name)
-            self._next.called_off.append(name)
+        self._queue.pop(request_id, None)
+        if request_id in self._ahead:
+            self._ahead.remove(request_id)
+            self._next.cancelled_prefetches.append(request_id)
 
     def _prefetches(self) -> Iterator[PrefetchTask]:
         """What is to be brought near, for the first of the requests that were not admitted."""
-        for name in list(islice(self._queue, AHEAD)):
-            request = self._requests[name]
-            is_asked = request.question is not None and not self._is_known(request.question)
-            if name in self._ahead or is_asked:
+        for request_id in list(islice(self._queue, AHEAD)):
+            state = self._requests[request_id]
+            is_asked = state.lookup is not None and not self._is_known(state.lookup)
+            if request_id in self._ahead or is_asked:
                 continue  # once there is an answer, it may be admitted
-            view, sequence, computed = request.view, None, 0
-            receives = isinstance(request.handoff, RemotePrefill)
+            request, sequence, computed = state.request, None, 0
+            receives = isinstance(state.handoff, RemotePrefill)
             # what is brought near goes from and to the policy's tiers
-            names_tiers = (request.policy.load_from, request.policy.store_to) != (None, None)
-            if not (receives or names_tiers or request.barred or view.skip_reading_prefix_cache):
-                computed = self.has(view)
-                asked, most = self._asked(request, computed)
-                sequence = self.sequence(view, asked) if computed < min(asked, most) else None
+            names_tiers = (state.policy.load_from, state.policy.store_to) != (None, None)
+            if not (receives or names_tiers or state.no_external_kv or request.skip_reading_prefix_cache):
+                computed = self.has(request)
+                asked, most = self._asked(state, computed)
+                sequence = self.sequence(request, asked) if computed < min(asked, most) else None
             if sequence is None:  # it is not looked at again in each step
-                request.passed_over = True
-                del self._queue[name]
+                state.no_prefetch = True
+                del self._queue[request_id]
             else:
-                self._ahead.add(name)
-                yield PrefetchTask(name, sequence, computed)
-                blend = request.blend
+                self._ahead.add(request_id)
+                yield PrefetchTask(request_id, sequence, computed)
+                blend = state.blend
                 if blend is not None and blend.wants(computed):
-                    for document in blend.documents(self._whole(view)):
-                        yield PrefetchTask(name, document, blend.asked.prefix)
+                    for document in blend.documents(self._whole(request)):
+                        yield PrefetchTask(request_id, document, blend.asked.prefix)
 
-    def _asked(self, request: RequestState, computed: int) -> tuple[int, int]:
+    def _asked(self, state: RequestState, computed: int) -> tuple[int, int]:
         """How many tokens of a request are looked up, and up to which they may be loaded."""
-        view, limit = request.view, request.policy.max_load_tokens
-        if isinstance(request.handoff, RemotePrefill):  # the unfilled last chunk comes, too
-            asked = self._handed(view.num_tokens)
-            return asked, min(asked, view.num_tokens - 1)
+        request, limit = state.request, state.policy.max_load_tokens
+        if isinstance(state.handoff, RemotePrefill):  # the unfilled last chunk comes, too
+            asked = self._handed(request.num_tokens)
+            return asked, min(asked, request.num_tokens - 1)
         # the last token is always computed, for its logits
-        chunk, most = self.chunk_tokens, self._whole_grains(view.num_tokens - 1)
+        chunk, most = self.chunk_tokens, self._whole_grains(request.num_tokens - 1)
         if limit is not None:
             most = min(most, self._whole_grains(computed + limit))
-        asked = min(view.num_tokens // chunk, -(-(most + self.looks_ahead) // chunk)) * chunk
+        asked = min(request.num_tokens // chunk, -(-(most + self.recompute_last_block) // chunk)) * chunk
         return asked, min(most, self._usable(asked))
 
     def _usable(self, tokens: int) -> int:
         """Up to where what was found of so many tokens, whole chunks, may be loaded."""
-        return self._whole_grains(tokens - 1) if self.looks_ahead else tokens
+        return self._whole_grains(tokens - 1) if self.recompute_last_block else tokens
 
     def _whole_grains(self, tokens: int) -> int:
         """What of so many tokens a hit may be: a multiple of a chunk, or of every block."""
@@ -413,92 +419,90 @@ class Scheduler:
         return grains if self._loses or grains == tokens - 1 else tokens
 
     def _promise_blend(
-        self, request: RequestState, blend: Blend, question: PendingLookup
+        self, state: RequestState, blend: Blend, lookup: PendingLookup
     ) -> tuple[int | None, bool]:
         """Claim the whole of a request, if there are blocks for it; otherwise, it waits for some a while."""
         assert self.blends is not None
-        view, scratch, computed = request.view, self.blends.scratch, question.computed
-        room = scratch.has_room(view.num_tokens)
-        if room and scratch.pin(view, computed):
+        request, scratch, computed = state.request, self.blends.scratch, lookup.computed
+        room = scratch.has_room(request.num_tokens)
+        if room and scratch.pin(request, computed):
             # vLLM computes the last token; of windows it keeps what the token after the claim sees
-            return view.num_tokens - self.windows - computed, True
+            return request.num_tokens - self.windows - computed, True
         blend.plan = None
-        if room is None or self.clock() > question.known_at + PATIENCE_S:
-            log.warning("%s is not blended: there are too few blocks", view.request_id)
-            request.blend = None
+        if room is None or self.clock() > lookup.known_at + PATIENCE_S:
+            log.warning("%s is not blended: there are too few blocks", request.request_id)
+            state.blend = None
         return None, False
 
-    def _admit_blend(
-        self, request: RequestState, blend: Blend, question: PendingLookup, blocks: Tables
-    ) -> None:
+    def _admit_blend(self, state: RequestState, blend: Blend, lookup: PendingLookup, blocks: Tables) -> None:
         assert self.blends is not None
-        view = request.view
-        tables = self.blends.admit(view, blend, question.computed, blocks)
-        start = question.computed
-        load = self._load(request, question, start, blend.exact - start, tables)
-        found = self._least(question).documents
-        self._next.blends.append(blend.task(self._whole(view), found, load, tables))
+        request = state.request
+        tables = self.blends.admit(request, blend, lookup.computed, blocks)
+        start = lookup.computed
+        load = self._load(state, lookup, start, blend.exact - start, tables)
+        found = self._least(lookup).documents
+        self._next.blends.append(blend.task(self._whole(request), found, load, tables))
 
     def _load(
-        self, request: RequestState, question: PendingLookup | None, start: int, tokens: int, blocks: Tables
+        self, state: RequestState, lookup: PendingLookup | None, start: int, tokens: int, blocks: Tables
     ) -> LoadTask:
         """The load of `tokens` tokens that were found.
 
-        `question`: None where a reset came between answer and blocks. That load fails, and vLLM computes.
+        `lookup`: None where a reset came between answer and blocks. That load fails, and vLLM computes.
         """
-        request.admitted = None if question is None else self._least(question)
-        request.start, stop, chunk = start, start + tokens, self.chunk_tokens
+        state.admitted = None if lookup is None else self._least(lookup)
+        state.start, stop, chunk = start, start + tokens, self.chunk_tokens
         blocks = spread(blocks, self.states, stop, chunk)
         table = cut(blocks, self.block_tokens, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
-        number = 0 if question is None else question.number
-        return LoadTask(request.view.request_id, number, start, stop, table)
+        number = 0 if lookup is None else lookup.number
+        return LoadTask(state.request.request_id, number, start, stop, table)
 
-    def _blend(self, name: str) -> Blend | None:
-        request = self._requests.get(name)
-        return None if request is None else request.blend
+    def _blend(self, request_id: str) -> Blend | None:
+        state = self._requests.get(request_id)
+        return None if state is None else state.blend
 
-    def _whole(self, view: Any) -> Sequence:
-        sequence = self.sequence(view, view.num_tokens)
+    def _whole(self, request: Any) -> Sequence:
+        sequence = self.sequence(request, request.num_tokens)
         assert sequence is not None  # or it would not have been asked about
         return sequence
 
     def _take(self, answer: LookupAnswer) -> None:
         """Note what a rank found."""
-        request = self._requests.get(answer.request)
-        question = None if request is None else request.question
-        if request is None or question is None or question.number != answer.number:
-            return  # about an earlier question
-        question.answers[answer.rank] = answer
-        if found := self._known(request, answer.tokens) // self.chunk_tokens:
-            self.on_chunks(request.view, 0, found)
-        if self._is_known(question):
-            question.known_at = self.clock()
+        state = self._requests.get(answer.request_id)
+        lookup = None if state is None else state.lookup
+        if state is None or lookup is None or lookup.number != answer.number:
+            return  # about an earlier lookup
+        lookup.answers[answer.rank] = answer
+        if found := self._known(state, answer.tokens) // self.chunk_tokens:
+            self.on_chunks(state.request, 0, found)
+        if self._is_known(lookup):
+            lookup.known_at = self.clock()
 
-    def _is_known(self, question: PendingLookup) -> bool:
-        return len(question.answers) == self.ranks
+    def _is_known(self, lookup: PendingLookup) -> bool:
+        return len(lookup.answers) == self.ranks
 
-    def _least(self, question: PendingLookup) -> LookupAnswer:
+    def _least(self, lookup: PendingLookup) -> LookupAnswer:
         """What every rank can load, with states at the same place. All have answered."""
-        answers = question.answers.values()
+        answers = lookup.answers.values()
         least = min(answers, key=lambda answer: (answer.tokens, answer.rank))
         if self.states and any(answer.tokens != least.tokens for answer in answers):
             least = replace(least, tokens=0, segments=())  # not all have a snapshot there
         documents = zip(*(answer.documents for answer in answers), strict=True)
         return replace(least, documents=tuple(map(min, documents)))
 
-    def _exact(self, question: PendingLookup) -> int:
+    def _exact(self, lookup: PendingLookup) -> int:
         """Tokens that every rank can load before the first of fewer bits."""
         return min(
             sum(size for _, size in takewhile(lambda s: s[0] not in self.approximate, answer.segments))
-            for answer in question.answers.values()
+            for answer in lookup.answers.values()
         )
 
-    def _keep_private(self, request: RequestState, first: int) -> None:
+    def _keep_private(self, state: RequestState, first: int) -> None:
         """Have a request's tokens from `first` on, which will be approximate, be its own. For good."""
         assert self.private is not None
-        if request.private is None:
-            request.private = first
-            self.private.begin(request.view, first)
+        if state.private is None:
+            state.private = first
+            self.private.begin(state.request, first)
 
     def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SaveTask]:
         """The chunks that this step completes.
@@ -514,28 +518,28 @@ class Scheduler:
         place are never read. Chunks before the first may have larger gaps, and are not saved.
         """
         chunk = self.chunk_tokens
-        for name, tokens in scheduled.items():
-            request = self._requests.get(name)
-            if request is None or self._is_void(request):
+        for request_id, tokens in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None or self._is_void(state):
                 continue
-            view = request.view
-            computed = view.num_computed_tokens
+            request = state.request
+            computed = request.num_computed_tokens
             # lower than what was saved after a preemption or a failed load: those chunks are computed anew
-            first = min(computed // chunk, computed // chunk if request.saved is None else request.saved)
-            if request.saved is None and isinstance(request.handoff, RemotePrefill) and not self.windows:
+            first = min(computed // chunk, computed // chunk if state.saved is None else state.saved)
+            if state.saved is None and isinstance(state.handoff, RemotePrefill) and not self.windows:
                 first = 0  # what was received is in no tier
-            if request.saved is None and request.blend is not None and not self.windows:
-                first = min(first, request.blend.exact // chunk)  # nor is what blending computed
-            stop = min(computed + tokens, self._known(request, view.num_tokens)) // chunk
-            request.saved = max(first, stop)
+            if state.saved is None and state.blend is not None and not self.windows:
+                first = min(first, state.blend.exact // chunk)  # nor is what blending computed
+            stop = min(computed + tokens, self._known(state, request.num_tokens)) // chunk
+            state.saved = max(first, stop)
             if stop <= first:
                 continue
             end = stop * chunk
-            sequence, table = self.sequence(view, end), blocks(name)
+            sequence, table = self.sequence(request, end), blocks(request_id)
             if sequence is not None and table is not None:
-                self.on_chunks(view, first, stop)
-                part = self._to_save(view, table, computed + tokens, first, stop)
-                yield SaveTask(name, sequence, first, part, request.policy)
+                self.on_chunks(request, first, stop)
+                part = self._to_save(request, table, computed + tokens, first, stop)
+                yield SaveTask(request_id, sequence, first, part, state.policy)
 
     def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SendTask]:
         """What of prompts that are handed off this step completes: whole chunks, and the rest at the end.
@@ -546,45 +550,45 @@ class Scheduler:
                                            first               stop
         """
         chunk = self.chunk_tokens
-        for name, tokens in scheduled.items():
-            request = self._requests.get(name)
-            if request is None or not isinstance(request.handoff, RemoteDecode) or self._is_void(request):
+        for request_id, tokens in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None or not isinstance(state.handoff, RemoteDecode) or self._is_void(state):
                 continue
-            view = request.view
-            whole = self._handed(view.num_prompt_tokens)
-            computed, first = view.num_computed_tokens + tokens, request.sent or 0
-            stop = whole if computed >= view.num_prompt_tokens else computed // chunk * chunk
+            request = state.request
+            whole = self._handed(request.num_prompt_tokens)
+            computed, first = request.num_computed_tokens + tokens, state.sent or 0
+            stop = whole if computed >= request.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
                 continue
-            sequence, table = self.sequence(view, whole), blocks(name)
+            sequence, table = self.sequence(request, whole), blocks(request_id)
             if sequence is None or table is None:
                 continue
-            request.sent = stop
-            transfer, address = request.handoff.transfer, request.handoff.address
+            state.sent = stop
+            transfer, address = state.handoff.transfer, state.handoff.address
             table = spread(table, self.states, computed, chunk)
             part = cut(table, self.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
-            yield SendTask(name, transfer, address, sequence, first, stop, part, last=stop == whole)
+            yield SendTask(request_id, transfer, address, sequence, first, stop, part, last=stop == whole)
 
-    def _retain(self, request: RequestState) -> None:
+    def _retain(self, state: RequestState) -> None:
         """Have tiers evict what they hold of a request as it wants: what it hits is not saved."""
-        view, policy = request.view, request.policy
-        sequence = self.sequence(view, view.num_tokens) if policy.retains else None
+        request, policy = state.request, state.policy
+        sequence = self.sequence(request, request.num_tokens) if policy.retains else None
         if sequence is not None:
             self._next.retains.append(RetainTask(sequence, policy))
 
-    def _known(self, request: RequestState, tokens: int) -> int:
+    def _known(self, state: RequestState, tokens: int) -> int:
         """How many of the first `tokens` tokens may be saved: none that is approximate."""
-        if request.policy.store_to == () or not self.stores:
+        if state.policy.store_to == () or not self.stores:
             return 0
-        if request.blend is not None and request.blend.private is not None:
-            tokens = min(tokens, request.blend.private)
-        if request.private is not None:
-            tokens = min(tokens, request.private)
-        return tokens if self.save_generated else min(tokens, request.view.num_prompt_tokens)
+        if state.blend is not None and state.blend.private is not None:
+            tokens = min(tokens, state.blend.private)
+        if state.private is not None:
+            tokens = min(tokens, state.private)
+        return tokens if self.save_generated else min(tokens, state.request.num_prompt_tokens)
 
-    def _to_save(self, view: Any, blocks: Tables, at: int, first: int, stop: int) -> Tables:
+    def _to_save(self, request: Any, blocks: Tables, at: int, first: int, stop: int) -> Tables:
         """The blocks of chunks [first, stop), of states those to be stored; running ones are after `at`."""
-        chunk, prompt = self.chunk_tokens, (view.num_prompt_tokens - 1) // self.chunk_tokens
+        chunk, prompt = self.chunk_tokens, (request.num_prompt_tokens - 1) // self.chunk_tokens
         tables, end = spread(blocks, self.states, at, chunk), stop * chunk
         part = cut(tables, self.block_tokens, first * chunk, end, 0, end)
         for table in self.states:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvkit.adapters.engine.changes import Change
 from kvkit.adapters.engine.listing import ListedChunk
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.blend.plan import Selection, Span
 from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
@@ -41,7 +41,7 @@ class PrefetchTask:
     For a request that waits for its turn in vLLM's queue: its prompt, or a document in it.
     """
 
-    request: str
+    request_id: str
     sequence: Sequence
     computed: int = 0
 
@@ -54,7 +54,7 @@ class LoadTask:
     chunk that holds `start`, and have -1 for those before it.
     """
 
-    request: str
+    request_id: str
     number: int
     start: int
     stop: int
@@ -70,14 +70,14 @@ class BlendTask:
         prefix: the load of what is exact, from what vLLM has on; None: vLLM has all of that.
         exact: leading tokens that are left as they are, once `prefix` is loaded: their KV is that of a full
             prefill, or, after a preemption, what this request's first blend made of it.
-        spans: where the question's documents stand, as far as every rank found them and behind `exact`.
+        spans: where the lookup's documents stand, as far as every rank found them and behind `exact`.
         selection: how tokens to recompute are chosen.
         selected: what was chosen before a preemption, int32 ascending; None: it is to be chosen.
         blocks: the request's, from token 0 to the last; where it has none (a window has left them out), some
             that are its own until the blend is over; -1 where no row looks.
     """
 
-    request: str
+    request_id: str
     number: int
     sequence: Sequence
     prefix: LoadTask | None
@@ -94,10 +94,10 @@ class Arrival:
 
     Args:
         exact: leading tokens that are exact.
-        documents: leading tokens of each of the question's documents, what it was computed behind among them.
+        documents: leading tokens of each of the lookup's documents, what it was computed behind among them.
     """
 
-    request: str
+    request_id: str
     number: int
     rank: int
     exact: int
@@ -115,7 +115,7 @@ class BlendDone:
         seconds: by stage: load, place, choose, rows.
     """
 
-    request: str
+    request_id: str
     exact: int
     reused: int
     computed: int
@@ -133,7 +133,7 @@ class SaveTask:
         last: it has ended, and its blocks are kept until this is done.
     """
 
-    request: str
+    request_id: str
     sequence: Sequence
     first: int
     blocks: Tables
@@ -161,7 +161,7 @@ class SendTask:
         last: nothing more is sent after it.
     """
 
-    request: str
+    request_id: str
     transfer: str
     address: str
     sequence: Sequence
@@ -180,17 +180,17 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
         preempted: requests lost their blocks.
         idle: nothing is computed, so that there is time to wait for lookups and loads.
         arrivals: blends that every rank can go on with, in this order.
-        called_off: requests whose prefetch is to end: they wait no more.
+        cancelled_prefetches: requests whose prefetch is to end: they wait no more.
         released_transfers: transfers from prefill engines that nobody waits for any more.
-        heard: the last step whose failed load the scheduler knew of when it made this one.
+        acked_failure_step: the last step whose failed load the scheduler knew of when it made this one.
         epoch: changes when everything cached until then is to be forgotten.
         ended: requests that are over, and the tokens of their prompts.
     """
 
     number: int = 0
-    questions: list[Question] = field(default_factory=list)
+    lookups: list[LookupRequest] = field(default_factory=list)
     prefetches: list[PrefetchTask] = field(default_factory=list)
-    called_off: list[str] = field(default_factory=list)
+    cancelled_prefetches: list[str] = field(default_factory=list)
     loads: list[LoadTask] = field(default_factory=list)
     blends: list[BlendTask] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
@@ -201,7 +201,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     preempted: bool = False
     idle: bool = False
     released_transfers: list[str] = field(default_factory=list)
-    heard: int = 0
+    acked_failure_step: int = 0
     epoch: str = ""
     ended: dict[str, int] = field(default_factory=dict)
 
@@ -215,7 +215,7 @@ class NamedChunks:
 
     rank: int
     epoch: str
-    request: str
+    request_id: str
     first: int
     names: list[tuple[str, ...]]
 

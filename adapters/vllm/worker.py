@@ -16,7 +16,7 @@ import torch
 from kvkit.adapters.engine.changes import Changes
 from kvkit.adapters.engine.listing import Listing
 from kvkit.adapters.engine.loads import PromptLoad, result_of
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Question
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.engine.prefetches import Prefetches
 from kvkit.adapters.engine.request_stats import RequestStats
@@ -203,8 +203,8 @@ class Worker:
         if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
             self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
-        for name in self._kept:
-            self._over(name)
+        for request_id in self._kept:
+            self._over(request_id)
         self._freed |= self._kept
         self._kept.clear()
 
@@ -256,12 +256,12 @@ class Worker:
         self._number = step.number
         self._lengths.update(step.ended)
         # with drafts, vLLM asks what is finished before it has anything saved
-        self._kept.update(save.request for save in step.saves if save.last)
+        self._kept.update(save.request_id for save in step.saves if save.last)
         if self._receiver is not None:
             for transfer in step.released_transfers:
                 self._receiver.release(transfer, "not wanted")
-        for question in step.questions:
-            self._lookups.ask(question)
+        for lookup in step.lookups:
+            self._lookups.ask(lookup)
         for task in step.retains:
             if space := self.namespaces.of(task.sequence):
                 self.cache.retain(task.sequence.tokens, task.policy, space)
@@ -269,44 +269,44 @@ class Worker:
             for agreed in step.arrivals:
                 self._blends.go(agreed)
         self._receive()
-        for name in step.called_off:
-            self._prefetches.end(name)
+        for request_id in step.cancelled_prefetches:
+            self._prefetches.end(request_id)
         for queued in step.prefetches:
             space = self.namespaces.of(queued.sequence)
             if space is not None:
-                self._prefetches.add(queued.request, queued.sequence.tokens, space, queued.computed)
+                self._prefetches.add(queued.request_id, queued.sequence.tokens, space, queued.computed)
         self._prefetches.go_on()
         if self._prompts is not None:
             for send in step.sends:
                 prompt, space = send.sequence, self.namespaces.of(send.sequence)
                 self._prompts.begin(
-                    send.request, send.transfer, send.address, prompt.tokens, space, prompt.rest
+                    send.request_id, send.transfer, send.address, prompt.tokens, space, prompt.rest
                 )
             # memory of a peer is not pinned for a GPU, which copies faster into what is
             self._prompts.compute({} if self._cuda else self._pieces(step))
         self._began = time.monotonic()
 
-    def lookup_inline(self, question: Question) -> LookupAnswer | None:
+    def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """As `Lookups.lookup_inline`, between steps."""
-        answer = self._lookups.lookup_inline(question)
+        answer = self._lookups.lookup_inline(lookup)
         if answer is not None:
-            self._name(self._report, answer.request, 0, self._lookups.found(answer.request))
+            self._name(self._report, answer.request_id, 0, self._lookups.found(answer.request_id))
         return answer
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start the loads of a step; where the step waits for them, return when they are done."""
         for task in step.loads:
-            self._request_stats.begin(task.request)
-            hit = self._lookups.claim(task.request, task.number)
+            self._request_stats.begin(task.request_id)
+            hit = self._lookups.claim(task.request_id, task.number)
             base = task.start - task.start % self._namespace.chunk_tokens
             where = partial(self._pages, task.blocks, base)
             how = self._settings.load
             load = PromptLoad(self.cache, hit, task.start, task.stop, where, how, self._wake)
-            self._loading[task.request] = task, load
+            self._loading[task.request_id] = task, load
         if self._blends is not None:
             for blend in step.blends:
-                self._request_stats.begin(blend.request)
-                self._blends.begin(blend, self._lookups.claim(blend.request, blend.number))
+                self._request_stats.begin(blend.request_id)
+                self._blends.begin(blend, self._lookups.claim(blend.request_id, blend.number))
         if self._settings.load == "sync":
             self._finish_all()
 
@@ -326,7 +326,7 @@ class Worker:
         """Start the saves of a step; they read the pages until `settle`."""
         if self._settings.load == "layerwise":
             self._finish_all()
-        if self._failed_step > step.heard:
+        if self._failed_step > step.acked_failure_step:
             if self._prompts is not None:
                 self._prompts.drop()
             return  # what was computed since may rest on tokens that were not loaded
@@ -339,10 +339,10 @@ class Worker:
         if self._prompts is not None:
             pieces = self._pieces(step, ready)
             for send in step.sends:
-                if send.request in pieces:
-                    self._prompts.send(send.request, pieces[send.request])
+                if send.request_id in pieces:
+                    self._prompts.send(send.request_id, pieces[send.request_id])
                 else:
-                    self._prompts.cancel(send.request, send.last)
+                    self._prompts.cancel(send.request_id, send.last)
             if self._settings.send == "sync" and step.sends:
                 self._prompts.wait(self._settings.handoff_timeout_s)
             else:
@@ -350,7 +350,7 @@ class Worker:
         if step.idle:
             self._rest()
 
-    def finish(self, requests: set[str]) -> tuple[set[str], set[str], set[str]]:
+    def finish(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Forget requests, and take blends further.
 
         Returns those whose loads or blends are done, and those among them that got less.
@@ -359,24 +359,26 @@ class Worker:
         """
         if self._settings.load == "layerwise":  # with drafts this comes before `save`, and before they run
             self._finish_all()
-        for name in requests:
-            self._lookups.cancel(name)
-            if name in self._loading:
-                self._loading[name][1].cancel()
-            elif self._blends is None or not self._blends.cancel(name):
-                self._lookups.release(name)
-            if name not in self._kept:  # what was to be begun for it has been
-                self._over(name)
-        done = {name for name, (_, load) in self._loading.items() if load.done}
+        for request_id in request_ids:
+            self._lookups.cancel(request_id)
+            if request_id in self._loading:
+                self._loading[request_id][1].cancel()
+            elif self._blends is None or not self._blends.cancel(request_id):
+                self._lookups.release(request_id)
+            if request_id not in self._kept:  # what was to be begun for it has been
+                self._over(request_id)
+        done = {request_id for request_id, (_, load) in self._loading.items() if load.done}
         if self._prompts is not None:
             self._prompts.go_on()
-            self._freed |= self._prompts.done(requests)
-        sent = {name for name in self._freed - self._kept if name not in (self._prompts or ())}
+            self._freed |= self._prompts.done(request_ids)
+        sent = {
+            request_id for request_id in self._freed - self._kept if request_id not in (self._prompts or ())
+        }
         self._freed -= sent
-        failed = {name for name in done if not self._finish(*self._loading.pop(name))}
+        failed = {request_id for request_id in done if not self._finish(*self._loading.pop(request_id))}
         blended = set() if self._blends is None else self._blends.step()
-        for name in blended:
-            self._request_stats.done(name)
+        for request_id in blended:
+            self._request_stats.done(request_id)
         return done | blended, failed, sent
 
     def invalid_blocks(self) -> set[int]:
@@ -393,7 +395,7 @@ class Worker:
             report.arrivals = self._blends.arrivals()
         if self._tells_stores:
             for answer in report.answers:
-                self._name(report, answer.request, 0, self._lookups.found(answer.request))
+                self._name(report, answer.request_id, 0, self._lookups.found(answer.request_id))
             changes, lost = self._changes.take()
             report.changes = [(self._namespace.rank, change) for change in changes]
             if lost:
@@ -436,31 +438,31 @@ class Worker:
             return
 
         def on_stored(tier: str, _: int) -> None:
-            self._request_stats.stored(save.request, tier, self._namespace.chunk_tokens)
+            self._request_stats.stored(save.request_id, tier, self._namespace.chunk_tokens)
 
-        self._request_stats.begin(save.request)
+        self._request_stats.begin(save.request_id)
         chunks = self.cache.chunks(sequence.tokens[: first + tokens], space, save.policy)
         chunks = chunks.part(save.first, len(chunks))
-        self._name(self._report, save.request, save.first, chunks)
+        self._name(self._report, save.request_id, save.first, chunks)
         transfer = self.cache.store_chunks(
             chunks,
             self._pages(save.blocks, first, first, first + tokens),
             to=to,
             ready=ready,
             on_stored=on_stored,
-            on_done=lambda: self._request_stats.done(save.request),
+            on_done=lambda: self._request_stats.done(save.request_id),
             copy_first=True,
         )
         transfer.add_done_callback(lambda done: self.stats.stored(result_of(done), time.monotonic() - began))
         self._saving.append(transfer)
 
-    def _name(self, report: WorkerReport, request: str, first: int, chunks: Chunks | None) -> None:
+    def _name(self, report: WorkerReport, request_id: str, first: int, chunks: Chunks | None) -> None:
         """Report the names of the records of chunks `first` and so on of a request, if anyone wants them."""
         if not self._tells_stores or chunks is None:
             return
         if chunks.formats[0].namespace.revision == self._namespace.revision:  # not of before a reset
             names = [tuple(chunks.records(i, i + 1)) for i in range(len(chunks))]
-            named = NamedChunks(self._namespace.rank, self._epoch, request, first, names)
+            named = NamedChunks(self._namespace.rank, self._epoch, request_id, first, names)
             report.named.append(named)
 
     def _list(self, report: WorkerReport, listing: Listing) -> None:
@@ -478,7 +480,7 @@ class Worker:
     ) -> dict[str, PromptPiece]:
         """What a step sends, but for what lacks blocks."""
         return {
-            send.request: PromptPiece(
+            send.request_id: PromptPiece(
                 send.first, send.stop, partial(self._pages, send.blocks, send.first), ready, send.last
             )
             for send in step.sends
@@ -489,43 +491,45 @@ class Worker:
         """How many of tokens [first, stop) have all of their blocks."""
         count = complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
         if count < stop - first:
-            log.warning("%s: tokens from %d on lack blocks, and are not stored", part.request, first + count)
+            log.warning(
+                "%s: tokens from %d on lack blocks, and are not stored", part.request_id, first + count
+            )
         return count
 
     def _finish_all(self) -> None:
         """End the loads that a step waits for."""
-        for name in list(self._loading):
-            if not self._finish(*self._loading.pop(name)):
+        for request_id in list(self._loading):
+            if not self._finish(*self._loading.pop(request_id)):
                 self._failed_step = self._report.failed_step = self._number
 
-    def _over(self, name: str) -> None:
+    def _over(self, request_id: str) -> None:
         """A request that has ended has nothing begun for it any more."""
-        if name in self._lengths:
-            self._request_stats.over(name, self._lengths.pop(name))
+        if request_id in self._lengths:
+            self._request_stats.over(request_id, self._lengths.pop(request_id))
 
     def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
         """Note how a load ended; whether it kept its promise."""
         end, loaded = load.finish()
-        self._lookups.release(task.request)
+        self._lookups.release(task.request_id)
         kept = end == task.stop
         self.stats.loaded(loaded, time.monotonic() - load.began, kept)
-        self._request_stats.hit(task.request, loaded.by_tier)
-        self._request_stats.done(task.request)
+        self._request_stats.hit(task.request_id, loaded.by_tier)
+        self._request_stats.done(task.request_id)
         if not kept:
             end = max(end, task.start)
-            log.warning("%s: loaded up to token %d of %d", task.request, end, task.stop)
-            self._report.failed.append(task.request)
+            log.warning("%s: loaded up to token %d of %d", task.request_id, end, task.stop)
+            self._report.failed.append(task.request_id)
             if len(task.blocks) == 1:  # ids mean something in one group only
                 size = self._groups[0].block_tokens
                 self._invalid.update(task.blocks[0][(end - load.base) // size :])
                 self._invalid.discard(-1)
         return kept
 
-    def _blend_loaded(self, request: str, loaded: Loaded, seconds: float, kept: bool) -> None:
+    def _blend_loaded(self, request_id: str, loaded: Loaded, seconds: float, kept: bool) -> None:
         """Note what was loaded for a blend."""
-        self._lookups.release(request)
+        self._lookups.release(request_id)
         self.stats.loaded(loaded, seconds, kept)
-        self._request_stats.hit(request, loaded.by_tier)
+        self._request_stats.hit(request_id, loaded.by_tier)
 
     def _blended(self, done: BlendDone) -> None:
         """Note a blend; the scheduler hears of it from one rank."""

@@ -122,7 +122,7 @@ class BlendExecutor:
             base = prefix.start - prefix.start % chunk
             where = partial(self.pages, prefix.blocks, base)
             load = PromptLoad(self.cache, found, prefix.start, prefix.stop, where, "async", self.wake)
-        blend = self._blends[task.request] = ActiveBlend(task, time.monotonic(), load)
+        blend = self._blends[task.request_id] = ActiveBlend(task, time.monotonic(), load)
         hits = () if found is None else found.documents
         for number, span in enumerate(task.spans):
             hit = hits[number] if number < len(hits) else None
@@ -130,7 +130,7 @@ class BlendExecutor:
 
     def go(self, agreed: Arrival) -> None:
         """Complete a prompt from what every rank has of it."""
-        blend = self._blends.get(agreed.request)
+        blend = self._blends.get(agreed.request_id)
         if blend is None or blend.cancelled or blend.task.number != agreed.number:
             return
         task = blend.task
@@ -144,20 +144,20 @@ class BlendExecutor:
             selected=task.selected,
         )
         self.blender.begin(blend.completion)
-        self._ready[task.request] = blend
+        self._ready[task.request_id] = blend
 
-    def cancel(self, request: str) -> bool:
+    def cancel(self, request_id: str) -> bool:
         """Have a request's blend end soon; whether there is one."""
-        blend = self._blends.get(request)
+        blend = self._blends.get(request_id)
         if blend is not None:
             blend.cancel()
-            self._ready.pop(request, None)
+            self._ready.pop(request_id, None)
         return blend is not None
 
     def cancel_all(self) -> None:
         """End all blends, and return when none of them touches its blocks."""
-        for name in list(self._blends):
-            self.cancel(name)
+        for request_id in list(self._blends):
+            self.cancel(request_id)
         wait([load for blend in self._blends.values() for _, load in blend.documents if load is not None])
         for blend in self._blends.values():
             if blend.prefix is not None:
@@ -173,10 +173,10 @@ class BlendExecutor:
                 else:
                     self._arrived.append(blend.told)
         self.blender.step([blend.completion for blend in self._ready.values() if blend.completion])
-        over = {name for name, blend in self._blends.items() if blend.over}
-        for name in over:
-            self._ready.pop(name, None)
-            self._done(self._blends.pop(name))
+        over = {request_id for request_id, blend in self._blends.items() if blend.over}
+        for request_id in over:
+            self._ready.pop(request_id, None)
+            self._done(self._blends.pop(request_id))
         return over
 
     def arrivals(self) -> list[Arrival]:
@@ -227,10 +227,10 @@ class BlendExecutor:
             documents.append(min(before + loaded.tokens, promised))
             kept = kept and documents[-1] == promised
         blend.load_s = time.monotonic() - blend.began
-        self.on_loaded(task.request, Loaded(by_tier.total(), by_tier), blend.load_s, kept)
+        self.on_loaded(task.request_id, Loaded(by_tier.total(), by_tier), blend.load_s, kept)
         if not kept:
-            log.warning("%s: not all of its documents could be loaded; the rest is computed", task.request)
-        return Arrival(task.request, task.number, self.cache.namespace.rank, exact, tuple(documents))
+            log.warning("%s: not all of its documents could be loaded; the rest is computed", task.request_id)
+        return Arrival(task.request_id, task.number, self.cache.namespace.rank, exact, tuple(documents))
 
     def _done(self, blend: ActiveBlend) -> None:
         """Count a blend that is over."""
@@ -242,7 +242,7 @@ class BlendExecutor:
         if self.last is not None:  # the first one has the engine make ready what later ones find
             self.speed.note(len(plan.computed) + len(selected), sum(spent.values()))
         self.last = BlendDone(
-            blend.task.request,
+            blend.task.request_id,
             exact=int(plan.exact.sum()),
             reused=int(plan.reused.sum()),
             computed=len(plan.computed),

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.adapters.engine.lookup_request import Question, Sequence
+from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.requests import BlendRequest
 from kvkit.adapters.vllm.blending.scratch import Scratch
@@ -37,7 +37,7 @@ class Blend:
         exact: leading tokens of what was promised last that stay as they are.
         plan: what was promised last; None: nothing.
         private: the first token whose KV is approximate; None: none is.
-        number: of the question whose answer is blended.
+        number: of the lookup whose answer is blended.
         local: tokens that vLLM had itself.
         arrivals: what ranks have loaded.
         done: what its first blend took.
@@ -73,9 +73,9 @@ class Blend:
         )
         return tuple(replace(prompt, tokens=text, rest="") for text in texts)
 
-    def ask(self, question: Question, prompt: Sequence) -> Question:
-        """The question with the documents in it."""
-        return replace(question, documents=self.documents(prompt), recomputed=self.asked.selection.ratio)
+    def ask(self, lookup: LookupRequest, prompt: Sequence) -> LookupRequest:
+        """The lookup with the documents in it."""
+        return replace(lookup, documents=self.documents(prompt), recomputed=self.asked.selection.ratio)
 
     def promise(self, tokens: int, exact: int, found: tuple[int, ...]) -> bool:
         """Whether a prompt of `tokens` tokens is to be blended; notes how.
@@ -93,7 +93,7 @@ class Blend:
         """What workers are told of what was promised; `load`, perhaps empty, is that of what is exact."""
         self.number, self.arrivals = load.number, []
         return BlendTask(
-            load.request,
+            load.request_id,
             load.number,
             prompt,
             load if load.start < load.stop else None,
@@ -114,16 +114,16 @@ class Blend:
         least = tuple(min(sizes) for sizes in zip(*(a.documents for a in self.arrivals), strict=True))
         return replace(arrival, rank=-1, exact=min(a.exact for a in self.arrivals), documents=least)
 
-    def finish(self, view: Any, done: BlendDone) -> None:
+    def finish(self, request: Any, done: BlendDone) -> None:
         """Note what the first blend of vLLM's request took, in vLLM's figures of its prefill, too."""
         if self.done is None:
             self.done, self.spans = done, done.spans
-            self._count(view, done.exact + done.reused - len(done.selected))
+            self._count(request, done.exact + done.reused - len(done.selected))
 
-    def fail(self, view: Any) -> None:
+    def fail(self, request: Any) -> None:
         """Note that vLLM computes what was promised."""
         if self.plan is not None and self.done is None:
-            self._count(view, self.exact)
+            self._count(request, self.exact)
 
     def answer(self) -> dict[str, Any] | None:
         """How many tokens were exact, reused, recomputed and computed; None: it was not blended."""
@@ -136,9 +136,9 @@ class Blend:
     def _found(self, found: tuple[int, ...]) -> tuple[Span, ...]:
         return tuple(span.found(n, self.exact) for span, n in zip(self.spans, found, strict=True))
 
-    def _count(self, view: Any, cached: int) -> None:
-        if view.prefill_stats is not None:
-            view.prefill_stats.set(view.num_prompt_tokens, self.local, max(0, cached - self.local))
+    def _count(self, request: Any, cached: int) -> None:
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(request.num_prompt_tokens, self.local, max(0, cached - self.local))
 
 
 @dataclass(eq=False, slots=True)
@@ -153,16 +153,16 @@ class Blends:
     private: PrivateBlocks
     scratch: Scratch
 
-    def begin(self, view: Any) -> Blend | None:
+    def begin(self, request: Any) -> Blend | None:
         """The blend of a new request; None: it has none."""
         try:
-            asked = self.read(view)
+            asked = self.read(request)
         except ConfigError as error:
-            log.warning("%s is not blended: %s", view.request_id, error)
+            log.warning("%s is not blended: %s", request.request_id, error)
             return None
         return None if asked is None else Blend(asked)
 
-    def admit(self, view: Any, blend: Blend, computed: int, blocks: Tables) -> Tables:
+    def admit(self, request: Any, blend: Blend, computed: int, blocks: Tables) -> Tables:
         """Keep what will be approximate to the request, which got its blocks; those of the blend.
 
         Args:
@@ -171,5 +171,5 @@ class Blends:
         assert blend.plan is not None
         if blend.private is None:
             blend.private, blend.local = int(blend.plan.reused.argmax()), computed
-            self.private.begin(view, blend.private)
-        return self.scratch.fill(view, blocks, computed)
+            self.private.begin(request, blend.private)
+        return self.scratch.fill(request, blocks, computed)

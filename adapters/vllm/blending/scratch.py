@@ -42,14 +42,14 @@ class Scratch:
         wanted = sum(-(-tokens // size) for size in self.block_tokens)
         return None if wanted >= pool.num_gpu_blocks else wanted <= pool.get_num_free_blocks()
 
-    def pin(self, view: Any, computed: int) -> bool:
+    def pin(self, request: Any, computed: int) -> bool:
         """Keep what windows before token `computed` have in vLLM's cache, until `fill` or `unpin`.
 
         Whether all of it is there.
         """
         if not any(self.windows) or not computed:
             return True
-        tables = self.manager.get_computed_blocks(view)[0].blocks
+        tables = self.manager.get_computed_blocks(request)[0].blocks
         pins = {
             (group, i): tables[group][i]
             for group, first in self._firsts(computed)
@@ -58,7 +58,7 @@ class Scratch:
         if any(block.is_null for block in pins.values()):
             return False
         self.manager.block_pool.touch(list(pins.values()))
-        self._pinned[view.request_id] = pins
+        self._pinned[request.request_id] = pins
         return True
 
     def unpin(self) -> None:
@@ -67,14 +67,14 @@ class Scratch:
             self.manager.block_pool.free_blocks(pins.values())
         self._pinned.clear()
 
-    def fill(self, view: Any, blocks: Tables, computed: int) -> Tables:
+    def fill(self, request: Any, blocks: Tables, computed: int) -> Tables:
         """The blocks of all tokens of a request that is blended, from token 0 on; -1: no row looks there.
 
         Those that are not the request's are held until `give_back`. There are enough if `has_room` said so
         before the request got its own.
         """
-        pins = self._pinned.pop(view.request_id, {})
-        sizes = [-(-view.num_tokens // size) for size in self.block_tokens]
+        pins = self._pinned.pop(request.request_id, {})
+        sizes = [-(-request.num_tokens // size) for size in self.block_tokens]
         tables = tuple(
             [block or -1 for block in table] + [-1] * (size - len(table))
             for table, size in zip(blocks, sizes, strict=True)
@@ -90,12 +90,12 @@ class Scratch:
         new = self.manager.block_pool.get_new_blocks(len(missing)) if missing else []
         for (group, i), block in zip(missing, new, strict=True):
             tables[group][i] = block.block_id
-        self._held[view.request_id] = [*pins.values(), *new]
+        self._held[request.request_id] = [*pins.values(), *new]
         return tables
 
-    def give_back(self, request: str) -> None:
+    def give_back(self, request_id: str) -> None:
         """A request's blend is over."""
-        self.manager.block_pool.free_blocks(self._held.pop(request, ()))
+        self.manager.block_pool.free_blocks(self._held.pop(request_id, ()))
 
     def _firsts(self, computed: int) -> Iterator[tuple[int, int]]:
         """The first block that tokens from `computed` on look at, of each KV cache group with windows."""
